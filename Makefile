@@ -1,0 +1,36 @@
+# Everything a developer runs. PYTHON picks the interpreter that creates .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test bench lint unit clean
+.DEFAULT_GOAL := test
+
+# The stamp depends on pyproject.toml alone: a change of code needs no new installation.
+$(VENV)/.run: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.run
+	$(BIN)/python -m pip install --quiet --editable '.[dev,hf]'
+	touch $@
+
+train: $(VENV)/.run
+	$(BIN)/python -m raypipe train jobs/quickstart.yaml
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+test: lint unit
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,70 @@
+"""Every error raypipe raises on purpose: where it is wrong, why, and what to do.
+
+RaypipeError
+├── RequestError            the request is wrong: exit status 2
+│   ├── SpecError           a key, value or file of a job, cluster or profile
+│   └── ScheduleError       a schedule that cannot exist or cannot run
+└── RunError                it failed while running: exit status 1
+    ├── TransportError      a message that did not come, or came wrong
+    └── CheckpointError     a checkpoint that cannot be written or read back
+
+``args`` equals the constructor's signature everywhere, so that errors survive the pickling between Ray actors.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RaypipeError(Exception):
+    """Base of all errors raised on purpose; ``exit_status`` is what the command line returns."""
+
+    exit_status = 1
+
+    def __init__(self, where: str, why: str, fix: str = "") -> None:
+        super().__init__(where, why, fix)
+        self.where, self.why, self.fix = where, why, fix
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.why}" if self.where else self.why
+        return f"{head}\n  fix: {self.fix}" if self.fix else head
+
+
+class RequestError(RaypipeError):
+    """The user asked for something that cannot be: exit status 2, one message, no traceback."""
+
+    exit_status = 2
+
+
+class SpecError(RequestError):
+    """A job, cluster, profile or plan file holds a wrong key or value."""
+
+
+class ScheduleError(RequestError):
+    """A schedule that is impossible for its shape, or an order that cannot run."""
+
+
+class RunError(RaypipeError):
+    """Something failed while running."""
+
+
+class TransportError(RunError):
+    """A message between devices did not arrive in time, or is not the one the program expects."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint is missing, incomplete, damaged or from an incompatible version."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Say which known name is meant by a misspelt one.
+
+    >>> nearest("schedul", ["schedule", "stages"])
+    'did you mean "schedule"?'
+    >>> nearest("zzz", ["b", "a"])
+    'known: a, b'
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f'did you mean "{close[0]}"?' if close else "known: " + ", ".join(names)

@@ -1,0 +1,101 @@
+"""What every way of moving tensors between two devices offers: one directed, first-in-first-out channel per edge.
+
+A channel carries messages, each a short list of tensors under a ``Label``. The order of messages on a channel is
+fixed before the step starts (it is the sender's task order), so the receiver knows what comes next and can
+post its receives ahead. No tensor passes through the object store or the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Direction = Literal["act", "grad"]
+
+
+class Label(NamedTuple):
+    """Names one message: an activation going down the pipeline or a gradient coming back."""
+
+    direction: Direction
+    src_stage: int
+    dst_stage: int
+    mb: int
+    step: int
+
+    def __str__(self) -> str:
+        what = "activation" if self.direction == "act" else "gradient"
+        return f"{what} of micro-batch {self.mb}, stage {self.src_stage} -> {self.dst_stage}, step {self.step}"
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of one tensor on the wire; known before the step, so that no handshake is needed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor."""
+        size = self.dtype.itemsize
+        for n in self.shape:
+            size *= n
+        return size
+
+
+class Expected(NamedTuple):
+    """A message that will arrive: its label and the tensors it carries."""
+
+    label: Label
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a device's actor lives; decides which channel can serve an edge."""
+
+    rank: int
+    """Global rank: position among all devices of the run."""
+    node: str
+    """Ray node id; two peers with the same one share memory."""
+    device: str
+    """``cpu`` or ``cuda:UUID``; two stages may share one GPU."""
+    name: str = ""
+    """How errors call it, e.g. ``stage 2 · replica 0``."""
+
+
+class Sender(Protocol):
+    """The sending end of one channel."""
+
+    def send(self, label: Label, tensors: Sequence[Tensor]) -> None:
+        """Take a snapshot of the tensors and return; the caller may overwrite them at once. Never waits for the peer."""
+
+    def progress(self) -> None:
+        """Push out what could not be sent at once, as far as that goes without waiting."""
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything has left. Raises TransportError naming the peer and the label that did not."""
+
+    def close(self) -> None:
+        """Release what the channel holds; idempotent, also after a failure."""
+
+
+class Receiver(Protocol):
+    """The receiving end of one channel."""
+
+    def post(self, expected: Sequence[Expected]) -> None:
+        """Announce the next messages in the order they will come (appends to what was announced before)."""
+
+    def recv(self, label: Label, timeout_s: float) -> list[Tensor]:
+        """Wait for one posted message. Messages ahead of it are kept for later calls.
+
+        Raises:
+            TransportError: nothing came within ``timeout_s``, or something else than what was posted; names the
+                label, the peer and the micro-batch.
+        """
+
+    def close(self) -> None:
+        """Release what the channel holds; idempotent, also after a failure."""

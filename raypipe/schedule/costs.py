@@ -1,0 +1,85 @@
+"""The one cost table: how long each task of each stage takes, and each message between devices.
+
+Plain numbers in one unit (seconds in runs, milliseconds in emulation, units on paper); nothing here knows
+where they come from. ``cost/`` fills it from a model or a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raypipe.errors import ScheduleError
+from raypipe.schedule.ir import Schedule, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTable:
+    """Time of each kind of task per stage, for one full micro-batch."""
+
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    recompute: tuple[float, ...]
+    all_reduce: tuple[float, ...]
+    update: tuple[float, ...]
+    comm: float = 0.0
+    """Latency of a message between two devices; nothing inside one device."""
+
+    @staticmethod
+    def even(
+        stages: int,
+        forward: float = 1.0,
+        input_grad: float = 1.0,
+        weight_grad: float = 1.0,
+        recompute: float = 0.0,
+        comm: float = 0.0,
+    ) -> CostTable:
+        """The same costs for every stage."""
+        zeros = (0.0,) * stages
+        return CostTable(
+            forward=(forward,) * stages, input_grad=(input_grad,) * stages, weight_grad=(weight_grad,) * stages,
+            recompute=(recompute,) * stages, all_reduce=zeros, update=zeros, comm=comm,
+        )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.by_kind(k)) for k in ("F", "B", "W", "R", "AR", "U")}
+        if len(lengths) != 1:
+            raise ScheduleError("costs", f"lists of different lengths {sorted(lengths)}", "give one value per stage")
+        for kind in ("F", "B", "W", "R", "AR", "U"):
+            for stage, value in enumerate(self.by_kind(kind)):
+                if not 0 <= value < float("inf"):
+                    raise ScheduleError("costs", f"{kind} of stage {stage} is {value}", "use a finite number >= 0")
+        if not 0 <= self.comm < float("inf"):
+            raise ScheduleError("costs", f"comm is {self.comm}", "use a finite number >= 0")
+
+    @property
+    def stages(self) -> int:
+        """Number of stages the table speaks of."""
+        return len(self.forward)
+
+    def by_kind(self, kind: str) -> tuple[float, ...]:
+        """Times per stage of one kind; ``BW`` is B plus W."""
+        if kind == "BW":
+            return tuple(b + w for b, w in zip(self.input_grad, self.weight_grad, strict=True))
+        return {
+            "F": self.forward, "B": self.input_grad, "W": self.weight_grad,
+            "R": self.recompute, "AR": self.all_reduce, "U": self.update,
+        }[kind]  # fmt: skip
+
+    def durations(self, schedule: Schedule, tasks: list[Task]) -> list[float]:
+        """Time of each task: its stage's cost times the micro-batches it carries.
+
+        Raises:
+            ScheduleError: the table has another number of stages than the schedule.
+        """
+        if self.stages != schedule.stages:
+            raise ScheduleError(
+                "costs", f"{self.stages} values for {schedule.stages} stages", f"give 1 or {schedule.stages} values"
+            )
+        table = {k: self.by_kind(k) for k in ("F", "B", "W", "BW", "R", "AR", "U")}
+        if schedule.rules.skip_first_b:  # no input gradient there: a joint backward is W alone
+            table["BW"] = (self.weight_grad[0], *table["BW"][1:])
+        size = float(schedule.size)
+        if size == 1.0:
+            return [table[k][s] * len(mbs) if len(mbs) > 1 else table[k][s] for k, s, mbs, _ in tasks]
+        return [table[k][s] * (len(mbs) * size if mbs else 1) for k, s, mbs, _ in tasks]

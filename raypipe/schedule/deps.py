@@ -1,0 +1,134 @@
+"""The one dependency rule, and the task graph it induces.
+
+``dependencies`` states the rule; ``link`` applies it to a whole schedule once. Verifier, simulator, drawings,
+transfers and executor all read the resulting ``TaskGraph``, so no second copy of the rule can disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raypipe.schedule.ir import Kind, Rules, Schedule, Task
+
+Need = tuple[tuple[Kind, ...], int]
+"""Any one of these kinds, at this stage, for the same micro-batch."""
+
+
+def dependencies(
+    kind: Kind, stage: int, inputs: list[int], outputs: list[int], recomputed: bool, rules: Rules
+) -> list[Need]:
+    """What must have finished before a compute task of ``stage`` may start, for each of its micro-batches.
+
+    ``inputs`` are the stages it reads, ``outputs`` the stages that read it; ``recomputed`` says whether this
+    (stage, micro-batch) has an R task. A last stage (no outputs) starts its backward from its own forward.
+    """
+    gradient: list[Need] = [(("B", "BW"), s) for s in outputs]
+    own: list[Need] = [(("R",) if recomputed else ("F",), stage)]
+    if kind == "F":
+        return [(("F",), s) for s in inputs]
+    if kind == "R":
+        return [(("F",), stage), *(gradient if rules.recompute == "late" else [])]
+    if kind in ("B", "BW"):
+        return own + gradient
+    if kind == "W":
+        if rules.w_dep == "grad" or (rules.skip_first_b and not inputs):
+            return own + gradient
+        return [(("B",), stage)]
+    return []
+
+
+@dataclass(slots=True)
+class TaskGraph:
+    """A schedule with its dependencies resolved; tasks are numbered device by device, in order."""
+
+    schedule: Schedule
+    tasks: list[Task]
+    device: list[int]
+    """Device of each task, as the orders say."""
+    first: list[int]
+    """Number of each device's first task; one more entry at the end, the number of tasks."""
+    preds: list[list[int]]
+    """Tasks that must have ended (own device's order not included)."""
+    missing: list[tuple[int, Need, int]]
+    """(task, what it needs, micro-batch) where no task provides it: an invalid schedule."""
+    doubled: list[tuple[int, int]]
+    """Pairs of tasks that do the same thing."""
+
+
+def link(schedule: Schedule) -> TaskGraph:
+    """Number the tasks of ``schedule`` and resolve every dependency; linear in tasks and edges."""
+    tasks: list[Task] = []
+    device: list[int] = []
+    first = [0]
+    for d, order in enumerate(schedule.orders):
+        tasks.extend(order)
+        device.extend([d] * len(order))
+        first.append(len(tasks))
+    where: dict[tuple[Kind, int], dict[int, int]] = {}
+    doubled: list[tuple[int, int]] = []
+    bookkeeping: list[int] = []
+    for i, (kind, stage, mbs, _) in enumerate(tasks):
+        if kind == "AR" or kind == "U":
+            bookkeeping.append(i)
+            continue
+        done = where.get((kind, stage))
+        if done is None:
+            done = where[(kind, stage)] = {}
+        for mb in mbs:
+            if mb in done:
+                doubled.append((done[mb], i))
+            done[mb] = i
+    for stage in range(schedule.stages):  # a B and a BW of one micro-batch do the same work twice
+        joint = where.get(("BW", stage), {})
+        for single in ("B", "W"):
+            other = where.get((single, stage), {})  # type: ignore[call-overload]
+            doubled.extend((joint[mb], other[mb]) for mb in joint.keys() & other.keys())
+
+    rules = schedule.rules
+    inputs, outputs = schedule.graph.inputs(), schedule.graph.outputs()
+    known: dict[tuple[Kind, int, bool], list[tuple[Need, list[dict[int, int]]]]] = {}
+    empty: dict[int, int] = {}
+    preds: list[list[int]] = []
+    missing: list[tuple[int, Need, int]] = []
+    recomputed = [where.get(("R", s), empty) for s in range(schedule.stages)]
+    for i, (kind, stage, mbs, _) in enumerate(tasks):
+        found: list[int] = []
+        for mb in mbs:
+            case = (kind, stage, mb in recomputed[stage])
+            needs = known.get(case)
+            if needs is None:
+                rule = dependencies(kind, stage, inputs[stage], outputs[stage], case[2], rules)
+                needs = known[case] = [(n, [where.get((k, n[1]), empty) for k in n[0]]) for n in rule]
+            for need, providers in needs:
+                for provider in providers:
+                    source = provider.get(mb)
+                    if source is not None:
+                        if source not in found:
+                            found.append(source)
+                        break
+                else:
+                    missing.append((i, need, mb))
+        preds.append(found)
+    if bookkeeping:
+        _link_bookkeeping(tasks, bookkeeping, preds)
+    return TaskGraph(schedule, tasks, device, first, preds, missing, doubled)
+
+
+def _link_bookkeeping(tasks: list[Task], bookkeeping: list[int], preds: list[list[int]]) -> None:
+    """AR of a stage waits for all its weight gradients on every holder; U for the AR, else for its own gradients."""
+    gradients: dict[int, list[int]] = {}
+    own: dict[tuple[int, int], list[int]] = {}
+    reduced: dict[tuple[int, int], int] = {}
+    for i, task in enumerate(tasks):
+        if task.kind in ("W", "BW"):
+            gradients.setdefault(task.stage, []).append(i)
+            own.setdefault((task.stage, task.replica), []).append(i)
+        elif task.kind == "AR":
+            reduced[(task.stage, task.replica)] = i
+    for i in bookkeeping:
+        task = tasks[i]
+        key = (task.stage, task.replica)
+        if task.kind == "AR":
+            preds[i] = gradients.get(task.stage, [])
+        else:
+            preds[i] = [reduced[key]] if key in reduced else own.get(key, [])

@@ -1,0 +1,125 @@
+"""The schedule IR: a training step as data.
+
+Words, used the same way everywhere (the papers clash; these are ZeroPP's and zero-bubble's):
+
+    stage       a contiguous run of model layers        device   one worker of the pipeline (one GPU, one CPU thread)
+    micro-batch one forward + backward unit of a step   replica  one copy of the whole chain of stages
+    F forward   B gradient of the input   W gradient of the weights   BW both at once   R recompute of a forward
+    AR all-reduce of a stage's gradients over its holders             U optimizer update of a stage
+
+NB: PyTorch writes ``I`` for our ``B`` and ``B`` for our ``BW``. Task ``2F0`` is stage 2, forward, micro-batch 0;
+``2F0,1`` carries two micro-batches (Chimera's forward doubling); ``2F0@1`` belongs to replica 1.
+Bookkeeping tasks carry no micro-batch: ``2AR``, ``2U``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "W", "BW", "R", "AR", "U"]
+COMPUTE: frozenset[Kind] = frozenset({"F", "B", "W", "BW", "R"})
+"""Kinds that occupy a device and count as busy time in the bubble ratio."""
+BACKWARD: tuple[Kind, Kind] = ("B", "BW")
+"""Kinds that hand an input gradient to the stage before."""
+
+
+class Task(NamedTuple):
+    """One unit of work of a device: ``(kind, stage, mbs, replica)``."""
+
+    kind: Kind
+    stage: int
+    mbs: tuple[int, ...]
+    """Micro-batches it works on; one, except for paired forwards; none for AR and U."""
+    replica: int = 0
+
+    def __str__(self) -> str:
+        mbs = ",".join(map(str, self.mbs))
+        return f"{self.stage}{self.kind}{mbs}" + (f"@{self.replica}" if self.replica else "")
+
+
+@dataclass(frozen=True, slots=True)
+class StageGraph:
+    """Which stage feeds which: any edge from an earlier stage to a later one (DESIGN: a DAG, not a chain)."""
+
+    stages: int
+    edges: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def chain(stages: int) -> StageGraph:
+        """``0 -> 1 -> ... -> stages-1``."""
+        return StageGraph(stages, tuple((s, s + 1) for s in range(stages - 1)))
+
+    def inputs(self) -> list[list[int]]:
+        """Per stage, the stages whose activations it reads."""
+        found: list[list[int]] = [[] for _ in range(self.stages)]
+        for src, dst in self.edges:
+            found[dst].append(src)
+        return found
+
+    def outputs(self) -> list[list[int]]:
+        """Per stage, the stages that read its activations (and send gradients back)."""
+        found: list[list[int]] = [[] for _ in range(self.stages)]
+        for src, dst in self.edges:
+            found[src].append(dst)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Where a schedule's dependencies differ from the default; see ``deps.dependencies``."""
+
+    recompute: Literal["early", "late"] = "early"
+    """``early``: R waits for its own F only; ``late``: also for the incoming gradient (Merak section 3.3)."""
+    w_dep: Literal["B", "grad"] = "B"
+    """``B``: W follows B of its stage; ``grad``: W needs only the incoming gradient (out-of-order backprop)."""
+    skip_first_b: bool = False
+    """Stage 0 computes no input gradient: it has W tasks and no B."""
+
+
+Versions = Literal["flush", "stash", "2bw"]
+"""Weight versions: ``flush`` one version, synchronous; ``stash`` PipeDream's; ``2bw`` PipeDream-2BW's two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A placement and, per device, an ordered list of tasks."""
+
+    name: str
+    placement: tuple[tuple[int, ...], ...]
+    """``placement[replica][stage]`` is the device that holds it."""
+    orders: tuple[tuple[Task, ...], ...]
+    """Per device, its tasks in the order they run."""
+    microbatches: int
+    """Micro-batches of a step, over all replicas; ids run from 0 (halved ones count each half)."""
+    graph: StageGraph
+    rules: Rules = field(default_factory=Rules)
+    size: Fraction = Fraction(1)
+    """Share of a full micro-batch that one id stands for: 1/2 in backward halving."""
+    versions: Versions = "flush"
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of one replica."""
+        return self.graph.stages
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas (Chimera's directions times data-parallel copies)."""
+        return len(self.placement)
+
+    def tasks(self) -> Iterable[Task]:
+        """All tasks, device by device."""
+        for order in self.orders:
+            yield from order
+
+    def with_orders(self, orders: Iterable[Iterable[Task]], **changes: object) -> Schedule:
+        """The same schedule with other orders; what every pass returns."""
+        return replace(self, orders=tuple(tuple(o) for o in orders), **changes)  # type: ignore[arg-type]
