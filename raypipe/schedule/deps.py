@@ -81,7 +81,7 @@ def link(schedule: Schedule) -> TaskGraph:
     for stage in range(schedule.stages):  # a B and a BW of one micro-batch do the same work twice
         joint = where.get(("BW", stage), {})
         for single in ("B", "W"):
-            other = where.get((single, stage), {})  # type: ignore[call-overload]
+            other = where.get((single, stage), {})
             doubled.extend((joint[mb], other[mb]) for mb in joint.keys() & other.keys())
 
     rules = schedule.rules

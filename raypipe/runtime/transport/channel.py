@@ -71,7 +71,7 @@ class Sender(Protocol):
     """The sending end of one channel."""
 
     def send(self, label: Label, tensors: Sequence[Tensor]) -> None:
-        """Take a snapshot of the tensors and return; the caller may overwrite them at once. Never waits for the peer."""
+        """Snapshot the tensors and return: the caller may overwrite them at once. Never waits for the peer."""
 
     def progress(self) -> None:
         """Push out what could not be sent at once, as far as that goes without waiting."""
