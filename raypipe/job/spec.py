@@ -1,0 +1,167 @@
+"""The job file as typed data: each field says what it means, in which unit, and what is allowed.
+
+Keys and their spelling are CONTRACT.md's. A spec is immutable and complete: defaults are filled in, so that what
+a run directory records is what ran. Rules between fields are in ``check``; reading files is in ``load``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from raypipe.errors import SpecError
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Spec(BaseModel):
+    """Strict and frozen: a misspelt key, or a string where a number belongs, is an error and not a guess."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelSpec(Spec):
+    """Which model to train, and its shape."""
+
+    type: Literal["gpt"] = "gpt"
+    """Family. ``gpt``: decoder-only transformer with pre-norm blocks and learned positions."""
+    layers: Positive
+    """Transformer blocks; embedding and head come on top."""
+    hidden: Positive
+    """Width of the residual stream; a multiple of ``heads``."""
+    heads: Positive
+    """Attention heads."""
+    sequence: Positive
+    """Tokens a sample holds."""
+    vocabulary: Positive = 256
+    """Distinct tokens; byte data needs 256."""
+    dropout: Share = 0.0
+    """Share of values dropped after the embedding and on both residual branches; 0 <= p < 1."""
+    tie_embeddings: bool = True
+    """Use the token embedding's matrix as the head's as well."""
+
+
+class DataSpec(Spec):
+    """What to train on."""
+
+    type: Literal["bytes"] = "bytes"
+    """``bytes``: text files read as bytes, one token each."""
+    path: Annotated[str, Field(min_length=1)]
+    """``stdlib`` (this Python's own library sources), or a file, a folder or a glob of text."""
+
+
+class TrainSpec(Spec):
+    """How to train: optimizer, length, precision, how often to look and to save."""
+
+    steps: Positive
+    """Optimizer steps of the whole run."""
+    batch: Positive
+    """Mini-batch: sequences a step, over all replicas."""
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    """``adamw`` decays weights apart from the gradient; ``adam`` and ``sgd`` add the decay to it."""
+    lr: Annotated[float, Field(gt=0)] = 0.001
+    """Peak learning rate."""
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
+    """Adam's decay rates of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's guard against division by zero."""
+    momentum: Share = 0.0
+    """SGD's momentum."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decay rate, applied to every parameter."""
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape of the learning rate after the warm-up, from ``lr`` down to ``min_lr`` at the last step."""
+    warmup_steps: Count = 0
+    """Steps over which the learning rate rises linearly to ``lr``."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Where ``cosine`` and ``linear`` end."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """Largest global gradient norm (L2, over all stages); null for none."""
+    seed: Count = 0
+    """Start weights, order of the data and dropout all follow from it."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Arithmetic. ``bfloat16`` is autocast over float32 weights."""
+    deterministic: bool = False
+    """Refuse kernels whose result may differ between two runs."""
+    eval_every: Count = 0
+    """Steps between validations; 0 for none but the one at the end."""
+    eval_batches: Positive = 8
+    """Mini-batches of held-out data per validation."""
+    checkpoint_every: Count = 0
+    """Steps between checkpoints; 0 for none but the one at the end."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints kept."""
+    max_failures: Count = 3
+    """Restarts from the last checkpoint before the run gives up."""
+    message_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds a device waits for a message before it fails with its name."""
+
+
+class ParallelSpec(Spec):
+    """How to cut the work over devices. ``stages * replicas`` devices in all."""
+
+    schedule: str = "1f1b"
+    """Name of a pipeline schedule; ``raypipe schedule --list`` describes them."""
+    stages: Positive = 1
+    """Devices along one pipeline."""
+    replicas: Positive = 1
+    """Data-parallel copies of the pipeline."""
+    microbatch: Positive = 1
+    """Sequences per micro-batch."""
+    chunks: Positive = 1
+    """Stages a device holds (interleaved schedules); the model is cut into ``stages * chunks``."""
+    unit: Positive | None = None
+    """ZeroPP's scheduling unit, in micro-batches."""
+    pipelines: Positive = 2
+    """Chimera's number of directed pipelines; other schedules ignore it."""
+    concat: Literal["direct", "doubling", "halving"] = "direct"
+    """How Chimera goes past one micro-batch a device."""
+    shard: Literal["none", "zero1", "zero2", "zero3"] = "none"
+    """What the replicas split between them instead of each holding it."""
+    sync: Literal["lazy", "eager", "eager-opt", "wait-free", "prioritised", "reverse-first-k"] = "lazy"
+    """When gradients are summed over replicas. ``lazy``: after the device's last backward;
+    ``eager``: as soon as the stage's own gradients are complete."""
+    transport: Literal["auto", "shm", "gloo", "nccl", "ray-collective"] = "auto"
+    """What carries activations. ``auto`` picks per edge what is fastest there."""
+    recompute: Literal["none", "full", "auto"] = "none"
+    """Activations to compute again instead of keeping."""
+    tensor: Positive = 1
+    """Devices that share each layer."""
+
+    @property
+    def model_stages(self) -> int:
+        """Parts the model is cut into."""
+        return self.stages * self.chunks
+
+    @property
+    def devices(self) -> int:
+        """Devices of the whole job."""
+        return self.stages * self.replicas * self.tensor
+
+
+class JobSpec(Spec):
+    """One training job: the whole file."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Used for the run directory and in the Ray dashboard: letters, digits, dot, dash, underscore."""
+    model: ModelSpec
+    data: DataSpec
+    train: TrainSpec
+    parallel: ParallelSpec = ParallelSpec()
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of a step, over all replicas."""
+        return self.train.batch // self.parallel.microbatch
+
+    @model_validator(mode="after")
+    def _rules(self) -> JobSpec:
+        # Imported late: the rules read the specs. SpecError passes through pydantic as it is.
+        from raypipe.job.check import problems
+
+        for key, why, fix in problems(self):
+            raise SpecError(key, why, fix)
+        return self
