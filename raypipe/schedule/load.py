@@ -1,0 +1,37 @@
+"""Read a schedule file in either form: JSON if it starts with a brace, else text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from raypipe.errors import ScheduleError
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.json_form import from_json
+from raypipe.schedule.text import from_text
+
+
+def load(path: Path) -> tuple[Schedule, CostTable | None]:
+    """The schedule in the file ``path``, and the costs if it is JSON (the text form has none).
+
+    Raises:
+        ScheduleError: the file cannot be read, or is not a schedule; says where and why.
+    """
+    source = str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(source, error.strerror or str(error), "name a readable schedule file") from error
+    except UnicodeDecodeError as error:
+        raise ScheduleError(source, f"not text at byte {error.start}", "give JSON or the text form") from error
+    if not text.lstrip().startswith(("{", "[")):
+        return from_text(text, source), None
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        place = f"{source}:{error.lineno}:{error.colno}" if isinstance(error, json.JSONDecodeError) else source
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise ScheduleError(place, f"not JSON: {why}", "correct the file at that place") from error
+    schedule, costs = from_json(data, source)
+    return schedule, costs

@@ -1,0 +1,238 @@
+"""The text form of a schedule: what people read, write by hand and paste into tests.
+
+    schedule 1f1b
+    microbatches 2
+    placement 0 1            # one line per replica: the device of stage 0, 1, ...
+    device 0: 0F0 0F1 0BW0 0BW1
+    device 1: 1F0 1BW0 1F1 1BW1
+
+Lines that differ from the default are added when needed: ``edges 0>1 0>2 1>2`` (the stage graph is not a chain),
+``size 1/2``, ``versions stash``, ``recompute late``, ``w_dep grad``, ``skip_first_B``. A reader may leave out
+``schedule``, ``microbatches`` and ``placement``; the tasks tell them. ``#`` starts a comment.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Literal, NoReturn, TypeVar, get_args
+
+from raypipe.errors import ScheduleError, nearest
+from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task, Versions
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+VERSIONS: tuple[Versions, ...] = get_args(Versions)
+RECOMPUTE: tuple[Literal["early", "late"], ...] = ("early", "late")
+W_DEP: tuple[Literal["B", "grad"], ...] = ("B", "grad")
+Word = TypeVar("Word", bound=str)
+_TASK = re.compile(r"([0-9]{1,6})([A-Za-z]+)((?:[0-9]{1,6}(?:,[0-9]{1,6})*)?)(?:@([0-9]{1,6}))?")
+_NUMBER = re.compile(r"[0-9]{1,6}")  # more than six digits is a typing error, not a device
+_PLAIN_NAME = re.compile(r"[\w.+-]+")
+_COMMENT = re.compile(r"(?:^|\s)#.*")
+
+
+def to_text(schedule: Schedule) -> str:
+    """Print ``schedule``; ``from_text`` reads back exactly the same one.
+
+    >>> print(to_text(from_text("device 0: 0F0 0BW0\\n", "example")), end="")
+    schedule example
+    microbatches 1
+    placement 0
+    device 0: 0F0 0BW0
+    """
+    name, rules = schedule.name, schedule.rules
+    lines = [f"schedule {name if _PLAIN_NAME.fullmatch(name) else json.dumps(name)}"]
+    lines.append(f"microbatches {schedule.microbatches}")
+    lines += [_words("placement", places) for places in schedule.placement]
+    if schedule.graph != StageGraph.chain(schedule.stages):
+        lines.append(_words("edges", (f"{src}>{dst}" for src, dst in schedule.graph.edges)))
+    if schedule.size != 1:
+        lines.append(f"size {schedule.size}")
+    if schedule.versions != "flush":
+        lines.append(f"versions {schedule.versions}")
+    if rules.recompute != "early":
+        lines.append(f"recompute {rules.recompute}")
+    if rules.w_dep != "B":
+        lines.append(f"w_dep {rules.w_dep}")
+    if rules.skip_first_b:
+        lines.append("skip_first_B")
+    lines += [_words(f"device {d}:", order) for d, order in enumerate(schedule.orders)]
+    return "\n".join(lines) + "\n"
+
+
+def parse_task(text: str, where: str = "task") -> Task:
+    """Read one task such as ``2F0``, ``2F0,1``, ``2F0@1`` or ``2AR``.
+
+    Raises:
+        ScheduleError: ``text`` is no task; ``where`` is the place named in the message.
+
+    >>> parse_task("2F0,1@3")
+    Task(kind='F', stage=2, mbs=(0, 1), replica=3)
+    """
+    match = _TASK.fullmatch(text)
+    if not match:
+        raise ScheduleError(
+            where, f'"{text}" is not a task', "write stage, kind, micro-batch, as in 2F0, 2BW0,1 or 2F0@1"
+        )
+    stage, letters, mbs, replica = match.groups()
+    kind = next((k for k in KINDS if k == letters), None)
+    if kind is None:
+        raise ScheduleError(where, f'"{text}" has the unknown kind "{letters}"', f"kinds are {' '.join(KINDS)}")
+    if (kind in ("AR", "U")) == bool(mbs):
+        why = "carries no micro-batch" if mbs else "lacks its micro-batch"
+        raise ScheduleError(where, f'"{text}" {why}', f"write {stage}{kind}" + ("" if mbs else "0"))
+    return Task(kind, int(stage), tuple(map(int, mbs.split(","))) if mbs else (), int(replica or 0))
+
+
+def from_text(text: str, source: str = "schedule") -> Schedule:
+    """Read the text form; ``source`` (a file name) starts every error's place.
+
+    The result has the right form; whether it can run is for ``verify`` to say.
+
+    Raises:
+        ScheduleError: with line and column, for anything that isn't the text form.
+    """
+    return _Reader(source).read(text)
+
+
+def infer_placement(orders: Sequence[Sequence[Task]], source: str) -> tuple[tuple[int, ...], ...]:
+    """The placement that the orders of a hand-written schedule imply: per replica, the device of each stage.
+
+    Raises:
+        ScheduleError: a stage of a replica is on no device or on two.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for device, order in enumerate(orders):
+        for task in order:
+            other = found.setdefault((task.replica, task.stage), device)
+            if other != device:
+                why = f"stage {task.stage} of replica {task.replica} has tasks on device {other} and on device {device}"
+                raise ScheduleError(source, why, "move them to one device, or mark the second copy's tasks: 2F0@1")
+    if not found:
+        raise ScheduleError(source, "there is no task on any device", "add lines such as: device 0: 0F0 0BW0")
+    replicas, stages = (1 + max(key[i] for key in found) for i in (0, 1))
+    for replica in range(replicas):
+        for stage in range(stages):
+            if (replica, stage) not in found:
+                why = f"stage {stage} of replica {replica} has no task"
+                raise ScheduleError(source, why, "number stages and replicas from 0, or state the placement")
+    return tuple(tuple(found[r, s] for s in range(stages)) for r in range(replicas))
+
+
+def _words(head: str, items: Iterable[object]) -> str:
+    return " ".join([head, *map(str, items)])
+
+
+class _Reader:
+    """Line by line; keeps the current line number for messages."""
+
+    KEYS = ("schedule", "microbatches", "placement", "edges", "size", "versions", "recompute", "w_dep", "skip_first_B")
+
+    def __init__(self, source: str) -> None:
+        self.source, self.line = source, 0
+        self.name = re.split(r"[/\\]", source)[-1].split(".")[0] or "schedule"
+        self.microbatches: int | None = None
+        self.placement: list[tuple[int, ...]] = []
+        self.edges: tuple[tuple[int, int], ...] | None = None
+        self.size = Fraction(1)
+        self.versions: Versions = "flush"
+        self.rules = Rules()
+        self.orders: dict[int, tuple[Task, ...]] = {}
+        self.seen: set[str] = set()
+
+    def fail(self, why: str, fix: str) -> NoReturn:
+        raise ScheduleError(f"{self.source}:{self.line}", why, fix)
+
+    def read(self, text: str) -> Schedule:
+        for self.line, raw in enumerate(text.splitlines(), 1):
+            line = (raw if raw.startswith('schedule "') else _COMMENT.sub("", raw)).rstrip()
+            if line.strip():
+                self.one(line)
+        if not self.orders:
+            self.fail("no device has tasks", "add lines such as: device 0: 0F0 0BW0")
+        orders = [self.orders.get(d, ()) for d in range(1 + max(self.orders))]
+        placement = tuple(self.placement) or infer_placement(orders, self.source)
+        needed = 1 + max((d for places in placement for d in places), default=0)
+        orders += [()] * (needed - len(orders))
+        stages = len(placement[0])
+        edges = StageGraph.chain(stages).edges if self.edges is None else self.edges
+        seen = 1 + max((mb for order in orders for t in order for mb in t.mbs), default=-1)
+        return Schedule(
+            name=self.name, placement=placement, orders=tuple(orders),
+            microbatches=seen if self.microbatches is None else self.microbatches,
+            graph=StageGraph(stages, edges), rules=self.rules, size=self.size, versions=self.versions,
+        )  # fmt: skip
+
+    def one(self, line: str) -> None:
+        key, _, rest = line.strip().partition(" ")
+        rest = rest.strip()
+        if key == "device":
+            self.device(line)
+            return
+        if key not in self.KEYS:
+            self.fail(f'unknown key "{key}"', nearest(key, (*self.KEYS, "device")))
+        if key in self.seen and key != "placement":
+            self.fail(f'"{key}" is given twice', "keep one of the two lines")
+        self.seen.add(key)
+        if key == "schedule":
+            self.name = self.quoted(rest) if rest.startswith('"') else rest
+        elif key == "microbatches":
+            self.microbatches = self.whole(rest, key)
+        elif key == "placement":
+            self.placement.append(tuple(self.whole(word, "a device") for word in rest.split()))
+            if len(self.placement[-1]) != len(self.placement[0]) or not rest:
+                self.fail(f"{len(self.placement[-1])} stages here", "give every replica the same stages, at least one")
+        elif key == "edges":
+            self.edges = tuple(self.edge(word) for word in rest.split())
+        elif key == "size":
+            try:
+                self.size = Fraction(rest)
+            except (ValueError, ZeroDivisionError):
+                self.fail(f'"{rest}" is not a fraction', "write the share of a micro-batch that one id is: size 1/2")
+        elif key == "versions":
+            self.versions = self.choice(rest, VERSIONS)
+        elif key == "recompute":
+            self.rules = replace(self.rules, recompute=self.choice(rest, RECOMPUTE))
+        elif key == "w_dep":
+            self.rules = replace(self.rules, w_dep=self.choice(rest, W_DEP))
+        else:
+            self.rules = replace(self.rules, skip_first_b=True)
+
+    def device(self, line: str) -> None:
+        head, colon, _ = line.partition(":")
+        number = head.split(maxsplit=1)[1] if colon and len(head.split()) == 2 else None
+        if number is None or not _NUMBER.fullmatch(number):
+            self.fail("a device line needs a number and a colon", "write for example: device 0: 0F0 0BW0")
+        if int(number) in self.orders:
+            self.fail(f"device {number} is given twice", "put its tasks on one line")
+        words = re.finditer(r"\S+", line[len(head) + 1 :])
+        base = len(head) + 2
+        self.orders[int(number)] = tuple(
+            parse_task(word.group(), f"{self.source}:{self.line}:{base + word.start()}") for word in words
+        )
+
+    def quoted(self, text: str) -> str:
+        try:
+            return str(json.loads(text))
+        except ValueError:
+            return self.fail("the quoted name does not end", 'write: schedule "a name"')
+
+    def whole(self, word: str, what: str) -> int:
+        if not _NUMBER.fullmatch(word):
+            self.fail(f'"{word}" is not {what}', "write a whole number from 0 to 999999")
+        return int(word)
+
+    def edge(self, word: str) -> tuple[int, int]:
+        src, _, dst = word.partition(">")
+        if not (_NUMBER.fullmatch(src) and _NUMBER.fullmatch(dst) and int(src) < int(dst)):
+            self.fail(f'"{word}" is not an edge', "write an earlier stage, >, a later stage: 0>1")
+        return int(src), int(dst)
+
+    def choice(self, word: str, known: tuple[Word, ...]) -> Word:
+        for each in known:
+            if each == word:
+                return each
+        return self.fail(f'unknown value "{word}"', nearest(word, known))

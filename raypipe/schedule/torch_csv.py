@@ -1,0 +1,66 @@
+"""Export to the compute-only CSV that ``torch.distributed.pipelining`` loads (``_PipelineScheduleRuntime._load_csv``).
+
+One row per device, one action per cell: ``2F0``, ``2I0`` (our B), ``2W0``, ``2B0`` (our BW). PyTorch then adds the
+messages, gathers and gradient reductions itself. It knows chains of stages with one holder each, and plain
+micro-batches; whatever is beyond that is refused here rather than silently changed.
+
+Source: ``torch/distributed/pipelining/schedules.py``, ``_Action.from_str`` and ``_validate_schedule`` (2.13).
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from raypipe.errors import ScheduleError
+from raypipe.schedule.ir import Schedule, StageGraph, Task
+
+TORCH_LETTER = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    """The CSV text; trailing all-reduces and updates are left out, as PyTorch and the caller's optimizer do them.
+
+    Raises:
+        ScheduleError: PyTorch's loader cannot express the schedule; says which task or rule is in the way.
+    """
+    if schedule.replicas > 1:
+        first, second = schedule.placement[0][0], schedule.placement[1][0]
+        _refuse(schedule, f"{schedule.replicas} replicas put stage 0 on devices {first} and {second}; torch knows one")
+    if schedule.graph != StageGraph.chain(schedule.stages):
+        _refuse(schedule, "its stage graph is not a chain")
+    if schedule.versions != "flush":
+        _refuse(schedule, f'it keeps weight versions ("{schedule.versions}"), torch updates once, after the step')
+    lines = []
+    for device, order in enumerate(schedule.orders):
+        end = len(order)
+        while end and order[end - 1].kind in ("AR", "U"):
+            end -= 1
+        had_b: set[tuple[int, int]] = set()
+        cells = [_cell(schedule, device, task, had_b) for task in order[:end]]
+        if not cells:
+            _refuse(schedule, f"device {device} has no task")
+        lines.append(",".join(cells))
+    return "\n".join(lines) + "\n"
+
+
+def _cell(schedule: Schedule, device: int, task: Task, had_b: set[tuple[int, int]]) -> str:
+    if task.kind == "R":
+        _refuse(schedule, f"{task} on device {device} is a recompute task; torch has none")
+    if task.kind in ("AR", "U"):
+        _refuse(schedule, f"{task} on device {device} comes before the end of the step")
+    if len(task.mbs) > 1:
+        _refuse(schedule, f"{task} on device {device} carries {len(task.mbs)} micro-batches")
+    key = (task.stage, task.mbs[0])
+    if task.kind == "B":
+        had_b.add(key)
+    elif task.kind == "W" and key not in had_b:
+        _refuse(schedule, f"{task} on device {device} runs with no B of its own before it; torch's W needs one")
+    return f"{task.stage}{TORCH_LETTER[task.kind]}{task.mbs[0]}"
+
+
+def _refuse(schedule: Schedule, why: str) -> NoReturn:
+    raise ScheduleError(
+        f'schedule "{schedule.name}" as torch CSV',
+        why,
+        "choose another schedule for --csv, or use --json, which holds all",
+    )
