@@ -1,0 +1,151 @@
+"""Dropout whose mask follows from what is computed, never from who computes it.
+
+A mask bit depends on (seed, step, sample, site, element) and on nothing else: not on the process, the micro-batch a
+sample travels in, the device, or any generator's state. So one job drops the same values under every plan, after
+every resume, and in a recomputed forward.
+
+How: each (seed, step, sample, site) is hashed to two 32-bit keys on the host (splitmix64's finaliser). Each pair of
+elements hashes its counter (murmur3's 32-bit finaliser, cached), then the keys (one more round each), in integer
+arithmetic that wraps alike on CPU and CUDA; each half of the result decides one element.
+
+Sources: Steele, Lea, Flood 2014 (splitmix64); Appleby, MurmurHash3 (fmix32); Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3", for the idea of keyed counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.errors import RunError
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_LEVELS = 1 << 16
+"""A half hash is 16 bits: keep probabilities are multiples of 1 / 65536, and the scale makes up for the rounding."""
+
+
+def mix64(value: int) -> int:
+    """splitmix64's finaliser: a bijection of 64-bit integers in which every input bit reaches every output bit."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK64
+    return value ^ (value >> 31)
+
+
+def fold64(*parts: int) -> int:
+    """One 64-bit key from several integers; their order matters."""
+    key = 0
+    for part in parts:
+        key = mix64((key + _GOLDEN & _MASK64) ^ mix64(part & _MASK64))
+    return key
+
+
+class RandomKeys:
+    """The keys of one forward: one per sample, from (seed, step, sample)."""
+
+    __slots__ = ("samples", "training")
+
+    def __init__(self, seed: int, step: int, samples: Sequence[int] | Tensor, training: bool) -> None:
+        numbers = samples.tolist() if isinstance(samples, Tensor) else samples
+        base = fold64(seed, step) if training else 0
+        self.samples = [fold64(base, sample) for sample in numbers] if training else []
+        self.training = training
+
+
+# A plain global, not a thread's own: autograd may recompute a forward in one of its threads. A process runs one
+# stage task at a time.
+_current: RandomKeys | None = None
+
+
+@contextmanager
+def random_keys(seed: int, step: int, samples: Sequence[int] | Tensor, training: bool) -> Iterator[None]:
+    """Set what the random layers inside depend on; nests, the innermost counts.
+
+    ``samples`` are the samples' numbers within the step, one per row of the batch (a tensor is read on the host).
+    ``training=False`` makes every random layer the identity.
+    """
+    global _current
+    outer, _current = _current, RandomKeys(seed, step, samples, training)
+    try:
+        yield
+    finally:
+        _current = outer
+
+
+def _signed(value: int) -> int:
+    """The 32-bit two's complement number with these low bits."""
+    return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000
+
+
+_FIRST, _SECOND = _signed(0x85EBCA6B), _signed(0xC2B2AE35)
+
+
+def _fold_(h: Tensor, bits: int) -> Tensor:
+    """``h ^= h >> bits`` in place with a logical shift: torch's carries the sign in, so the mask takes it out."""
+    return h.bitwise_xor_((h >> bits).bitwise_and_((1 << (32 - bits)) - 1))
+
+
+@lru_cache(maxsize=64)
+def _counters(count: int, device: torch.device) -> Tensor:
+    """int32 ``[count]``: murmur3's finaliser of 0, 1, ...; the part of every hash that no key enters, done once."""
+    h = torch.arange(1, count + 1, dtype=torch.int32, device=device)
+    return _fold_(_fold_(_fold_(h, 16).mul_(_FIRST), 13).mul_(_SECOND), 16)
+
+
+def random_halves(keys: Sequence[int], elements: int, device: torch.device) -> Tensor:
+    """int16 ``[len(keys), elements]``: uniform over all 65536 values, from the 64-bit keys and the position alone.
+
+    Which half comes first follows the byte order; torch runs on little-endian machines only, so it never differs.
+    """
+    counters = _counters((elements + 1) // 2, device)
+    first: int | Tensor
+    second: int | Tensor
+    if len(keys) == 1:  # plain numbers need no tensor of keys: half the overhead of a small micro-batch
+        first, second = _signed(keys[0]), _signed(keys[0] >> 32)
+        counters = counters.unsqueeze(0)
+    else:
+        columns = [[_signed(key) for key in keys], [_signed(key >> 32) for key in keys]]
+        first, second = torch.tensor(columns, dtype=torch.int32, device=device).unsqueeze(-1).unbind()
+    h = _fold_((counters + first).mul_(_FIRST), 15)
+    h = _fold_(h.add_(second).mul_(_SECOND), 16)
+    return h.view(torch.int16)[:, :elements]
+
+
+class KeyedDropout(nn.Module):
+    """Zero a share ``p`` of the values and scale the rest by ``1 / (1 - p)``; the mask comes from ``random_keys``.
+
+    ``site`` numbers the layer's place in the model, so that two places never share a mask. Input and output
+    ``[batch, ...]``, one row per sample of the context. In evaluation, or with ``p = 0``, the input itself.
+    Raises RunError when training without keys, or with keys for another number of samples.
+    """
+
+    def __init__(self, p: float, site: int) -> None:
+        super().__init__()
+        self.p, self.site = p, site
+        keep = round((1 - p) * _LEVELS)
+        # Dropped are the lowest int16 values; keep / 65536 is the exact probability, so the mean stays exact too.
+        self._floor = _LEVELS // 2 - keep
+        self._scale = _LEVELS / keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` with its share of values dropped; gradients pass through the same mask."""
+        keys = _current
+        if not self.p or not self.training or (keys is not None and not keys.training):
+            return x
+        if keys is None:
+            raise RunError(f"dropout site {self.site}", "no random keys are set", "run it within random_keys(...)")
+        if len(keys.samples) != x.shape[0]:
+            raise RunError(
+                f"dropout site {self.site}", f"{x.shape[0]} rows for {len(keys.samples)} samples", "one key per row"
+            )
+        halves = random_halves([fold64(key, self.site) for key in keys.samples], x[0].numel(), x.device)
+        # A mask of numbers: autograd keeps more bytes than for a mask of booleans, and a step takes a third less time.
+        return x * halves.ge(self._floor).to(x.dtype).mul_(self._scale).view(x.shape)
+
+    def extra_repr(self) -> str:
+        """For printing a model."""
+        return f"p={self.p}, site={self.site}"
