@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from raypipe.schedule.ir import COMPUTE, Schedule, Task
+from raypipe.schedule.memory import peak_activations
 
 
 class Span(NamedTuple):
@@ -25,16 +26,24 @@ class Timeline:
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
+    """Per device, by start; only an all-reduce may overlap another span of its device."""
+    comm: float = 0.0
+    """Latency between devices that the spans were made with; 0 when measured (then it shows in the starts)."""
 
     @property
     def makespan(self) -> float:
         """Time 0 to the end of the last task."""
-        return max((s[-1].end for s in self.spans if s), default=0.0)
+        return max((_end(s) for s in self.spans if s), default=0.0)
 
     @property
     def device_spans(self) -> tuple[float, ...]:
         """Per device, last end minus first start."""
-        return tuple(s[-1].end - s[0].start if s else 0.0 for s in self.spans)
+        return tuple(_end(s) - s[0].start if s else 0.0 for s in self.spans)
+
+    @property
+    def peak_activations(self) -> tuple[float, ...]:
+        """Per device, most activations alive at once, in units of one stage's; see ``schedule.memory``."""
+        return peak_activations(self.schedule)
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -46,3 +55,7 @@ class Timeline:
         """1 - busy / (devices * makespan), busy being compute."""
         total = len(self.spans) * self.makespan
         return 1.0 - sum(self.busy) / total if total else 0.0
+
+
+def _end(spans: tuple[Span, ...]) -> float:
+    return max(s.end for s in spans)  # not the last one's: an all-reduce may outlast later compute
