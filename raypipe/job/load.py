@@ -59,7 +59,8 @@ def job_from(mapping: object, where: str = "job", overrides: Sequence[str] = ())
     data, overridden = _with_overrides(mapping, overrides)
 
     def place(key: str) -> str:
-        return f"--set {key}" if key in overridden else f"{where}: {key}"
+        culprit = next((k for k in overridden if f"{key}.".startswith(f"{k}.")), None)
+        return f"--set {key}" if culprit else f"{where}: {key}"
 
     if data.get("parallel") == "auto":
         raise SpecError(place("parallel"), "auto is not available yet", "give schedule, stages, replicas, microbatch")
@@ -102,6 +103,10 @@ def _explain(error: ErrorDetails) -> tuple[str, str, str]:
             return key, *PLANNED[loc]
         owner = _spec_at(loc[:-1])
         return key, "unknown key", nearest(loc[-1], owner.model_fields)
+    if kind == "string_too_short":
+        return key, "is empty", "give a value"
+    if kind == "missing" and loc[-1].isdigit():
+        return ".".join(loc[:-1]), f"has {len(given)} values", "give a list of two numbers"
     if kind == "missing":
         return key, "missing", "add it; jobs/quickstart.yaml shows a whole job"
     wanted = error["msg"].removeprefix("Input should be ")

@@ -110,8 +110,8 @@ def random_halves(keys: Sequence[int], elements: int, device: torch.device) -> T
     else:
         columns = [[_signed(key) for key in keys], [_signed(key >> 32) for key in keys]]
         first, second = torch.tensor(columns, dtype=torch.int32, device=device).unsqueeze(-1).unbind()
-    h = _fold_((counters + first).mul_(_FIRST), 15)
-    h = _fold_(h.add_(second).mul_(_SECOND), 16)
+    h = _fold_(counters + first, 16).mul_(_FIRST).add_(second)
+    h = _fold_(_fold_(h, 13).mul_(_SECOND), 16)
     return h.view(torch.int16)[:, :elements]
 
 

@@ -1,0 +1,93 @@
+"""Reading a checkpoint back, whole or in parts, by whatever plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from raypipe.checkpoint.files import sha256
+from raypipe.checkpoint.manifest import load_manifest
+from raypipe.errors import CheckpointError, nearest
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint found to be whole."""
+
+    path: Path
+    step: int
+    """Optimizer steps done."""
+    meta: dict[str, Any]
+    """What the driver gave ``commit``."""
+    files: dict[str, str]
+    """Key -> name of the file that holds it."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys, sorted."""
+        return tuple(sorted(self.files))
+
+    def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """These tensors, on the CPU, in the dtype they were written in; nothing else is read.
+
+        Raises CheckpointError for a key it does not hold.
+        """
+        by_file: dict[str, list[str]] = {}
+        for key in keys:
+            if key not in self.files:
+                raise CheckpointError(str(self.path), f"holds no {key}", nearest(key, self.files))
+            by_file.setdefault(self.files[key], []).append(key)
+        found: dict[str, Tensor] = {}
+        for file, wanted in by_file.items():
+            try:
+                with safe_open(self.path / file, framework="pt") as shard:
+                    found.update({key: shard.get_tensor(key) for key in wanted})
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(str(self.path / file), f"is damaged: {error}", _EARLIER) from None
+        return found
+
+
+_EARLIER = "use an earlier checkpoint"
+
+
+def open_checkpoint(path: str | Path, verify: bool = True) -> Checkpoint:
+    """Open a ``step-...`` directory after checking version, sizes and (``verify``) every file's SHA-256.
+
+    One actor should verify, the others open with ``verify=False``: hashing reads every byte.
+    Raises CheckpointError: missing, unfinished, not a checkpoint, another format version, truncated, damaged.
+    """
+    path = Path(path)
+    manifest = load_manifest(path)
+    for entry in manifest["files"]:
+        file = path / entry["file"]
+        if not file.is_file():
+            raise CheckpointError(str(file), "is missing", _EARLIER)
+        size = file.stat().st_size
+        if size != entry["bytes"]:
+            what = "is truncated" if size < entry["bytes"] else "is damaged"
+            raise CheckpointError(str(file), f"{what}: {size} bytes instead of {entry['bytes']}", _EARLIER)
+        if verify and sha256(file) != entry["sha256"]:
+            raise CheckpointError(str(file), "is damaged: its content differs from its digest", _EARLIER)
+    return Checkpoint(path, int(manifest["step"]), manifest["meta"], manifest["keys"])
+
+
+def latest(root: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint below ``root``, and a notice for each newer one that had to be passed over.
+
+    None, and no notice, where there is no checkpoint at all. Verifies what it returns, digests included.
+    """
+    notices: list[str] = []
+    steps = {int(path.name[5:]): path for path in Path(root).glob("step-*") if path.name[5:].isdigit()}
+    for _, path in sorted(steps.items(), reverse=True):
+        try:
+            open_checkpoint(path)
+        except CheckpointError as error:
+            notices.append(f"passed over: {error.where} {error.why}")
+        else:
+            return path, notices
+    return None, notices
