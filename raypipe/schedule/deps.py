@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raypipe.errors import ScheduleError
+from raypipe.schedule.grid import grid
 from raypipe.schedule.ir import Kind, Rules, Schedule, Task
 
 Need = tuple[tuple[Kind, ...], int]
@@ -56,7 +58,11 @@ class TaskGraph:
 
 
 def link(schedule: Schedule) -> TaskGraph:
-    """Number the tasks of ``schedule`` and resolve every dependency; linear in tasks and edges."""
+    """Number the tasks of ``schedule`` and resolve every dependency; linear in tasks and edges.
+
+    Raises:
+        ScheduleError: a task of a stage that does not exist.
+    """
     tasks: list[Task] = []
     device: list[int] = []
     first = [0]
@@ -68,6 +74,13 @@ def link(schedule: Schedule) -> TaskGraph:
     doubled: list[tuple[int, int]] = []
     bookkeeping: list[int] = []
     for i, (kind, stage, mbs, _) in enumerate(tasks):
+        if not 0 <= stage < schedule.stages:
+            at = (device[i], i - first[device[i]])
+            raise ScheduleError(
+                f"device {at[0]}, position {at[1]}, task {tasks[i]}",
+                f"stage {stage} does not exist\n{grid(schedule, at)}",
+                f"use 0 to {schedule.stages - 1}",
+            )  # fmt: skip
         if kind == "AR" or kind == "U":
             bookkeeping.append(i)
             continue

@@ -1,0 +1,52 @@
+"""Split the joint backward into B and W, and join them again."""
+
+from __future__ import annotations
+
+from raypipe.schedule.ir import Schedule, Task
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """Replace every BW by B followed at once by W (by W alone where stage 0 computes no input gradient).
+
+    The stage before then waits for B only, so nothing runs later than it did.
+
+    Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, section 2; OOO backprop section 3.
+    """
+    inputs = schedule.graph.inputs()
+    orders: list[list[Task]] = []
+    for order in schedule.orders:
+        new: list[Task] = []
+        for task in order:
+            if task.kind != "BW":
+                new.append(task)
+                continue
+            if inputs[task.stage] or not schedule.rules.skip_first_b:
+                new.append(task._replace(kind="B"))
+            new.append(task._replace(kind="W"))
+        orders.append(new)
+    return schedule.with_orders(orders)
+
+
+def fuse_backward(schedule: Schedule, everywhere: bool = False) -> Schedule:
+    """Join each B with its W into one BW, where the W comes next in the device's order.
+
+    Args:
+        schedule: any valid schedule.
+        everywhere: also join a W that comes later, in the place of its B. Valid, because W of a stage needs no more
+            than its B; only updates and all-reduces wait for it.
+    """
+    orders: list[list[Task]] = []
+    for order in schedule.orders:
+        weights = {t[1:]: k for k, t in enumerate(order) if t.kind == "W"}
+        new: list[Task] = []
+        joined: set[int] = set()
+        for k, task in enumerate(order):
+            if k in joined:
+                continue
+            w = weights.get(task[1:]) if task.kind == "B" else None
+            if w is not None and (w == k + 1 or (everywhere and w > k)):
+                joined.add(w)
+                task = task._replace(kind="BW")
+            new.append(task)
+        orders.append(new)
+    return schedule.with_orders(orders)

@@ -1,0 +1,147 @@
+"""The verifier: is this schedule a complete training step that its devices can run within their budgets?"""
+
+from __future__ import annotations
+
+from raypipe.errors import ScheduleError
+from raypipe.schedule.deps import TaskGraph, link
+from raypipe.schedule.faults import check_links, check_ran, fault_at
+from raypipe.schedule.grid import grid
+from raypipe.schedule.ir import Kind, Schedule
+from raypipe.schedule.memory import check_memory
+from raypipe.schedule.versions import check_versions
+from raypipe.schedule.walk import walk
+
+
+def verify(
+    schedule: Schedule, memory_limit: float | None = None, version_limit: int | None = None,
+    graph: TaskGraph | None = None,
+) -> None:  # fmt: skip
+    """Check placement, completeness, dependencies, freedom from deadlock, and the budgets.
+
+    Complete means: every stage works on every micro-batch with exactly one F and one BW or one B and one W (no B on
+    a first stage that skips it). Where one holder of a stage all-reduces, every holder does.
+
+    Args:
+        schedule: what to check.
+        memory_limit: activations a device may hold at once, in units of one stage's.
+        version_limit: versions of its weights a device may hold at once.
+        graph: ``link(schedule)``, where the caller has it already.
+
+    Raises:
+        ScheduleError: the first impossible task, marked in the device grid, and what to do.
+    """
+    _check_placement(schedule)
+    graph = link(schedule) if graph is None else graph
+    _check_tasks(graph)
+    check_links(graph)
+    _check_complete(graph)
+    _check_bookkeeping(graph)
+    check_ran(graph, walk(graph, [1.0] * len(graph.tasks)))
+    if memory_limit is not None:
+        check_memory(schedule, memory_limit)
+    if version_limit is not None:
+        check_versions(schedule, version_limit)
+
+
+def _check_placement(schedule: Schedule) -> None:
+    if not schedule.placement:
+        raise ScheduleError("placement", "no replica", "give one list of devices per replica")
+    for replica, row in enumerate(schedule.placement):
+        if len(row) != schedule.stages:
+            raise ScheduleError(
+                f"placement of replica {replica}", f"{len(row)} devices for {schedule.stages} stages",
+                "give one device per stage",
+            )  # fmt: skip
+        for stage, device in enumerate(row):
+            if not 0 <= device < schedule.devices:
+                raise ScheduleError(
+                    f"placement of replica {replica}", f"stage {stage} is on device {device}, which does not exist",
+                    f"use 0 to {schedule.devices - 1}, or add an order",
+                )  # fmt: skip
+
+
+def _check_tasks(graph: TaskGraph) -> None:
+    """Every task names what exists, on the device that holds it; a micro-batch stays with one replica."""
+    schedule = graph.schedule
+    replicas, count = schedule.replicas, schedule.microbatches
+    placement, device = schedule.placement, graph.device
+    owner: list[int] = [-1] * count
+    for i, (kind, stage, mbs, replica) in enumerate(graph.tasks):
+        if not 0 <= replica < replicas:
+            raise fault_at(graph, i, f"replica {replica} does not exist", f"use 0 to {replicas - 1}")
+        if placement[replica][stage] != device[i]:
+            home = placement[replica][stage]
+            raise fault_at(graph, i, f"stage {stage} of replica {replica} is on device {home}", f"move it to {home}")
+        if kind in ("AR", "U"):
+            if mbs:
+                raise fault_at(graph, i, f"{kind} carries micro-batches", "leave them out")
+            continue
+        if not mbs or (len(mbs) > 1 and len(set(mbs)) < len(mbs)):
+            raise fault_at(graph, i, "carries no micro-batch, or one twice", "name each of its micro-batches once")
+        for mb in mbs:
+            if not 0 <= mb < count:
+                raise fault_at(graph, i, f"micro-batch {mb} does not exist", f"use 0 to {count - 1}")
+            if owner[mb] != replica:
+                if owner[mb] >= 0:
+                    raise fault_at(
+                        graph, i, f"micro-batch {mb} runs on replica {owner[mb]} too", "use one replica per micro-batch"
+                    )
+                owner[mb] = replica
+
+
+def _check_complete(graph: TaskGraph) -> None:
+    """Nothing missing; ``check_links`` has shown already that nothing is doubled."""
+    schedule = graph.schedule
+    count = schedule.microbatches
+    have: dict[str, list[int]] = {k: [0] * schedule.stages for k in ("F", "B", "W", "BW", "R")}
+    for kind, stage, mbs, _ in graph.tasks:
+        if mbs:
+            have[kind][stage] += len(mbs)
+    inputs = schedule.graph.inputs()
+    for s in range(schedule.stages):
+        without_b = schedule.rules.skip_first_b and not inputs[s]
+        for kind, number in (
+            ("F", have["F"][s]), ("B", count if without_b else have["B"][s] + have["BW"][s]),
+            ("W", have["W"][s] + have["BW"][s]),
+        ):  # fmt: skip
+            if number != count:
+                _report_missing(graph, kind, s)
+        if without_b and have["B"][s]:
+            i = next(i for i, t in enumerate(graph.tasks) if t.kind == "B" and t.stage == s)
+            raise fault_at(graph, i, "the schedule says that this stage computes no input gradient", "remove it")
+
+
+def _report_missing(graph: TaskGraph, kind: Kind, stage: int) -> None:
+    schedule = graph.schedule
+    found = {
+        mb for t in graph.tasks if t.stage == stage and t.kind in (kind, "BW" if kind != "F" else "F") for mb in t.mbs
+    }
+    mb = min(set(range(schedule.microbatches)) - found)
+    near = [i for i, t in enumerate(graph.tasks) if t.stage == stage and mb in t.mbs]
+    why, fix = f"no device runs {stage}{kind}{mb}", f"add {stage}{kind}{mb} to an order"
+    if near:
+        raise fault_at(graph, near[-1], f"the step is incomplete: {why}", fix)
+    raise ScheduleError("schedule", f"the step is incomplete: {why}\n{grid(schedule)}", fix)
+
+
+def _check_bookkeeping(graph: TaskGraph) -> None:
+    """AR after the device's own last gradient of the stage, U after everything of it; all holders or none."""
+    schedule = graph.schedule
+    last: dict[tuple[int, int, bool], int] = {}
+    first: dict[tuple[Kind, int, int], int] = {}
+    for i, (kind, stage, _, replica) in enumerate(graph.tasks):
+        if kind in ("AR", "U"):
+            if (kind, stage, replica) in first:
+                raise fault_at(graph, i, f"a second {kind} of this stage", "keep one")
+            first[kind, stage, replica] = i
+        else:
+            last[stage, replica, kind in ("W", "BW")] = i
+    for (kind, stage, replica), i in first.items():
+        before = [last.get((stage, replica, True), -1)]
+        if kind == "U":
+            before += [last.get((stage, replica, False), -1), first.get(("AR", stage, replica), -1)]
+        if max(before) > i:
+            raise fault_at(graph, i, f"comes before {graph.tasks[max(before)]}, which it needs", "move it behind that")
+        for other in range(schedule.replicas):
+            if (kind, stage, other) not in first:
+                raise fault_at(graph, i, f"replica {other} has no {kind} of stage {stage}", "add it, or remove this")

@@ -1,0 +1,99 @@
+"""Imports point one way, and the planning half needs neither torch nor Ray (read from the source, nothing imported)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "raypipe"
+LAYERS = [
+    "errors",
+    "schedule",
+    "simulate",
+    "cost",
+    "job",
+    "plan",
+    "models",
+    "partition",
+    "data",
+    "checkpoint",
+    "observe",
+    "runtime",
+    "train",
+    "cli",
+    "__main__",
+]
+SIDE_BY_SIDE = {"models", "partition", "data", "checkpoint"}
+"""One layer of the house: these may use one another."""
+PLANNING = {"errors", "schedule", "simulate", "cost", "plan", "job", "observe"}
+HEAVY = {"torch", "ray"}
+FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of the modules that the file imports, type-checking blocks left out."""
+    found: set[str] = set()
+    package = ["raypipe", *path.relative_to(ROOT).parts[:-1]]
+    todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            todo.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            found.update({base, *(f"{base}.{alias.name}" for alias in node.names)})
+        todo.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def raypipe_layers(path: Path) -> set[str]:
+    names = [name.split(".") for name in imports(path)]
+    return {parts[1] for parts in names if parts[0] == "raypipe" and len(parts) > 1 and parts[1] in LAYERS}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_only_point_up_the_list(path: Path) -> None:
+    here = layer_of(path)
+    assert here in LAYERS, f"{here} has no place in the order of layers"
+    for used in raypipe_layers(path):
+        earlier = LAYERS.index(used) <= LAYERS.index(here) or {used, here} <= SIDE_BY_SIDE
+        assert earlier, f"{path} reaches down into {used}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if layer_of(p) in PLANNING], ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_planning_half_reaches_neither_torch_nor_ray(path: Path) -> None:
+    """Directly, or through a module of raypipe that it imports, however far away."""
+    seen: set[Path] = set()
+    todo: list[tuple[Path, str]] = [(path, path.name)]
+    while todo:
+        file, chain = todo.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        for name in imports(file):
+            top, *rest = name.split(".")
+            assert top not in HEAVY, f"{chain} imports {name}"
+            if top != "raypipe":
+                continue
+            for depth in range(len(rest) + 1):  # importing a.b.c runs a and a.b first
+                module = ROOT.joinpath(*rest[:depth])
+                for target in (module / "__init__.py", module.with_suffix(".py")):
+                    if target.is_file():
+                        todo.append((target, f"{chain} -> {target.relative_to(ROOT)}"))
+
+
+def test_the_check_itself_sees_every_form_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "raypipe"
+    (root / "schedule").mkdir(parents=True)
+    file = root / "schedule" / "x.py"
+    file.write_text("import ray.train\nfrom raypipe import cli\ndef f():\n    from ..runtime import y\n")
+    monkeypatch.setattr(f"{__name__}.ROOT", root)
+    assert {"ray.train", "raypipe.cli", "raypipe.runtime.y"} <= imports(file)
