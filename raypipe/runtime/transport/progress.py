@@ -1,0 +1,44 @@
+"""Keeps a device's own messages moving while it waits for somebody else's.
+
+Two devices that both wait for a message, each with a queued one that the other needs, would wait for ever: so whoever
+waits pushes its own queues meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Outgoing(Protocol):
+    """A sender as seen by the waiting side."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether ``progress`` still has something to push out."""
+
+    def progress(self) -> None:
+        """Push out what goes without waiting."""
+
+
+class Progress:
+    """All senders of a device; receivers call ``push`` while they wait."""
+
+    def __init__(self) -> None:
+        self._senders: list[Outgoing] = []
+
+    def add(self, sender: Outgoing) -> None:
+        """Take a sender into care."""
+        self._senders.append(sender)
+
+    def push(self) -> bool:
+        """Push every queue; True if something is still queued, so that the caller should not sleep long.
+
+        Raises:
+            TransportError: a sender found its peer gone.
+        """
+        busy = False
+        for sender in self._senders:
+            if sender.pending:
+                sender.progress()
+                busy = busy or sender.pending
+        return busy

@@ -1,0 +1,100 @@
+"""A ring of bytes in memory that two processes of one host share: one writes, the other reads, in order.
+
+The writer's and the reader's positions count bytes since the ring was made and never wrap. The reader publishes its
+position in the first eight bytes of the file; the writer knows its own. A block never wraps around the end, so that
+both sides copy it with one call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+_ALIGN = 64
+_HEADER = 64
+
+
+def directory() -> Path:
+    """Where the processes of a host share files: in memory if this system offers it, else its temporary folder."""
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class Ring:
+    """One mapping of a ring file of ``capacity`` bytes.
+
+    With ``create`` it makes the file and reserves its memory: writing to a full /dev/shm would kill the process later.
+    Raises OSError when there isn't enough room, FileExistsError when the name is taken.
+    """
+
+    def __init__(self, path: Path, capacity: int, *, create: bool) -> None:
+        self.capacity = capacity
+        self._written = 0
+        fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        try:
+            if create:
+                reserve(fd, _HEADER + capacity, path)
+            self._map = mmap.mmap(fd, _HEADER + capacity, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        finally:
+            os.close(fd)
+        # An aligned native 8-byte store, which the other process sees whole or not at all.
+        self._released = ctypes.c_int64.from_buffer(self._map)
+        self._base = ctypes.addressof(self._released) + _HEADER
+
+    def holds(self, nbytes: int) -> bool:
+        """Whether a block of ``nbytes`` always fits once the reader has caught up, wherever the ring's end falls."""
+        return 2 * (nbytes + _ALIGN) <= self.capacity
+
+    def place(self, nbytes: int) -> int | None:
+        """Position for a block of ``nbytes``, or None while the reader still uses that room."""
+        start = self._written
+        left = self.capacity - start % self.capacity
+        if nbytes > left:  # start again at the front rather than wrap
+            start += left
+        end = start + nbytes + (-nbytes) % _ALIGN
+        if end - self._released.value > self.capacity:
+            return None
+        self._written = end
+        return start
+
+    def address(self, position: int) -> int:
+        """Where the block at this position lies in this process."""
+        return self._base + position % self.capacity
+
+    def release(self, position: int, nbytes: int) -> None:
+        """Reader: the block at ``position``, and everything before it, may be overwritten."""
+        self._released.value = position + nbytes + (-nbytes) % _ALIGN
+
+    def close(self) -> None:
+        """Unmap; idempotent."""
+        if self._base:
+            self._base = 0
+            del self._released
+            self._map.close()
+
+
+def reserve(fd: int, size: int, path: Path) -> None:
+    """Give a new file its memory now, and take the file away again if there isn't enough. Raises OSError."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+        else:
+            os.ftruncate(fd, size)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def capacity_for(nbytes: int, at_least: int) -> int:
+    """The smallest power-of-two capacity from ``at_least`` that holds two blocks of ``nbytes``.
+
+    >>> capacity_for(3000, 4096), capacity_for(10, 4096)
+    (8192, 4096)
+    """
+    capacity = at_least
+    while capacity < 2 * (nbytes + _ALIGN):
+        capacity *= 2
+    return capacity
