@@ -42,11 +42,11 @@ def to_json(
         if durations[kind] == 0:
             del durations[kind]
     lengths = iter(costs.durations(schedule, list(schedule.tasks())))
-    clock = None if times is None else [list(device) for device in times]
+    clock = None if times is None else [{task: (start, end) for task, start, end in device} for device in times]
     orders: list[list[dict[str, Any]]] = []
     for d, order in enumerate(schedule.orders):
         orders.append([])
-        for i, task in enumerate(order):
+        for task in order:
             kind, stage, mbs, replica = task
             entry: dict[str, Any] = {
                 "kind": kind,
@@ -55,7 +55,7 @@ def to_json(
                 "replica": replica,
             }
             if clock is not None:
-                _, entry["start"], entry["end"] = clock[d][i]
+                entry["start"], entry["end"] = clock[d][task]  # by task: spans are sorted by start, orders are not
             length = next(lengths)
             if length != costs.by_kind(kind)[stage]:
                 entry["dur"] = _whole(length)

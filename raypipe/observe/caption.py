@@ -1,0 +1,29 @@
+"""The figures under every drawing, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from raypipe.simulate.timeline import Timeline
+
+
+def caption(timeline: Timeline) -> str:
+    """Name, makespan, bubble ratio and peak activations per device."""
+    return (
+        f"{timeline.schedule.name}: makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_ratio:.1f} %, "
+        f"peak activations {folded(timeline.peak_activations)}"
+    )
+
+
+def folded(values: Sequence[float]) -> str:
+    """The values in a row, with runs of three and more equal ones folded.
+
+    >>> folded([4, 3, 2, 1]), folded([16, 16, 16, 8])
+    ('4 3 2 1', '16 (x3) 8')
+    """
+    words = []
+    for value, same in groupby(values):
+        times = len(list(same))
+        words += [f"{value:g} (x{times})"] if times > 2 else [f"{value:g}"] * times
+    return " ".join(words)

@@ -1,0 +1,55 @@
+"""Colours of the pictures: the hue tells the micro-batch, the lightness the kind of task.
+
+Colours are made in OKLCH, where equal lightness looks equally light for every hue, so that the kinds stay apart in
+grey print and for colour-blind readers. Source: B. Ottosson, "A perceptual color space for image processing", 2020.
+"""
+
+from __future__ import annotations
+
+import math
+
+from raypipe.schedule.ir import Kind, Task
+
+SHADES: dict[Kind, tuple[float, float]] = {
+    "F": (0.88, 0.075), "B": (0.74, 0.125), "BW": (0.68, 0.13), "W": (0.55, 0.13), "R": (0.95, 0.03),
+    "AR": (0.80, 0.0), "U": (0.45, 0.0),
+}  # fmt: skip
+"""Lightness and chroma of each kind."""
+
+RGB = tuple[float, float, float]
+
+
+def colour(task: Task, microbatches: int) -> RGB:
+    """Fill colour of a task in a step of ``microbatches``; each channel 0..1."""
+    lightness, chroma = SHADES[task.kind]
+    # A sixth of the circle stays free, or the last micro-batch would look like the first.
+    turn = (task.mbs[0] if task.mbs else 0) / max(microbatches, 4) * 5 / 6
+    return oklch(lightness, chroma if task.mbs else 0.0, 250 + 360 * turn)
+
+
+def grey(kind: Kind) -> RGB:
+    """The kind's lightness without a hue, for legends."""
+    return oklch(SHADES[kind][0], 0.0, 0.0)
+
+
+def ink(kind: Kind) -> str:
+    """Text colour that reads well on a kind."""
+    return "white" if SHADES[kind][0] < 0.6 else "#202020"
+
+
+def oklch(lightness: float, chroma: float, hue: float) -> RGB:
+    """sRGB of an OKLCH colour, clipped to what a screen shows; ``hue`` in degrees."""
+    a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
+    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
+    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
+    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
+    return (
+        _gamma(+4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short),
+        _gamma(-1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short),
+        _gamma(-0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short),
+    )
+
+
+def _gamma(linear: float) -> float:
+    linear = min(max(linear, 0.0), 1.0)
+    return 12.92 * linear if linear <= 0.0031308 else 1.055 * linear ** (1 / 2.4) - 0.055
