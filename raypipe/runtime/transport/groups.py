@@ -17,9 +17,9 @@ def create_groups(
     """Make every wanted group and return those this rank belongs to, by name.
 
     Every rank of the world calls this with the same ``wanted`` (name -> global ranks; the order of the names doesn't
-    matter) and ``backend`` ("gloo" or "nccl"). Groups that share their ranks are still separate, so that their collectives
-    may overlap. With NCCL each group runs one tiny all-reduce, because its communicator would otherwise be made in the
-    middle of the first step, when other devices may be waiting for this one.
+    matter) and ``backend`` ("gloo" or "nccl"). Groups that share their ranks are still separate, so that their
+    collectives may overlap. With NCCL each group runs one tiny all-reduce, because its communicator would otherwise be
+    made in the middle of the first step, when other devices may be waiting for this one.
 
     Args:
         timeout_s: how long a collective on these groups may wait for the other ranks.

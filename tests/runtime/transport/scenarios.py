@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -45,13 +46,11 @@ def expect(label: Label, *tensors: torch.Tensor) -> Expected:
 
 
 def refused(do: Callable[[], object], *words: str) -> str:
-    try:
+    with pytest.raises(TransportError) as caught:
         do()
-    except TransportError as error:
-        missing = [word for word in words if word not in str(error)]
-        assert not missing, f"{missing} not in: {error}"
-        return str(error)
-    raise AssertionError("no TransportError")
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+    return str(caught.value)
 
 
 def zoo() -> list[list[torch.Tensor]]:
