@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from raypipe.errors import CheckpointError
 
@@ -22,8 +25,9 @@ def put(path: Path, write: Callable[[Path], None]) -> None:
         _sync(partial)
         partial.replace(path)
         _sync(path.parent)  # the new name is in the folder, which is a file of its own
-    except OSError as error:
-        partial.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            partial.unlink()
         raise CheckpointError(str(path), f"can't be written: {error}", "free or change the storage path") from None
 
 

@@ -1,0 +1,78 @@
+"""Sample k of step t is the same whoever fetches it, and an epoch visits every window once."""
+
+import numpy as np
+import pytest
+import torch
+
+from raypipe.data import Corpus
+from raypipe.data.order import BLOCK, permuted
+
+SEQUENCE = 4
+
+
+@pytest.fixture
+def corpus():
+    """Bytes 0, 1, 2, ...: a window's first token says which window it is."""
+    arrays = {"train": np.arange(0, 242, dtype=np.uint8), "val": np.arange(100, 150, dtype=np.uint8)}
+    return Corpus({}, arrays, SEQUENCE)
+
+
+def test_targets_are_the_next_tokens(corpus):
+    tokens, targets = corpus.batch("train", seed=0, step=0, batch=8)
+    assert tokens.shape == targets.shape == (8, SEQUENCE)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, tokens + 1)
+    assert (tokens[:, 0] % SEQUENCE == 0).all()
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 3, 8])
+def test_micro_batches_are_slices_of_the_mini_batch(corpus, microbatch):
+    for step in (0, 7, 8):  # step 7 ends one epoch of 60 windows and begins the next
+        whole = corpus.batch("train", 0, step, 8)
+        for first in range(0, 8, microbatch):
+            count = min(microbatch, 8 - first)
+            part = corpus.samples("train", 0, step, first, count, 8)
+            assert all(torch.equal(p, w[first : first + count]) for p, w in zip(part, whole, strict=True))
+
+
+def test_the_order_does_not_depend_on_the_batch_size(corpus):
+    small = torch.cat([corpus.batch("train", 0, step, 2)[0] for step in range(20)])
+    large = torch.cat([corpus.batch("train", 0, step, 8)[0] for step in range(5)])
+    assert torch.equal(small, large)
+
+
+def test_an_epoch_visits_every_window_once_and_the_next_in_another_order(corpus):
+    assert corpus.windows("train") == 60
+    epochs = [corpus.batch("train", 0, step, 60)[0][:, 0].tolist() for step in range(3)]
+    assert all(sorted(epoch) == list(range(0, 240, SEQUENCE)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_seed_orders_training_but_not_validation(corpus):
+    assert not torch.equal(corpus.batch("train", 0, 0, 8)[0], corpus.batch("train", 1, 0, 8)[0])
+    assert torch.equal(corpus.batch("val", 0, 0, 8)[0], corpus.batch("val", 1, 0, 8)[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 63, 64, 65, 1000, BLOCK, 3 * BLOCK + 1])
+def test_the_order_is_a_permutation(size):
+    image = [permuted(7, size, i) for i in range(size)]
+    assert sorted(image) == list(range(size))
+
+
+def test_the_order_looks_random():
+    """Fixed points and rising neighbours as often as in a random permutation: 1, and half of them."""
+    size = 10_000
+    fixed, rises = [], []
+    for key in range(20):
+        image = np.array([permuted(key, size, i) for i in range(size)])
+        fixed.append((image == np.arange(size)).sum())
+        rises.append((np.diff(image) > 0).mean())
+    assert 0.2 < np.mean(fixed) < 2.2  # 20 draws of a Poisson of mean 1
+    assert np.mean(rises) == pytest.approx(0.5, abs=0.005)
+
+
+GOLDEN = [740, 619, 136, 551, 644, 102]
+
+
+def test_the_order_is_the_one_older_checkpoints_were_trained_in():
+    assert [permuted(2**63 + 5, 1000, i) for i in range(6)] == GOLDEN

@@ -1,0 +1,174 @@
+"""Every way a job file can be wrong is one SpecError that says where, why and what to write."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from raypipe.errors import SpecError
+from raypipe.job import JobSpec, job_from, load_job
+
+JOB = {
+    "name": "small",
+    "model": {"type": "gpt", "layers": 4, "hidden": 32, "heads": 4, "sequence": 16},
+    "data": {"type": "bytes", "path": "stdlib"},
+    "train": {"steps": 10, "batch": 8},
+    "parallel": {"schedule": "1f1b", "stages": 2, "microbatch": 2},
+}
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB))
+    return path
+
+
+def test_a_good_file_with_defaults_filled_in(job_file):
+    job = load_job(job_file)
+    assert (job.name, job.model.vocabulary, job.train.optimizer, job.parallel.chunks) == ("small", 256, "adamw", 1)
+    assert (job.microbatches, job.parallel.devices, job.parallel.model_stages) == (4, 2, 2)
+
+
+def test_what_is_recorded_reads_back_the_same(job_file, tmp_path):
+    job = load_job(job_file, ["train.betas=[0.8, 0.9]", "train.clip=1"])
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    assert load_job(again) == job
+
+
+def test_overrides_are_yaml_and_leave_the_rest(job_file):
+    job = load_job(job_file, ["train.lr=1e-2", "train.clip=null", "model.tie_embeddings=false", "name=other"])
+    assert (job.train.lr, job.train.clip, job.model.tie_embeddings, job.name) == (0.01, None, False, "other")
+    assert job.train.steps == 10
+
+
+def test_an_override_can_open_a_missing_section(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in JOB.items() if key != "parallel"}))
+    assert load_job(path).parallel.stages == 1
+    assert load_job(path, ["parallel.stages=4"]).parallel.stages == 4
+
+
+WRONG = [  # override, key in `where`, words in the message
+    ("train.lrr=1", "train.lrr", 'did you mean "lr"?'),
+    ("modell.layers=1", "modell", 'did you mean "model"?'),
+    ("train.steps=ten", "train.steps", "give a whole number"),
+    ("train.steps=1.5", "train.steps", "give a whole number"),
+    ("train.steps=0", "train.steps", "greater than or equal to 1"),
+    ("model.layers=true", "model.layers", "is true"),
+    ("model.dropout=1.0", "model.dropout", "less than 1"),
+    ("model.hidden=34", "model.hidden", "use 32 or 36"),
+    ("model.vocabulary=128", "model.vocabulary", "bytes take 256"),
+    ("model.type=gtp", "model.type", 'did you mean "gpt"?'),
+    ("model.hf=gpt2", "model.hf", "not available yet"),
+    ("train.optimizer=adamww", "train.optimizer", 'did you mean "adamw"?'),
+    ("train.dtype=float16", "train.dtype", 'did you mean "bfloat16"?'),
+    ("train.clip=0", "train.clip", "greater than 0"),
+    ("train.lr=.inf", "train.lr", "finite"),
+    ("train.betas=[0.9]", "train.betas", "two numbers"),
+    ("train.min_lr=1.0", "train.min_lr", "above lr"),
+    ("train.batch=9", "train.batch", "use 8 or 10"),
+    ("parallel.replicas=3", "train.batch", "use 6 or 12"),
+    ("parallel.microbatch=16", "train.batch", "use 16"),
+    ("parallel.stages=5", "parallel.stages", "use at most 4"),
+    ("parallel.stages=0", "parallel.stages", "greater than or equal to 1"),
+    ("parallel.schedule=chimer", "parallel.schedule", 'did you mean "chimera"?'),
+    ("parallel.schedule=zb-h1", "parallel.schedule", "not available yet"),
+    ("parallel.chunks=2", "parallel.chunks", "interleaved-1f1b"),
+    ("parallel.shard=zero3", "parallel.shard", "not available yet"),
+    ("parallel.recompute=full", "parallel.recompute", "not available yet"),
+    ("parallel.tensor=2", "parallel.tensor", "not available yet"),
+    ("parallel.unit=4", "parallel.unit", "use null"),
+    ("parallel=auto", "parallel", "not available yet"),
+    ("parallel=", "parallel", "is empty"),
+    ("name=a b", "name", "letters"),
+    ("data.path=''", "data.path", "is empty"),
+    ("train.steps.more=1", "train.steps.more", "holds no keys"),
+    ("train.steps", "train.steps", "key.path=value"),
+    ("=3", "=3", "key.path=value"),
+    ("train.betas=[1", "train.betas", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "words"), WRONG, ids=[row[0] for row in WRONG])
+def test_a_wrong_value_is_one_clear_error(job_file, override, key, words):
+    with pytest.raises(SpecError) as caught:
+        load_job(job_file, [override])
+    error = caught.value
+    assert key in error.where
+    assert words in str(error)
+    assert error.fix
+    assert "pydantic" not in str(error)
+
+
+def test_the_culprit_is_the_override_or_the_file(job_file):
+    with pytest.raises(SpecError) as caught:
+        load_job(job_file, ["train.batch=9"])
+    assert caught.value.where == "--set train.batch"
+    with pytest.raises(SpecError) as caught:  # the batch in the file no longer fits
+        load_job(job_file, ["parallel.replicas=3"])
+    assert caught.value.where == f"{job_file}: train.batch"
+
+
+def test_stages_times_chunks_count(job_file):
+    overrides = ["parallel.schedule=interleaved-1f1b", "parallel.chunks=3"]
+    with pytest.raises(SpecError, match=r"6 stages \(stages = 2 times chunks = 3\) for a model of 4 layers"):
+        load_job(job_file, overrides)
+    assert load_job(job_file, [*overrides, "model.layers=6"]).parallel.model_stages == 6
+
+
+def test_chimera_wants_an_even_number_of_stages(job_file):
+    with pytest.raises(SpecError, match=r"even number of stages, not 3[\s\S]*use 2 or 4"):
+        load_job(job_file, ["parallel.schedule=chimera", "parallel.stages=3"])
+
+
+def test_unknown_keys_come_before_what_they_leave_missing():
+    model = {("layrs" if key == "layers" else key): value for key, value in JOB["model"].items()}
+    with pytest.raises(SpecError, match='did you mean "layers"'):
+        job_from({**JOB, "model": model})
+    with pytest.raises(SpecError, match="train: missing"):
+        job_from({key: value for key, value in JOB.items() if key != "train"})
+
+
+def test_a_missing_file_names_its_neighbour(job_file):
+    with pytest.raises(SpecError, match=r'no such file[\s\S]*did you mean "job.yaml"'):
+        load_job(job_file.with_name("jib.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name: x\nmodel: {layers: 1\ntrain: 3\n", "line 3"),
+        ("name: x\nname: y\n", 'line 2, column 1: not valid YAML: the key "name" is given twice'),
+        ("just words", 'holds the text "just words"'),
+        ("", "is empty|holds empty"),
+        ("- a\n- b\n", "holds a list"),
+        ("name: !!python/object:os.system {}\n", "not valid YAML"),
+    ],
+)
+def test_what_is_no_job_file_at_all(tmp_path, text, words):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=words):
+        load_job(path)
+
+
+def test_binary_and_folder_instead_of_a_file(tmp_path):
+    (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SpecError, match="can't be read as text"):
+        load_job(tmp_path / "job.yaml")
+    with pytest.raises(SpecError, match="is a folder"):
+        load_job(tmp_path)
+
+
+def test_rules_also_hold_for_specs_made_in_python():
+    job = job_from(JOB)
+    with pytest.raises(SpecError, match="use at most 4"):
+        JobSpec(**{**dict(job), "parallel": job.parallel.model_copy(update={"stages": 8})})
+
+
+def test_reading_a_job_loads_neither_torch_nor_ray():
+    code = "import sys, raypipe.job; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,134 @@
+"""Layers build alone, always start the same, and together are one GPT."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from raypipe.job import ModelSpec
+from raypipe.models import build_layers, join_tied, random_keys, token_cross_entropy
+
+MODEL = ModelSpec(layers=3, hidden=32, heads=4, sequence=16, vocabulary=256, dropout=0.1)
+
+
+def all_layers(plan, **kwargs):
+    return [plan.build(i, **kwargs) for i in range(plan.count)]
+
+
+def test_names_and_shapes():
+    plan = build_layers(MODEL)
+    assert plan.names == ("embedding", "block.0", "block.1", "block.2", "head")
+    x = torch.randint(256, (2, 16))
+    with random_keys(0, 0, [0, 1], training=True):
+        for i, layer in enumerate(all_layers(plan, seed=0)):
+            x = layer(x)
+            assert x.shape == plan.output_shape(i, 2)
+            assert sum(p.numel() for p in layer.parameters()) == plan.parameters(i)
+
+
+def test_a_layer_starts_the_same_whoever_builds_it():
+    plan = build_layers(MODEL)
+    together = [layer.state_dict() for layer in all_layers(plan, seed=3)]
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    for i in reversed(range(plan.count)):
+        alone = plan.build(i, seed=3).state_dict()
+        assert all(torch.equal(alone[key], together[i][key]) for key in alone)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_start_values_differ_by_seed_and_layer_and_not_by_dtype():
+    plan = build_layers(MODEL)
+    weight = plan.build(1, seed=0).qkv.weight
+    assert not torch.equal(weight, plan.build(2, seed=0).qkv.weight)
+    assert not torch.equal(weight, plan.build(1, seed=1).qkv.weight)
+    assert torch.equal(weight.double(), plan.build(1, seed=0, dtype=torch.float64).qkv.weight)
+
+
+def test_start_values_are_gpt2s():
+    plan = build_layers(MODEL)
+    block = plan.build(1, seed=0)
+    assert block.mlp_in.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.mlp_out.weight.std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
+    assert block.qkv.bias.eq(0).all()
+    assert block.mlp_norm.weight.eq(1).all()
+
+
+def test_tied_weights_start_equal_and_can_become_one():
+    plan = build_layers(MODEL)
+    layers = all_layers(plan, seed=0)
+    (group,) = plan.tied
+    (first, a), (last, b) = group.members
+    assert torch.equal(layers[first].get_parameter(a), layers[last].get_parameter(b))
+    join_tied(plan, {0: layers[0], 4: layers[4]})
+    assert layers[first].get_parameter(a) is layers[last].get_parameter(b)
+    untied = build_layers(MODEL.model_copy(update={"tie_embeddings": False}))
+    assert untied.tied == ()
+    assert not torch.equal(untied.build(0, seed=0).token.weight, untied.build(4, seed=0).project.weight)
+
+
+def test_the_layers_are_a_plain_gpt():
+    """Against the same function written out with einsum and an explicit mask, in float64."""
+    plan = build_layers(MODEL)
+    layers = all_layers(plan, seed=0, dtype=torch.float64)
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    y = tokens
+    with random_keys(0, 0, [], training=False):
+        for layer in layers:
+            y = layer(y)
+
+    x = layers[0].token.weight[tokens] + layers[0].position.weight
+    mask = torch.ones(16, 16).tril().bool()
+    for block in layers[1:-1]:
+        h = F.layer_norm(x, (32,), block.attention_norm.weight, block.attention_norm.bias)
+        q, k, v = ((h @ block.qkv.weight.T + block.qkv.bias).view(2, 16, 3, 4, 8)).unbind(2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(8)
+        weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+        out = torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(2, 16, 32)
+        x = x + out @ block.attention_out.weight.T + block.attention_out.bias
+        h = F.layer_norm(x, (32,), block.mlp_norm.weight, block.mlp_norm.bias)
+        h = F.gelu(h @ block.mlp_in.weight.T + block.mlp_in.bias)
+        x = x + h @ block.mlp_out.weight.T + block.mlp_out.bias
+    expected = F.layer_norm(x, (32,), layers[-1].norm.weight, layers[-1].norm.bias) @ layers[-1].project.weight.T
+    torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_no_token_sees_a_later_one():
+    plan = build_layers(MODEL)
+    layers = all_layers(plan, seed=0)
+    tokens = torch.randint(256, (1, 16))
+    other = tokens.clone()
+    other[0, 10:] = (other[0, 10:] + 1) % 256
+
+    def run(y):
+        with random_keys(0, 0, [], training=False):
+            for layer in layers:
+                y = layer(y)
+        return y
+
+    a, b = run(tokens), run(other)
+    torch.testing.assert_close(a[:, :10], b[:, :10])
+    assert not torch.allclose(a[:, 10:], b[:, 10:])
+
+
+def test_flops_are_those_of_the_matrix_products():
+    """Against torch's counter, which sees both halves of the scores where ours counts the causal one."""
+    plan = build_layers(MODEL)
+    half_scores = 2 * MODEL.sequence**2 * MODEL.hidden
+    for i, masked in ((1, half_scores), (4, 0)):
+        layer = plan.build(i, seed=0).eval()
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            layer(torch.randn(1, 16, 32))
+        assert plan.flops[i] == counter.get_total_flops() - masked
+
+
+def test_loss_is_a_sum_and_in_float32_under_bfloat16():
+    logits = torch.randn(2, 3, 256)
+    targets = torch.randint(256, (2, 3))
+    expected = -logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).sum()
+    torch.testing.assert_close(token_cross_entropy(logits, targets), expected)
+    assert token_cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
+    assert token_cross_entropy(logits.double(), targets).dtype == torch.float64
