@@ -1,0 +1,102 @@
+"""The ``raypipe`` command: verbs only, no logic.
+
+A verb is a module of this package with a function of the same name, which takes Typer parameters; a name that starts
+with an underscore is a helper. Only the verb that runs is imported, and it imports what is heavy inside its function,
+so that ``raypipe schedule --list`` answers at once. A verb module may define ``prepare(argv) -> argv``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import typer
+
+from raypipe import __version__
+from raypipe.errors import RaypipeError, nearest
+
+__all__ = ["main", "run", "verbs"]
+
+
+def main() -> NoReturn:
+    """Run the command line of this process and exit with its status."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def verbs() -> list[str]:
+    """Names of the verbs there are, found without importing any."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line; returns the exit status: 0 done, 2 the request is wrong, 1 it failed while running."""
+    try:
+        return _run(list(argv))
+    except RaypipeError as error:
+        return _complain(str(error), error.exit_status)
+    except BrokenPipeError:  # the reader went away, as in `raypipe schedule 1f1b | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except Exception as error:
+        # Typer carries its own copy of click's errors, or click's, depending on its version; both have this shape.
+        if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
+            raise
+        return _complain(_usage(error, verb_of(argv)), int(error.exit_code))
+
+
+def _run(argv: list[str]) -> int:
+    known = verbs()
+    verb = verb_of(argv)
+    if verb is not None and verb not in known:
+        return _complain(f'raypipe: there is no verb "{verb}"\n  fix: {nearest(verb, known)}', 2)
+    app = typer.Typer(
+        help="Plan, run and explain pipeline-parallel training on Ray.", add_completion=False, rich_markup_mode=None
+    )
+    app.callback(invoke_without_command=True)(_top)
+    for name in known if verb is None else [verb]:
+        module = importlib.import_module(f"{__name__}.{name}")
+        app.command(name)(getattr(module, name))
+        if name == verb and hasattr(module, "prepare"):
+            argv = module.prepare(argv)
+    command: Any = typer.main.get_command(app)
+    status = command.main(args=argv, prog_name="raypipe", standalone_mode=False)
+    return status if isinstance(status, int) else 0
+
+
+def _top(
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and stop.")
+) -> None:
+    if version:
+        typer.echo(f"raypipe {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def verb_of(argv: Sequence[str]) -> str | None:
+    """The first word that is no option."""
+    return next((word for word in argv if not word.startswith("-")), None)
+
+
+def _usage(error: Any, verb: str | None) -> str:
+    """One message for what the command-line parser refuses: where, why, what to do."""
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else " ".join(["raypipe", *([verb] if verb else [])])
+    fix = f"see {where} --help"
+    option = getattr(error, "option_name", None)
+    if option and hasattr(error, "possibilities") and context is not None:
+        options = [opt for param in context.command.params for opt in param.opts if opt.startswith("--")]
+        fix = nearest(option, options).replace("known: ", "options: ")
+        return f"{where}: there is no option {option}\n  fix: {fix}"
+    return f"{where}: {error.format_message()}\n  fix: {fix}"
+
+
+def _complain(message: str, status: int) -> int:
+    sys.stdout.flush()
+    print(message, file=sys.stderr)
+    return status

@@ -1,0 +1,110 @@
+"""From the options of ``raypipe schedule`` to schedules with their costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from raypipe.cli._values import comma_list
+from raypipe.errors import RequestError, ScheduleError
+from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Schedule
+
+SHAPE_KINDS: dict[str, Callable[[str], Any]] = {
+    "devices": int, "microbatches": int, "chunks": int, "unit": int, "pipelines": int, "concat": str,
+    "memory_limit": float,
+}  # fmt: skip
+DEFAULT_SHAPE = {"devices": 4, "microbatches": 8}
+DEFAULT_COSTS = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "recompute": 0.0, "comm": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A schedule and the costs to time it with."""
+
+    schedule: Schedule
+    costs: CostTable
+
+
+def make(
+    names: Sequence[str], shape: Mapping[str, str | None], costs: Mapping[str, str | None], compare: bool
+) -> list[Made]:
+    """Make the named schedules; both mappings hold the option texts, None where an option isn't given.
+
+    With ``compare``, a shape option may list one value per schedule, a family is spared the options it has no use
+    for, and a cost given as one number is that of a device's share of the model, which its stages divide among
+    them: then all schedules do the same work.
+
+    Raises:
+        RequestError: an option that cannot be read, or a shape or name that is refused.
+    """
+    values = {key: comma_list(flag(key), text, SHAPE_KINDS[key]) for key, text in shape.items() if text is not None}
+    for key, given in values.items():
+        if len(given) > 1 and (not compare or len(given) != len(names)):
+            why = f"{len(given)} values for {len(names)} schedule{'s' * (len(names) != 1)}"
+            raise RequestError(flag(key), why, "give one" + (" or as many as schedules" if compare else ""))
+    made = []
+    for n, name in enumerate(names):
+        own = {key: given[n if len(given) > 1 else 0] for key, given in values.items()}
+        if compare and name in SCHEDULES:
+            useful = {*DEFAULT_SHAPE, "memory_limit", *SCHEDULES[name].options}
+            own = {key: value for key, value in own.items() if key in useful}
+        try:
+            wanted = Shape(**{**DEFAULT_SHAPE, **own})
+            stages = stages_of(name, wanted)
+            table = cost_table(stages, costs, share=stages // wanted.devices if compare else 1)
+            made.append(Made(generate(name, wanted, table), table))
+        except ScheduleError as error:  # say it in the words of the command line
+            where = flag(error.where) if error.where in SHAPE_KINDS else error.where
+            raise ScheduleError(where, error.why, error.fix) from error
+    return made
+
+
+def load_one(path: Path, costs: Mapping[str, str | None], memory_limit: str | None) -> Made:
+    """Read and verify a schedule file; costs that are given as options replace the file's.
+
+    Raises:
+        RequestError: the file is no schedule, or one that cannot run.
+    """
+    from raypipe.schedule.load import load
+    from raypipe.schedule.memory import check_memory
+    from raypipe.schedule.verify import verify
+
+    schedule, own = load(path)
+    verify(schedule)
+    if memory_limit is not None:
+        check_memory(schedule, comma_list("--memory-limit", memory_limit, float)[0])
+    if own is None:
+        return Made(schedule, cost_table(schedule.stages, costs))
+    table = cost_table(schedule.stages, costs)
+    given = {key: getattr(table, key) for key, text in costs.items() if text is not None}
+    return Made(schedule, replace(own, **given))
+
+
+def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> CostTable:
+    """The costs per stage from option texts; a single number is divided by ``share``.
+
+    Raises:
+        RequestError: no number, or a list that isn't one value per stage.
+    """
+    table: dict[str, tuple[float, ...]] = {}
+    for key, default in DEFAULT_COSTS.items():
+        text = given.get(key)
+        values = [default] if text is None else comma_list(flag(key), text, float)
+        if len(values) not in (1, stages):
+            raise RequestError(flag(key), f"{len(values)} values for {stages} stages", f"give 1 or {stages} values")
+        each = values[0] / (share if key != "comm" else 1)
+        table[key] = (each,) * stages if len(values) == 1 else tuple(values)
+    comm = set(table.pop("comm"))
+    if len(comm) > 1:
+        raise RequestError("--comm", "links of different latency are not modelled", "give one value for all links")
+    zeros = (0.0,) * stages
+    return CostTable(**table, all_reduce=zeros, update=zeros, comm=comm.pop())
+
+
+def flag(key: str) -> str:
+    """The option that sets ``key``."""
+    return "--" + key.replace("_", "-")

@@ -1,0 +1,176 @@
+"""``raypipe schedule NAME``: make a schedule, time it, and show it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from raypipe.cli._make import Made, load_one, make
+from raypipe.cli._values import STANDARD_OUTPUT, optional_value
+from raypipe.errors import RequestError
+from raypipe.schedule import SCHEDULES
+
+Text = Optional[str]  # noqa: UP045 - Typer reads annotations at run time, on Python 3.10 too
+File = Optional[Path]  # noqa: UP045
+
+
+def prepare(argv: Sequence[str]) -> list[str]:
+    """Let ``--json`` and ``--text`` stand without a FILE."""
+    return optional_value(optional_value(argv, "--json", list(SCHEDULES)), "--text", list(SCHEDULES))
+
+
+def schedule(
+    names: Annotated[Optional[list[str]], typer.Argument(metavar="NAME", help="See --list.")] = None,  # noqa: UP045
+    list_: Annotated[bool, typer.Option("--list", help="Name and describe every schedule.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Several names on one page; costs then are of a device's share of the model."),
+    ] = False,
+    load: Annotated[
+        File, typer.Option(metavar="FILE", help="A hand-written schedule, JSON or text: verify, time.")
+    ] = None,
+    devices: Annotated[Text, typer.Option(metavar="D", help="Devices [4].")] = None,
+    microbatches: Annotated[Text, typer.Option(metavar="N", help="Micro-batches [8].")] = None,
+    chunks: Annotated[Text, typer.Option(metavar="V", help="Stages per device [1].")] = None,
+    unit: Annotated[Text, typer.Option(metavar="U", help="Micro-batches a unit.")] = None,
+    pipelines: Annotated[Text, typer.Option(metavar="2F", help="Pipelines, both directions [2].")] = None,
+    concat: Annotated[Text, typer.Option(metavar="HOW", help="direct, doubling or halving.")] = None,
+    memory_limit: Annotated[Text, typer.Option(metavar="M", help="Activations a device may hold at once.")] = None,
+    forward: Annotated[Text, typer.Option(metavar="T", help="F [1]; a number or a list, one per stage.")] = None,
+    input_grad: Annotated[Text, typer.Option(metavar="T", help="B [1]; BW is B plus W.")] = None,
+    weight_grad: Annotated[Text, typer.Option(metavar="T", help="W [1].")] = None,
+    recompute: Annotated[Text, typer.Option(metavar="T", help="R [0].")] = None,
+    comm: Annotated[Text, typer.Option(metavar="T", help="Latency of a message between devices [0].")] = None,
+    json_file: Annotated[
+        File, typer.Option("--json", metavar="[FILE]", help="JSON, to FILE and standard output.")
+    ] = None,
+    text_file: Annotated[
+        File, typer.Option("--text", metavar="[FILE]", help="The text form, as --load reads it.")
+    ] = None,
+    plot: Annotated[File, typer.Option(metavar="FILE", help="Gantt chart: .svg, .png or .pdf.")] = None,
+    memory_plot: Annotated[File, typer.Option(metavar="FILE", help="Live activations over time: a picture.")] = None,
+    trace: Annotated[File, typer.Option(metavar="FILE", help="Trace for ui.perfetto.dev.")] = None,
+    csv: Annotated[File, typer.Option(metavar="FILE", help="CSV for torch.distributed.pipelining.")] = None,
+) -> None:
+    """Make one schedule and show it: drawn in the terminal, or as --json, --plot, --trace, --csv say."""
+    if list_:
+        _list(json_file)
+        return
+    wanted = [name for word in names or [] for name in word.split(",")]
+    if not wanted and load is None:
+        raise RequestError("raypipe schedule", "no schedule is named", "add a name, --list shows them, or --load FILE")
+    if len(wanted) + (load is not None) > 1 and not compare:
+        why = f"{len(wanted) + (load is not None)} schedules are named"
+        raise RequestError("raypipe schedule", why, "name one, or add --compare to see them on one page")
+    if json_file == text_file == STANDARD_OUTPUT:
+        raise RequestError("--text", "standard output holds the JSON already", "give one of them a FILE")
+    for option, file in (("--plot", plot), ("--memory-plot", memory_plot)):
+        if file is not None:
+            _check_picture(option, file)
+    shape = {
+        "devices": devices, "microbatches": microbatches, "chunks": chunks, "unit": unit, "pipelines": pipelines,
+        "concat": concat, "memory_limit": memory_limit,
+    }  # fmt: skip
+    costs = {
+        "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
+    }  # fmt: skip
+    made = make(wanted, shape, costs, compare) if wanted else []
+    if load is not None:
+        made.append(load_one(load, costs, memory_limit))
+    _show(made, json_file, text_file, plot, memory_plot, trace, csv)
+
+
+def _show(
+    made: list[Made], json_file: Path | None, text_file: Path | None, plot: Path | None, memory_plot: Path | None,
+    trace: Path | None, csv: Path | None,
+) -> None:  # fmt: skip
+    from raypipe.simulate.engine import simulate
+
+    timelines = [simulate(each.schedule, each.costs) for each in made]
+    if json_file is not None:
+        from raypipe.observe.result import result
+
+        found = [result(t, each.costs) for t, each in zip(timelines, made, strict=True)]
+        _json(found[0] if len(found) == 1 else {"schedules": found}, json_file)
+    if text_file is not None:
+        from raypipe.schedule.text import to_text
+
+        _write(text_file, "\n".join(to_text(each.schedule) for each in made))
+    if plot is not None:
+        from raypipe.observe.figure_file import save
+        from raypipe.observe.gantt import gantt
+
+        save(gantt(timelines), plot)
+        _said(plot)
+    if memory_plot is not None:
+        from raypipe.observe import memory_plot as memory
+        from raypipe.observe.figure_file import save
+
+        save(memory.memory_plot(timelines), memory_plot)
+        _said(memory_plot)
+    if trace is not None:
+        from raypipe.observe.perfetto import write_trace
+
+        write_trace(_only("--trace", timelines), trace)
+        _said(trace)
+    if csv is not None:
+        from raypipe.schedule.torch_csv import to_torch_csv
+
+        _write(csv, to_torch_csv(_only("--csv", made).schedule))
+    if not any((json_file, text_file, plot, memory_plot, trace, csv)):
+        from raypipe.observe.terminal import show
+
+        show(timelines)
+
+
+def _list(json_file: Path | None) -> None:
+    if json_file is not None:
+        _json({name: family.about for name, family in SCHEDULES.items()}, json_file)
+        return
+    width = max(map(len, SCHEDULES))
+    for name, family in SCHEDULES.items():
+        options = "".join(f"  --{option}" for option in sorted(o.replace("_", "-") for o in family.options))
+        print(f"{name:<{width}}  {family.about}{options and '  [' + options.strip() + ']'}")
+
+
+def _json(value: dict[str, Any], path: Path) -> None:
+    text = json.dumps(value)
+    if path != STANDARD_OUTPUT:
+        _write(path, text + "\n")
+    if path == STANDARD_OUTPUT or not sys.stdout.isatty():  # scripts read standard output in either case
+        print(text)
+
+
+def _write(path: Path, text: str) -> None:
+    if path == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(str(path), error.strerror or str(error), "choose a place that can be written") from error
+    _said(path)
+
+
+def _said(path: Path) -> None:
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _only(option: str, items: list[Any]) -> Any:
+    if len(items) > 1:
+        raise RequestError(option, f"holds one schedule, {len(items)} are named", "name one")
+    return items[0]
+
+
+def _check_picture(option: str, path: Path) -> None:
+    from raypipe.observe.figure_file import check_format
+
+    try:
+        check_format(path)
+    except RequestError as error:
+        raise RequestError(option, error.why, error.fix) from None
