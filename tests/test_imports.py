@@ -7,22 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
-    "errors",
-    "schedule",
-    "simulate",
-    "cost",
-    "job",
-    "plan",
-    "models",
-    "partition",
-    "data",
-    "checkpoint",
-    "observe",
-    "runtime",
-    "train",
-    "cli",
-    "__main__",
-]
+    "errors", "schedule", "simulate", "cost", "job", "plan", "models", "partition", "data", "checkpoint", "observe",
+    "runtime", "train", "cli", "__main__",
+]  # fmt: skip
 SIDE_BY_SIDE = {"models", "partition", "data", "checkpoint"}
 """One layer of the house: these may use one another."""
 PLANNING = {"errors", "schedule", "simulate", "cost", "plan", "job", "observe"}

@@ -1,0 +1,147 @@
+"""A step that repeats: the task graph of one step, and the edges by which the next step waits for this one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.deps import TaskGraph, link
+from raypipe.schedule.faults import check_links, check_ran
+from raypipe.schedule.ir import Kind, Schedule, Task
+from raypipe.schedule.unroll import unroll
+from raypipe.schedule.walk import walk
+
+
+@dataclass(slots=True)
+class CyclicGraph:
+    """Every task's start is the latest of what it waits for; nothing starts at an absolute time."""
+
+    order: list[int]
+    """Tasks, each after all those of its own step that it waits for."""
+    durations: list[float]
+    local: list[Sequence[int]]
+    """Tasks of the same step that must have ended."""
+    remote: list[Sequence[int]]
+    """The same on another device: ``comm`` later."""
+    comm: float
+    carried: dict[int, list[tuple[int, float]]]
+    """Task -> (task of the step before, lag) it waits for."""
+    steps: int = 1
+    """Training steps that one turn of this graph stands for."""
+
+
+def cyclic(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None) -> CyclicGraph:
+    """Build the repeating graph of a schedule.
+
+    Synchronous: a device starts its next step when its own order is done, and a stage's next forwards wait for its
+    weights: for its update where there is one, else its all-reduce, else the last gradient on every replica.
+    Asynchronous: the endless order of ``unroll``; forwards never wait for weights.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+    """
+    if schedule.versions == "flush":
+        return _flushed(schedule, costs, link(schedule) if graph is None else graph)
+    return _endless(schedule, costs)
+
+
+def _flushed(schedule: Schedule, costs: CostTable, graph: TaskGraph) -> CyclicGraph:
+    check_links(graph)
+    tasks, first = graph.tasks, graph.first
+    durations = costs.durations(schedule, tasks)
+    done = walk(graph, durations, costs.comm)
+    check_ran(graph, done)
+    local, remote = _split(graph.preds, graph.device, costs.comm)
+    carried: dict[int, list[tuple[int, float]]] = {}
+    ready: dict[tuple[int, int], tuple[Kind, int]] = {}
+    starts: dict[tuple[int, int], int] = {}
+    collectives: dict[int, list[int]] = {}
+    for d in range(schedule.devices):
+        lanes: dict[bool, list[int]] = {False: [], True: []}
+        for i in range(first[d], first[d + 1]):
+            kind, stage, _, replica = tasks[i]
+            lane = lanes[kind == "AR"]
+            waits = [lane[-1]] if lane else []
+            if kind == "AR":
+                collectives.setdefault(stage, []).append(i)
+                waits += lanes[False][-1:]
+                local[i], remote[i] = [*local[i], *remote[i], *waits], ()  # its cost has the messages already
+            elif waits:
+                local[i] = [*local[i], waits[0]]
+            lane.append(i)
+            if kind == "F":
+                starts.setdefault((stage, replica), i)
+            elif kind in ("W", "BW", "AR", "U"):
+                ready[stage, replica] = (kind, i)
+        for lane in lanes.values():
+            if lane:
+                carried[lane[0]] = [(lane[-1], 0.0)]
+    for group in collectives.values():  # all holders start together, so each waits for what any of them waits for
+        everything = sorted({p for i in group for p in local[i] if p not in group})
+        for i in group:
+            local[i] = everything
+    for (stage, replica), i in starts.items():
+        kind, own = ready[stage, replica]
+        sources = [own] if kind in ("AR", "U") else [j for (s, _), (_, j) in ready.items() if s == stage]
+        carried.setdefault(i, []).extend((j, 0.0) for j in sources)
+    return CyclicGraph(done.order, durations, local, remote, costs.comm, carried)
+
+
+def _endless(schedule: Schedule, costs: CostTable) -> CyclicGraph:
+    """One window of the endless order per device: from a step's first forward to just before the next one's."""
+    group = math.ceil(2 * schedule.stages / schedule.microbatches)
+    step = unroll(schedule, group)
+    count = step.microbatches
+    many = unroll(schedule, 3 * group)
+    graph = link(many)
+    check_links(graph)
+    durations = costs.durations(many, graph.tasks)
+    done = walk(graph, durations, costs.comm)
+    check_ran(graph, done)
+    window: list[int] = []
+    edge: list[tuple[int, int]] = []
+    for d in range(many.devices):
+        length = len(step.orders[d])
+        order = many.orders[d]
+        begin = graph.first[d] + next((k for k, t in enumerate(order) if t.kind == "F" and t.mbs[0] // count == 1), 0)
+        if length:
+            window += range(begin, begin + length)
+            edge.append((begin, begin + length - 1))
+    inside = set(window)
+    name = _namer(many, count)
+    twin = {name(graph.tasks[i]): i for i in window}  # a task outside the window is one inside, a turn earlier
+    local: list[Sequence[int]] = [()] * len(graph.tasks)
+    remote: list[Sequence[int]] = [()] * len(graph.tasks)
+    carried: dict[int, list[tuple[int, float]]] = {}
+    before = {b: b - 1 for begin, end in edge for b in range(begin + 1, end + 1)}
+    for i in window:
+        own = [before[i]] if i in before else []
+        far: list[int] = []
+        for p in graph.preds[i]:
+            away = graph.device[p] != graph.device[i]
+            if p in inside:
+                (far if away else own).append(p)
+            else:
+                carried.setdefault(i, []).append((twin[name(graph.tasks[p])], costs.comm if away else 0.0))
+        local[i], remote[i] = own, far
+    for begin, end in edge:
+        carried.setdefault(begin, []).append((end, 0.0))
+    return CyclicGraph([i for i in done.order if i in inside], durations, local, remote, costs.comm, carried, group)
+
+
+def _namer(schedule: Schedule, count: int) -> Callable[[Task], Task]:
+    return lambda task: task._replace(mbs=tuple(m % count for m in task.mbs))
+
+
+def _split(preds: list[list[int]], device: list[int], comm: float) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    """Predecessors on the same device, and on others; without latency there is no need to tell them apart."""
+    if comm == 0:
+        return list(preds), [()] * len(preds)
+    local: list[Sequence[int]] = []
+    remote: list[Sequence[int]] = []
+    for i, needs in enumerate(preds):
+        local.append([p for p in needs if device[p] == device[i]])
+        remote.append([p for p in needs if device[p] != device[i]])
+    return local, remote
