@@ -17,7 +17,7 @@ def caption(timeline: Timeline) -> str:
 
 
 def folded(values: Sequence[float]) -> str:
-    """The values in a row, with runs of three and more equal ones folded.
+    """The values in a row, runs of three and more equal ones folded, the middle of a long row left out.
 
     >>> folded([4, 3, 2, 1]), folded([16, 16, 16, 8])
     ('4 3 2 1', '16 (x3) 8')
@@ -26,4 +26,6 @@ def folded(values: Sequence[float]) -> str:
     for value, same in groupby(values):
         times = len(list(same))
         words += [f"{value:g} (x{times})"] if times > 2 else [f"{value:g}"] * times
+    if len(words) > 12:
+        words = [*words[:4], "...", *words[-4:]]
     return " ".join(words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from pathlib import Path
 
 import matplotlib
@@ -43,6 +44,14 @@ def slim(svg: str) -> str:
     svg = re.sub(r"font-family: [^;]*;", "font-family: 'DejaVu Sans', Arial, sans-serif;", svg)
     svg = re.sub(r' transform="rotate\(-?0 [^)]*\)"', "", svg)
     svg = re.sub(r"(?<![\w#])(-?\d+\.\d{2})\d+", r"\1", svg)
+    svg = re.sub(r'<g id="text_\d+">\s*(<text.*?</text>)\s*</g>', r"\1", svg, flags=re.DOTALL)
+    often = Counter(re.findall(r' style="[^"]*"', svg)).most_common(40)
+    rules = ""
+    for n, (style, times) in enumerate(often):
+        if times > 3:
+            rules += f".s{n}{{{style[8:-1]}}}"
+            svg = svg.replace(style, f' class="s{n}"')
+    svg = svg.replace("</style>", f"{rules}</style>", 1)
     return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", svg)) + "\n"
 
 

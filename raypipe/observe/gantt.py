@@ -18,7 +18,7 @@ from raypipe.observe.palette import colour, grey, ink
 from raypipe.schedule.ir import Kind, Schedule
 from raypipe.simulate.timeline import Span, Timeline
 
-HATCHES = ("", "////", "\\\\\\\\", "....", "xxxx", "----", "||||", "oo")
+HATCHES = ("", "////", "\\\\\\\\", "xxxx", "----", "||||", "++++", "//")
 NAMES: dict[Kind, str] = {
     "F": "F  forward", "B": "B  input gradient", "BW": "BW  backward", "W": "W  weight gradient",
     "R": "R  recompute", "AR": "AR  all-reduce", "U": "U  update",

@@ -7,8 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from raypipe.observe.live import live_activations
 from raypipe.observe.palette import oklch
+from raypipe.simulate.activations import live_activations
 from raypipe.simulate.timeline import Timeline
 
 MOST_LANES = 16
@@ -59,13 +59,12 @@ def _choose(devices: int) -> list[int]:
     return sorted({round(k * (devices - 1) / (MOST_LANES - 1)) for k in range(MOST_LANES)})
 
 
-def _lane(axes: Any, curve: list[tuple[float, float]], makespan: float, name: str, fill: Any, last: bool) -> None:
-    # One value per instant: an end and a start at the same time would draw a notch that lasts no time.
-    steps = {time: value for time, value in curve}
-    times, alive = [*steps, makespan], [*steps.values(), curve[-1][1]]
+def _lane(axes: Any, curve: Sequence[tuple[float, float]], makespan: float, name: str, fill: Any, last: bool) -> None:
+    times = [*(time for time, _ in curve), makespan]
+    alive = [*(value for _, value in curve), curve[-1][1]]
     axes.fill_between(times, alive, step="post", color=fill, alpha=0.85, linewidth=0)
     axes.step(times, alive, where="post", color="#333333", linewidth=0.6)
-    peak = max(value for _, value in curve)
+    peak = max(alive)
     axes.axhline(peak, color="#999999", linewidth=0.5, linestyle=(0, (3, 3)))
     axes.set_yticks([0, peak] if peak else [0], [""] * (2 if peak else 1))
     axes.set_ylabel(name, rotation=0, fontsize=7, ha="right", va="center", labelpad=6)

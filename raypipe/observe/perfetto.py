@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import RequestError
-from raypipe.observe.live import live_activations
 from raypipe.schedule.deps import TaskGraph, link
+from raypipe.simulate.activations import live_activations
 from raypipe.simulate.timeline import Timeline
 
 COLOURS = {"F": "thread_state_running", "B": "rail_response", "BW": "rail_response", "W": "rail_animation", "R": "grey"}

@@ -20,6 +20,7 @@ from raypipe.schedule.text import KINDS, RECOMPUTE, VERSIONS, W_DEP, infer_place
 
 RESULTS = (
     "makespan", "span", "period", "bubble_ratio", "peak_activations", "weight_versions", "lower_bound", "critical_path",
+    "critical_forwards", "critical_backwards",
 )  # fmt: skip
 """Keys that a simulation adds; a reader passes over them."""
 KEYS = (

@@ -36,6 +36,9 @@ def test_json_is_one_object_and_nothing_else(command):
     assert (found["makespan"], found["peak_activations"], found["weight_versions"]) == (21, [4, 3, 2, 1], [1, 1, 1, 1])
     assert found["bubble_ratio"] == pytest.approx(3 / 7)
     assert found["span"] == [21, 18, 15, 12]
+    assert (found["period"], found["lower_bound"]) == (21, 15)
+    assert (found["critical_forwards"], found["critical_backwards"]) == (7, 7)
+    assert found["critical_path"][:5] == ["0F0", "1F0", "2F0", "3F0", "3BW0"]
     assert found["orders"][3][0] == {"kind": "F", "stage": 3, "mb": 0, "replica": 0, "start": 3.0, "end": 4.0}
     assert from_json(found)[0].orders[0][0].kind == "F"
 

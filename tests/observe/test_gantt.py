@@ -46,7 +46,7 @@ def test_svg_is_small_valid_and_the_same_every_time(timeline, tmp_path):
         save(gantt([timeline("chimera", microbatches=8)]), tmp_path / name)
     first = (tmp_path / "a.svg").read_bytes()
     assert first == (tmp_path / "b.svg").read_bytes()
-    assert len(first) < 40_000
+    assert len(first) < 25_000
     words = {"".join(t.itertext()) for t in ElementTree.fromstring(first).iter(f"{SVG}text")}
     assert {"chimera", "device 0", "7"} <= words
     assert any("bubble 20.0 %" in " ".join(w.split()) for w in words)

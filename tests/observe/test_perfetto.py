@@ -3,7 +3,7 @@ import json
 import pytest
 
 from raypipe.errors import RequestError
-from raypipe.observe.live import live_activations
+from raypipe.simulate.activations import live_activations
 from raypipe.observe.perfetto import trace, write_trace
 from raypipe.schedule.deps import link
 
@@ -58,7 +58,7 @@ def test_counters_peak_where_the_schedule_does(timeline, written):
     for d, peak in enumerate(spans.peak_activations):
         assert max(e["args"]["alive"] for e in counters if e["name"] == f"activations of device {d}") == peak
     again = live_activations(written("device 0: 0F0 0F1 0R0 0BW0 0R1 0BW1\n", recompute=1.0))
-    assert again == [[(0.0, 0.0), (2.0, 1.0), (5.0, 0.0), (5.0, 1.0), (8.0, 0.0)]]  # alive from R, not from F
+    assert again == (((0.0, 0.0), (2.0, 1.0), (5.0, 1.0), (8.0, 0.0)),)  # alive from R, not from F
 
 
 def test_writes_one_json_document(timeline, tmp_path):
