@@ -20,6 +20,7 @@ from raypipe.errors import TransportError
 from raypipe.runtime.transport import wire
 from raypipe.runtime.transport.channel import Expected
 from raypipe.runtime.transport.inbox import Inbox
+from raypipe.runtime.transport.memory import Allocate, empty
 
 FRAME_BYTES = 1 << 20
 """Capacity of a frame; both ends must use the same."""
@@ -82,14 +83,14 @@ def count(expected: Expected, frame_bytes: int) -> int:
 class Assembly:
     """One message being put together from its frames, in order."""
 
-    def __init__(self, inbox: Inbox, first: Tensor) -> None:
+    def __init__(self, inbox: Inbox, first: Tensor, allocate: Allocate = empty) -> None:
         address = first.data_ptr()
         (length,) = _LENGTH.unpack(string_at(address, _LENGTH.size))
         # Checked before the length is believed for anything but reading within the frame.
         length = min(length, first.nbytes - _LENGTH.size)
         message = inbox.accept(string_at(address + _LENGTH.size, length))
         self.label = message.label
-        self.tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in message.tensors]
+        self.tensors = [allocate(spec.shape, spec.dtype) for spec in message.tensors]
         self._parts = [(t.data_ptr(), t.nbytes) for t in self.tensors if t.nbytes]
         self._add(first, _LENGTH.size + length)
 

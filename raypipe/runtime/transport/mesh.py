@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport import gloo
+from raypipe.runtime.transport.base import Base, Edge, Ends, open_base
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
-from raypipe.runtime.transport.choose import choose
+from raypipe.runtime.transport.choose import Kind, base_kind, choose
+from raypipe.runtime.transport.memory import empty, empty_pinned
+from raypipe.runtime.transport.nccl import Link, NcclReceiver, NcclSender, TorchLink, warm_up
+from raypipe.runtime.transport.pinned import PinnedReceiver, PinnedSender
 from raypipe.runtime.transport.progress import Progress
-from raypipe.runtime.transport.shm_receive import ShmReceiver
-from raypipe.runtime.transport.shm_send import ShmSender
-
-Edge = tuple[int, int]
+from raypipe.runtime.transport.ray_collective import RayLink
+from raypipe.runtime.transport.side_stream import SideStream
 
 
 def open_channels(
@@ -29,82 +31,92 @@ def open_channels(
 ) -> tuple[dict[int, Sender], dict[int, Receiver]]:
     """Outgoing channels by destination rank and incoming ones by source rank, ready for use.
 
-    Every device calls this with the same arguments (but its own ``me``) after the world's process group exists.
+    Every device calls this with the same arguments (but its own ``me``) after the world's process group exists; a GPU's
+    actor has made its GPU the current device.
 
     Args:
         me: this device.
-        peers: all devices of the run, in any order.
+        peers: all devices of the run, in any order; their ranks are those of the world's process group.
         edges: directed (source rank, destination rank) pairs; order and repeats don't matter.
         requested: what the job asks for: auto, shm, gloo, nccl, pinned or ray-collective.
-        run_id: names the run's files on this host; fresh for every start of the actors.
+        run_id: names the run's files on this host and its groups; fresh for every start of the actors.
         timeout_s: how long to wait for the other devices.
         ring_bytes: first capacity of each shared-memory ring; rings grow as needed.
 
     Raises:
         SpecError: the request can't serve one of the edges.
-        TransportError: a device did not open its end in time.
+        TransportError: a device did not open its end in time, or an edge makes no sense.
     """
     by_rank = {peer.rank: peer for peer in peers}
     ordered = sorted(set(edges))
     for src, dst in ordered:
         if src == dst or src not in by_rank or dst not in by_rank:
-            raise TransportError(f"edge {src} -> {dst}", "needs two different devices of the run", "check the plan")
-    kinds = {(src, dst): choose(by_rank[src], by_rank[dst], requested) for src, dst in ordered}
+            raise TransportError(
+                f"edge {src} -> {dst}", "an edge joins two different devices of the run", "fix the plan"
+            )
+    if not ordered:
+        return {}, {}
+    nccl = _everyone_has_nccl(peers)
+    kinds = {(src, dst): choose(by_rank[src], by_rank[dst], requested, nccl=nccl) for src, dst in ordered}
+    bases = {edge: _base(kind, by_rank[edge[0]], by_rank[edge[1]]) for edge, kind in kinds.items()}
     progress = Progress()
-    senders: dict[int, Sender] = {}
-    receivers: dict[int, Receiver] = {}
-    _open_gloo(me, by_rank, [edge for edge in ordered if kinds[edge] == "gloo"], progress, senders, receivers)
-    _open_shm(
-        me,
-        by_rank,
-        [edge for edge in ordered if kinds[edge] == "shm"],
-        run_id,
-        progress,
-        timeout_s,
-        ring_bytes,
-        senders,
-        receivers,
-    )
-    return senders, receivers
-
-
-def _open_gloo(
-    me: Peer,
-    by_rank: dict[int, Peer],
-    edges: list[Edge],
-    progress: Progress,
-    senders: dict[int, Sender],
-    receivers: dict[int, Receiver],
-) -> None:
-    if not edges:
-        return
-    group = gloo.open_group(dist.get_world_size())  # by every device, also those without such an edge
-    for src, dst in edges:
-        if src == me.rank:
-            sender = senders[dst] = gloo.GlooSender(by_rank[dst], group)
-            progress.add(sender)
-        elif dst == me.rank:
-            receivers[src] = gloo.GlooReceiver(by_rank[src], group, progress)
-
-
-def _open_shm(
-    me: Peer,
-    by_rank: dict[int, Peer],
-    edges: list[Edge],
-    run_id: str,
-    progress: Progress,
-    timeout_s: float,
-    ring_bytes: int,
-    senders: dict[int, Sender],
-    receivers: dict[int, Receiver],
-) -> None:
-    # Three rounds, each of which only needs the other devices to have done the one before: no circle of waiting.
-    incoming = {src: ShmReceiver(me, by_rank[src], run_id, progress) for src, dst in edges if dst == me.rank}
-    outgoing = {dst: ShmSender(me, by_rank[dst], run_id, ring_bytes) for src, dst in edges if src == me.rank}
-    for sender in outgoing.values():
-        sender.connect(timeout_s)
+    allocate = empty if me.device == "cpu" else empty_pinned
+    ends = open_base(me, by_rank, bases, run_id, progress, allocate, timeout_s, ring_bytes)
+    for edge, kind in kinds.items():
+        _put_on_top(edge, kind, me, by_rank, run_id, ends)
+    out, into = ends
+    for sender in out.values():
         progress.add(sender)
-    for receiver in incoming.values():
-        receiver.accept(timeout_s)
-    senders.update(outgoing)
-    receivers.update(incoming)
+    return dict(out), into
+
+
+def _everyone_has_nccl(peers: Sequence[Peer]) -> bool:
+    """One answer for all: a device that thought otherwise would skip a group that the others wait in."""
+    if all(peer.device == "cpu" for peer in peers):
+        return False
+    answers: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(answers, dist.is_nccl_available())
+    return all(answers)
+
+
+def _base(kind: Kind, src: Peer, dst: Peer) -> Base:
+    if kind == "ray-collective" and src.device == "cpu":
+        return "ray"
+    return kind if kind in ("shm", "gloo") else base_kind(src, dst)
+
+
+def _put_on_top(edge: Edge, kind: Kind, me: Peer, by_rank: Mapping[int, Peer], run_id: str, ends: Ends) -> None:
+    """Replace this device's end of the edge, a CPU channel, by one for GPU tensors where that is what it needs."""
+    src, dst = edge
+    out, into = ends
+    if kind == "pinned":
+        if me.rank == src and me.device != "cpu":
+            out[dst] = PinnedSender(by_rank[dst], out[dst], SideStream(_gpu()))
+        elif me.rank == dst and me.device != "cpu":
+            into[src] = PinnedReceiver(into[src], SideStream(_gpu()))
+        return
+    if kind == "nccl":
+        group = dist.new_group([src, dst], backend="nccl")  # every device of the world takes part in making a group
+    elif kind != "ray-collective" or by_rank[src].device == "cpu":
+        return
+    if me.rank not in edge:
+        return
+    sends, device = me.rank == src, _gpu()
+    peer = by_rank[dst if sends else src]
+    side = SideStream(device)
+    link: Link
+    if kind == "nccl":
+        link = TorchLink(peer.rank, group)
+        warm_up(link, sends, device)
+    else:
+        link = ray = RayLink(f"raypipe-{run_id}-{src}-{dst}", sends, device)
+        warm_up(link, sends, device)
+        ray.adopt(side.stream)
+    if sends:
+        out[dst] = NcclSender(peer, link, out[dst], side)
+    else:
+        into[src] = NcclReceiver(peer, link, into[src], side)
+
+
+def _gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())

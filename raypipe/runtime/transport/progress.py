@@ -8,25 +8,27 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from raypipe.runtime.transport.channel import Sender
 
-class Outgoing(Protocol):
-    """A sender as seen by the waiting side."""
+PUSH_EVERY_S = 0.0002
+"""How often a waiting receiver looks after its own device's stuck messages, while there are any."""
+
+
+class OutgoingChannel(Sender, Protocol):
+    """A sender that says whether it needs pushing; all of ours do."""
 
     @property
     def pending(self) -> bool:
         """Whether ``progress`` still has something to push out."""
-
-    def progress(self) -> None:
-        """Push out what goes without waiting."""
 
 
 class Progress:
     """All senders of a device; receivers call ``push`` while they wait."""
 
     def __init__(self) -> None:
-        self._senders: list[Outgoing] = []
+        self._senders: list[OutgoingChannel] = []
 
-    def add(self, sender: Outgoing) -> None:
+    def add(self, sender: OutgoingChannel) -> None:
         """Take a sender into care."""
         self._senders.append(sender)
 

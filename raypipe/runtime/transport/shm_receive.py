@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from ctypes import memmove
 
-import torch
 from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Peer
 from raypipe.runtime.transport.inbox import Inbox, gone, who
-from raypipe.runtime.transport.progress import Progress
+from raypipe.runtime.transport.memory import Allocate, empty
+from raypipe.runtime.transport.progress import PUSH_EVERY_S, Progress
 from raypipe.runtime.transport.ring import Ring
 from raypipe.runtime.transport.shared_memory import FRAME, IN_RING, LENGTH_BYTES, NEW_RING, file_path, remove_rings
 
@@ -27,10 +27,12 @@ class ShmReceiver:
     Raises TransportError when the pipe cannot be made.
     """
 
-    def __init__(self, me: Peer, peer: Peer, run_id: str, progress: Progress | None = None) -> None:
+    def __init__(
+        self, me: Peer, peer: Peer, run_id: str, progress: Progress | None = None, allocate: Allocate = empty
+    ) -> None:
         self._peer, self._me, self._run_id = peer, me, run_id
         self._inbox = Inbox(peer)
-        self._progress = progress or Progress()
+        self._progress, self._allocate = progress or Progress(), allocate
         self._ring: Ring | None = None
         self._bytes, self._at = b"", 0
         self._fd = -1
@@ -96,8 +98,11 @@ class ShmReceiver:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
-            # While something of ours is stuck, look after it every millisecond: the peer may be waiting for it.
-            events = self._poll.poll((min(left_s, 0.001) if self._progress.push() else left_s) * 1000)
+            # While something of ours is stuck, look after it often: the peer may be waiting for just that.
+            stuck = self._progress.push()
+            events = self._poll.poll(0 if stuck else left_s * 1000)
+            if stuck and not events:
+                time.sleep(PUSH_EVERY_S)
             # A hang-up with nothing left to read. (Before the first writer came there is no hang-up, only silence.)
             if events and not events[0][1] & select.POLLIN:
                 ahead = self._inbox.upcoming
@@ -128,7 +133,7 @@ class ShmReceiver:
         start = address = self._ring.address(position)
         tensors = []
         for spec in message.tensors:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype)
+            tensor = self._allocate(spec.shape, spec.dtype)
             memmove(tensor.data_ptr(), address, tensor.nbytes)
             address += tensor.nbytes
             tensors.append(tensor)
@@ -140,7 +145,7 @@ class ShmReceiver:
         tensors = []
         at = 0
         for spec in message.tensors:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype)
+            tensor = self._allocate(spec.shape, spec.dtype)
             size = tensor.nbytes
             memmove(tensor.data_ptr(), payload[at : at + size], size)
             at += size
