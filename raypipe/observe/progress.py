@@ -1,0 +1,101 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere. Reads the run's logs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from raypipe.observe.run_log import EVENTS, METRICS, Follower
+
+PLAIN_EVERY_S = 5.0
+"""Seconds between step lines where there is no terminal."""
+
+
+class ProgressView:
+    """Follows one run's logs; call ``update`` now and then."""
+
+    def __init__(self, directory: Path, steps: int, console: Console) -> None:
+        self.console = console
+        self._metrics, self._events = Follower(directory / METRICS), Follower(directory / EVENTS)
+        self._steps = steps
+        self._predicted_bubble: float | None = None
+        self._last_line = 0.0
+        self._live: Progress | None = None
+        self._task: TaskID | None = None
+        self._last: dict[str, Any] = {}
+        if console.is_terminal:
+            self._live = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[line]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._live.add_task("train", total=steps, line="starting")
+            self._live.start()
+
+    def skip_past(self) -> None:
+        """Leave out what earlier attempts wrote (a resumed run)."""
+        list(self._metrics.new_rows())
+        list(self._events.new_rows())
+
+    def update(self) -> None:
+        """Show what is new."""
+        for row in self._events.new_rows():
+            self._event(row)
+        for row in self._metrics.new_rows():
+            if "val_loss" in row:
+                self._say(f"step {row['step']:>5}  validation loss {row['val_loss']:.4f}")
+            else:
+                self._step(row)
+
+    def close(self) -> None:
+        """Show the last rows and end the live line."""
+        self.update()
+        if self._live is not None:
+            self._live.stop()
+
+    def _event(self, row: dict[str, Any]) -> None:
+        kind = row["event"]
+        if kind == "started":
+            for device in row["devices"]:
+                self._say(f"{device['name']} on {device['device']}, {device['parameters']:,} parameters")
+            if row["resumed_from"]:
+                self._say(f"resumed from step {row['resumed_from']}")
+        elif kind == "predicted":
+            self._predicted_bubble = row["bubble_ratio"]
+            self._say(f"predicted step {row['step_s']:.4f} s, {row['bubble_ratio']:.1%} idle")
+        elif kind == "failed":
+            self._say(f"failed: {row['message']}")
+        elif kind == "restarted":
+            self._say(f"restarting from {row['checkpoint'] or 'the start'}")
+        elif kind == "notice":
+            self._say(f"note: {row['message']}")
+
+    def _step(self, row: dict[str, Any]) -> None:
+        plan = f" (plan {self._predicted_bubble:.1%})" if self._predicted_bubble is not None else ""
+        line = (
+            f"loss {row['loss']:.4f}  {row['step_s']:.3f} s  {row['tokens_per_s']:,.0f} tok/s  "
+            f"idle {row['bubble_ratio']:.1%}{plan}"
+        )
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, completed=row["step"], line=line)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= PLAIN_EVERY_S or row["step"] == self._steps:
+            self._last_line = now
+            left = (self._steps - row["step"]) * row["step_s"]
+            self._say(f"step {row['step']:>5}/{self._steps}  {line}  {left:.0f} s left")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def stderr_console() -> Console:
+    """The console for progress: standard error, so that standard output stays for results."""
+    return Console(file=sys.stderr)

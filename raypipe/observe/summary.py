@@ -1,0 +1,68 @@
+"""The outcome of a run, read from its logs: what ``--json`` prints and the final summary says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from raypipe.observe.run_log import EVENTS, METRICS, read_rows
+
+WARM_STEPS = 2
+"""Steps at the start of an attempt that no median counts."""
+
+
+def summarise(directory: Path, plan: dict[str, Any]) -> dict[str, Any]:
+    """CONTRACT.md's object for ``raypipe train --json``; figures that do not exist are None."""
+    rows, events = read_rows(directory / METRICS), read_rows(directory / EVENTS)
+    steps = [r for r in rows if "val_loss" not in r]
+    validations = [r["val_loss"] for r in rows if "val_loss" in r]
+    starts = [i for i, e in enumerate(events) if e["event"] == "started"]
+    first_of_run = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
+    this_run = events[first_of_run:]
+    resumed_from = next((e["resumed_from"] for e in this_run if e["event"] == "started"), None)
+    begun = {(events[i]["resumed_from"] or 0) for i in starts}
+    warm = {b + k for b in begun for k in range(1, WARM_STEPS + 1)}
+    timed = [r for r in steps if r["step"] not in warm] or steps
+    predicted = [e["step_s"] for e in this_run if e["event"] == "predicted"]
+    finished = [e for e in this_run if e["event"] == "finished"]
+    step_s = median(r["step_s"] for r in timed) if timed else None
+    return {
+        "steps": steps[-1]["step"] if steps else 0,
+        "loss": steps[-1]["loss"] if steps else None,
+        "val_loss": validations[-1] if validations else None,
+        "losses": [r["loss"] for r in steps],
+        "step_s_median": step_s,
+        "tokens_per_s": median(r["tokens_per_s"] for r in timed) if timed else None,
+        "bubble_ratio": median(r["bubble_ratio"] for r in timed) if timed else None,
+        "plan": plan,
+        "predicted_step_s": predicted[-1] if predicted else None,
+        "measured_step_s": step_s,
+        "resumed_from": resumed_from,
+        "counts": finished[-1]["counts"] if finished else None,
+        "recoveries": sum(e["event"] == "restarted" for e in this_run),
+        "run_dir": str(directory),
+    }
+
+
+def summary_lines(result: dict[str, Any]) -> list[str]:
+    """The final summary, a line each."""
+    plan = result["plan"]
+    lines = [
+        f"{plan['schedule']}, {plan['stages']} stages x {plan['replicas']} replicas, "
+        f"micro-batches of {plan['microbatch']}: {result['steps']} steps",
+        f"training loss    {result['loss']:.4f}",
+    ]
+    if result["val_loss"] is not None:
+        lines.append(f"validation loss  {result['val_loss']:.4f} nats per token")
+    lines.append(f"tokens per s     {result['tokens_per_s']:,.0f}")
+    lines.append(f"step measured    {result['measured_step_s']:.4f} s (median), {result['bubble_ratio']:.1%} idle")
+    if result["predicted_step_s"] is not None:
+        error = result["predicted_step_s"] / result["measured_step_s"] - 1
+        lines.append(
+            f"step predicted   {result['predicted_step_s']:.4f} s ({error:+.1%}), from task times at the start"
+        )
+    if result["recoveries"]:
+        lines.append(f"recoveries       {result['recoveries']}")
+    lines.append(f"run directory    {result['run_dir']}")
+    return lines

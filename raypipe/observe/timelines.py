@@ -1,0 +1,32 @@
+"""timeline.json and trace.json of a run: the predicted and the measured step, in one form, side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from raypipe.observe.perfetto import write_trace
+from raypipe.simulate.timeline import Timeline
+
+FILE = "timeline.json"
+
+
+def save_timelines(directory: Path, predicted: Timeline | None, measured: Timeline | None) -> None:
+    """Write both steps, in seconds from the start of the step; and the measured one as a trace."""
+    both = {"predicted": _as_json(predicted), "measured": _as_json(measured)}
+    (directory / FILE).write_text(json.dumps(both) + "\n", encoding="utf-8")
+    if measured is not None:
+        write_trace(measured, directory / "trace.json")
+
+
+def _as_json(timeline: Timeline | None) -> dict[str, Any] | None:
+    if timeline is None:
+        return None
+    return {
+        "makespan": timeline.makespan,
+        "bubble_ratio": timeline.bubble_ratio,
+        "spans": [
+            [{"task": str(task), "start": start, "end": end} for task, start, end in spans] for spans in timeline.spans
+        ],
+    }

@@ -1,0 +1,160 @@
+"""The stage actor: one Ray actor per device, pinned to it. It builds its stages, then runs one program per call.
+
+Ray carries calls and a few numbers; tensors go from actor to actor through channels.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from raypipe.checkpoint import ShardInfo, open_checkpoint, write_shard
+from raypipe.data import Corpus
+from raypipe.data.corpus import Split
+from raypipe.models import build_layers
+from raypipe.models.loss import token_cross_entropy
+from raypipe.runtime.executor import Executor, StepResult, StepSettings
+from raypipe.runtime.gradients import GradientSync, StageKey, shared_groups
+from raypipe.runtime.optimizer import learning_rate, make_optimizer
+from raypipe.runtime.setup import Location, Setup
+from raypipe.runtime.stage import StageModule
+from raypipe.runtime.state import owned_keys, read_state, state_tensors
+from raypipe.runtime.transport.channel import Peer
+from raypipe.runtime.transport.groups import create_groups
+from raypipe.runtime.transport.mesh import open_channels
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
+
+
+class Stage:
+    """One device of the pipeline. Methods are called by the driver in the same order on every device."""
+
+    def __init__(self, rank: int, title: str) -> None:
+        self.rank, self.title = rank, title
+        torch.set_num_threads(1)
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+    def __repr__(self) -> str:
+        return self.title
+
+    def locate(self) -> Location:
+        """Say where this actor runs."""
+        import ray
+        import ray.util
+
+        device = "cpu"
+        if self.device.type == "cuda":
+            device = f"cuda:{torch.cuda.get_device_properties(0).uuid}"
+        peer = Peer(self.rank, ray.get_runtime_context().get_node_id(), device, self.title)
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return Location(peer, address, port, os.getpid())
+
+    def setup(self, setup: Setup) -> int:
+        """Join the groups, open the channels, build the stages. Returns the number of parameters held."""
+        self._leave()
+        self.setup_data = setup
+        job = setup.job
+        if job.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        world = self._join(setup)
+        groups = create_groups(shared_groups(setup.placement, setup.tied), self._backend()) if world else {}
+        senders, receivers = open_channels(
+            setup.peers[setup.rank], setup.peers, setup.edges, job.parallel.transport, setup.run_id
+        )  # no edges on a single device
+        plan = build_layers(job.model)
+        split = any(a.task.kind == "W" for a in setup.train.actions)
+        self.modules: dict[StageKey, StageModule] = {
+            (stage, replica): StageModule(
+                plan, setup.cut[stage], job.train.seed, DTYPES[job.train.dtype], self.device, split
+            )
+            for replica, held in enumerate(setup.placement)
+            for stage, device in enumerate(held)
+            if device == setup.rank
+        }
+        self.optimizers = {k: make_optimizer(job.train, m.named.values()) for k, m in self.modules.items()}
+        if setup.checkpoint is not None:
+            checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
+            for key, module in self.modules.items():
+                read_state(checkpoint, module, self.optimizers[key], setup.tied)
+        self.corpus = Corpus.open(setup.data)
+        tokens = job.train.batch * job.model.sequence
+        settings = StepSettings(
+            seed=job.train.seed, samples_per_microbatch=setup.samples_per_microbatch, tokens_per_batch=tokens,
+            clip=job.train.clip, timeout_s=job.train.message_timeout_s, device=self.device,
+            autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None,
+        )  # fmt: skip
+        sync = GradientSync(setup.rank, self.modules, setup.placement, setup.tied, groups, world)
+        self.executor = Executor(
+            settings, self.modules, self.optimizers, token_cross_entropy, self._feed, sync, senders, receivers,
+            setup.wire,
+        )  # fmt: skip
+        # What was built lives as long as the run: keep the collector from walking it again and again.
+        gc.collect()
+        gc.freeze()
+        return sum(p.numel() for m in self.modules.values() for p in m.named.values())
+
+    def _backend(self) -> str:
+        own_gpus = len({p.device for p in self.setup_data.peers}) == len(self.setup_data.peers)
+        return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
+
+    def _join(self, setup: Setup) -> dist.ProcessGroup | None:
+        if len(setup.peers) == 1:
+            return None
+        if len({p.node for p in setup.peers}) == 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group("gloo", init_method=setup.rendezvous, rank=setup.rank, world_size=len(setup.peers))
+        return dist.group.WORLD
+
+    def _leave(self) -> None:
+        """Close what an earlier setup opened; an actor may serve one plan after another."""
+        if hasattr(self, "executor"):
+            for sender in self.executor.senders.values():
+                sender.close()
+            for receiver in self.executor.receivers.values():
+                receiver.close()
+            del self.executor, self.modules, self.optimizers
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _feed(self, split: Split, step: int, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
+        setup = self.setup_data
+        count = setup.samples_per_microbatch
+        tokens, targets = self.corpus.samples(
+            split, setup.job.train.seed, step, mb * count, count, setup.job.train.batch
+        )
+        if self.device.type == "cpu":
+            return tokens, targets
+        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    def run_step(self, step: int) -> StepResult:
+        """Run training step ``step`` (from 0) and return what it took."""
+        return self.executor.run(self.setup_data.train, step, learning_rate(self.setup_data.job.train, step))
+
+    def evaluate(self, batch: int) -> StepResult:
+        """Run validation batch ``batch`` forward only."""
+        return self.executor.run(self.setup_data.evaluate, batch, 0.0, split="val")
+
+    def save(self, directory: Path) -> ShardInfo | None:
+        """Write the parameters and optimizer state this device is the first holder of; None if there are none."""
+        tensors = {}
+        for key in owned_keys(self.rank, self.modules, self.setup_data.placement):
+            tensors.update(state_tensors(self.modules[key], self.optimizers[key], self.setup_data.tied))
+        return write_shard(directory, f"rank-{self.rank:05d}", tensors) if tensors else None
+
+    def clock(self) -> float:
+        """This host's monotonic clock, for lining up the clocks of several hosts."""
+        return time.monotonic()
+
+    def memory_bytes(self) -> int:
+        """Resident memory of this process."""
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

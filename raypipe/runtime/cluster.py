@@ -1,0 +1,80 @@
+"""The Ray that a command uses: the running cluster if there is one, else one started for this command alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any
+
+import ray
+
+from raypipe.errors import RunError, SpecError
+from raypipe.runtime.devices import DeviceRequest, local_cpus, request_devices
+
+
+def connect(devices: int, dashboard_port: int | None = None) -> DeviceRequest:
+    """Connect to Ray and say what each of ``devices`` actors reserves.
+
+    A cluster named by RAY_ADDRESS, or running on this machine, is used as it is; else Ray is started here, bound to
+    loopback, with as many logical CPUs as the plan needs.
+
+    Raises:
+        SpecError: the cluster can never give that many devices, or the dashboard's port is taken.
+        RunError: RAY_ADDRESS names a cluster that does not answer.
+    """
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    if not ray.is_initialized() and not _join_running(quiet):
+        _start_local(devices, dashboard_port, quiet)
+    return request_devices(devices, ray.cluster_resources())
+
+
+def _join_running(quiet: dict[str, Any]) -> bool:
+    named = os.environ.get("RAY_ADDRESS", "")
+    if named == "local":
+        return False
+    try:
+        ray.init(address=named or "auto", **quiet)
+    except ConnectionError as error:
+        if named:
+            raise RunError(
+                "RAY_ADDRESS", f"no Ray cluster answers at {named}: {error}", "start it, or unset it"
+            ) from None
+        return False
+    return True
+
+
+def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]) -> None:
+    gpus = _visible_gpus()
+    cores = os.cpu_count() or 1
+    if dashboard_port is not None:
+        _check_port(dashboard_port)
+    ray.init(
+        address="local",
+        num_cpus=local_cpus(devices, cores) if not gpus else max(devices, cores),
+        include_dashboard=dashboard_port is not None,
+        dashboard_host="127.0.0.1",
+        dashboard_port=dashboard_port,
+        _node_ip_address="127.0.0.1",
+        **quiet,
+    )
+
+
+def _visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _check_port(port: int) -> None:
+    if not 1 <= port <= 65535:
+        raise SpecError("--dashboard-port", f"{port} is not a port", "use 1024 to 65535")
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            with socket.socket() as other:
+                other.bind(("127.0.0.1", 0))
+                free = other.getsockname()[1]
+            raise SpecError("--dashboard-port", f"{port} can't be used: {error.strerror}", f"{free} is free") from None

@@ -1,0 +1,191 @@
+"""The driver: starts the stage actors, keeps their queues filled, collects what they report, saves checkpoints.
+
+It never stands between two devices: every device has its whole step as a program, and at least ``AHEAD`` steps are
+queued with it, so that no device waits for the driver.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raypipe.checkpoint import commit, step_directory
+from raypipe.job.spec import JobSpec
+from raypipe.models import build_layers
+from raypipe.observe.run_log import RunLog
+from raypipe.plan.plan import Plan, build_schedule, forward_only
+from raypipe.runtime.actor import DTYPES
+from raypipe.runtime.executor import StepResult
+from raypipe.runtime.gradients import TiedHolders
+from raypipe.runtime.launch import Fleet
+from raypipe.runtime.measure import StepClock
+from raypipe.runtime.optimizer import learning_rate
+from raypipe.runtime.setup import Setup
+from raypipe.runtime.shapes import wire_specs
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.messages import edges, programs
+
+AHEAD = 2
+"""Steps queued with the actors beyond the one being collected."""
+
+Saved = Callable[[int, Path, dict[str, Any]], None]
+"""Told of every complete checkpoint: (step, directory, metrics)."""
+
+
+@dataclass(slots=True)
+class _Ticket:
+    kind: str
+    """``step``, ``eval`` or ``save``."""
+    step: int
+    """Steps done once it is through."""
+    refs: list[Any]
+
+
+class Driver:
+    """One attempt at a run: from the newest checkpoint, or the start, to the last step or a failure."""
+
+    def __init__(self, job: JobSpec, plan: Plan, directory: Path, log: RunLog, saved: Saved) -> None:
+        self.job, self.plan, self.directory = job, plan, directory
+        self.log, self.saved = log, saved
+        self.schedule = build_schedule(plan.parallel, job.train.batch)
+        self.tokens_per_step = job.train.batch * job.model.sequence
+        self.clock = StepClock(self.schedule)
+        self.last_metrics: dict[str, Any] = {}
+        self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0}
+        self.resumed_from: int | None = None
+        self.memory_bytes: list[int] = []
+
+    def run(self, fleet: Fleet, checkpoint: Path | None, done: int) -> None:
+        """Train to the job's last step on ``fleet``, from ``checkpoint``, which has ``done`` steps behind it.
+
+        Raises:
+            ray.exceptions.RayActorError: a stage actor died.
+            RaypipeError: as the stage actors raise it, wrapped by Ray.
+        """
+        self.resumed_from = done if checkpoint is not None else None
+        self._setup(fleet, checkpoint)
+        self._loop(fleet, done)
+        self.memory_bytes = ray.get(fleet.call("memory_bytes"))
+
+    def _setup(self, fleet: Fleet, checkpoint: Path | None) -> None:
+        job, schedule = self.job, self.schedule
+        layers = build_layers(job.model)
+        samples = int(self.plan.parallel.microbatch * schedule.size)
+        train = programs(schedule)
+        evaluate = programs(forward_only(schedule))
+        first = fleet.locations[0]
+        one_host = len({x.peer.node for x in fleet.locations}) == 1
+        setup = Setup(
+            rank=0,
+            job=job.model_copy(update={"parallel": self.plan.parallel}),
+            cut=self.plan.cut,
+            placement=schedule.placement,
+            peers=tuple(x.peer for x in fleet.locations),
+            rendezvous=f"tcp://{'127.0.0.1' if one_host else first.address}:{first.port}",
+            edges=edges(schedule),
+            tied=tied_holders(self.plan, schedule, job),
+            wire=wire_specs(layers, self.plan.cut, samples, DTYPES[job.train.dtype]),
+            samples_per_microbatch=samples,
+            train=train[0],
+            evaluate=evaluate[0],
+            run_id=fleet.run_id,
+            data=self.directory / "data",
+            checkpoint=checkpoint,
+        )
+        held = ray.get(
+            [
+                actor.setup.remote(replace(setup, rank=r, train=train[r], evaluate=evaluate[r]))
+                for r, actor in enumerate(fleet.actors)
+            ]
+        )
+        self.log.event(
+            "started",
+            devices=[
+                {"name": title, "node": at.peer.node, "device": at.peer.device, "pid": at.pid, "parameters": count}
+                for title, at, count in zip(fleet.titles, fleet.locations, held, strict=True)
+            ],
+            resumed_from=self.resumed_from,
+        )
+
+    def _loop(self, fleet: Fleet, done: int) -> None:
+        train = self.job.train
+        pending: deque[_Ticket] = deque()
+        for step in range(done, train.steps):
+            pending.append(_Ticket("step", step + 1, fleet.call("run_step", step)))
+            last = step + 1 == train.steps
+            if last or (train.eval_every and (step + 1) % train.eval_every == 0):
+                refs = [ref for batch in range(train.eval_batches) for ref in fleet.call("evaluate", batch)]
+                pending.append(_Ticket("eval", step + 1, refs))
+            if last or (train.checkpoint_every and (step + 1) % train.checkpoint_every == 0):
+                pending.append(_Ticket("save", step + 1, fleet.call("save", self._checkpoint_path(step + 1))))
+            while sum(t.kind == "step" for t in pending) > AHEAD:
+                self._collect(pending.popleft())
+        while pending:
+            self._collect(pending.popleft())
+
+    def _checkpoint_path(self, step: int) -> Path:
+        path = step_directory(self.directory / "checkpoints", step)
+        if path.exists() and not (path / "manifest.json").exists():
+            shutil.rmtree(path)  # left by an attempt that died while saving
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _collect(self, ticket: _Ticket) -> None:
+        results = ray.get(ticket.refs)
+        if ticket.kind == "step":
+            self._collect_step(ticket.step, results)
+        elif ticket.kind == "eval":
+            self.clock.pause()
+            loss = math.fsum(r.loss_sum for r in results) / self.job.train.eval_batches
+            self.last_metrics["val_loss"] = loss
+            self.log.metric({"step": ticket.step, "val_loss": loss})
+        else:
+            self.clock.pause()
+            path = step_directory(self.directory / "checkpoints", ticket.step)
+            commit(path, ticket.step, [shard for shard in results if shard is not None], {"job": self.job.name})
+            self.log.event("checkpoint", step=ticket.step, path=str(path))
+            self.saved(ticket.step, path, {"step": ticket.step, **self.last_metrics})
+
+    def _collect_step(self, step: int, results: list[StepResult]) -> None:
+        loss = math.fsum(r.loss_sum for r in results)
+        norm = results[0].norm
+        if norm is None:
+            norm = math.sqrt(math.fsum(r.norm_squared for r in results))
+        step_s, bubble_ratio = self.clock.add(step, [r.times for r in results])
+        self.counts["p2p"] = sum(r.received for r in results)
+        self.counts["all_reduce"] = round(math.fsum(r.all_reduces for r in results))
+        self.last_metrics |= {"loss": loss}
+        self.log.metric(
+            {
+                "step": step,
+                "loss": loss,
+                "grad_norm": norm,
+                "lr": learning_rate(self.job.train, step - 1),
+                "step_s": step_s,
+                "tokens_per_s": self.tokens_per_step / step_s,
+                "bubble_ratio": bubble_ratio,
+            }
+        )
+        prediction = self.clock.predict(step)
+        if prediction is not None:
+            self.log.event("predicted", step=step, step_s=prediction.step_s, bubble_ratio=prediction.bubble_ratio)
+
+
+def tied_holders(plan: Plan, schedule: Schedule, job: JobSpec) -> tuple[TiedHolders, ...]:
+    """Tied groups of the model with the devices that hold them under a plan."""
+    stage_of = {layer: stage for stage, layers in enumerate(plan.cut) for layer in layers}
+    return tuple(
+        TiedHolders(
+            name=group.name,
+            members=tuple(f"{layer}.{path}" for layer, path in group.members),
+            ranks=tuple(sorted({held[stage_of[layer]] for held in schedule.placement for layer, _ in group.members})),
+        )
+        for group in build_layers(job.model).tied
+    )

@@ -1,0 +1,151 @@
+"""Gradients that several devices share: stage replicas, tied parameters, and the global norm.
+
+Sums, never means: every micro-batch's loss is already divided by the tokens of the whole mini-batch, so the sum
+over replicas is the mini-batch gradient whatever the plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raypipe.runtime.stage import StageModule
+
+StageKey = tuple[int, int]
+"""(stage, replica)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiedHolders:
+    """One parameter that several stages hold copies of."""
+
+    name: str
+    """The group's first member, ``<layer index>.<path>``: its name in checkpoints."""
+    members: tuple[str, ...]
+    """All names the parameter goes by."""
+    ranks: tuple[int, ...]
+    """Every device that holds a copy, in any replica."""
+
+
+def shared_groups(placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolders, ...]) -> dict[str, tuple[int, ...]]:
+    """The process groups a plan needs, by name, in the one order every device creates them in."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for stage in range(len(placement[0])):
+        ranks = tuple(sorted({held[stage] for held in placement}))
+        if len(ranks) > 1:
+            wanted[f"stage {stage}"] = ranks
+    for tie in tied:
+        if len(tie.ranks) > 1:
+            wanted[f"tied {tie.name}"] = tie.ranks
+    return wanted
+
+
+class GradientSync:
+    """Sums the gradients of one device's stage replicas with those of their other holders."""
+
+    def __init__(
+        self,
+        rank: int,
+        modules: Mapping[StageKey, StageModule],
+        placement: tuple[tuple[int, ...], ...],
+        tied: tuple[TiedHolders, ...],
+        groups: Mapping[str, dist.ProcessGroup],
+        world: dist.ProcessGroup | None,
+    ) -> None:
+        self.world = world
+        self.groups = groups
+        self.all_reduces = 0.0
+        """Gradient all-reduces since the last reset; each of a group's members counts its share of one."""
+        self._pending: dict[StageKey, tuple[dist.Work, Tensor]] = {}
+        self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
+        spread: set[str] = set()
+        for tie in tied:
+            copies = [m.named[n] for m in modules.values() for n in tie.members if n in m.named]
+            if len(tie.ranks) > 1 or len(copies) > 1:
+                spread.update(tie.members)
+                if copies:
+                    self._ties.append((tie, copies))
+        self._own = {
+            key: [p for name, p in module.named.items() if name not in spread] for key, module in modules.items()
+        }
+        # Each gradient counts once in the norm: at the lowest rank that holds it.
+        self._counted: list[nn.Parameter] = []
+        for (stage, replica), parameters in self._own.items():
+            if self._is_first_holder(rank, stage, replica, placement):
+                self._counted.extend(parameters)
+        self._counted.extend(copies[0] for tie, copies in self._ties if tie.ranks[0] == rank)
+        self._all = [p for module in modules.values() for p in module.named.values()]
+
+    @staticmethod
+    def _is_first_holder(rank: int, stage: int, replica: int, placement: tuple[tuple[int, ...], ...]) -> bool:
+        first = min((held[stage], r) for r, held in enumerate(placement))
+        return first == (rank, replica)
+
+    def launch(self, key: StageKey) -> None:
+        """Start summing a stage replica's gradients over its holders; ``finish`` waits for it."""
+        group = self.groups.get(f"stage {key[0]}")
+        parameters = self._own[key]
+        if group is None or not parameters:
+            return
+        flat = torch.cat([_gradient(p).reshape(-1) for p in parameters])
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None
+        self._pending[key] = (work, flat)
+        self.all_reduces += 1 / group.size()
+
+    def finish(self) -> dict[StageKey, float]:
+        """Wait for every started sum, then sum the tied parameters over all their copies.
+
+        Returns when each sum was seen to be complete, on this host's monotonic clock in seconds.
+        """
+        completed: dict[StageKey, float] = {}
+        for key, (work, flat) in self._pending.items():
+            work.wait()
+            completed[key] = time.monotonic()
+            offset = 0
+            for p in self._own[key]:
+                p.grad = flat[offset : offset + p.numel()].view_as(p)
+                offset += p.numel()
+        self._pending.clear()
+        for tie, copies in self._ties:
+            total = _gradient(copies[0])
+            for copy in copies[1:]:
+                total = total + _gradient(copy)
+            group = self.groups.get(f"tied {tie.name}")
+            if group is not None:
+                dist.all_reduce(total, group=group)
+                self.all_reduces += 1 / group.size()
+            for copy in copies:
+                copy.grad = total if copy is copies[0] else total.clone()
+        return completed
+
+    def norm_squared(self) -> Tensor:
+        """This device's share of the squared global norm, float64 scalar; the shares of all devices add up to it."""
+        grads = [p.grad for p in self._counted if p.grad is not None]
+        if not grads:
+            return torch.zeros((), dtype=torch.float64)
+        norms = torch.stack(list(torch._foreach_norm(grads)))
+        return norms.double().square().sum().cpu()
+
+    def clip(self, limit: float, norm_squared: Tensor) -> float:
+        """Scale all gradients so that their global norm is at most ``limit``; returns the norm before.
+
+        Same rule as ``torch.nn.utils.clip_grad_norm_``. One scalar travels between all devices.
+        """
+        if self.world is not None:
+            norm_squared = norm_squared.clone()
+            dist.all_reduce(norm_squared, group=self.world)
+        norm = float(norm_squared.sqrt())
+        factor = limit / (norm + 1e-6)
+        if factor < 1.0:
+            torch._foreach_mul_([p.grad for p in self._all if p.grad is not None], factor)
+        return norm
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

@@ -1,0 +1,90 @@
+"""Measured steps: from the times the devices report to step times, bubble ratios, Timelines and a prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.runtime.calibrate import fit_costs
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import COMPUTE, Schedule
+from raypipe.simulate.engine import simulate
+from raypipe.simulate.timeline import Span, Timeline
+
+WARM_UP, CALIBRATION = 2, 5
+"""Steps of an attempt that are left out (allocators warm up), then steps whose task times are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the calibration steps say every later step takes."""
+
+    costs: CostTable
+    timeline: Timeline
+    step_s: float
+    bubble_ratio: float
+
+
+class StepClock:
+    """Turns device times into step times; keeps only what the report needs, so memory stays flat."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.prediction: Prediction | None = None
+        self.last: Timeline | None = None
+        self._compute = [np.array([t.kind in COMPUTE for t in order], dtype=bool) for order in schedule.orders]
+        self._previous_end: float | None = None
+        self._calibration: list[Timeline] = []
+        self._gaps: list[float] = []
+        self._seen = 0
+
+    def pause(self) -> None:
+        """The devices did something else in between: the next step starts when its first task does."""
+        self._previous_end = None
+
+    def add(self, step: int, times: list[NDArray[np.float64]]) -> tuple[float, float]:
+        """Seconds and bubble ratio of one step: from the end of the step before to its own end."""
+        start = min(float(t[0, 0]) for t in times if len(t))
+        end = max(float(t[:, 1].max()) for t in times if len(t))
+        follows = self._previous_end is not None
+        begin = self._previous_end if self._previous_end is not None else start
+        self._previous_end = end
+        step_s = end - begin
+        busy = sum(float((t[c, 1] - t[c, 0]).sum()) for t, c in zip(times, self._compute, strict=True))
+        self._seen += 1
+        if self._seen > WARM_UP and self.prediction is None:
+            self._calibration.append(self.timeline(times, start))
+            if follows:
+                self._gaps.append(start - begin)
+        self._latest = (times, start)
+        return step_s, 1.0 - busy / (len(times) * step_s)
+
+    def timeline(self, times: list[NDArray[np.float64]], start: float) -> Timeline:
+        """The measured step as a Timeline, from the start of its first task."""
+        return Timeline(
+            self.schedule,
+            tuple(
+                tuple(Span(task, float(a) - start, float(b) - start) for task, (a, b) in zip(order, t, strict=True))
+                for order, t in zip(self.schedule.orders, times, strict=True)
+            ),
+        )
+
+    def measured(self) -> Timeline | None:
+        """The newest step's Timeline."""
+        return self.timeline(*self._latest) if self._seen else None
+
+    def predict(self, step: int) -> Prediction | None:
+        """The prediction, once, as soon as enough steps have been measured."""
+        if self.prediction is not None or len(self._calibration) < CALIBRATION:
+            return None
+        costs = fit_costs(self._calibration)
+        timeline = simulate(self.schedule, costs)
+        # Steps follow one another after the gap in which a device takes up its next call.
+        step_s = timeline.makespan + (median(self._gaps) if self._gaps else 0.0)
+        busy = sum(timeline.busy)
+        self.prediction = Prediction(costs, timeline, step_s, 1.0 - busy / (self.schedule.devices * step_s))
+        self._calibration.clear()
+        return self.prediction

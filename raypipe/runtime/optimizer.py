@@ -1,0 +1,31 @@
+"""The optimizer of a stage and the learning rate of a step; both follow from the job alone, not from the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from raypipe.job.spec import TrainSpec
+
+
+def make_optimizer(train: TrainSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """``train.optimizer`` over the parameters of one stage; the fused kernels exist on CPU and CUDA alike."""
+    held = list(parameters)
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(held, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay, fused=True)
+    kind = torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam
+    return kind(held, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay, fused=True)
+
+
+def learning_rate(train: TrainSpec, step: int) -> float:
+    """Learning rate of ``step`` (from 0): linear warm-up, then constant, cosine or linear decay to ``min_lr``."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    if train.lr_schedule == "constant":
+        return train.lr
+    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    share = 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if train.lr_schedule == "cosine" else 1 - min(1.0, done)
+    return train.min_lr + (train.lr - train.min_lr) * share

@@ -1,0 +1,49 @@
+"""What the driver tells a stage actor before the first step: plain data, a few kilobytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from raypipe.job.spec import JobSpec
+from raypipe.runtime.gradients import TiedHolders
+from raypipe.runtime.transport.channel import Peer, TensorSpec
+from raypipe.schedule.messages import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where an actor came up."""
+
+    peer: Peer
+    address: str
+    """IP address of its node."""
+    port: int
+    """A port that was free there a moment ago; rank 0's carries the rendezvous."""
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Everything one device needs; the same on all devices except ``rank`` and the two programs."""
+
+    rank: int
+    job: JobSpec
+    cut: tuple[tuple[int, ...], ...]
+    """Per stage, the model layers it holds."""
+    placement: tuple[tuple[int, ...], ...]
+    peers: tuple[Peer, ...]
+    rendezvous: str
+    """``tcp://host:port`` of rank 0."""
+    edges: tuple[tuple[int, int], ...]
+    tied: tuple[TiedHolders, ...]
+    wire: dict[int, tuple[TensorSpec, ...]]
+    """Per stage that feeds another, the tensors it sends per micro-batch."""
+    samples_per_microbatch: int
+    train: Program
+    evaluate: Program
+    run_id: str
+    data: Path
+    """Folder of the prepared corpus."""
+    checkpoint: Path | None
+    """Where to read parameters and optimizer state from; None to start afresh."""

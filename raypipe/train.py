@@ -1,0 +1,181 @@
+"""Train a job: from the job file to a finished run. The command line and Ray jobs both come through here."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypipe.errors import CheckpointError, RunError, SpecError
+from raypipe.job.spec import JobSpec
+from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
+from raypipe.observe.summary import summarise
+from raypipe.plan.plan import Plan, build_schedule, load_plan, model_stages
+
+JOB_FILE = "job.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job checked and made ready: everything that can be wrong with the request has been looked at."""
+
+    job: JobSpec
+    plan: Plan
+    directory: Path
+    resume: bool
+
+
+def make_plan(job: JobSpec) -> Plan:
+    """Cut the model for the job's schedule and check the whole step.
+
+    Raises:
+        SpecError: more stages than layers.
+        ScheduleError: the schedule does not exist for this shape.
+    """
+    from raypipe.models import build_layers, split_layers
+
+    stages = model_stages(job)
+    cut = split_layers(build_layers(job.model), stages)
+    build_schedule(job.parallel, job.train.batch)
+    return Plan(parallel=job.parallel, cut=tuple(tuple(layers) for layers in cut))
+
+
+def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: Path | None = None) -> Prepared:
+    """Check everything that can be checked before Ray starts, and lay out the run directory.
+
+    Raises:
+        SpecError, ScheduleError: whatever is wrong with the request, one error.
+    """
+    if plan_file is not None:
+        plan = load_plan(plan_file)
+        job = JobSpec.model_validate({**job.model_dump(), "parallel": plan.parallel.model_dump()})
+        _check_cut(plan, job, plan_file)
+    else:
+        plan = make_plan(job)
+    from raypipe.data import prepare
+
+    where = _directory(job, directory, resume)
+    if resume:
+        _check_resume(job, where)
+    prepare(job.data, job.model.sequence, where / "data")
+    plan.save(where / "plan.json")
+    (where / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+    return Prepared(job, plan, where, resume)
+
+
+def _check_cut(plan: Plan, job: JobSpec, plan_file: Path) -> None:
+    from raypipe.models import build_layers
+
+    layers = [i for stage in plan.cut for i in stage]
+    expected = build_layers(job.model).count
+    if layers != list(range(expected)):
+        raise SpecError(
+            f"{plan_file}: cut", f"holds layers {layers} of a model with layers 0 to {expected - 1}",
+            "use a plan made for this job",
+        )  # fmt: skip
+    stages = model_stages(job)
+    if len(plan.cut) != stages:
+        raise SpecError(
+            f"{plan_file}: cut", f"has {len(plan.cut)} stages, {plan.parallel.schedule} needs {stages}",
+            "use a plan made for this job",
+        )  # fmt: skip
+
+
+def _directory(job: JobSpec, directory: Path | None, resume: bool) -> Path:
+    if directory is None:
+        if resume:
+            raise SpecError("--resume", "needs the run to resume", "add --run-dir DIR")
+        # A Ray job's working directory goes away with the job.
+        base = Path.home() / "raypipe" / "runs" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else Path("runs")
+        directory = base / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    directory = directory.expanduser().absolute()
+    if not resume and (directory / METRICS).exists():
+        raise SpecError(str(directory), "already holds a run", "add --resume, or give another --run-dir")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise SpecError(
+            str(directory), f"can't be used as run directory: {error.strerror}", "give another --run-dir"
+        ) from None
+    return directory
+
+
+def _check_resume(job: JobSpec, directory: Path) -> None:
+    """What resuming needs: a whole checkpoint, of the same model."""
+    from raypipe.checkpoint import latest, open_checkpoint
+
+    root = directory / "checkpoints"
+    found, notices = latest(root)
+    if found is None:
+        newest = max(root.glob("step-*"), default=None)
+        if newest is not None:
+            try:
+                open_checkpoint(newest)
+            except CheckpointError as error:
+                raise SpecError(error.where, error.why, error.fix) from None
+        why = "; ".join(notices) if notices else "holds no checkpoint"
+        raise SpecError(str(root), why, "start without --resume, in a new --run-dir")
+    saved = directory / JOB_FILE
+    if saved.exists():
+        before = json.loads(saved.read_text(encoding="utf-8"))
+        if before["model"] != job.model.model_dump(mode="json"):
+            raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
+    step = open_checkpoint(found, verify=False).step
+    if step >= job.train.steps:
+        raise SpecError(
+            "train.steps", f"is {job.train.steps}, and the run has done {step}", "raise train.steps to train on"
+        )
+
+
+def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]) -> dict[str, Any]:
+    """Run to the end and return CONTRACT.md's result; ``watch`` is called twice a second while it goes on.
+
+    Raises:
+        SpecError: the cluster can never give what the plan needs.
+        RunError: the run failed for good; the message is the last attempt's.
+    """
+    from raypipe.runtime.cluster import connect
+    from raypipe.runtime.train_run import RunRequest, start_run
+
+    directory = prepared.directory
+    schedule = build_schedule(prepared.plan.parallel, prepared.job.train.batch)
+    devices = connect(schedule.devices, dashboard_port)
+    log = RunLog(directory)
+    log.event("run", resume=prepared.resume)
+    log.close()
+    request = RunRequest(prepared.job, prepared.plan, directory, prepared.resume, devices)
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            start_run(request)
+        except BaseException as error:
+            failure.append(error)
+
+    # Ray Train's fit() blocks; the main thread follows the run's logs meanwhile.
+    thread = threading.Thread(target=work, name="raypipe-fit", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.5)
+        watch()
+    events = read_rows(directory / EVENTS)
+    begun = max(i for i, e in enumerate(events) if e["event"] == "run")
+    for event in reversed(events[begun:]):
+        if event["event"] == "error":
+            error = SpecError if event["exit_status"] == 2 else RunError
+            raise error("", event["message"])
+        if event["event"] == "failed" and failure:
+            raise RunError("run", event["message"], f"see {directory / EVENTS}; --resume goes on from its checkpoint")
+    if failure:
+        raise RunError("run", f"{type(failure[0]).__name__}: {failure[0]}", f"see {directory}")
+    p = prepared.plan.parallel
+    plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
+    return summarise(directory, plan)
