@@ -19,10 +19,9 @@ SCHEDULES_LATER = (
 """Names that are spelt right but that no job can run yet."""
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "unit": (None,),
-    "pipelines": (2,),
     "concat": ("direct",),
     "shard": ("none",),
-    "sync": ("lazy", "eager"),
+    "sync": ("lazy", "eager", "eager-opt"),
     "recompute": ("none",),
     "tensor": (1,),
 }
@@ -98,6 +97,7 @@ def _cut(job: JobSpec) -> Iterator[Problem]:
             f"{parallel.stages}",
             f"use {_either(low, high)}",
         )
+    yield from _pipelines(parallel)
     if parallel.model_stages > layers:
         each = f" (stages = {parallel.stages} times chunks = {parallel.chunks})" if parallel.chunks > 1 else ""
         yield Problem(
@@ -105,6 +105,25 @@ def _cut(job: JobSpec) -> Iterator[Problem]:
             f"{parallel.model_stages} stages{each} for a model of {layers} layer{'s' * (layers > 1)}",
             f"use at most {layers} in all, or a deeper model (model.layers)",
         )
+
+
+def _pipelines(parallel: ParallelSpec) -> Iterator[Problem]:
+    count = parallel.pipelines
+    if parallel.schedule != "chimera":
+        if count != 2:
+            yield Problem(
+                "parallel.pipelines", f"{parallel.schedule} has no use for it", "leave it out, or use schedule: chimera"
+            )
+    elif parallel.stages % 2 == 0:
+        # Each pair of opposite pipelines starts an equal way along the devices (Chimera section 3.6).
+        half = parallel.stages // 2
+        valid = [2 * f for f in range(1, half + 1) if half % f == 0]
+        if count not in valid:
+            yield Problem(
+                "parallel.pipelines",
+                f"{count} pipelines don't spread evenly over {parallel.stages} stages",
+                "use " + " or ".join(map(str, valid)),
+            )
 
 
 def _batch(job: JobSpec) -> Iterator[Problem]:

@@ -116,14 +116,14 @@ class ParallelSpec(Spec):
     unit: Positive | None = None
     """ZeroPP's scheduling unit, in micro-batches."""
     pipelines: Positive = 2
-    """Chimera's number of directed pipelines; other schedules ignore it."""
+    """Chimera's number of directed pipelines, half of them each way; an even number."""
     concat: Literal["direct", "doubling", "halving"] = "direct"
     """How Chimera goes past one micro-batch a device."""
     shard: Literal["none", "zero1", "zero2", "zero3"] = "none"
     """What the replicas split between them instead of each holding it."""
     sync: Literal["lazy", "eager", "eager-opt", "wait-free", "prioritised", "reverse-first-k"] = "lazy"
     """When gradients are summed over replicas. ``lazy``: after the device's last backward;
-    ``eager``: as soon as the stage's own gradients are complete."""
+    ``eager``: as soon as the stage's own gradients are complete; ``eager-opt``: so where the device would idle."""
     transport: Literal["auto", "shm", "gloo", "nccl", "ray-collective"] = "auto"
     """What carries activations. ``auto`` picks per edge what is fastest there."""
     recompute: Literal["none", "full", "auto"] = "none"

@@ -8,6 +8,8 @@ import yaml
 
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from, load_job
+from raypipe.job.check import SCHEDULES_LATER, SCHEDULES_NOW
+from raypipe.schedule import Shape, generate
 
 JOB = {
     "name": "small",
@@ -80,6 +82,8 @@ WRONG = [  # override, key in `where`, words in the message
     ("parallel.shard=zero3", "parallel.shard", "not available yet"),
     ("parallel.recompute=full", "parallel.recompute", "not available yet"),
     ("parallel.tensor=2", "parallel.tensor", "not available yet"),
+    ("parallel.sync=prioritised", "parallel.sync", "use lazy or eager or eager-opt"),
+    ("parallel.pipelines=4", "parallel.pipelines", "1f1b has no use for it"),
     ("parallel.unit=4", "parallel.unit", "use null"),
     ("parallel=auto", "parallel", "not available yet"),
     ("parallel=", "parallel", "is empty"),
@@ -122,6 +126,20 @@ def test_stages_times_chunks_count(job_file):
 def test_chimera_wants_an_even_number_of_stages(job_file):
     with pytest.raises(SpecError, match=r"even number of stages, not 3[\s\S]*use 2 or 4"):
         load_job(job_file, ["parallel.schedule=chimera", "parallel.stages=3"])
+
+
+@pytest.mark.parametrize("pipelines", [1, 3, 4, 8])
+def test_chimeras_pipelines_spread_evenly(job_file, pipelines):
+    wide = ["parallel.schedule=chimera", "parallel.stages=6", "model.layers=6"]
+    with pytest.raises(SpecError, match=r"don't spread evenly over 6 stages\s+fix: use 2 or 6"):
+        load_job(job_file, [*wide, f"parallel.pipelines={pipelines}"])
+    assert load_job(job_file, [*wide, "parallel.pipelines=6"]).parallel.pipelines == 6
+
+
+def test_every_schedule_a_job_may_name_can_be_generated():
+    for name in SCHEDULES_NOW:
+        assert generate(name, Shape(devices=2, microbatches=4)).devices == 2
+    assert not set(SCHEDULES_NOW) & set(SCHEDULES_LATER)
 
 
 def test_unknown_keys_come_before_what_they_leave_missing():

@@ -132,3 +132,31 @@ def test_loss_is_a_sum_and_in_float32_under_bfloat16():
     torch.testing.assert_close(token_cross_entropy(logits, targets), expected)
     assert token_cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
     assert token_cross_entropy(logits.double(), targets).dtype == torch.float64
+
+
+def test_under_autocast_what_travels_between_layers_stays_float32():
+    """Stages exchange float32 whatever the arithmetic inside, so a channel's message has one dtype."""
+    plan = build_layers(MODEL)
+    x = torch.randint(256, (2, 16))
+    with random_keys(0, 0, [0, 1], training=True), torch.autocast("cpu", torch.bfloat16):
+        for layer in all_layers(plan, seed=0)[:-1]:
+            x = layer(x)
+            assert x.dtype == torch.float32
+        logits = plan.build(4, seed=0)(x)
+        assert logits.dtype == torch.bfloat16
+        assert token_cross_entropy(logits, torch.zeros(2, 16, dtype=torch.int64)).dtype == torch.float32
+
+
+def test_sequences_may_be_shorter_than_the_models():
+    """What sampling does: the first tokens' outputs don't depend on how many follow."""
+    plan = build_layers(MODEL)
+    layers = all_layers(plan, seed=0, dtype=torch.float64)
+    tokens = torch.randint(256, (1, 16))
+
+    def run(y):
+        with random_keys(0, 0, [], training=False):
+            for layer in layers:
+                y = layer(y)
+        return y
+
+    torch.testing.assert_close(run(tokens[:, :5]), run(tokens)[:, :5], rtol=1e-11, atol=1e-11)
