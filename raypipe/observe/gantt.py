@@ -20,8 +20,8 @@ from raypipe.simulate.timeline import Span, Timeline
 
 HATCHES = ("", "////", "\\\\\\\\", "xxxx", "----", "||||", "++++", "//")
 NAMES: dict[Kind, str] = {
-    "F": "F  forward", "B": "B  input gradient", "BW": "BW  backward", "W": "W  weight gradient",
-    "R": "R  recompute", "AR": "AR  all-reduce", "U": "U  update",
+    "F": "F forward", "B": "B input gradient", "BW": "BW backward", "W": "W weight gradient",
+    "R": "R recompute", "AR": "AR all-reduce", "U": "U update",
 }  # fmt: skip
 MANY = 20_000
 """Above so many spans, boxes are drawn as an image inside an SVG."""
@@ -91,7 +91,7 @@ def draw_lanes(axes: Any, timeline: Timeline, points: float, lane_points: float 
         axes.spines[side].set_visible(False)
     axes.set_title(schedule.name, loc="left", fontsize=9, fontweight="bold", pad=4)
     axes.set_title(
-        f"makespan {timeline.makespan:.5g}   bubble {100 * timeline.bubble_ratio:.1f} %   "
+        f"makespan {timeline.makespan:.5g} · bubble {100 * timeline.bubble_ratio:.1f} % · "
         f"activations {folded(timeline.peak_activations)}",
         loc="right", fontsize=8, pad=4,
     )  # fmt: skip
