@@ -53,6 +53,7 @@ def schedule(
         File, typer.Option("--text", metavar="[FILE]", help="The text form, as --load reads it.")
     ] = None,
     plot: Annotated[File, typer.Option(metavar="FILE", help="Gantt chart: .svg, .png or .pdf.")] = None,
+    critical: Annotated[bool, typer.Option("--critical", help="Outline the critical path in the Gantt chart.")] = False,
     memory_plot: Annotated[File, typer.Option(metavar="FILE", help="Live activations over time: a picture.")] = None,
     trace: Annotated[File, typer.Option(metavar="FILE", help="Trace for ui.perfetto.dev.")] = None,
     csv: Annotated[File, typer.Option(metavar="FILE", help="CSV for torch.distributed.pipelining.")] = None,
@@ -82,12 +83,14 @@ def schedule(
     made = make(wanted, shape, costs, compare) if wanted else []
     if load is not None:
         made.append(load_one(load, costs, memory_limit))
-    _show(made, json_file, text_file, plot, memory_plot, trace, csv)
+    if critical and plot is None:
+        raise RequestError("--critical", "there is no chart to outline the path in", "add --plot FILE")
+    _show(made, json_file, text_file, plot, memory_plot, trace, csv, critical)
 
 
 def _show(
     made: list[Made], json_file: Path | None, text_file: Path | None, plot: Path | None, memory_plot: Path | None,
-    trace: Path | None, csv: Path | None,
+    trace: Path | None, csv: Path | None, critical: bool,
 ) -> None:  # fmt: skip
     from raypipe.simulate.engine import simulate
 
@@ -105,7 +108,7 @@ def _show(
         from raypipe.observe.figure_file import save
         from raypipe.observe.gantt import gantt
 
-        save(gantt(timelines), plot)
+        save(gantt(timelines, critical=critical), plot)
         _said(plot)
     if memory_plot is not None:
         from raypipe.observe import memory_plot as memory

@@ -16,6 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 from raypipe.observe.caption import folded
 from raypipe.observe.palette import colour, grey, ink
 from raypipe.schedule.ir import Kind, Schedule
+from raypipe.simulate.critical import critical_path
 from raypipe.simulate.timeline import Span, Timeline
 
 HATCHES = ("", "////", "\\\\\\\\", "xxxx", "----", "||||", "++++", "//")
@@ -25,18 +26,21 @@ NAMES: dict[Kind, str] = {
 }  # fmt: skip
 MANY = 20_000
 """Above so many spans, boxes are drawn as an image inside an SVG."""
-IDLE = "#f3f3f3"
+IDLE, OUTLINE = "#f3f3f3", "#d00000"
 HEIGHT = 0.84
 """Share of its lane that a box takes."""
 
 
-def gantt(timelines: Sequence[Timeline], width: float = 10.0, time_label: str = "time") -> Figure:
+def gantt(
+    timelines: Sequence[Timeline], width: float = 10.0, time_label: str = "time", critical: bool = False
+) -> Figure:
     """One chart per timeline, stacked over one time axis.
 
     Args:
         timelines: what to draw; predicted, emulated and measured steps look alike.
         width: of the page, in inches; the height follows from the number of devices.
         time_label: unit of the time axis.
+        critical: outline the tasks of each critical path.
     """
     lanes = [max(len(t.spans), 1) for t in timelines]
     lane = min(0.28, 9.0 / max(lanes, default=1))
@@ -52,11 +56,13 @@ def gantt(timelines: Sequence[Timeline], width: float = 10.0, time_label: str = 
         top -= tall + gap
         axes.set_xlim(0, end)
         draw_lanes(axes, timeline, points=72 * width * (right - left) / end, lane_points=72 * lane)
+        if critical:
+            _outline(axes, timeline)
         if n < len(timelines) - 1:
             axes.tick_params(labelbottom=False)
         else:
             axes.set_xlabel(time_label, fontsize=8, labelpad=1)
-    _legend(figure, timelines, 0.02 / height)
+    _legend(figure, timelines, 0.02 / height, critical)
     return figure
 
 
@@ -104,6 +110,12 @@ def _corners(device: int, span: Span) -> list[tuple[float, float]]:
     return [(span.start, low), (span.end, low), (span.end, high), (span.start, high)]
 
 
+def _outline(axes: Any, timeline: Timeline) -> None:
+    device = {task: d for d, order in enumerate(timeline.schedule.orders) for task in order}
+    path = [_corners(device[span.task], span) for span in critical_path(timeline).spans]
+    axes.add_collection(PolyCollection(path, facecolors="none", edgecolors=OUTLINE, linewidths=1.2))
+
+
 def _chunks(schedule: Schedule) -> dict[tuple[int, int], int]:
     """(replica, stage) -> how many earlier stages of that replica its device holds; only where any does."""
     chunk: dict[tuple[int, int], int] = {}
@@ -145,7 +157,7 @@ def _labels(axes: Any, boxes: dict[int, list[tuple[int, Span]]], points: float, 
                 )  # fmt: skip
 
 
-def _legend(figure: Figure, timelines: Sequence[Timeline], bottom: float) -> None:
+def _legend(figure: Figure, timelines: Sequence[Timeline], bottom: float, critical: bool) -> None:
     kinds = {span.task.kind for t in timelines for spans in t.spans for span in spans}
     replicas = max((t.schedule.replicas for t in timelines), default=1)
     entries = [Patch(facecolor=grey(k), edgecolor="white", label=name) for k, name in NAMES.items() if k in kinds]
@@ -153,6 +165,8 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], bottom: float) -> Non
         entries.append(Patch(facecolor="#d0d0d0", edgecolor="white", hatch=HATCHES[r], label=f"replica {r}"))
     if any(_chunks(t.schedule) for t in timelines):
         entries.append(Patch(facecolor="#606060", label="dark foot: later stage of the device"))
+    if critical:
+        entries.append(Patch(facecolor="none", edgecolor=OUTLINE, linewidth=1.2, label="critical path"))
     entries.append(Patch(facecolor=IDLE, edgecolor="#cccccc", label="idle"))
     figure.legend(
         handles=entries, loc="lower center", bbox_to_anchor=(0.5, bottom), ncols=min(len(entries), 8), frameon=False,

@@ -8,6 +8,7 @@ from raypipe.observe.gantt import gantt
 from raypipe.observe.memory_plot import memory_plot
 from raypipe.observe.palette import colour, oklch
 from raypipe.schedule.text import parse_task
+from raypipe.simulate.critical import critical_path
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -39,6 +40,15 @@ def test_later_chunks_get_a_foot(timeline):
 def test_one_time_axis_for_several(timeline):
     figure = gantt([timeline("1f1b", microbatches=8), timeline("gpipe")])
     assert [axes.get_xlim() for axes in figure.axes] == [(0, 33), (0, 33)]
+
+
+def test_the_critical_path_is_outlined(timeline):
+    spans = timeline("chimera")
+    plain, outlined = (gantt([spans], critical=flag).axes[0].collections for flag in (False, True))
+    assert len(outlined) == len(plain) + 1
+    boxes = [path.get_extents() for path in outlined[-1].get_paths()]
+    assert [(box.x0, box.x1) for box in boxes] == [(s.start, s.end) for s in critical_path(spans).spans]
+    assert (boxes[0].x0, boxes[-1].x1) == (0, spans.makespan)
 
 
 def test_svg_is_small_valid_and_the_same_every_time(timeline, tmp_path):
