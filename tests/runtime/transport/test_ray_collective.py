@@ -1,0 +1,81 @@
+"""The common channel properties over ray.util.collective's Gloo groups, between two small actors."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+SCRIPT = Path(__file__).with_name("scenarios.py")
+NAMES = runpy.run_path(str(SCRIPT))["NAMES"]
+ROOT = str(Path(__file__).parents[3])
+
+pytestmark = pytest.mark.runs
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    """The session's Ray if one runs, else one for this module."""
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, _node_ip_address="127.0.0.1")
+    yield
+    ray.shutdown()
+
+
+class Rank:
+    """One side; joins torch's world first, as stage actors do, so that Ray's groups must live beside it."""
+
+    def run(self, what: str, script: str, rank: int, port: int, run_id: str) -> dict[str, str]:
+        scenarios = runpy.run_path(script)
+        scenarios["join_world"](rank, port)
+        outcome: dict[str, str] = scenarios[what]("ray-collective", rank, run_id)
+        return outcome
+
+
+def pair(what: str, survivors: int) -> list[dict[str, str]]:
+    """What the first ranks report."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {"PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]), "GLOO_SOCKET_IFNAME": "lo"}
+    actor = ray.remote(num_cpus=0, runtime_env={"env_vars": env})(Rank)
+    ranks = [actor.remote() for _ in range(2)]
+    run_id = f"test-{uuid.uuid4().hex[:8]}"
+    calls = [r.run.remote(what, str(SCRIPT), rank, port, run_id) for rank, r in enumerate(ranks)]
+    try:
+        reports: list[dict[str, str]] = ray.get(calls[:survivors], timeout=120)
+        return reports
+    finally:
+        for r in ranks:
+            ray.kill(r)
+
+
+@pytest.fixture(scope="module")
+def outcomes(ray_here: None) -> list[dict[str, str]]:
+    return pair("run_all", survivors=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_channel(outcomes: list[dict[str, str]], name: str) -> None:
+    for rank, report in enumerate(outcomes):
+        assert report[name] == "ok", f"rank {rank}:\n{report[name]}"
+
+
+def test_death_of_the_peer_is_noticed_at_once(ray_here: None) -> None:
+    assert pair("dies", survivors=1) == [{"dies": "ok"}]
+
+
+def test_outside_an_actor_says_what_to_do() -> None:
+    from raypipe.errors import TransportError
+    from raypipe.runtime.transport.ray_collective import open_gloo_group
+
+    with pytest.raises(TransportError, match="inside a Ray actor"):
+        open_gloo_group(2, 0, "none")

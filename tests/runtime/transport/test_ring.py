@@ -1,0 +1,50 @@
+"""Positions, room and wrap-around of the shared ring, against a plain model."""
+
+from __future__ import annotations
+
+import random
+from ctypes import memmove, string_at
+from pathlib import Path
+
+import pytest
+
+from raypipe.runtime.transport.ring import Ring, capacity_for
+
+
+def test_blocks_keep_their_bytes_while_in_use(tmp_path: Path) -> None:
+    path = tmp_path / "ring"
+    writer = Ring(path, 4096, create=True)
+    reader = Ring(path, 4096, create=False)
+    rng = random.Random(1)
+    waiting: list[tuple[int, bytes]] = []
+    refused = 0
+    for n in range(3000):
+        size = rng.randrange(1, 1900)
+        assert writer.holds(size)
+        position = writer.place(size)
+        while position is None or (waiting and rng.random() < 0.4):
+            refused += position is None
+            assert waiting, "an empty ring has room for what it holds"
+            at, content = waiting.pop(0)
+            assert string_at(reader.address(at), len(content)) == content
+            reader.release(at, len(content))
+            position = writer.place(size) if position is None else position
+        content = bytes([n % 251]) * size
+        memmove(writer.address(position), content, size)
+        waiting.append((position, content))
+    assert refused > 100
+    writer.close()
+    reader.close()
+    reader.close()
+
+
+def test_a_name_is_taken_once(tmp_path: Path) -> None:
+    ring = Ring(tmp_path / "ring", 1 << 16, create=True)
+    with pytest.raises(FileExistsError):
+        Ring(tmp_path / "ring", 1 << 16, create=True)
+    ring.close()
+
+
+def test_holds_is_half() -> None:
+    for nbytes in (0, 1, 1000, 32_700, 32_704, 32_705, 10**6):
+        assert capacity_for(nbytes, 1 << 16) >= 2 * nbytes

@@ -1,0 +1,236 @@
+"""The same-host channel where memory or the reader is the problem; both ends in one process."""
+
+from __future__ import annotations
+
+import errno
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raypipe.errors import TransportError
+from raypipe.runtime.transport import shm_send
+from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
+from raypipe.runtime.transport.progress import Progress
+from raypipe.runtime.transport.ring import Ring, directory
+from raypipe.runtime.transport.shared_memory import INLINE_LIMIT, LARGEST_RING, SMALLEST_RING, cleanup, file_path
+from raypipe.runtime.transport.shm_receive import ShmReceiver
+from raypipe.runtime.transport.shm_send import ShmSender
+
+A, B = Peer(0, "n", "cpu", "stage 0"), Peer(1, "n", "cpu", "stage 1")
+
+
+def label(mb: int) -> Label:
+    return Label("act", 0, 1, mb, 0)
+
+
+def expected(mb: int, x: torch.Tensor) -> Expected:
+    return Expected(label(mb), (TensorSpec(tuple(x.shape), x.dtype),))
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    yield name
+    assert cleanup(name) == 0, "the test left files behind"
+
+
+@pytest.fixture
+def ends(run_id: str) -> Iterator[tuple[ShmSender, ShmReceiver]]:
+    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id, SMALLEST_RING)
+    sender.connect(1)
+    receiver.accept(1)
+    assert not list(directory().glob(f"raypipe-{run_id}-*")), "open files keep their names"
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+def test_a_slow_reader_makes_the_ring_grow_not_the_sender_wait(ends: tuple[ShmSender, ShmReceiver]) -> None:
+    sender, receiver = ends
+    x = torch.arange(10_000.0)
+    for mb in range(50):
+        sender.send(label(mb), [x + mb])
+        assert not sender.pending
+    receiver.post([expected(mb, x) for mb in range(50)])
+    for mb in range(50):
+        assert torch.equal(receiver.recv(label(mb), 1)[0], x + mb)
+    # The ring is large enough now: another round makes no file.
+    grown = sender._generation
+    for mb in range(50, 100):
+        sender.send(label(mb), [x + mb])
+    receiver.post([expected(mb, x) for mb in range(50, 100)])
+    for mb in range(50, 100):
+        assert torch.equal(receiver.recv(label(mb), 1)[0], x + mb)
+    assert sender._generation == grown
+
+
+def refuse_rings(monkeypatch: pytest.MonkeyPatch, above: int) -> None:
+    class Short(Ring):
+        def __init__(self, path: Path, capacity: int, *, create: bool) -> None:
+            if create and capacity > above:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().__init__(path, capacity, create=create)
+
+    monkeypatch.setattr(shm_send, "Ring", Short)
+
+
+def test_without_memory_messages_wait_in_the_sender(
+    ends: tuple[ShmSender, ShmReceiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_rings(monkeypatch, above=0)
+    sender, receiver = ends
+    x = torch.zeros(5000)
+    for mb in range(20):
+        x.fill_(mb)
+        sender.send(label(mb), [x])
+    x.fill_(-1)
+    assert sender.pending
+    with pytest.raises(TransportError, match=r"stage 1 \(rank 1\): activation of micro-batch \d+, .* 0.05 s"):
+        sender.flush(0.05)
+    receiver.post([expected(mb, x) for mb in range(20)])
+    for mb in range(20):
+        assert bool((receiver.recv(label(mb), 1)[0] == mb).all())
+        sender.progress()
+    sender.flush(1)
+    assert not sender.pending
+
+
+def test_whoever_waits_pushes_its_own_messages(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message stuck in this device's sender gets out while the device waits for another one."""
+    progress = Progress()
+    receiver = ShmReceiver(B, A, run_id, progress)
+    sender = ShmSender(A, B, run_id, SMALLEST_RING)
+    sender.connect(1)
+    receiver.accept(1)
+    refuse_rings(monkeypatch, above=0)
+    progress.add(sender)  # the device sends to itself, so that its own stuck messages are what it waits for
+    x = torch.ones(5000)
+    for mb in range(20):
+        sender.send(label(mb), [x])
+    receiver.post([expected(mb, x) for mb in range(20)])
+    assert receiver.recv(label(19), 2)[0].sum() == 5000
+    sender.close()
+    receiver.close()
+
+
+def test_a_message_that_can_never_fit_is_an_error(
+    ends: tuple[ShmSender, ShmReceiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_rings(monkeypatch, above=0)
+    with pytest.raises(TransportError, match=r"400000 bytes of activation of micro-batch 7(.|\n)*--shm-size"):
+        ends[0].send(label(7), [torch.zeros(100_000)])
+
+
+def test_a_message_larger_than_the_largest_ring_still_travels(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_send, "LARGEST_RING", SMALLEST_RING)
+    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id, SMALLEST_RING)
+    sender.connect(1)
+    receiver.accept(1)
+    x = torch.arange(200_000, dtype=torch.int32)
+    sender.send(label(0), [x])
+    receiver.post([expected(0, x)])
+    assert torch.equal(receiver.recv(label(0), 1)[0], x)
+    sender.close()
+    receiver.close()
+    assert LARGEST_RING > SMALLEST_RING
+
+
+def test_opening_takes_a_smaller_ring_where_memory_is_short(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_rings(monkeypatch, above=SMALLEST_RING)
+    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id, 1 << 20)
+    sender.connect(1)
+    receiver.accept(1)
+    x = torch.ones(4000)
+    sender.send(label(0), [x])
+    receiver.post([expected(0, x)])
+    assert torch.equal(receiver.recv(label(0), 1)[0], x)
+    sender.close()
+    receiver.close()
+
+
+def test_opening_without_any_memory_says_so(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_rings(monkeypatch, above=0)
+    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id)
+    with pytest.raises(TransportError, match="no room for a ring of 65536 bytes"):
+        sender.connect(1)
+    sender.close()
+    receiver.close()
+
+
+def test_a_full_pipe_waits_in_the_sender(ends: tuple[ShmSender, ShmReceiver]) -> None:
+    sender, receiver = ends
+    x = torch.arange(INLINE_LIMIT // 8, dtype=torch.int64)
+    count = 2000  # 4 MB through a pipe of at most 1 MiB
+    for mb in range(count):
+        sender.send(label(mb), [x + mb])
+    assert sender.pending
+    receiver.post([expected(mb, x) for mb in range(count)])
+    for mb in range(count):
+        sender.progress()
+        assert torch.equal(receiver.recv(label(mb), 1)[0], x + mb)
+    sender.flush(1)
+
+
+def test_what_was_sent_before_the_sender_closed_still_arrives(ends: tuple[ShmSender, ShmReceiver]) -> None:
+    sender, receiver = ends
+    x = torch.arange(10_000.0)
+    sender.send(label(0), [x])
+    sender.send(label(1), [x + 1])
+    sender.close()
+    receiver.post([expected(mb, x) for mb in range(3)])
+    assert torch.equal(receiver.recv(label(1), 1)[0], x + 1)
+    assert torch.equal(receiver.recv(label(0), 1)[0], x)
+    with pytest.raises(TransportError, match=r"stage 0 \(rank 0\): connection lost while waiting for .*micro-batch 2"):
+        receiver.recv(label(2), 30)
+
+
+def test_a_late_message_can_be_asked_for_again(ends: tuple[ShmSender, ShmReceiver]) -> None:
+    sender, receiver = ends
+    receiver.post([expected(0, torch.zeros(1))])
+    with pytest.raises(TransportError, match=r"did not come within 0\.01 s"):
+        receiver.recv(label(0), 0.01)
+    sender.send(label(0), [torch.ones(1)])
+    assert receiver.recv(label(0), 1)[0].item() == 1
+
+
+def test_nobody_at_the_other_end(run_id: str) -> None:
+    sender = ShmSender(A, B, run_id)
+    with pytest.raises(TransportError, match=r"stage 1 \(rank 1\): no connection within 0.02 s"):
+        sender.connect(0.02)
+    receiver = ShmReceiver(B, A, run_id)
+    with pytest.raises(TransportError, match=r"stage 0 \(rank 0\): no connection within 0.02 s"):
+        receiver.accept(0.02)
+    receiver.close()
+    with pytest.raises(TransportError, match="not open"):
+        sender.send(label(0), [torch.zeros(10_000)])
+
+
+def test_a_ring_nobody_opened_goes_with_the_last_end(run_id: str) -> None:
+    for last in ("receiver", "sender"):
+        receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id)
+        sender.connect(1)
+        assert file_path(run_id, 0, 1, "ring0").exists()
+        pair: list[Any] = [sender, receiver] if last == "receiver" else [receiver, sender]
+        for end in pair:
+            end.close()
+
+
+def test_cleanup_removes_what_a_killed_run_left() -> None:
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    other = ShmReceiver(B, A, name + "x")
+    abandoned = ShmReceiver(B, A, name)
+    assert cleanup(name) == 1
+    assert file_path(name + "x", 0, 1, "pipe").exists(), "another run's file"
+    abandoned.close()
+    other.close()
+
+
+def test_a_stale_name_is_reported(run_id: str) -> None:
+    first = ShmReceiver(B, A, run_id)
+    with pytest.raises(TransportError, match="File exists"):
+        ShmReceiver(B, A, run_id)
+    first.close()
