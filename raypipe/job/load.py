@@ -20,6 +20,9 @@ PLANNED = {
 }
 """Keys that CONTRACT.md promises and that do not work yet: (why, fix)."""
 
+UNKNOWN = ("extra_forbidden", "invalid_key")
+"""Pydantic's kinds of error for a key that isn't known; the second is one that isn't even text."""
+
 WANTED = {
     "a valid integer": "a whole number",
     "a valid number": "a number",
@@ -69,7 +72,7 @@ def job_from(mapping: object, where: str = "job", overrides: Sequence[str] = ())
     except SpecError as error:
         raise SpecError(place(error.where), error.why, error.fix) from None
     except ValidationError as invalid:
-        found = sorted(invalid.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        found = sorted(invalid.errors(), key=lambda e: e["type"] not in UNKNOWN)
         key, why, fix = _explain(found[0])
         raise SpecError(place(key), why, fix) from None
 
@@ -98,7 +101,7 @@ def _explain(error: ErrorDetails) -> tuple[str, str, str]:
     """(key path, why, fix) of one of pydantic's findings."""
     loc = tuple(str(part) for part in error["loc"])
     key, kind, given = ".".join(loc), error["type"], error["input"]
-    if kind == "extra_forbidden":
+    if kind in UNKNOWN:
         if loc in PLANNED:
             return key, *PLANNED[loc]
         owner = _spec_at(loc[:-1])

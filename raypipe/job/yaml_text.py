@@ -15,6 +15,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # the safe loader refuses what can't be a key
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f'the key "{key.value}" is given twice', key.start_mark
@@ -43,5 +45,5 @@ def parse_yaml(text: str, where: str) -> object:
         mark = error.problem_mark or error.context_mark
         spot = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
         raise SpecError(spot, f"not valid YAML: {error.problem or error.context}", "correct the line") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
         raise SpecError(where, f"not valid YAML: {error}", "correct the file") from None

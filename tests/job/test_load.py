@@ -163,6 +163,10 @@ def test_a_missing_file_names_its_neighbour(job_file):
         ("just words", 'holds the text "just words"'),
         ("", "is empty|holds empty"),
         ("- a\n- b\n", "holds a list"),
+        ("? [a, b]\n: 1\n", "line 1"),
+        ("name: 2024-99-99\n", "not valid YAML: month"),
+        ("1: 2\nname: x\n", "1: unknown key"),
+        ("a: &a [*a]\n", "a: unknown key"),
         ("name: !!python/object:os.system {}\n", "not valid YAML"),
     ],
 )
