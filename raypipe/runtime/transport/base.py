@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from raypipe.errors import TransportError
 from raypipe.runtime.transport import gloo, ray_collective
 from raypipe.runtime.transport.channel import Peer, Receiver
 from raypipe.runtime.transport.memory import Allocate
@@ -52,10 +53,15 @@ def open_base(
     # Three rounds, each of which only needs the other devices to have done the one before: no circle of waiting.
     readers = {src: ShmReceiver(me, by_rank[src], run_id, progress, allocate) for src in _from(edges["shm"], me)}
     writers = {dst: ShmSender(me, by_rank[dst], run_id, ring_bytes) for dst in _to(edges["shm"], me)}
-    for writer in writers.values():
-        writer.connect(timeout_s)
-    for reader in readers.values():
-        reader.accept(timeout_s)
+    try:
+        for writer in writers.values():
+            writer.connect(timeout_s)
+        for reader in readers.values():
+            reader.accept(timeout_s)
+    except TransportError:
+        for end in (*writers.values(), *readers.values()):
+            end.close()
+        raise
     return out | writers, into | readers
 
 
