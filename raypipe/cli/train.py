@@ -1,0 +1,51 @@
+"""``raypipe train``: run a job to its end and say how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    job: Annotated[Path, typer.Argument(help="Job file, such as jobs/quickstart.yaml.")],
+    plan: Annotated[Path | None, typer.Option(help="Run this plan.json instead of the job's parallel keys.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="key.path=value over the job file; repeatable.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run's files go; default runs/NAME-TIME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run directory's newest checkpoint.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    dashboard_port: Annotated[
+        int | None, typer.Option(help="Also serve the Ray dashboard of a Ray started here, on this loopback port.")
+    ] = None,
+) -> None:
+    """Train a model as the job file says, through Ray."""
+    from raypipe.job import load_job
+    from raypipe.observe.progress import ProgressView, stderr_console
+    from raypipe.observe.summary import summary_lines
+    from raypipe.train import execute, prepare_run
+
+    prepared = prepare_run(load_job(job, override or ()), run_dir, resume, plan)
+    view = ProgressView(prepared.directory, prepared.job.train.steps, stderr_console())
+    view.skip_past()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
+            result = execute(prepared, dashboard_port, view.update)
+    finally:
+        view.close()
+    if json:
+        print(json_module.dumps(result))
+        return
+    from raypipe.sample import sample_text
+
+    for line in summary_lines(result):
+        print(line)
+    print("sample")
+    text = sample_text(prepared.directory, prompt="def ", length=240, temperature=0.6, seed=0)
+    print("\n".join("  " + line for line in text.splitlines()))
+    sys.stdout.flush()

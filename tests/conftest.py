@@ -1,0 +1,69 @@
+"""One local Ray and one pool of stage actors for the whole session: an actor that imports torch takes seconds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+DEVICES = 8
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    import ray
+
+    already = ray.is_initialized()
+    if not already:
+        ray.init(
+            address="local", num_cpus=DEVICES + 4, include_dashboard=False, log_to_driver=False,
+            logging_level=logging.ERROR, configure_logging=False, _node_ip_address="127.0.0.1",
+        )  # fmt: skip
+    yield
+    if not already:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
+    """``stage_pool(n)`` is a fleet of the first n of the session's stage actors."""
+    import uuid
+
+    import ray
+    from ray.util.placement_group import placement_group
+
+    from raypipe.runtime.actor import Stage
+    from raypipe.runtime.launch import Fleet
+
+    group = placement_group([{"CPU": 0.01}])
+    actors: list[object] = []
+
+    def take(devices: int) -> Fleet:
+        while len(actors) < devices:
+            rank = len(actors)
+            actors.append(
+                ray.remote(Stage)
+                .options(num_cpus=1, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
+                .remote(rank, f"stage actor {rank}")
+            )
+        used = actors[:devices]
+        locations = ray.get([actor.locate.remote() for actor in used])  # a fresh port for every use
+        return Fleet(list(used), [x.peer.name for x in locations], locations, group, uuid.uuid4().hex[:8])
+
+    yield take
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small folder of real text: some of this Python's own modules."""
+    import sysconfig
+
+    folder = tmp_path_factory.mktemp("text")
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:24]
+    for source in sources:
+        (folder / source.name).write_bytes(source.read_bytes())
+    return folder

@@ -1,0 +1,120 @@
+"""The whole way as a user goes it: the command, Ray Train, stage actors; then resuming, and a killed actor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+JOB = """
+name: small
+model: {{type: gpt, layers: 2, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
+data: {{type: bytes, path: "{path}"}}
+train: {{steps: {steps}, batch: 8, optimizer: adamw, lr: 0.01, seed: 0, dtype: float32, clip: 1.0, eval_every: 10, \
+eval_batches: 2, checkpoint_every: 10}}
+parallel: {{schedule: 1f1b, stages: 2, replicas: 1, microbatch: 2}}
+"""
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "raypipe", *words]
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"RAY_ADDRESS": "local"}
+
+
+def train(job: Path, directory: Path, *extra: str) -> dict:
+    done = subprocess.run(
+        command("train", str(job), "--run-dir", str(directory), "--json", *extra),
+        capture_output=True, text=True, timeout=240, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 1, done.stdout  # nothing but the object
+    return json.loads(lines[0])
+
+
+@pytest.fixture(scope="module")
+def job(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("job") / "small.yaml"
+    path.write_text(JOB.format(path=text_folder, steps=40))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+    directory = tmp_path_factory.mktemp("runs") / "undisturbed"
+    return train(job, directory), directory
+
+
+@pytest.mark.runs
+def test_run_directory_and_result(undisturbed) -> None:
+    result, directory = undisturbed
+    assert result["steps"] == 40 == len(result["losses"])
+    assert result["losses"][-1] < result["losses"][0]
+    assert result["plan"] == {"schedule": "1f1b", "stages": 2, "replicas": 1, "microbatch": 2}
+    assert result["counts"] == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1, "p2p": 8}  # the tied embedding
+    assert result["recoveries"] == 0
+    assert result["resumed_from"] is None
+    assert result["predicted_step_s"] > 0
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in rows if "val_loss" not in r]
+    wanted = {"step", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "bubble_ratio"}
+    assert all(set(r) == wanted for r in steps)
+    assert [r["step"] for r in rows if "val_loss" in r] == [10, 20, 30, 40]
+    for name in ("plan.json", "timeline.json", "trace.json"):
+        json.loads((directory / name).read_text())
+    kept = sorted(p.name for p in (directory / "checkpoints").iterdir())
+    assert kept == ["step-00000030", "step-00000040"]
+
+
+@pytest.mark.runs
+def test_resumed_run_is_bit_identical(undisturbed, job: Path, tmp_path: Path) -> None:
+    result, _ = undisturbed
+    directory = tmp_path / "stopped"
+    half = train(job, directory, "--set", "train.steps=20")
+    assert half["losses"] == result["losses"][:20]
+    rest = train(job, directory, "--resume")
+    assert rest["resumed_from"] == 20
+    assert rest["losses"] == result["losses"]  # to the last bit
+    assert rest["val_loss"] == result["val_loss"]
+
+
+@pytest.mark.runs
+def test_killed_stage_actor_changes_no_loss(undisturbed, job: Path, tmp_path: Path) -> None:
+    result, _ = undisturbed
+    directory = tmp_path / "killed"
+    process = subprocess.Popen(
+        command("train", str(job), "--run-dir", str(directory), "--json"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    try:
+        pid = _wait_for_checkpoint(directory)
+        os.kill(pid, signal.SIGKILL)
+        out, err = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    after = json.loads(out)
+    assert after["recoveries"] == 1
+    assert after["losses"] == result["losses"]
+    assert after["val_loss"] == result["val_loss"]
+
+
+def _wait_for_checkpoint(directory: Path) -> int:
+    """The process id of stage 1's actor, once the first checkpoint is there."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        events = directory / "events.jsonl"
+        rows = [json.loads(x) for x in events.read_text().splitlines() if x] if events.exists() else []
+        if any(r["event"] == "checkpoint" for r in rows):
+            return int(next(r for r in rows if r["event"] == "started")["devices"][1]["pid"])
+        time.sleep(0.02)
+    raise AssertionError("no checkpoint came")
