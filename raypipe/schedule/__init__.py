@@ -6,7 +6,18 @@ from dataclasses import replace
 
 from raypipe.errors import ScheduleError, nearest
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families import chimera, gpipe, one_f_one_b
+from raypipe.schedule.families import (
+    chimera,
+    gems,
+    gpipe,
+    merak,
+    one_f_one_b,
+    out_of_order,
+    pipedream,
+    zb_v,
+    zero_bubble,
+    zeropp,
+)
 from raypipe.schedule.family import Family
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.memory import check_memory
@@ -14,17 +25,61 @@ from raypipe.schedule.shape import Shape
 
 __all__ = ["SCHEDULES", "Family", "Shape", "generate", "stages_of"]
 
+_CHUNKS, _MEMORY = frozenset({"chunks"}), frozenset({"memory_limit"})
+
 SCHEDULES: dict[str, Family] = {
     "gpipe": Family(make=gpipe.gpipe, about="all forwards, then all backwards"),
     "1f1b": Family(make=one_f_one_b.one_f_one_b, about="warm up, then one forward for one backward, then drain"),
     "dapple": Family(make=one_f_one_b.one_f_one_b, about="the same as 1f1b"),
     "interleaved-1f1b": Family(
         make=one_f_one_b.interleaved, about="1F1B with several stages a device: smaller bubbles, more messages",
-        options=frozenset({"chunks"}),
+        options=_CHUNKS,
+    ),
+    "bfs": Family(
+        make=gpipe.breadth_first, about="breadth-first: a stage takes all micro-batches in a row; for sharded weights",
+        options=_CHUNKS,
     ),
     "chimera": Family(
-        make=chimera.direct, about="bidirectional pipelines: half the bubbles for two copies of the weights",
+        make=chimera.chimera, about="bidirectional pipelines: half the bubbles for two copies of the weights",
         options=frozenset({"pipelines", "concat"}),
+    ),
+    "chimera-tight": Family(
+        make=chimera.tight, about="Chimera's placement in an order without bubbles between units, for BW = 2F",
+    ),
+    "gems": Family(make=gems.gems, about="two opposite replicas take turns: one activation per device"),
+    "pipedream": Family(
+        make=pipedream.pipedream, about="asynchronous 1F1B: an update per micro-batch on stashed weights",
+    ),
+    "pipedream-2bw": Family(
+        make=pipedream.pipedream_2bw, about="asynchronous 1F1B with two weight versions: gradients one step old",
+    ),
+    "zb-h1": Family(
+        make=zero_bubble.h1, about="zero bubble in 1F1B's memory: split backward, least makespan", options=_MEMORY,
+    ),
+    "zb-h2": Family(
+        make=zero_bubble.h2, about="zero bubble in twice 1F1B's memory: no idle time inside a device's span",
+        options=_MEMORY,
+    ),
+    "zb-v": Family(
+        make=zb_v.zb_v, about="zero bubble in 1F1B's memory: two stages a device in a V", fixed_chunks=2,
+        options=_MEMORY,
+    ),
+    "zeropp": Family(
+        make=zeropp.zeropp, about="units of U micro-batches, stage by stage, W's in the bubbles; for sharded weights",
+        options=frozenset({"chunks", "unit", "memory_limit"}),
+    ),
+    "early-recompute": Family(make=merak.early_recompute, about="1F1B that recomputes while it waits for a gradient"),
+    "shifted-critical-path": Family(
+        make=merak.shifted_critical_path, about="early recompute with none on the last stage (Merak)",
+    ),
+    "model-parallel": Family(
+        make=out_of_order.model_parallel, about="one micro-batch at a time through all devices", options=_CHUNKS,
+    ),
+    "fast-forward": Family(
+        make=out_of_order.fast_forward, about="input gradients before weight gradients (OOO-Pipe1)", options=_CHUNKS,
+    ),
+    "modulo": Family(
+        make=out_of_order.modulo, about="fast-forwarding with stage s on device s mod D (OOO-Pipe2)", options=_CHUNKS,
     ),
 }  # fmt: skip
 """Every schedule that has a name."""

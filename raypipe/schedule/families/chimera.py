@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.slots import Slotted, merge
 from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.passes.recompute import add_recompute
 from raypipe.schedule.shape import Shape
 
 
@@ -58,35 +60,88 @@ def chain_slots(depth: int, m: int, s: int) -> tuple[int, int]:
     return s + 2 * m, 2 * depth - 1 - s + 2 * m
 
 
-def basic_unit(depth: int, pipelines: int, count: int, first: int, offset: int) -> Iterator[Slotted]:
-    """One unit of at most D micro-batches, ids from ``first``, slots from ``offset``; no two share a slot.
+def basic_unit(depth: int, pipelines: int, groups: list[tuple[int, ...]], first_slot: int) -> Iterator[Slotted]:
+    """One unit of at most D forwards, each carrying a group of micro-batches with a backward each.
 
-    Source: Li and Hoefler 2021 (Chimera), sections 3.1 and 3.6.
+    The groups go to the pipelines in contiguous shares as even as possible. No two tasks share a slot: a forward has
+    a slot, its backwards share one (numbered one by one here, hence the factor).
+
+    Source: Li and Hoefler 2021 (Chimera), sections 3.1 and 3.6; 3.5 for groups of two.
     """
     where = placement(depth, pipelines)
-    for replica, share in enumerate(shares(count, pipelines)):
-        for m in range(share):
+    parts = max(map(len, groups))
+    begin = 0
+    for replica, share in enumerate(shares(len(groups), pipelines)):
+        for m, group in enumerate(groups[begin : begin + share]):
             for s in range(depth):
                 forward, backward = chain_slots(depth, m, s)
-                yield where[replica][s], offset + forward, Task("F", s, (first + m,), replica)
-                yield where[replica][s], offset + backward, Task("BW", s, (first + m,), replica)
-        first += share
+                device = where[replica][s]
+                yield device, first_slot + parts * forward, Task("F", s, group, replica)
+                for part, mb in enumerate(group):
+                    yield device, first_slot + parts * backward + part, Task("BW", s, (mb,), replica)
+        begin += share
 
 
-def direct(shape: Shape, costs: CostTable) -> Schedule:
-    """Basic units of D micro-batches one after another, each starting in the bubbles at the end of the one before.
+def chimera(shape: Shape, costs: CostTable) -> Schedule:
+    """Basic units of D forwards one after another, each starting in the bubbles at the end of the one before.
 
-    With F = BW and N a multiple of D it takes 2N + D - 2; with BW = 2F, K(4D - 2) + D - 2 for K = N/D units. Devices
-    hold D/2 + 1 to D activations. A last unit of fewer than D micro-batches is split evenly over the pipelines.
+    ``direct``: a forward carries one micro-batch. F = BW, N a multiple of D: 2N + D - 2; BW = 2F: K(4D-2) + D - 2 for
+    K = N/D units. Devices hold D/2 + 1 to D activations.
 
-    Source: Li and Hoefler 2021 (Chimera), sections 3.1 (two pipelines), 3.3 (concatenation), 3.6 (2f pipelines).
+    ``doubling``: a forward carries two, each recomputed and sent back on its own (R waits for the gradient). With a
+    pair's F = 2 and BW + R = 3: u(9D-2) + 2(D-2) for u = N/2D units. What is left over is a smaller unit, of pairs
+    where more than D are left.
+
+    ``halving``: a forward carries the two halves of a micro-batch, which go back one by one; ids are halves. BW = 2F:
+    3N + D - 2. Activations as in direct.
+
+    Source: Li and Hoefler 2021 (Chimera), sections 3.1, 3.5 (concatenation), 3.6 (2f pipelines).
     """
     check_bidirectional(shape)
     depth, count = shape.devices, shape.microbatches
+    if shape.concat == "direct":
+        groups: list[tuple[int, ...]] = [(m,) for m in range(count)]
+    elif shape.concat == "halving":
+        groups = [(2 * m, 2 * m + 1) for m in range(count)]
+    else:
+        rest = count % (2 * depth)
+        paired = count - rest if rest <= depth else count - count % 2
+        groups = [*((m, m + 1) for m in range(0, paired, 2)), *((m,) for m in range(paired, count))]
     slotted: list[Slotted] = []
-    for k, first in enumerate(range(0, count, depth)):
-        slotted += basic_unit(depth, shape.pipelines, min(depth, count - first), first, 2 * depth * k)
+    slot = 0
+    for first in range(0, len(groups), depth):
+        unit = groups[first : first + depth]
+        slotted += basic_unit(depth, shape.pipelines, unit, slot)
+        slot += 2 * depth * max(map(len, unit))
+    schedule = Schedule(
+        name="chimera", placement=placement(depth, shape.pipelines), orders=merge(depth, slotted),
+        microbatches=sum(map(len, groups)), graph=StageGraph.chain(depth),
+        size=Fraction(1, 2) if shape.concat == "halving" else Fraction(1),
+    )  # fmt: skip
+    return add_recompute(schedule, "late") if shape.concat == "doubling" else schedule
+
+
+def tight(shape: Shape, costs: CostTable) -> Schedule:
+    """Chimera's placement and memory in an order that suits BW = 2F: 3N + 2(D-2) for even N >= D.
+
+    Micro-batches alternate between the two directions, and each moves one stage every three slots, forward and back.
+    On a device the two directions' forwards and backwards then fill six slots exactly, so there is no bubble between
+    warm-up and drain, where direct concatenation leaves some in every unit. At most D activations.
+
+    The slots are raypipe's own (found by searching periodic patterns with BW = 2F); placement: Li and Hoefler 2021
+    (Chimera), section 3.1.
+    """
+    check_bidirectional(shape)
+    depth, count = shape.devices, shape.microbatches
+    where = placement(depth, 2)
+    slotted: list[Slotted] = []
+    for m in range(count):
+        replica, start = m % 2, 6 * (m // 2)
+        for s in range(depth):
+            device = where[replica][s]
+            slotted.append((device, start + 3 * s, Task("F", s, (m,), replica)))
+            slotted.append((device, start + 3 * (2 * depth - 1 - s) - 2, Task("BW", s, (m,), replica)))
     return Schedule(
-        name="chimera", placement=placement(depth, shape.pipelines), orders=merge(depth, slotted), microbatches=count,
+        name="chimera-tight", placement=where, orders=merge(depth, slotted), microbatches=count,
         graph=StageGraph.chain(depth),
     )  # fmt: skip

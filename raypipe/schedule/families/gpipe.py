@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards."""
+"""GPipe: all forwards, then all backwards; and its breadth-first form for several stages a device."""
 
 from __future__ import annotations
 
@@ -19,4 +19,26 @@ def gpipe(shape: Shape, costs: CostTable) -> Schedule:
     return Schedule(
         name="gpipe", placement=(tuple(range(depth)),), orders=tuple(map(tuple, orders)), microbatches=count,
         graph=StageGraph.chain(depth),
+    )  # fmt: skip
+
+
+def breadth_first(shape: Shape, costs: CostTable) -> Schedule:
+    """V stages a device, stage s on device s mod D; every micro-batch through one stage before the next stage.
+
+    Even costs and N >= D take (N + (D-1)/V)(F + BW), F and BW being the time of all V chunks of a device. A stage's
+    micro-batches are contiguous, so that sharded parameters are gathered once per pass; every device holds N*V
+    activations of a chunk.
+
+    Source: Lamy-Poirier 2022 (breadth-first pipeline parallelism), arXiv:2211.05953, section 4.
+    """
+    depth, count, chunks = shape.devices, shape.microbatches, shape.chunks
+    orders = []
+    for d in range(depth):
+        stages = range(d, depth * chunks, depth)
+        forwards = [Task("F", s, (m,)) for s in stages for m in range(count)]
+        backwards = [Task("BW", s, (m,)) for s in reversed(stages) for m in range(count)]
+        orders.append(tuple(forwards + backwards))
+    return Schedule(
+        name="bfs", placement=(tuple(s % depth for s in range(depth * chunks)),), orders=tuple(orders),
+        microbatches=count, graph=StageGraph.chain(depth * chunks),
     )  # fmt: skip

@@ -1,0 +1,28 @@
+"""GEMS: two replicas in opposite directions take turns, for the least memory."""
+
+from __future__ import annotations
+
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.families.chimera import check_bidirectional, placement
+from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.shape import Shape
+
+
+def gems(shape: Shape, costs: CostTable) -> Schedule:
+    """Micro-batches alternate between the directions; the next one's forward runs under this one's backward.
+
+    Even costs take (D-1)F + N(F + D*BW). One activation per device.
+
+    Source: Jain et al. 2020 (GEMS); as a baseline in Chimera section 2.
+    """
+    check_bidirectional(shape)
+    depth, count = shape.devices, shape.microbatches
+    where = placement(depth, 2)
+    orders: list[list[Task]] = [[] for _ in range(depth)]
+    for m in range(count):
+        for stage, device in enumerate(where[m % 2]):
+            orders[device] += [Task("F", stage, (m,), m % 2), Task("BW", stage, (m,), m % 2)]
+    return Schedule(
+        name="gems", placement=where, orders=tuple(map(tuple, orders)), microbatches=count,
+        graph=StageGraph.chain(depth),
+    )  # fmt: skip

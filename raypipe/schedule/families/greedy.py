@@ -1,0 +1,169 @@
+"""Order a schedule's tasks by list scheduling: whenever a device is free it takes the best task that is ready.
+
+The families that order by cost (zero-bubble, ZeroPP, out-of-order backprop) are policies of this one loop. It works
+on the linked task graph, so it has no dependency rule of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.deps import link
+from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task
+
+KINDS: tuple[Kind, Kind, Kind] = ("F", "B", "W")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a free device chooses."""
+
+    kinds: tuple[Kind, ...] = ("B", "F", "W")
+    """From most to least wanted; W is last and fills the time in which nothing better is ready."""
+    key: Callable[[Task], tuple[int, ...]] = lambda task: (task.mbs[0], task.stage)
+    """Order among ready tasks of one kind; the smallest first."""
+    patience: float = 0.0
+    """Stay idle rather than start a W, for a better task known to arrive within this share of the W's time."""
+    limit: float = float("inf")
+    """A forward may start while its device holds fewer activations than this."""
+    ahead: Callable[[int], int] | None = None
+    """stage -> most forwards it may run ahead of its input gradients; None: as many as the limit allows."""
+
+
+class Ordered(NamedTuple):
+    """A schedule in its new order, and how long it takes."""
+
+    schedule: Schedule
+    makespan: float
+    span: float
+    """The longest device's, from its first start to its last end."""
+
+
+def whole_step(name: str, placement: tuple[int, ...], count: int, rules: Rules | None = None) -> Schedule:
+    """F, B and W of every stage and micro-batch of one chain, stage by stage: tasks to be ordered."""
+    rules = Rules() if rules is None else rules
+    rows: list[list[Task]] = [[] for _ in range(max(placement) + 1)]
+    for stage, device in enumerate(placement):
+        kinds: tuple[Kind, ...] = ("F", "W") if rules.skip_first_b and stage == 0 else KINDS
+        rows[device] += [Task(kind, stage, (m,)) for kind in kinds for m in range(count)]
+    return Schedule(
+        name=name, placement=(placement,), orders=tuple(map(tuple, rows)), microbatches=count,
+        graph=StageGraph.chain(len(placement)), rules=rules,
+    )  # fmt: skip
+
+
+def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Ordered | None:
+    """The same tasks in the order the policy gives; None where its limits leave every device waiting.
+
+    Args:
+        schedule: tasks (of kinds F, B and W) and placement; the order they have is ignored.
+        costs: time of each task, and the latency between devices.
+        policy: see there.
+
+    Tasks times the logarithm of those ready at once.
+    """
+    graph = link(schedule)
+    tasks, device = graph.tasks, graph.device
+    durations = costs.durations(schedule, tasks)
+    after: list[list[int]] = [[] for _ in tasks]
+    needs = [len(p) for p in graph.preds]
+    for i, before in enumerate(graph.preds):
+        for p in before:
+            after[p].append(i)
+    rank = [0] * len(tasks)
+    keys = [policy.key(t) for t in tasks]
+    for place, i in enumerate(sorted(range(len(tasks)), key=keys.__getitem__)):
+        rank[i] = place
+    wish = [policy.kinds.index(t.kind) for t in tasks]
+    last = len(policy.kinds) - 1
+
+    n = schedule.devices
+    coming: list[list[tuple[float, int]]] = [[] for _ in range(n)]
+    """Per device, (time, task) that will be ready then."""
+    ready: list[list[list[tuple[int, int]]]] = [[[] for _ in policy.kinds] for _ in range(n)]
+    free, begun, live = [0.0] * n, [-1.0] * n, [0] * n
+    lead, allowed = [0] * schedule.stages, [len(tasks)] * schedule.stages
+    if policy.ahead is not None:
+        allowed = [policy.ahead(s) for s in range(schedule.stages)]
+    orders: list[list[Task]] = [[] for _ in range(n)]
+    arrival = [0.0] * len(tasks)
+    for i, open_needs in enumerate(needs):
+        if not open_needs:
+            coming[device[i]].append((0.0, i))
+    for queue in coming:
+        heapq.heapify(queue)
+
+    def admitted(i: int) -> bool:
+        return live[device[i]] < policy.limit and lead[tasks[i].stage] < allowed[tasks[i].stage]
+
+    def choose(d: int, now: float) -> int:
+        """The task to start, or -1 to stay idle."""
+        queue = coming[d]
+        while queue and queue[0][0] <= now:
+            i = heapq.heappop(queue)[1]
+            heapq.heappush(ready[d][wish[i]], (rank[i], i))
+        for kind, heap in zip(policy.kinds, ready[d], strict=True):
+            if not heap:
+                continue
+            if kind == "F":
+                refused = []
+                while heap and not admitted(heap[0][1]) and live[d] < policy.limit:  # another stage's may be
+                    refused.append(heapq.heappop(heap))
+                i = heapq.heappop(heap)[1] if heap and live[d] < policy.limit else -1
+                for entry in refused:
+                    heapq.heappush(heap, entry)
+                if i < 0:
+                    continue
+                return i
+            if kind == "W" and policy.patience and queue:
+                at, i = queue[0]
+                soon = at < now + policy.patience * durations[heap[0][1]]
+                if soon and wish[i] < last and (tasks[i].kind != "F" or admitted(i)):
+                    return -1
+            return heapq.heappop(heap)[1]
+        return -1
+
+    left = len(tasks)
+    events = [(0.0, d) for d in range(n)]
+    while events:
+        now, d = heapq.heappop(events)
+        if free[d] > now:
+            continue
+        i = choose(d, now)
+        if i < 0:
+            if coming[d]:
+                heapq.heappush(events, (coming[d][0][0], d))
+            continue
+        kind, stage, _, _ = task = tasks[i]
+        end = free[d] = now + durations[i]
+        if begun[d] < 0:
+            begun[d] = now
+        orders[d].append(task)
+        left -= 1
+        if kind == "F":
+            live[d] += 1
+            lead[stage] += 1
+        elif kind == "B":
+            lead[stage] -= 1
+        else:
+            live[d] -= 1
+            if stage == 0 and schedule.rules.skip_first_b:
+                lead[0] -= 1
+        heapq.heappush(events, (end, d))
+        for j in after[i]:
+            at = end + (costs.comm if device[j] != d else 0.0)
+            if at > arrival[j]:
+                arrival[j] = at
+            needs[j] -= 1
+            if not needs[j]:
+                heapq.heappush(coming[device[j]], (arrival[j], j))
+                if device[j] != d:
+                    heapq.heappush(events, (arrival[j], device[j]))
+    if left:
+        return None
+    span = max(f - b for f, b in zip(free, begun, strict=True))
+    return Ordered(schedule.with_orders(orders), max(free), span)

@@ -1,0 +1,115 @@
+"""ZB-V: two stages a device in a V, so that the last stage's backward starts where the first forward did."""
+
+from __future__ import annotations
+
+import math
+
+from raypipe.errors import ScheduleError
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.deps import link
+from raypipe.schedule.families.greedy import KINDS, Policy, order_greedily, whole_step
+from raypipe.schedule.ir import Kind, Schedule, StageGraph, Task
+from raypipe.schedule.shape import Shape
+from raypipe.schedule.walk import walk
+
+
+def zb_v(shape: Shape, costs: CostTable) -> Schedule:
+    """Stages d and 2D-1-d on device d; zero bubbles in the span at 1F1B's memory (2D activations of a chunk).
+
+    F = B = W = 1 a device (1/2 a chunk), N >= 2D: span 3N. Where costs differ, list scheduling within the same memory
+    is tried too, and the order with the smaller span wins. The first and the last stage share device 0: tied
+    embeddings need no message.
+
+    Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, section 6; the order: Qi et al. 2024 (controllable
+    memory), arXiv:2405.15362, appendix.
+    """
+    depth, count = shape.devices, shape.microbatches
+    cap = 2 * depth
+    if shape.memory_limit is not None:
+        if shape.memory_limit < 2:
+            raise ScheduleError("memory_limit", f"{shape.memory_limit:g} activations; a V needs two", "use 2 or more")
+        cap = min(cap, math.floor(shape.memory_limit))
+    placement = (*range(depth), *reversed(range(depth)))
+    best = _textbook(placement, count)
+    span = _span(best, costs) if cap == 2 * depth else math.inf
+    work = max(
+        count * sum(c[s] for c in (costs.forward, costs.input_grad, costs.weight_grad) for s in (d, 2 * depth - 1 - d))
+        for d in range(depth)
+    )
+    if span > work * (1 + 1e-12) and depth * count <= _SEARCHED:
+        step = whole_step("zb-v", placement, count)
+        for policy in _policies(depth, cap):
+            found = order_greedily(step, costs, policy)
+            if found is not None and found.span < span:
+                best, span = found.schedule, found.span
+    if span == math.inf:
+        raise ScheduleError(
+            "memory_limit", f"no order found within {cap} activations", f"use {2 * depth}, or a smaller problem"
+        )
+    return best
+
+
+_SEARCHED = 4096
+"""Devices times micro-batches up to which list scheduling is tried."""
+
+
+def _policies(depth: int, cap: int) -> list[Policy]:
+    kinds: tuple[tuple[Kind, ...], ...] = (("B", "F", "W"), ("F", "B", "W"))
+    ahead = (lambda s: max(1, cap - 1) if s < depth else cap, lambda s: max(1, cap // 2) if s < depth else cap)
+    return [
+        Policy(kinds=order, patience=patience, limit=cap, ahead=lead, key=lambda t: (t.mbs[0], -t.stage))
+        for order in kinds
+        for patience in (0.0, 0.5)
+        for lead in ahead
+    ]
+
+
+def _span(schedule: Schedule, costs: CostTable) -> float:
+    graph = link(schedule)
+    done = walk(graph, costs.durations(schedule, graph.tasks), costs.comm)
+    return max(done.end[b - 1] - done.start[a] for a, b in zip(graph.first, graph.first[1:], strict=False))
+
+
+def _textbook(placement: tuple[int, ...], count: int) -> Schedule:
+    """Fill with forwards, turn at the bottom of the V, then both chunks in turn, then drain."""
+    depth = len(placement) // 2
+    rows = []
+    for d in range(depth):
+        row = _Row(d, 2 * depth - 1 - d, count)
+        row.repeat(2 * (depth - d) - 1, "Fd")
+        row.repeat(d, "Fu Fd")
+        row.repeat(depth - d, "Fu Bu Wu")
+        while row.done["F", row.up] < count:
+            row.repeat(1, "Fd Bd Wd Fu Bu Wu")
+        row.repeat(d, "Bd Bu")
+        row.repeat(depth - d, "Bd Wd")
+        row.repeat(count, "Bu")
+        row.repeat(count, "Bd")
+        row.repeat(count, "Wu")
+        row.repeat(count, "Wd")
+        rows.append(tuple(row.tasks))
+    return Schedule(
+        name="zb-v", placement=(placement,), orders=tuple(rows), microbatches=count,
+        graph=StageGraph.chain(2 * depth),
+    )  # fmt: skip
+
+
+class _Row:
+    """A device's order being written: ``Fd`` is the next forward on the way down the V, ``Wu`` the next W going up."""
+
+    def __init__(self, down: int, up: int, count: int) -> None:
+        self.down, self.up, self.count = down, up, count
+        self.tasks: list[Task] = []
+        self.done: dict[tuple[Kind, int], int] = {(k, s): 0 for k in KINDS for s in (down, up)}
+
+    def repeat(self, times: int, what: str) -> None:
+        """Append each named task ``times`` times, in turn, as far as there are any left that its device could run."""
+        for _ in range(times):
+            for name in what.split():
+                kind = next(k for k in KINDS if k == name[0])
+                stage = self.down if name[1] == "d" else self.up
+                m = self.done[kind, stage]
+                before: dict[Kind, int] = {"F": self.count, "B": self.done["F", stage], "W": self.done["B", stage]}
+                if m < before[kind]:
+                    self.done[kind, stage] += 1
+                    self.tasks.append(Task(kind, stage, (m,)))

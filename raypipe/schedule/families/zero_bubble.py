@@ -1,0 +1,108 @@
+"""Zero bubble: split backward, so that weight gradients fill what would be bubbles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from raypipe.errors import ScheduleError
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.families.greedy import Ordered, Policy, order_greedily, whole_step
+from raypipe.schedule.families.stretch import stretch
+from raypipe.schedule.ir import Kind, Schedule
+from raypipe.schedule.shape import Shape
+
+Score = Callable[[Ordered], tuple[float, float]]
+
+
+def h1(shape: Shape, costs: CostTable) -> Schedule:
+    """ZB-H1: no more activations than 1F1B's first device, the least makespan found.
+
+    Uniform costs, N >= 2D, W <= F + B: N(F+B+W) + (D-1)(F+B-W), plus 4(D-1)c with latency c; no order within that
+    memory ends earlier. The textbook order reaches it only where F = B = W.
+
+    Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, sections 2.1 and 3.1 (the heuristic's idea).
+    """
+    depth = shape.devices
+    cap = _cap(shape, depth)
+    times = set(zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True))
+    f, b, w = times.pop()
+    uniform = not times
+
+    def optimal(found: Ordered) -> bool:
+        goal = found.schedule.microbatches * (f + b + w) + (depth - 1) * (max(f, f + b - w) + 4 * costs.comm)
+        return uniform and found.makespan <= goal * (1 + 1e-12)
+
+    policies = _policies(cap, lambda s: max(1, cap - s), (("F", "B", "W"), ("B", "F", "W")), leads_first=True)
+    return _search("zb-h1", shape, costs, policies, lambda o: (o.makespan, o.span), optimal)
+
+
+def h2(shape: Shape, costs: CostTable) -> Schedule:
+    """ZB-H2: 2D - 1 activations, the least span found; no bubble between a device's first and last task.
+
+    Uniform costs: span N(F+B+W) + max(0, (D-1)(F+B-2W)) without latency. Only steps without a barrier between them
+    gain from it: the makespan is no less than ZB-H1's where F = B = W.
+
+    Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, section 2.2.
+    """
+    cap = _cap(shape, 2 * shape.devices - 1)
+    work = max(map(sum, zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)))
+
+    def optimal(found: Ordered) -> bool:
+        return found.span <= found.schedule.microbatches * work * (1 + 1e-12)
+
+    policies = _policies(cap, lambda s: max(1, cap - 2 * s), (("B", "F", "W"), ("F", "B", "W")), leads_first=False)
+    return _search("zb-h2", shape, costs, policies, lambda o: (o.span, o.makespan), optimal, warm_up=shape.devices)
+
+
+def _cap(shape: Shape, usual: int) -> int:
+    """Activations a device may hold: the family's own number, or less if the user says so."""
+    if shape.memory_limit is None:
+        return usual
+    if shape.memory_limit < 1:
+        raise ScheduleError(
+            "memory_limit", f"{shape.memory_limit:g} activations; every stage needs one", "use a number >= 1"
+        )
+    return min(usual, math.floor(shape.memory_limit))
+
+
+def _policies(
+    cap: int, ahead: Callable[[int], int], kinds: tuple[tuple[Kind, ...], ...], leads_first: bool
+) -> list[Policy]:
+    """What is tried, the ones that win at even costs first."""
+    return [
+        Policy(kinds=order, patience=patience, limit=cap, ahead=lead)
+        for lead in ((ahead, None) if leads_first else (None, ahead))
+        for patience in (0.0, 0.5, 0.75)
+        for order in kinds
+    ]
+
+
+def _search(
+    name: str, shape: Shape, costs: CostTable, policies: list[Policy], score: Score, done: Callable[[Ordered], bool],
+    warm_up: int = 0,
+) -> Schedule:  # fmt: skip
+    """The best policy's order. Of many micro-batches only the first few rounds are ordered, then stretched."""
+    depth, count = shape.devices, shape.microbatches
+    placement = tuple(range(depth))
+    rounds = warm_up + 2 * depth + 8
+    step = whole_step(name, placement, min(count, rounds))
+    best: tuple[Ordered, Policy] | None = None
+    for policy in policies:
+        found = order_greedily(step, costs, policy)
+        if found is not None and (best is None or score(found) < score(best[0])):
+            best = found, policy
+            if done(found):
+                break
+    if best is None:  # cannot be: even a limit of one activation always leaves a device something to run
+        raise ScheduleError(name, "no order found", "raise the memory limit")
+    if count <= rounds:
+        return best[0].schedule
+    for turn in (1, 2, 3):
+        short = rounds + (count - rounds) % turn
+        found = best[0] if short == rounds else order_greedily(whole_step(name, placement, short), costs, best[1])
+        longer = stretch(found.schedule, count, costs, turn) if found is not None else None
+        if longer is not None:
+            return longer
+    whole = order_greedily(whole_step(name, placement, count), costs, best[1])
+    return best[0].schedule if whole is None else whole.schedule
