@@ -1,7 +1,8 @@
 """A timeline as a Gantt chart: one lane per device, time to the right; several schedules on one time axis.
 
 Hue and number are the micro-batch, lightness the kind (palette.py), hatching the replica; a dark foot marks the
-later stages of a device that holds several of one replica, the darker the later.
+later stages of a device that holds several of one replica, the darker the later. Where there is a single
+micro-batch, hue and number are the stage.
 """
 
 from __future__ import annotations
@@ -78,14 +79,14 @@ def draw_lanes(axes: Any, timeline: Timeline, points: float, lane_points: float 
         axes.add_collection(
             PolyCollection(
                 [_corners(device, span) for device, span in members],
-                facecolors=[colour(span.task, schedule.microbatches) for _, span in members],
+                facecolors=[colour(span.task, schedule) for _, span in members],
                 edgecolors=(1, 1, 1, 0.75), linewidths=0.5 if total < 2000 else 0.0,
                 hatch=HATCHES[replica % len(HATCHES)], hatch_linewidth=0.6, rasterized=total > MANY,
             )
         )  # fmt: skip
     _feet(axes, schedule, boxes)
     if total <= 3000:
-        _labels(axes, boxes, points, lane_points)
+        _labels(axes, schedule, boxes, points, lane_points)
     devices = len(timeline.spans)
     axes.add_patch(Rectangle((0, -0.5), timeline.makespan, devices, facecolor=IDLE, zorder=0))
     axes.set_ylim(devices - 0.5, -0.5)
@@ -142,14 +143,17 @@ def _feet(axes: Any, schedule: Schedule, boxes: dict[int, list[tuple[int, Span]]
         axes.add_collection(PolyCollection(feet, facecolors=colours, linewidths=0, rasterized=len(feet) > MANY))
 
 
-def _labels(axes: Any, boxes: dict[int, list[tuple[int, Span]]], points: float, lane_points: float) -> None:
-    """Number the boxes that have room for their micro-batch."""
+def _labels(
+    axes: Any, schedule: Schedule, boxes: dict[int, list[tuple[int, Span]]], points: float, lane_points: float
+) -> None:
+    """Number the boxes that have room for their micro-batch, or stage where there is only one micro-batch."""
     size = min(7.5, 0.5 * lane_points)
     if size < 3:
         return
     for members in boxes.values():
         for device, span in members:
-            text = ",".join(map(str, span.task.mbs))
+            task = span.task
+            text = str(task.stage) if schedule.microbatches == 1 and task.mbs else ",".join(map(str, task.mbs))
             if text and (span.end - span.start) * points >= 0.62 * size * len(text):
                 axes.text(
                     (span.start + span.end) / 2, device, text,
@@ -165,6 +169,8 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], bottom: float, critic
         entries.append(Patch(facecolor="#d0d0d0", edgecolor="white", hatch=HATCHES[r], label=f"replica {r}"))
     if any(_chunks(t.schedule) for t in timelines):
         entries.append(Patch(facecolor="#606060", label="dark foot: later stage of the device"))
+    if any(t.schedule.microbatches == 1 for t in timelines):
+        entries.append(Patch(facecolor="none", label="one micro-batch: numbers are stages"))
     if critical:
         entries.append(Patch(facecolor="none", edgecolor=OUTLINE, linewidth=1.2, label="critical path"))
     entries.append(Patch(facecolor=IDLE, edgecolor="#cccccc", label="idle"))

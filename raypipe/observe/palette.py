@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from raypipe.schedule.ir import Kind, Task
+from raypipe.schedule.ir import Kind, Schedule, Task
 
 SHADES: dict[Kind, tuple[float, float]] = {
     "F": (0.88, 0.075), "B": (0.74, 0.125), "BW": (0.68, 0.13), "W": (0.55, 0.13), "R": (0.95, 0.03),
@@ -19,11 +19,14 @@ SHADES: dict[Kind, tuple[float, float]] = {
 RGB = tuple[float, float, float]
 
 
-def colour(task: Task, microbatches: int) -> RGB:
-    """Fill colour of a task in a step of ``microbatches``; each channel 0..1."""
+def colour(task: Task, schedule: Schedule) -> RGB:
+    """Fill colour of a task of ``schedule``; each channel 0..1. With a single micro-batch the hue tells the stage."""
     lightness, chroma = SHADES[task.kind]
+    number, count = (task.mbs[0] if task.mbs else 0), schedule.microbatches
+    if count == 1:
+        number, count = task.stage, schedule.stages
     # A sixth of the circle stays free, or the last micro-batch would look like the first.
-    turn = (task.mbs[0] if task.mbs else 0) / max(microbatches, 4) * 5 / 6
+    turn = number / max(count, 4) * 5 / 6
     return oklch(lightness, chroma if task.mbs else 0.0, 250 + 360 * turn)
 
 

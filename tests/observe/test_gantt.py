@@ -7,6 +7,7 @@ from raypipe.observe.figure_file import save
 from raypipe.observe.gantt import gantt
 from raypipe.observe.memory_plot import memory_plot
 from raypipe.observe.palette import colour, oklch
+from raypipe.schedule.ir import Schedule, StageGraph
 from raypipe.schedule.text import parse_task
 from raypipe.simulate.critical import critical_path
 
@@ -51,6 +52,11 @@ def test_the_critical_path_is_outlined(timeline):
     assert (boxes[0].x0, boxes[-1].x1) == (0, spans.makespan)
 
 
+def test_one_micro_batch_is_numbered_by_stage(timeline):
+    figure = gantt([timeline("model-parallel", devices=2, microbatches=1, chunks=2)])
+    assert sorted(text.get_text() for text in figure.axes[0].texts) == ["0", "0", "1", "1", "2", "2", "3", "3"]
+
+
 def test_svg_is_small_valid_and_the_same_every_time(timeline, tmp_path):
     for name in ("a.svg", "b.svg"):
         save(gantt([timeline("chimera", microbatches=8)]), tmp_path / name)
@@ -87,7 +93,8 @@ def test_memory_plot_of_many_devices_shows_a_choice_of_them(timeline):
 
 def test_colours_tell_micro_batch_and_kind():
     tasks = [parse_task(f"0{kind}{mb}") for kind in ("F", "B", "BW", "W", "R") for mb in range(8)]
-    shades = [colour(task, 8) for task in tasks]
+    eight = Schedule(name="s", placement=((0,),), orders=((),), microbatches=8, graph=StageGraph.chain(1))
+    shades = [colour(task, eight) for task in tasks]
     assert len({tuple(round(255 * c) for c in shade) for shade in shades}) == len(tasks)
     assert oklch(1, 0, 0) == pytest.approx((1, 1, 1), abs=1e-6)
     assert oklch(0, 0, 0) == (0, 0, 0)
