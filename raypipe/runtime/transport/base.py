@@ -59,7 +59,8 @@ def open_base(
         for reader in readers.values():
             reader.accept(timeout_s)
     except TransportError:
-        for end in (*writers.values(), *readers.values()):
+        opened: list[ShmSender | ShmReceiver] = [*writers.values(), *readers.values()]
+        for end in opened:
             end.close()
         raise
     return out | writers, into | readers

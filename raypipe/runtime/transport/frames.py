@@ -22,8 +22,8 @@ from raypipe.runtime.transport.channel import Expected
 from raypipe.runtime.transport.inbox import Inbox
 from raypipe.runtime.transport.memory import Allocate, empty
 
-FRAME_BYTES = 1 << 20
-"""Capacity of a frame; both ends must use the same."""
+FRAME_BYTES = (4 << 20) + 4096
+"""Capacity of a frame: 4 MiB and room for a header. Both ends must use the same; only what is used takes memory."""
 _LENGTH = struct.Struct("<I")
 
 

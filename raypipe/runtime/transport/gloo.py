@@ -27,7 +27,7 @@ from raypipe.runtime.transport.memory import Allocate, empty
 from raypipe.runtime.transport.progress import PUSH_EVERY_S, Progress
 
 _FOREVER = timedelta(days=365)
-_FRAMES_AHEAD = 8
+_FRAMES_AHEAD = 4
 
 
 def open_group(world_size: int) -> dist.ProcessGroup:

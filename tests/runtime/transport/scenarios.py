@@ -65,7 +65,12 @@ def zoo() -> list[list[torch.Tensor]]:
         [],
         [torch.randn(3, 3, dtype=torch.complex64).conj(), torch.randn(4, dtype=torch.complex64).conj().imag],
         [torch.randn(100_000), torch.randn(3, requires_grad=True), torch.arange(100_001, dtype=torch.uint8)],
-        [torch.randn(700_000, dtype=torch.float16), torch.tensor([1], dtype=torch.int8)],
+        [
+            torch.randn(3_000_000),
+            torch.arange(9, dtype=torch.int16),
+            torch.randn(700_000, dtype=torch.float16),
+            torch.tensor([1], dtype=torch.int8),
+        ],
     ]
 
 
@@ -158,7 +163,7 @@ def wrong_dtype(ends: Ends) -> None:
 
 
 def much_too_large(ends: Ends) -> None:
-    _wrong(ends, ends.label(3, 0, step=7), torch.zeros(900, 1000), "float32 900x1000")
+    _wrong(ends, ends.label(3, 0, step=7), torch.zeros(9000, 1000), "float32 9000x1000")
 
 
 def timeout(ends: Ends) -> None:
