@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from raypipe.errors import ScheduleError
+from raypipe.schedule import Shape, generate
 from raypipe.schedule.text import from_text
 from raypipe.schedule.torch_csv import to_torch_csv
 
@@ -57,3 +58,24 @@ def test_refuses_what_torch_cannot_express(text, why):
     with pytest.raises(ScheduleError, match="torch CSV") as caught:
         to_torch_csv(from_text(text, "s"))
     assert why in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("gpipe", {}), ("1f1b", {}), ("interleaved-1f1b", {"chunks": 2}), ("bfs", {"chunks": 2}), ("zb-h1", {}),
+     ("zb-h2", {}), ("zb-v", {}), ("zeropp", {"chunks": 2, "unit": 4})],
+)  # fmt: skip
+def test_torch_loads_every_schedule_it_can_express(name, options, tmp_path):
+    schedule = generate(name, Shape(devices=4, microbatches=8, **options))
+    runtime = torch_loads(to_torch_csv(schedule), tmp_path / "s.csv", 4, schedule.stages, 8)
+    assert runtime.stage_index_to_group_rank == dict(enumerate(schedule.placement[0]))
+    assert [len(actions) for actions in runtime.pipeline_order.values()] == [len(order) for order in schedule.orders]
+
+
+@pytest.mark.parametrize(
+    "name", ["chimera", "gems", "pipedream", "pipedream-2bw", "early-recompute", "fast-forward", "modulo"]
+)
+def test_says_so_for_every_schedule_it_cannot(name):
+    shape = Shape(devices=2, microbatches=1 if name in ("fast-forward", "modulo") else 4)
+    with pytest.raises(ScheduleError, match="torch"):
+        to_torch_csv(generate(name, shape))
