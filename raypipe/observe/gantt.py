@@ -70,12 +70,12 @@ def gantt(
 def draw_lanes(axes: Any, timeline: Timeline, points: float, lane_points: float = 20.0) -> None:
     """Draw one timeline into Matplotlib ``axes``; ``points`` is the width of one unit of time, for the labels."""
     schedule = timeline.schedule
-    boxes: dict[int, list[tuple[int, Span]]] = {}
+    boxes: dict[tuple[bool, int], list[tuple[int, Span]]] = {}  # all-reduces last, so that no box covers them
     for device, spans in enumerate(timeline.spans):
         for span in spans:
-            boxes.setdefault(span.task.replica, []).append((device, span))
+            boxes.setdefault((span.task.kind == "AR", span.task.replica), []).append((device, span))
     total = sum(map(len, boxes.values()))
-    for replica, members in boxes.items():
+    for (_, replica), members in sorted(boxes.items(), key=lambda item: item[0]):
         axes.add_collection(
             PolyCollection(
                 [_corners(device, span) for device, span in members],
@@ -127,7 +127,7 @@ def _chunks(schedule: Schedule) -> dict[tuple[int, int], int]:
     return chunk if any(chunk.values()) else {}
 
 
-def _feet(axes: Any, schedule: Schedule, boxes: dict[int, list[tuple[int, Span]]]) -> None:
+def _feet(axes: Any, schedule: Schedule, boxes: dict[tuple[bool, int], list[tuple[int, Span]]]) -> None:
     chunk = _chunks(schedule)
     most = max(chunk.values(), default=0)
     feet, colours = [], []
@@ -144,7 +144,11 @@ def _feet(axes: Any, schedule: Schedule, boxes: dict[int, list[tuple[int, Span]]
 
 
 def _labels(
-    axes: Any, schedule: Schedule, boxes: dict[int, list[tuple[int, Span]]], points: float, lane_points: float
+    axes: Any,
+    schedule: Schedule,
+    boxes: dict[tuple[bool, int], list[tuple[int, Span]]],
+    points: float,
+    lane_points: float,
 ) -> None:
     """Number the boxes that have room for their micro-batch, or stage where there is only one micro-batch."""
     size = min(7.5, 0.5 * lane_points)

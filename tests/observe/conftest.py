@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from raypipe.schedule import Shape, generate, stages_of
@@ -22,8 +24,9 @@ def timeline():
 def written():
     """Make the timeline of a schedule in text form."""
 
-    def make(text, **costs):
+    def make(text, all_reduce=0.0, **costs):
         schedule = from_text(text, "written")
-        return simulate(schedule, CostTable.even(schedule.stages, **costs))
+        table = CostTable.even(schedule.stages, **costs)
+        return simulate(schedule, replace(table, all_reduce=(all_reduce,) * schedule.stages))
 
     return make

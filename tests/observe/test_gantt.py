@@ -99,3 +99,14 @@ def test_colours_tell_micro_batch_and_kind():
     assert oklch(1, 0, 0) == pytest.approx((1, 1, 1), abs=1e-6)
     assert oklch(0, 0, 0) == (0, 0, 0)
     assert oklch(0.627955, 0.257683, 29.2339) == pytest.approx((1, 0, 0), abs=2e-3)  # sRGB red
+
+
+def test_an_all_reduce_is_a_strip_over_the_compute_beside_it(written):
+    spans = written(
+        "device 0: 0F0 1F1@1 1BW1@1 1AR@1 0BW0 0AR\ndevice 1: 1F0 0F1@1 1BW0 1AR 0BW1@1 0AR@1\n", all_reduce=1.5
+    )
+    last = gantt([spans]).axes[0].collections[-2:]
+    strips = [path.get_extents() for collection in last for path in collection.get_paths()]
+    reduces = [s for row in spans.spans for s in row if s.task.kind == "AR"]
+    assert sorted((b.x0, b.x1) for b in strips) == sorted((s.start, s.end) for s in reduces)
+    assert all(box.height < 0.3 for box in strips)
