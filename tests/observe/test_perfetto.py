@@ -3,9 +3,9 @@ import json
 import pytest
 
 from raypipe.errors import RequestError
-from raypipe.simulate.activations import live_activations
 from raypipe.observe.perfetto import trace, write_trace
 from raypipe.schedule.deps import link
+from raypipe.simulate.activations import live_activations
 
 
 def of(events, phase):
