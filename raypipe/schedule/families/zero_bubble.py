@@ -73,7 +73,7 @@ def _policies(
     return [
         Policy(kinds=order, patience=patience, limit=cap, ahead=lead)
         for lead in ((ahead, None) if leads_first else (None, ahead))
-        for patience in (0.0, 0.5, 0.75)
+        for patience in (0.0, 0.5, 0.75, 1.0)
         for order in kinds
     ]
 

@@ -1,0 +1,51 @@
+"""Merak's three ways to recompute on 1F1B, F = R = 1 and BW = 2 (PAPERS, Merak)."""
+
+import pytest
+
+from raypipe.errors import ScheduleError
+from raypipe.schedule import Shape, generate
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.passes import add_recompute
+from raypipe.schedule.verify import verify
+from raypipe.simulate.engine import simulate
+
+
+@pytest.mark.parametrize(("stages", "count"), [(4, 5), (8, 16), (2, 4), (3, 3), (6, 20), (4, 8)])
+def test_bubbles(stages: int, count: int) -> None:
+    shape, costs = Shape(devices=stages, microbatches=count), CostTable.even(stages, recompute=1)
+    late = add_recompute(generate("1f1b", shape), "late")
+    made = [late, generate("early-recompute", shape), generate("shifted-critical-path", shape)]
+    for schedule in made:
+        verify(schedule)
+    spent = [simulate(s, costs).makespan for s in made]
+    work = 4 * count
+    assert spent == [work + 4 * (stages - 1), work + 3 * (stages - 1), work + 3 * (stages - 2)]
+
+
+def test_a_heavier_head_is_absorbed_by_the_last_stage() -> None:
+    """It saves its R, so its tasks may take that much longer and the step does not."""
+    even = CostTable.even(4, recompute=1)
+    heavy = CostTable(
+        forward=(1, 1, 1, 1.3), input_grad=(1, 1, 1, 1.6), weight_grad=(1,) * 4, recompute=(1,) * 4,
+        all_reduce=(0,) * 4, update=(0,) * 4,
+    )  # fmt: skip
+    schedule = generate("shifted-critical-path", Shape(devices=4, microbatches=12))
+    early = generate("early-recompute", Shape(devices=4, microbatches=12))
+    gain = simulate(schedule, heavy).makespan - simulate(schedule, even).makespan
+    assert gain < 0.3 * (simulate(early, heavy).makespan - simulate(early, even).makespan)
+
+
+def test_recomputed_activations_live_from_r() -> None:
+    timeline = simulate(generate("shifted-critical-path", Shape(devices=4, microbatches=8)), CostTable.even(4))
+    assert timeline.peak_activations == (1, 1, 1, 1)
+    partly = add_recompute(generate("1f1b", Shape(devices=4, microbatches=8)), "late", [0])
+    assert simulate(partly, CostTable.even(4)).peak_activations == (1, 3, 2, 1)
+
+
+def test_recompute_can_be_taken_off_again() -> None:
+    plain = generate("1f1b", Shape(devices=3, microbatches=4))
+    assert add_recompute(add_recompute(plain), stages=[]).orders == plain.orders
+    with pytest.raises(ScheduleError, match="stage 3 of 3"):
+        add_recompute(plain, stages=[3])
+    with pytest.raises(ScheduleError, match="use early or late"):
+        add_recompute(plain, "sometimes")  # type: ignore[arg-type]
