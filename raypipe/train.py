@@ -58,11 +58,13 @@ def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: P
     else:
         plan = make_plan(job)
     from raypipe.data import prepare
+    from raypipe.data.corpus import META
 
     where = _directory(job, directory, resume)
     if resume:
         _check_resume(job, where)
-    prepare(job.data, job.model.sequence, where / "data")
+    if not (resume and (where / "data" / META).exists()):  # a resumed run goes on with the text it began with
+        prepare(job.data, job.model.sequence, where / "data")
     plan.save(where / "plan.json")
     (where / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
     return Prepared(job, plan, where, resume)

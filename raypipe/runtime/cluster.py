@@ -9,8 +9,10 @@ from typing import Any
 
 import ray
 
-from raypipe.errors import RunError, SpecError
+from raypipe.errors import SpecError
 from raypipe.runtime.devices import DeviceRequest, local_cpus, request_devices
+
+UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"
 
 
 def connect(devices: int, dashboard_port: int | None = None) -> DeviceRequest:
@@ -20,8 +22,8 @@ def connect(devices: int, dashboard_port: int | None = None) -> DeviceRequest:
     loopback, with as many logical CPUs as the plan needs.
 
     Raises:
-        SpecError: the cluster can never give that many devices, or the dashboard's port is taken.
-        RunError: RAY_ADDRESS names a cluster that does not answer.
+        SpecError: the cluster can never give that many devices, RAY_ADDRESS names one that does not answer, or the
+            dashboard's port is taken.
     """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
@@ -34,15 +36,27 @@ def _join_running(quiet: dict[str, Any]) -> bool:
     named = os.environ.get("RAY_ADDRESS", "")
     if named == "local":
         return False
+    if named not in ("", "auto"):
+        _check_reachable(named)
     try:
         ray.init(address=named or "auto", **quiet)
     except ConnectionError as error:
         if named:
-            raise RunError(
-                "RAY_ADDRESS", f"no Ray cluster answers at {named}: {error}", "start it, or unset it"
-            ) from None
+            raise SpecError("RAY_ADDRESS", f"no Ray cluster answers at {named}: {error}", UNREACHABLE) from None
         return False
     return True
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes; one connection tells at once."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise SpecError("RAY_ADDRESS", f'"{address}" is not HOST:PORT', UNREACHABLE)
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        why = f"no Ray cluster answers at {address}: {error.strerror or error}"
+        raise SpecError("RAY_ADDRESS", why, UNREACHABLE) from None
 
 
 def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]) -> None:
