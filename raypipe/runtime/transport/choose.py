@@ -25,7 +25,7 @@ def choose(src: Peer, dst: Peer, requested: str = "auto", *, nccl: bool = True) 
     """
     known = get_args(Requested)
     if requested not in known:
-        raise SpecError("transport", f'there is no transport "{requested}"', nearest(requested, known))
+        raise SpecError("parallel.transport", f'there is no transport "{requested}"', nearest(requested, known))
     gpus = (src.device != "cpu") + (dst.device != "cpu")
     distinct_gpus = gpus == 2 and src.device != dst.device
     if requested == "auto":
@@ -51,7 +51,7 @@ def choose(src: Peer, dst: Peer, requested: str = "auto", *, nccl: bool = True) 
     }[requested]
     if refusal:
         raise SpecError(
-            "transport",
+            "parallel.transport",
             f"{requested} can't serve the edge from {who(src)} to {who(dst)}: {refusal}",
             f"use transport: auto, which takes {choose(src, dst, nccl=nccl)} here",
         )

@@ -4,8 +4,8 @@ Its send and receive block, so each direction of an edge has a thread. What Ray'
 rest:
 
 * The Gloo group joins the process's torch.distributed world if there is one, must span all of it with equal ranks, and
-  passes messages over the world's default group. So there is one Ray group for all edges, and nobody else may use
-  point-to-point on the default group.
+  passes messages over the world's default group. So there is one Ray group for all edges, nobody else may use
+  point-to-point on the default group, and after a failure the world must be joined anew (stage actors are restarted).
 * The NCCL group makes its communicator at the first message, one per pair of ranks for both directions, on a stream
   that synchronises with torch's default stream: two facing edges could lock up. So there is one group per directed
   edge, warmed up in order, and moved to a stream of ours (``RayLink``).
