@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raypipe.errors import ScheduleError, nearest
+from raypipe.schedule.collector import no_collection
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families import (
     chimera,
@@ -102,6 +103,7 @@ def stages_of(name: str, shape: Shape) -> int:
     return family.stages(shape)
 
 
+@no_collection()
 def generate(name: str, shape: Shape, costs: CostTable | None = None) -> Schedule:
     """Make the named schedule.
 

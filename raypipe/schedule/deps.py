@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
+from raypipe.schedule.collector import no_collection
 from raypipe.schedule.grid import grid
 from raypipe.schedule.ir import Kind, Rules, Schedule, Task
 
@@ -57,6 +58,7 @@ class TaskGraph:
     """Pairs of tasks that do the same thing."""
 
 
+@no_collection()
 def link(schedule: Schedule) -> TaskGraph:
     """Number the tasks of ``schedule`` and resolve every dependency; linear in tasks and edges.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raypipe.schedule.collector import no_collection
 from raypipe.schedule.deps import TaskGraph
 
 
@@ -26,6 +27,7 @@ class Walk:
     """The first task of each lane that cannot run; empty when all ran."""
 
 
+@no_collection()
 def walk(graph: TaskGraph, durations: Sequence[float], comm: float = 0.0) -> Walk:
     """Run each task as early as its device's order and its dependencies allow.
 

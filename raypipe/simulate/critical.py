@@ -52,8 +52,9 @@ def critical_path(timeline: Timeline, graph: TaskGraph | None = None) -> Critica
     path = [i]
     while True:
         here = graph.device[i]
+        comm = 0.0 if graph.tasks[i].kind == "AR" else timeline.comm  # an all-reduce's cost has its messages already
         waits = [
-            (spans[p].end + (timeline.comm if graph.device[p] != here else 0.0), 1 + (graph.device[p] != here), p)
+            (spans[p].end + (comm if graph.device[p] != here else 0.0), 1 + (graph.device[p] != here), p)
             for p in graph.preds[i]
         ]
         if i in before:

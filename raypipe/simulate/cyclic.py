@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from raypipe.schedule.collector import no_collection
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
@@ -32,6 +33,7 @@ class CyclicGraph:
     """Training steps that one turn of this graph stands for."""
 
 
+@no_collection()
 def cyclic(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None) -> CyclicGraph:
     """Build the repeating graph of a schedule.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from raypipe.schedule.collector import no_collection
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
@@ -12,6 +13,7 @@ from raypipe.schedule.walk import walk
 from raypipe.simulate.timeline import Span, Timeline
 
 
+@no_collection()
 def simulate(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None) -> Timeline:
     """Time every task, each as early as its device's order and its dependencies allow.
 

@@ -36,7 +36,7 @@ def zb_v(shape: Shape, costs: CostTable) -> Schedule:
         count * sum(c[s] for c in (costs.forward, costs.input_grad, costs.weight_grad) for s in (d, 2 * depth - 1 - d))
         for d in range(depth)
     )
-    if span > work * (1 + 1e-12) and depth * count <= _SEARCHED:
+    if span > work * (1 + 1e-12) and (span == math.inf or depth * count <= _SEARCHED):
         step = whole_step("zb-v", placement, count)
         for policy in _policies(depth, cap):
             found = order_greedily(step, costs, policy)
@@ -50,7 +50,7 @@ def zb_v(shape: Shape, costs: CostTable) -> Schedule:
 
 
 _SEARCHED = 4096
-"""Devices times micro-batches up to which list scheduling is tried."""
+"""Devices times micro-batches up to which list scheduling competes with the textbook order."""
 
 
 def _policies(depth: int, cap: int) -> list[Policy]:

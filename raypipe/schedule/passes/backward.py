@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from raypipe.schedule.collector import no_collection
 from raypipe.schedule.ir import Schedule, Task
 
 
+@no_collection()
 def split_backward(schedule: Schedule) -> Schedule:
     """Replace every BW by B followed at once by W (by W alone where stage 0 computes no input gradient).
 
