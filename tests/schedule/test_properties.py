@@ -25,8 +25,12 @@ from raypipe.schedule.passes import (
     replicate,
     split_backward,
 )
+from raypipe.schedule.unroll import unroll
 from raypipe.schedule.verify import verify
+from raypipe.simulate.bounds import lower_bound
+from raypipe.simulate.critical import critical_path
 from raypipe.simulate.engine import simulate
+from raypipe.simulate.period import period
 
 Pass = Callable[[Schedule], Schedule]
 PASSES: dict[str, Pass] = {
@@ -194,3 +198,23 @@ def test_peak_activations_agree_with_times(schedule: Schedule) -> None:
             most = max(most, alive)
         assert most == peak
     assert all(t.kind in COMPUTE for t in schedule.tasks())
+
+
+@settings(max_examples=80, deadline=None)
+@given(schedules())
+def test_bounds_of_any_order(schedule: Schedule) -> None:
+    """Bound <= makespan, busiest device <= period <= makespan, and a critical path from 0 to the end."""
+    table = costs(schedule)
+    timeline = simulate(schedule, table)
+    assert lower_bound(schedule, table) <= timeline.makespan + 1e-9
+    assert max(timeline.busy) - 1e-9 <= period(schedule, table) <= timeline.makespan + 1e-9
+    path = critical_path(timeline).spans
+    assert (path[0].start, path[-1].end) == (0, timeline.makespan)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules(), st.integers(1, 3))
+def test_steps_in_a_row_are_a_valid_step(schedule: Schedule, steps: int) -> None:
+    many = unroll(schedule, steps)
+    verify(many)
+    assert simulate(many, costs(schedule)).makespan <= steps * simulate(schedule, costs(schedule)).makespan + 1e-9
