@@ -15,18 +15,23 @@ Job = tuple[float, float, float]
 """(head, time, tail): earliest start, time on the machine, least time from its end to the end of the step."""
 
 
-def lower_bound(schedule: Schedule, costs: CostTable) -> float:
+def lower_bound(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None) -> float:
     """No order of these compute tasks on these devices ends earlier, joint backwards split or not.
 
     One-machine relaxation with heads and tails: each device on its own must run its tasks, each not before what leads
     up to it and leaving time for what follows it elsewhere; the best preemptive order is found exactly by always
     running the task with the longest tail (Jackson's rule; Carlier 1982). All-reduces and updates are left out.
 
+    Args:
+        schedule: tasks and placement; which replica a micro-batch runs on is kept.
+        costs: time of each task.
+        graph: ``link(schedule)``, where the caller has it already.
+
     Raises:
         ScheduleError: the schedule cannot run.
     """
     bare = split_backward(schedule.with_orders([t for t in o if t.kind in COMPUTE] for o in schedule.orders))
-    graph = link(bare)
+    graph = graph if graph is not None and bare.orders == schedule.orders else link(bare)
     check_links(graph)
     durations = costs.durations(bare, graph.tasks)
     done = walk(graph, durations, costs.comm)

@@ -82,8 +82,11 @@ def _flushed(schedule: Schedule, costs: CostTable, graph: TaskGraph) -> CyclicGr
                 carried[lane[0]] = [(lane[-1], 0.0)]
     for group in collectives.values():  # all holders start together, so each waits for what any of them waits for
         everything = sorted({p for i in group for p in local[i] if p not in group})
+        before = sorted({wait for i in group for wait in carried.get(i, [])})
         for i in group:
             local[i] = everything
+            if before:
+                carried[i] = before
     for (stage, replica), i in starts.items():
         kind, own = ready[stage, replica]
         sources = [own] if kind in ("AR", "U") else [j for (s, _), (_, j) in ready.items() if s == stage]
