@@ -1,5 +1,7 @@
 """GPipe, 1F1B, interleaved and Chimera against their closed forms (PAPERS: Chimera, and "checked")."""
 
+import itertools
+
 import pytest
 
 from raypipe.errors import ScheduleError
@@ -100,3 +102,38 @@ def test_costs_for_another_number_of_stages_are_refused() -> None:
 
 def test_every_family_has_one_line_about_it() -> None:
     assert all(f.about and "\n" not in f.about for f in SCHEDULES.values())
+
+
+@pytest.mark.parametrize(("depth", "count", "chunks"), [(4, 8, 2), (4, 8, 3), (2, 5, 2), (8, 9, 4), (3, 3, 5)])
+def test_breadth_first(depth: int, count: int, chunks: int) -> None:
+    timeline = run("bfs", 6 / chunks, 12 / chunks, devices=depth, microbatches=count, chunks=chunks)
+    assert timeline.makespan == pytest.approx((count + (depth - 1) / chunks) * 18)
+    assert timeline.peak_activations == (count * chunks,) * depth
+    for order in timeline.schedule.orders:  # a stage's micro-batches are contiguous: one gather of its weights a pass
+        passes = [(t.kind, t.stage) for t in order]
+        assert sum(a != b for a, b in itertools.pairwise(passes)) == 2 * chunks - 1
+
+
+@pytest.mark.parametrize("depth", [2, 4, 6, 10])
+@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (2, 3), (1, 2), (2, 7)])
+def test_one_unit_of_chimera_with_a_longer_backward(depth: int, forward: float, backward: float) -> None:
+    timeline = run("chimera", forward, backward, devices=depth, microbatches=depth)
+    assert timeline.makespan == depth * forward + (2 * depth - 2) * backward
+
+
+@pytest.mark.parametrize(("depth", "pipelines", "units"), [(8, 4, 1), (8, 4, 3), (12, 6, 2), (12, 4, 2)])
+def test_units_of_more_pipelines(depth: int, pipelines: int, units: int) -> None:
+    f = pipelines // 2
+    even = run("chimera", 1, 1, devices=depth, microbatches=units * depth, pipelines=pipelines)
+    assert even.makespan == 2 * units * depth + depth // f - 2
+    double = run("chimera", 1, 2, devices=depth, microbatches=depth, pipelines=pipelines)
+    assert double.makespan == depth + 2 * (depth + depth // f - 2)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("latency", [0.5, 2])
+def test_latency_on_the_way_there_and_back(name: str, latency: float) -> None:
+    """One micro-batch passes each boundary twice."""
+    costs = CostTable.even(4, 1, 1, 1, comm=latency)
+    timeline = simulate(generate(name, Shape(devices=4, microbatches=1), costs), costs)
+    assert timeline.makespan == 12 + 6 * latency
