@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import CheckpointError, RunError, SpecError
+from raypipe.job.order import base_schedule, is_file
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.observe.summary import summarise
-from raypipe.plan.plan import Plan, build_schedule, load_plan, model_stages
+from raypipe.plan.plan import Plan, build_schedule, load_plan
+from raypipe.schedule.text import to_text
 
 JOB_FILE = "job.json"
 
@@ -39,10 +41,12 @@ def make_plan(job: JobSpec) -> Plan:
     """
     from raypipe.models import build_layers, split_layers
 
-    stages = model_stages(job)
-    cut = split_layers(build_layers(job.model), stages)
-    build_schedule(job.parallel, job.train.batch)
-    return Plan(parallel=job.parallel, cut=tuple(tuple(layers) for layers in cut))
+    schedule = base_schedule(job.parallel, job.train.batch)
+    cut = split_layers(build_layers(job.model), schedule.stages)
+    order = to_text(schedule) if is_file(job.parallel.schedule) else None
+    plan = Plan(parallel=job.parallel, cut=tuple(tuple(layers) for layers in cut), order=order)
+    build_schedule(plan, job.train.batch)
+    return plan
 
 
 def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: Path | None = None) -> Prepared:
@@ -80,7 +84,7 @@ def _check_cut(plan: Plan, job: JobSpec, plan_file: Path) -> None:
             f"{plan_file}: cut", f"holds layers {layers} of a model with layers 0 to {expected - 1}",
             "use a plan made for this job",
         )  # fmt: skip
-    stages = model_stages(job)
+    stages = build_schedule(plan, job.train.batch).stages
     if len(plan.cut) != stages:
         raise SpecError(
             f"{plan_file}: cut", f"has {len(plan.cut)} stages, {plan.parallel.schedule} needs {stages}",
@@ -148,7 +152,7 @@ def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], 
     from raypipe.runtime.train_run import RunRequest, start_run
 
     directory = prepared.directory
-    schedule = build_schedule(prepared.plan.parallel, prepared.job.train.batch)
+    schedule = build_schedule(prepared.plan, prepared.job.train.batch)
     devices = connect(schedule.devices, dashboard_port)
     log = RunLog(directory)
     log.event("run", resume=prepared.resume)

@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from raypipe.errors import nearest
+from raypipe.errors import ScheduleError
+from raypipe.job.order import base_schedule
 
 if TYPE_CHECKING:
     from raypipe.job.spec import JobSpec, ModelSpec, ParallelSpec, TrainSpec
 
-SCHEDULES_NOW = ("gpipe", "1f1b", "dapple", "interleaved-1f1b", "chimera")
-"""Schedules a job can run."""
-SCHEDULES_LATER = (
-    *("bfs", "gems", "pipedream", "pipedream-2bw", "zb-h1", "zb-h2", "zb-v", "zeropp", "early-recompute"),
-    *("shifted-critical-path", "model-parallel", "fast-forward", "modulo", "auto"),
-)
-"""Names that are spelt right but that no job can run yet."""
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "unit": (None,),
-    "concat": ("direct",),
     "shard": ("none",),
     "sync": ("lazy", "eager", "eager-opt"),
     "recompute": ("none",),
@@ -43,8 +35,8 @@ def problems(job: JobSpec) -> Iterator[Problem]:
         yield Problem("model.vocabulary", f"{job.model.vocabulary}, but bytes take 256 values", "use 256")
     yield from _train(job.train)
     yield from _available(job.parallel)
-    yield from _cut(job)
     yield from _batch(job)
+    yield from _schedule(job)
 
 
 def _model(model: ModelSpec) -> Iterator[Problem]:
@@ -69,11 +61,6 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
 
 
 def _available(parallel: ParallelSpec) -> Iterator[Problem]:
-    name = parallel.schedule
-    if name in SCHEDULES_LATER:
-        yield Problem("parallel.schedule", f'"{name}" is not available yet', "use one of " + ", ".join(SCHEDULES_NOW))
-    elif name not in SCHEDULES_NOW:
-        yield Problem("parallel.schedule", f'no schedule is called "{name}"', nearest(name, SCHEDULES_NOW))
     for key, values in AVAILABLE.items():
         value = getattr(parallel, key)
         if value not in values:
@@ -81,49 +68,63 @@ def _available(parallel: ParallelSpec) -> Iterator[Problem]:
             yield Problem(f"parallel.{key}", f"{value} is not available yet", f"use {allowed}, or leave the key out")
 
 
-def _cut(job: JobSpec) -> Iterator[Problem]:
+SHAPE_KEYS = ("schedule", "chunks", "unit", "pipelines", "concat", "sync")
+KEYS = {"devices": "stages", "microbatches": "microbatch"}
+"""A shape's words that a job file has others for."""
+
+
+def _schedule(job: JobSpec) -> Iterator[Problem]:
+    """What the schedule itself refuses: its name, its shape, an option it has no use for."""
     parallel, layers = job.parallel, job.model.layers
-    if parallel.chunks > 1 and parallel.schedule != "interleaved-1f1b":
-        yield Problem(
-            "parallel.chunks",
-            f"{parallel.schedule} puts one stage on a device, not {parallel.chunks}",
-            "use chunks: 1, or schedule: interleaved-1f1b",
-        )
-    if parallel.schedule == "chimera" and parallel.stages % 2:
-        low, high = neighbours(parallel.stages, 2)
-        yield Problem(
-            "parallel.stages",
-            f"chimera runs two pipelines in opposite directions and needs an even number of stages, not "
-            f"{parallel.stages}",
-            f"use {_either(low, high)}",
-        )
-    yield from _pipelines(parallel)
-    if parallel.model_stages > layers:
-        each = f" (stages = {parallel.stages} times chunks = {parallel.chunks})" if parallel.chunks > 1 else ""
+    if parallel.schedule == "auto":
+        yield Problem("parallel.schedule", '"auto" is not available in a job yet', "name one: raypipe schedule --list")
+        return
+    try:
+        schedule = base_schedule(parallel, job.train.batch)
+    except ScheduleError as error:
+        key = KEYS.get(error.where, error.where)
+        yield Problem(f"parallel.{key if key in type(parallel).model_fields else 'schedule'}", _why(error), error.fix)
+        return
+    stages = schedule.stages
+    if stages > layers:
+        each = f" ({parallel.stages} devices with {stages // parallel.stages} each)" if stages > parallel.stages else ""
         yield Problem(
             "parallel.stages",
-            f"{parallel.model_stages} stages{each} for a model of {layers} layer{'s' * (layers > 1)}",
+            f"{stages} stages{each} for a model of {layers} layer{'s' * (layers > 1)}",
             f"use at most {layers} in all, or a deeper model (model.layers)",
         )
+    if parallel.microbatch % schedule.size.denominator:
+        yield Problem(
+            "parallel.microbatch",
+            f"{parallel.microbatch} sequences do not divide into {schedule.size.denominator} halves",
+            f"use a multiple of {schedule.size.denominator}",
+        )
+    if schedule.versions == "stash":
+        yield from _stash(job)
 
 
-def _pipelines(parallel: ParallelSpec) -> Iterator[Problem]:
-    count = parallel.pipelines
-    if parallel.schedule != "chimera":
-        if count != 2:
-            yield Problem(
-                "parallel.pipelines", f"{parallel.schedule} has no use for it", "leave it out, or use schedule: chimera"
-            )
-    elif parallel.stages % 2 == 0:
-        # Each pair of opposite pipelines starts an equal way along the devices (Chimera section 3.6).
-        half = parallel.stages // 2
-        valid = [2 * f for f in range(1, half + 1) if half % f == 0]
-        if count not in valid:
-            yield Problem(
-                "parallel.pipelines",
-                f"{count} pipelines don't spread evenly over {parallel.stages} stages",
-                "use " + " or ".join(map(str, valid)),
-            )
+def _why(error: ScheduleError) -> str:
+    """The reason, with the place where that is no key of the job: a line of a schedule file, a device."""
+    return error.why if error.where in (*KEYS, *SHAPE_KEYS) else str(error).split("\n  fix:")[0]
+
+
+def _stash(job: JobSpec) -> Iterator[Problem]:
+    """PipeDream updates each stage after each micro-batch, with nobody to agree with."""
+    if job.parallel.replicas > 1:
+        yield Problem(
+            "parallel.replicas", "pipedream updates after every micro-batch: replicas would drift apart",
+            "use replicas: 1, or schedule: pipedream-2bw",
+        )  # fmt: skip
+    if job.train.clip is not None:
+        yield Problem(
+            "train.clip", "pipedream never has all stages' gradients at one time, so there is no global norm",
+            "set it to null, or use schedule: pipedream-2bw",
+        )  # fmt: skip
+    if job.model.tie_embeddings and job.parallel.stages > 1:
+        yield Problem(
+            "model.tie_embeddings", "pipedream updates first and last stage at different times: copies would differ",
+            "set it to false, or use schedule: pipedream-2bw",
+        )  # fmt: skip
 
 
 def _batch(job: JobSpec) -> Iterator[Problem]:

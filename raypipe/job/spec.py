@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from raypipe.errors import SpecError
+from raypipe.schedule.shape import Shape
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -131,10 +132,16 @@ class ParallelSpec(Spec):
     tensor: Positive = 1
     """Devices that share each layer."""
 
-    @property
-    def model_stages(self) -> int:
-        """Parts the model is cut into."""
-        return self.stages * self.chunks
+    def shape(self, batch: int) -> Shape:
+        """The shape of one data-parallel copy's schedule, for mini-batches of ``batch`` sequences.
+
+        Raises:
+            ScheduleError: an impossible one.
+        """
+        return Shape(
+            devices=self.stages, microbatches=batch // (self.microbatch * self.replicas), chunks=self.chunks,
+            unit=self.unit, pipelines=self.pipelines, concat=self.concat,
+        )  # fmt: skip
 
     @property
     def devices(self) -> int:

@@ -12,12 +12,12 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, ValidationError
 
 from raypipe.errors import SpecError
-from raypipe.job.spec import JobSpec, ParallelSpec, Spec
-from raypipe.schedule import generate, stages_of
+from raypipe.job.spec import ParallelSpec, Spec
+from raypipe.schedule import generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.passes.sync import Sync
-from raypipe.schedule.shape import Shape
+from raypipe.schedule.text import from_text
 from raypipe.schedule.verify import verify
 
 
@@ -30,6 +30,8 @@ class Plan(Spec):
     """Schedule, stages, replicas, micro-batch size and the rest."""
     cut: Annotated[tuple[tuple[int, ...], ...], Field(strict=False)]
     """Per stage, the layers of the model it holds."""
+    order: str | None = None
+    """One pipeline's schedule in text form, where no name generates it: written by hand, or found by search."""
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
@@ -54,28 +56,7 @@ def load_plan(path: Path) -> Plan:
         raise SpecError(str(path), f"is not JSON: {error}", "use a plan that raypipe wrote") from None
 
 
-def shape_of(parallel: ParallelSpec, batch: int) -> Shape:
-    """The shape of one pipeline (one data-parallel copy) of a job."""
-    return Shape(
-        devices=parallel.stages,
-        microbatches=batch // (parallel.microbatch * parallel.replicas),
-        chunks=parallel.chunks,
-        unit=parallel.unit,
-        pipelines=parallel.pipelines,
-        concat=parallel.concat,
-    )
-
-
-def model_stages(job: JobSpec) -> int:
-    """Parts the model is cut into under the job's schedule.
-
-    Raises:
-        ScheduleError: no such schedule, or its shape is impossible.
-    """
-    return stages_of(job.parallel.schedule, shape_of(job.parallel, job.train.batch))
-
-
-def build_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
+def build_schedule(plan: Plan, batch: int) -> Schedule:
     """The whole step over all devices: generate, replicate, place gradient syncs and updates, verify.
 
     Device ``w * stages + d`` is device ``d`` of data-parallel copy ``w``.
@@ -83,7 +64,11 @@ def build_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
     Raises:
         ScheduleError: the shape is impossible for the schedule.
     """
-    schedule = generate(parallel.schedule, shape_of(parallel, batch))
+    parallel = plan.parallel
+    if plan.order is not None:
+        schedule = from_text(plan.order, "plan: order")
+    else:
+        schedule = generate(parallel.schedule, parallel.shape(batch))
     schedule = replicate(schedule, parallel.replicas)
     schedule = place_gradient_sync(schedule, cast(Sync, parallel.sync))  # it refuses what it does not know
     schedule = add_updates(schedule)

@@ -24,10 +24,12 @@ from raypipe.runtime.gradients import GradientSync, StageKey, shared_groups
 from raypipe.runtime.optimizer import learning_rate, make_optimizer
 from raypipe.runtime.setup import Location, Setup
 from raypipe.runtime.stage import StageModule
-from raypipe.runtime.state import owned_keys, read_state, state_tensors
+from raypipe.runtime.state import owned_keys, previous_tensors, read_previous, read_state, state_tensors
 from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.groups import create_groups
 from raypipe.runtime.transport.mesh import open_channels
+from raypipe.runtime.versions import WeightVersions
+from raypipe.schedule.endless import WHOLE, Part
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 
@@ -71,7 +73,7 @@ class Stage:
             setup.peers[setup.rank], setup.peers, setup.edges, job.parallel.transport, setup.run_id
         )  # no edges on a single device
         plan = build_layers(job.model)
-        split = any(a.task.kind == "W" for a in setup.train.actions)
+        split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): StageModule(
                 plan, setup.cut[stage], job.train.seed, DTYPES[job.train.dtype], self.device, split
@@ -81,21 +83,28 @@ class Stage:
             if device == setup.rank
         }
         self.optimizers = {k: make_optimizer(job.train, m.named.values()) for k, m in self.modules.items()}
+        checkpoint = None
         if setup.checkpoint is not None:
             checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
             for key, module in self.modules.items():
                 read_state(checkpoint, module, self.optimizers[key], setup.tied)
+        rule = setup.versions
+        versions = {} if rule == "flush" else {k: WeightVersions(m, rule) for k, m in self.modules.items()}
+        if checkpoint is not None:
+            for key, kept in versions.items():
+                kept.restore(read_previous(checkpoint, self.modules[key], setup.tied))
         self.corpus = Corpus.open(setup.data)
         tokens = job.train.batch * job.model.sequence
         settings = StepSettings(
-            seed=job.train.seed, samples_per_microbatch=setup.samples_per_microbatch, tokens_per_batch=tokens,
+            seed=job.train.seed, microbatches=setup.microbatches,
+            samples_per_microbatch=setup.samples_per_microbatch, tokens_per_batch=tokens,
             clip=job.train.clip, timeout_s=job.train.message_timeout_s, device=self.device,
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None,
         )  # fmt: skip
         sync = GradientSync(setup.rank, self.modules, setup.placement, setup.tied, groups, world)
         self.executor = Executor(
             settings, self.modules, self.optimizers, token_cross_entropy, self._feed, sync, senders, receivers,
-            setup.wire,
+            setup.wire, versions,
         )  # fmt: skip
         # What was built lives as long as the run: keep the collector from walking it again and again.
         gc.collect()
@@ -135,9 +144,9 @@ class Stage:
             return tokens, targets
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
-    def run_step(self, step: int) -> StepResult:
+    def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
         """Run training step ``step`` (from 0) and return what it took."""
-        return self.executor.run(self.setup_data.train, step, learning_rate(self.setup_data.job.train, step))
+        return self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
 
     def evaluate(self, batch: int) -> StepResult:
         """Run validation batch ``batch`` forward only."""
@@ -148,6 +157,9 @@ class Stage:
         tensors = {}
         for key in owned_keys(self.rank, self.modules, self.setup_data.placement):
             tensors.update(state_tensors(self.modules[key], self.optimizers[key], self.setup_data.tied))
+            if key in self.executor.versions:
+                previous = self.executor.versions[key].previous()
+                tensors.update(previous_tensors(self.modules[key], previous, self.setup_data.tied))
         return write_shard(directory, f"rank-{self.rank:05d}", tensors) if tensors else None
 
     def clock(self) -> float:

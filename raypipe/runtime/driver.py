@@ -29,6 +29,7 @@ from raypipe.runtime.measure import StepClock
 from raypipe.runtime.optimizer import learning_rate
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shapes import wire_specs
+from raypipe.schedule.endless import WHOLE, Part, parts
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.messages import edges, programs
 
@@ -46,6 +47,7 @@ class _Ticket:
     step: int
     """Steps done once it is through."""
     refs: list[Any]
+    part: Part = WHOLE
 
 
 class Driver:
@@ -54,7 +56,7 @@ class Driver:
     def __init__(self, job: JobSpec, plan: Plan, directory: Path, log: RunLog, saved: Saved) -> None:
         self.job, self.plan, self.directory = job, plan, directory
         self.log, self.saved = log, saved
-        self.schedule = build_schedule(plan.parallel, job.train.batch)
+        self.schedule = build_schedule(plan, job.train.batch)
         self.tokens_per_step = job.train.batch * job.model.sequence
         self.clock = StepClock(self.schedule)
         self.last_metrics: dict[str, Any] = {}
@@ -78,7 +80,7 @@ class Driver:
         job, schedule = self.job, self.schedule
         layers = build_layers(job.model)
         samples = int(self.plan.parallel.microbatch * schedule.size)
-        train = programs(schedule)
+        train = {part: programs(one, drains=part[1]) for part, one in parts(schedule).items()}
         evaluate = programs(forward_only(schedule))
         first = fleet.locations[0]
         one_host = len({x.peer.node for x in fleet.locations}) == 1
@@ -93,7 +95,9 @@ class Driver:
             tied=tied_holders(self.plan, schedule, job),
             wire=wire_specs(layers, self.plan.cut, samples, DTYPES[job.train.dtype]),
             samples_per_microbatch=samples,
-            train=train[0],
+            microbatches=schedule.microbatches,
+            versions=schedule.versions,
+            train={},
             evaluate=evaluate[0],
             run_id=fleet.run_id,
             data=self.directory / "data",
@@ -101,7 +105,9 @@ class Driver:
         )
         held = ray.get(
             [
-                actor.setup.remote(replace(setup, rank=r, train=train[r], evaluate=evaluate[r]))
+                actor.setup.remote(
+                    replace(setup, rank=r, train={p: rows[r] for p, rows in train.items()}, evaluate=evaluate[r])
+                )
                 for r, actor in enumerate(fleet.actors)
             ]
         )
@@ -117,13 +123,18 @@ class Driver:
     def _loop(self, fleet: Fleet, done: int) -> None:
         train = self.job.train
         pending: deque[_Ticket] = deque()
+        fills = True
         for step in range(done, train.steps):
-            pending.append(_Ticket("step", step + 1, fleet.call("run_step", step)))
             last = step + 1 == train.steps
-            if last or (train.eval_every and (step + 1) % train.eval_every == 0):
+            evaluates = last or bool(train.eval_every and (step + 1) % train.eval_every == 0)
+            saves = last or bool(train.checkpoint_every and (step + 1) % train.checkpoint_every == 0)
+            part = (fills, evaluates or saves) if self.schedule.versions != "flush" else WHOLE
+            fills = part[1]
+            pending.append(_Ticket("step", step + 1, fleet.call("run_step", step, part), part))
+            if evaluates:
                 refs = [ref for batch in range(train.eval_batches) for ref in fleet.call("evaluate", batch)]
                 pending.append(_Ticket("eval", step + 1, refs))
-            if last or (train.checkpoint_every and (step + 1) % train.checkpoint_every == 0):
+            if saves:
                 pending.append(_Ticket("save", step + 1, fleet.call("save", self._checkpoint_path(step + 1))))
             while sum(t.kind == "step" for t in pending) > AHEAD:
                 self._collect(pending.popleft())
@@ -140,7 +151,7 @@ class Driver:
     def _collect(self, ticket: _Ticket) -> None:
         results = ray.get(ticket.refs)
         if ticket.kind == "step":
-            self._collect_step(ticket.step, results)
+            self._collect_step(ticket.step, results, ticket.part)
         elif ticket.kind == "eval":
             self.clock.pause()
             loss = math.fsum(r.loss_sum for r in results) / self.job.train.eval_batches
@@ -153,12 +164,12 @@ class Driver:
             self.log.event("checkpoint", step=ticket.step, path=str(path))
             self.saved(ticket.step, path, {"step": ticket.step, **self.last_metrics})
 
-    def _collect_step(self, step: int, results: list[StepResult]) -> None:
+    def _collect_step(self, step: int, results: list[StepResult], part: Part) -> None:
         loss = math.fsum(r.loss_sum for r in results)
         norm = results[0].norm
         if norm is None:
             norm = math.sqrt(math.fsum(r.norm_squared for r in results))
-        step_s, bubble_ratio = self.clock.add(step, [r.times for r in results])
+        step_s, bubble_ratio = self.clock.add(part, [r.times for r in results])
         self.counts["p2p"] = sum(r.received for r in results)
         self.counts["all_reduce"] = round(math.fsum(r.all_reduces for r in results))
         self.last_metrics |= {"loss": loss}

@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.data.corpus import Split
+from raypipe.errors import TransportError
 from raypipe.models.keyed_random import random_keys
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.stage import Live, Loss, Payload, StageModule
 from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, TensorSpec
+from raypipe.runtime.versions import Snapshot, WeightVersions, run_with
 from raypipe.schedule.messages import Action, Message, Program
 
 Feed = Callable[[Split, int, int], tuple[Tensor, Tensor]]
@@ -50,6 +52,8 @@ class StepSettings:
     """What stays the same over all steps of a run."""
 
     seed: int
+    microbatches: int
+    """Micro-batch ids of a step, over all replicas."""
     samples_per_microbatch: int
     tokens_per_batch: int
     """Tokens of a mini-batch: what every token loss is divided by."""
@@ -69,10 +73,11 @@ class Executor:
         optimizers: Mapping[StageKey, torch.optim.Optimizer],
         loss: Loss,
         feed: Feed,
-        sync: GradientSync | None,
+        sync: GradientSync,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
         wire: Mapping[int, tuple[TensorSpec, ...]],
+        versions: Mapping[StageKey, WeightVersions],
     ) -> None:
         self.settings = settings
         self.modules = modules
@@ -83,11 +88,16 @@ class Executor:
         self.senders = senders
         self.receivers = receivers
         self.wire = wire
-        self._scale = torch.tensor(1.0 / settings.tokens_per_batch, device=settings.device)
+        self.versions = versions
+        # Micro-batch ids below count on over the steps (step * N + id): an asynchronous program reaches into the next.
         self._live: dict[tuple[int, int], Live] = {}
         self._mail: dict[tuple[str, int, int, int], Payload] = {}
         self._fed: dict[int, tuple[Tensor, Tensor]] = {}
-        self._losses: list[Tensor] = []
+        self._losses: dict[int, list[Tensor]] = {}
+        self._used: dict[StageKey, Snapshot] = {}
+        # Updates after every micro-batch make each one a mini-batch of its own.
+        share = settings.microbatches if any(v.rule == "stash" for v in versions.values()) else 1
+        self._scale = torch.tensor(share / settings.tokens_per_batch, device=settings.device)
 
     def run(self, program: Program, step: int, lr: float, split: Split = "train") -> StepResult:
         """Run one step (``split="train"``) or one forward-only evaluation batch (``split="val"``).
@@ -98,6 +108,7 @@ class Executor:
         self._begin(program, step, lr, split)
         times = np.empty((len(program.actions), 2))
         clock = time.monotonic
+        senders = tuple(self.senders.values())
         received = 0
         grad_mode = torch.enable_grad() if self.training else torch.no_grad()
         with grad_mode:
@@ -114,17 +125,21 @@ class Executor:
                 for message in action.sends:
                     if message.src_device != message.dst_device:
                         self._send(message)
-        for sender in self.senders.values():
+                for sender in senders:
+                    sender.progress()
+        for sender in senders:
             sender.flush(self.settings.timeout_s)
         return self._end(times, received)
 
     def _begin(self, program: Program, step: int, lr: float, split: Split) -> None:
         self.step, self.split, self.training = step, split, split == "train"
         self.lr = lr
-        self._recomputed = {(a.task.stage, mb) for a in program.actions if a.task.kind == "R" for mb in a.task.mbs}
-        self._finished = False
+        self._base = step * self.settings.microbatches
+        self._program = program
+        self._squares: list[float] = []
+        # Updates after every micro-batch have no gradients to share and no norm to wait for.
+        self._finished = any(v.rule == "stash" for v in self.versions.values())
         self._norm: float | None = None
-        self._norm_squared = 0.0
         for source, messages in program.arrivals.items():
             self.receivers[source].post([Expected(self._label(m), self._specs(m)) for m in messages])
 
@@ -134,15 +149,20 @@ class Executor:
         return self.wire[producer]
 
     def _label(self, m: Message) -> Label:
-        return Label(m.direction, m.src_stage, m.dst_stage, m.mb, self.step)
+        ahead, mb = divmod(m.mb, self.settings.microbatches)
+        return Label(m.direction, m.src_stage, m.dst_stage, mb, self.step + ahead)
 
     def _receive(self, m: Message, action: Action) -> None:
-        label = self._label(m)
-        tensors = self.receivers[m.src_device].recv(label, self.settings.timeout_s)
-        self._mail[(m.direction, m.src_stage, m.dst_stage, m.mb)] = tuple(tensors)
+        try:
+            tensors = self.receivers[m.src_device].recv(self._label(m), self.settings.timeout_s)
+        except TransportError as error:
+            raise TransportError(
+                f"{action.task} of step {self.step + 1}, {error.where}", error.why, error.fix
+            ) from None
+        self._mail[(m.direction, m.src_stage, m.dst_stage, self._base + m.mb)] = tuple(tensors)
 
     def _send(self, m: Message) -> None:
-        payload = self._mail.pop((m.direction, m.src_stage, m.dst_stage, m.mb))
+        payload = self._mail.pop((m.direction, m.src_stage, m.dst_stage, self._base + m.mb))
         self.senders[m.dst_device].send(self._label(m), payload)
 
     def _run_task(self, action: Action) -> None:
@@ -153,19 +173,15 @@ class Executor:
         elif kind in ("B", "BW"):
             self._backward(action, also_weights=kind == "BW")
         elif kind == "W":
-            module = self.modules[(task.stage, task.replica)]
-            for mb in task.mbs:
-                live = self._live.pop((task.stage, mb))
-                if live.outputs:  # no B ran before it: stage 0 without an input gradient
-                    module.run_backward(live, self._gradients(action, live, mb))
-                module.run_weight_gradients(live)
+            self._weights(action)
         elif kind == "R":
             for mb in task.mbs:
-                live = self._live[(task.stage, mb)]
-                live.outputs = self._compute(task.stage, task.replica, mb, live.inputs)
+                live = self._live[(task.stage, self._base + mb)]
+                live.outputs = self._compute(task.stage, task.replica, mb, live.inputs, live.weights)
         elif kind == "AR":
-            assert self.sync is not None
-            self.sync.launch((task.stage, task.replica))
+            key = (task.stage, task.replica)
+            self._collect(key)
+            self.sync.launch(key)
         elif kind == "U":
             self._update((task.stage, task.replica))
 
@@ -175,18 +191,20 @@ class Executor:
         return torch.autocast(self.settings.device.type, dtype=self.settings.autocast)
 
     def _data(self, mb: int) -> tuple[Tensor, Tensor]:
-        held = self._fed.get(mb)
+        held = self._fed.get(self._base + mb)
         if held is None:
-            held = self._fed[mb] = self.feed(self.split, self.step, mb)
+            ahead, of_step = divmod(mb, self.settings.microbatches)
+            held = self._fed[self._base + mb] = self.feed(self.split, self.step + ahead, of_step)
         return held
 
-    def _compute(self, stage: int, replica: int, mb: int, inputs: Payload) -> Payload:
+    def _compute(self, stage: int, replica: int, mb: int, inputs: Payload, weights: Snapshot | None) -> Payload:
         """Outputs of a stage for one micro-batch; of the last stage, the sum of its token losses."""
-        first = mb * self.settings.samples_per_microbatch
+        ahead, of_step = divmod(mb, self.settings.microbatches)
+        first = of_step * self.settings.samples_per_microbatch
         samples = range(first, first + self.settings.samples_per_microbatch)
         module = self.modules[(stage, replica)]
-        with random_keys(self.settings.seed, self.step, samples, self.training), self._autocast():
-            outputs: Payload = module(inputs)
+        with random_keys(self.settings.seed, self.step + ahead, samples, self.training), self._autocast():
+            outputs = run_with(module, weights, inputs)
             if stage not in self.wire:  # the last stage sends nothing on
                 outputs = (self.loss(outputs[0], self._data(mb)[1]),)
         return outputs
@@ -194,8 +212,11 @@ class Executor:
     def _forward(self, action: Action) -> None:
         task = action.task
         stage = task.stage
+        versions = self.versions.get((stage, task.replica)) if self.training else None
         for mb in task.mbs:
-            arrived = [self._mail.pop(("act", m.src_stage, stage, mb)) for m in action.receives if m.mb == mb]
+            at = self._base + mb
+            weights = versions.for_forward(mb >= self.settings.microbatches) if versions is not None else None
+            arrived = [self._mail.pop(("act", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
             if arrived:
                 inputs = tuple(t for payload in arrived for t in payload)
                 if self.training:
@@ -204,35 +225,60 @@ class Executor:
                             x.requires_grad_()
             else:
                 inputs = (self._data(mb)[0],)
-            again = (stage, mb) in self._recomputed
+            again = (stage, mb) in self._program.recomputed
             with torch.no_grad() if again else nullcontext():
-                outputs = self._compute(stage, task.replica, mb, inputs)
+                outputs = self._compute(stage, task.replica, mb, inputs, weights)
             if stage not in self.wire:
-                self._losses.append(outputs[0].detach())
+                of_step = self.step + mb // self.settings.microbatches
+                self._losses.setdefault(of_step, []).append(outputs[0].detach())
             for m in action.sends:
                 if m.mb == mb:
-                    self._mail[("act", stage, m.dst_stage, mb)] = tuple(y.detach() for y in outputs)
+                    self._mail[("act", stage, m.dst_stage, at)] = tuple(y.detach() for y in outputs)
             if self.training:
-                self._live[(stage, mb)] = Live(inputs, () if again else outputs)
+                self._live[(stage, at)] = Live(inputs, () if again else outputs, weights)
 
     def _backward(self, action: Action, also_weights: bool) -> None:
         task = action.task
         stage = task.stage
         module = self.modules[(stage, task.replica)]
         for mb in task.mbs:
-            live = self._live[(stage, mb)]
-            back = module.run_backward(live, self._gradients(action, live, mb))
+            at = self._base + mb
+            live = self._live[(stage, at)]
+            if live.back is None:
+                back = module.run_backward(live, self._gradients(action, live, mb))
+                live.ran = True
+            else:  # out of order: this micro-batch's W came first and had to run the backward
+                back = live.back
             if also_weights:
-                if live.closures:
-                    module.run_weight_gradients(live)
-                del self._live[(stage, mb)]
+                self._finish_weights(module, live, (stage, task.replica))
+            if also_weights or live.back is not None:
+                del self._live[(stage, at)]
             for m in action.sends:
                 if m.mb == mb:
-                    self._mail[("grad", stage, m.dst_stage, mb)] = back
+                    self._mail[("grad", stage, m.dst_stage, at)] = back
+
+    def _weights(self, action: Action) -> None:
+        task = action.task
+        module = self.modules[(task.stage, task.replica)]
+        for mb in task.mbs:
+            at = (task.stage, self._base + mb)
+            live = self._live[at]
+            if not live.ran:
+                live.back = module.run_backward(live, self._gradients(action, live, mb))
+                live.ran = True
+            self._finish_weights(module, live, (task.stage, task.replica))
+            if (task.stage, mb) not in self._program.weights_first:
+                del self._live[at]
+
+    def _finish_weights(self, module: StageModule, live: Live, key: StageKey) -> None:
+        module.run_weight_gradients(live)
+        if live.weights is not None:
+            self._used[key] = live.weights
 
     def _gradients(self, action: Action, live: Live, mb: int) -> tuple[Tensor, ...]:
         stage = action.task.stage
-        arrived = [self._mail.pop(("grad", m.src_stage, stage, mb)) for m in action.receives if m.mb == mb]
+        at = self._base + mb
+        arrived = [self._mail.pop(("grad", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
         if not arrived:
             return (self._scale.to(live.outputs[0].dtype),)
         if len(arrived) == 1:
@@ -240,37 +286,49 @@ class Executor:
         # Several stages read this output: their gradients add up.
         return tuple(torch.stack(parts).sum(0) for parts in zip(*arrived, strict=True))
 
+    def _collect(self, key: StageKey) -> None:
+        """With weight versions: hand the gradients of the version that was used to the optimizer."""
+        used = self._used.pop(key, None)
+        if used is not None:
+            self.versions[key].collect(used)
+
     def _finish_gradients(self, program: Program, times: NDArray[np.float64]) -> None:
         self._finished = True
-        assert self.sync is not None
+        for key in self.modules:
+            self._collect(key)
         completed = self.sync.finish()
         for i, action in enumerate(program.actions):  # an all-reduce lasts until it is complete, beside compute
             if action.task.kind == "AR" and (action.task.stage, action.task.replica) in completed:
                 times[i, 1] = completed[(action.task.stage, action.task.replica)]
         share = self.sync.norm_squared()
-        self._norm_squared = float(share)
+        self._squares.append(float(share))
         if self.settings.clip is not None:
             self._norm = self.sync.clip(self.settings.clip, share)
 
     def _update(self, key: StageKey) -> None:
+        versions = self.versions.get(key)
+        if versions is not None and versions.rule == "stash":
+            self._collect(key)
+            self._squares.append(float(self.sync.norm_squared()))
         optimizer = self.optimizers[key]
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if versions is not None:
+            versions.updated()
 
     def _end(self, times: NDArray[np.float64], received: int) -> StepResult:
-        loss = 0.0
-        if self._losses:
-            total = torch.stack(self._losses).double().sum()
-            loss = float(total) / self.settings.tokens_per_batch
-        reduced = 0.0
-        if self.sync is not None:
-            reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
-        left = [*self._live, *self._mail]
-        self._losses.clear()
-        self._live.clear()
-        self._mail.clear()
-        self._fed.clear()
-        assert not left, f"a verified program leaves nothing behind, yet {left[:3]} is left"
-        return StepResult(loss, self._norm_squared, self._norm, times, received, reduced)
+        losses = self._losses.pop(self.step, [])
+        loss = float(torch.stack(losses).double().sum()) / self.settings.tokens_per_batch if losses else 0.0
+        reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
+        if self._program.drains:
+            left = [*self._live, *self._mail]
+            self._live.clear()
+            self._mail.clear()
+            assert not left, f"a verified program leaves nothing behind, yet {left[:3]} is left"
+        until = self._base + self.settings.microbatches
+        self._fed = {at: held for at, held in self._fed.items() if at >= until}
+        # Of several updates in a step (PipeDream), the mean square.
+        square = sum(self._squares) / max(1, len(self._squares))
+        return StepResult(loss, square, self._norm, times, received, reduced)

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from raypipe.runtime.calibrate import fit_costs
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.endless import Part, parts
 from raypipe.schedule.ir import COMPUTE, Schedule
 from raypipe.simulate.engine import simulate
+from raypipe.simulate.period import period
 from raypipe.simulate.timeline import Span, Timeline
 
 WARM_UP, CALIBRATION = 2, 5
@@ -35,7 +37,11 @@ class StepClock:
         self.schedule = schedule
         self.prediction: Prediction | None = None
         self.last: Timeline | None = None
-        self._compute = [np.array([t.kind in COMPUTE for t in order], dtype=bool) for order in schedule.orders]
+        self._parts = parts(schedule)
+        self._compute = {
+            part: [np.array([t.kind in COMPUTE for t in order], dtype=bool) for order in one.orders]
+            for part, one in self._parts.items()
+        }
         self._previous_end: float | None = None
         self._calibration: list[Timeline] = []
         self._gaps: list[float] = []
@@ -45,7 +51,7 @@ class StepClock:
         """The devices did something else in between: the next step starts when its first task does."""
         self._previous_end = None
 
-    def add(self, step: int, times: list[NDArray[np.float64]]) -> tuple[float, float]:
+    def add(self, part: Part, times: list[NDArray[np.float64]]) -> tuple[float, float]:
         """Seconds and bubble ratio of one step: from the end of the step before to its own end."""
         start = min(float(t[0, 0]) for t in times if len(t))
         end = max(float(t[:, 1].max()) for t in times if len(t))
@@ -53,22 +59,23 @@ class StepClock:
         begin = self._previous_end if self._previous_end is not None else start
         self._previous_end = end
         step_s = end - begin
-        busy = sum(float((t[c, 1] - t[c, 0]).sum()) for t, c in zip(times, self._compute, strict=True))
+        busy = sum(float((t[c, 1] - t[c, 0]).sum()) for t, c in zip(times, self._compute[part], strict=True))
         self._seen += 1
         if self._seen > WARM_UP and self.prediction is None:
-            self._calibration.append(self.timeline(times, start))
+            self._calibration.append(self.timeline(part, times, start))
             if follows:
                 self._gaps.append(start - begin)
-        self._latest = (times, start)
+        self._latest = (part, times, start)
         return step_s, 1.0 - busy / (len(times) * step_s)
 
-    def timeline(self, times: list[NDArray[np.float64]], start: float) -> Timeline:
+    def timeline(self, part: Part, times: list[NDArray[np.float64]], start: float) -> Timeline:
         """The measured step as a Timeline, from the start of its first task."""
+        schedule = self._parts[part]
         return Timeline(
-            self.schedule,
+            schedule,
             tuple(
                 tuple(Span(task, float(a) - start, float(b) - start) for task, (a, b) in zip(order, t, strict=True))
-                for order, t in zip(self.schedule.orders, times, strict=True)
+                for order, t in zip(schedule.orders, times, strict=True)
             ),
         )
 
@@ -82,8 +89,11 @@ class StepClock:
             return None
         costs = fit_costs(self._calibration)
         timeline = simulate(self.schedule, costs)
-        # Steps follow one another after the gap in which a device takes up its next call.
-        step_s = timeline.makespan + (median(self._gaps) if self._gaps else 0.0)
+        if self.schedule.versions == "flush":
+            # Steps follow one another after the gap in which a device takes up its next call.
+            step_s = timeline.makespan + (median(self._gaps) if self._gaps else 0.0)
+        else:
+            step_s = period(self.schedule, costs)
         busy = sum(timeline.busy)
         self.prediction = Prediction(costs, timeline, step_s, 1.0 - busy / (self.schedule.devices * step_s))
         self._calibration.clear()

@@ -8,6 +8,8 @@ from pathlib import Path
 from raypipe.job.spec import JobSpec
 from raypipe.runtime.gradients import TiedHolders
 from raypipe.runtime.transport.channel import Peer, TensorSpec
+from raypipe.schedule.endless import Part
+from raypipe.schedule.ir import Versions
 from raypipe.schedule.messages import Program
 
 
@@ -40,7 +42,11 @@ class Setup:
     wire: dict[int, tuple[TensorSpec, ...]]
     """Per stage that feeds another, the tensors it sends per micro-batch."""
     samples_per_microbatch: int
-    train: Program
+    microbatches: int
+    """Micro-batch ids of a step, over all replicas."""
+    versions: Versions
+    train: dict[Part, Program]
+    """This device's step programs, by how a step begins and ends."""
     evaluate: Program
     run_id: str
     data: Path

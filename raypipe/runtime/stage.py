@@ -24,8 +24,14 @@ class Live:
     inputs: Payload
     outputs: Payload
     """Empty while a recompute still has to make them."""
+    weights: dict[str, Tensor] | None = None
+    """The weight version its forward ran on, where a schedule keeps several."""
     closures: list[Closure] = field(default_factory=list)
     """Weight gradients that wait for W."""
+    ran: bool = False
+    """The input gradient has been computed."""
+    back: Payload | None = None
+    """The input gradient, kept for B where W came first."""
 
 
 class StageModule(nn.Module):

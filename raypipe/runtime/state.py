@@ -12,6 +12,9 @@ from raypipe.errors import CheckpointError
 from raypipe.runtime.gradients import StageKey, TiedHolders
 from raypipe.runtime.stage import StageModule
 
+PREVIOUS = "previous"
+"""State key of the weights before the last update, which PipeDream-2BW still trains on."""
+
 
 def owned_keys(
     rank: int, modules: Mapping[StageKey, StageModule], placement: tuple[tuple[int, ...], ...]
@@ -59,7 +62,8 @@ def read_state(
     for name in module.named:
         base = _canonical(name, tied)
         prefix = f"optim/{base}/"
-        wanted[name] = [f"param/{base}", *sorted(k for k in keys if k.startswith(prefix))]
+        states = sorted(k for k in keys if k.startswith(prefix) and not k.endswith(f"/{PREVIOUS}"))
+        wanted[name] = [f"param/{base}", *states]
     tensors = checkpoint.read({k for ks in wanted.values() for k in ks})
     for name, parameter in module.named.items():
         param_key, *optim_keys = wanted[name]
@@ -76,3 +80,26 @@ def read_state(
             optimizer.state[parameter] = {
                 k.rsplit("/", 1)[1]: tensors[k].clone().to(parameter.device) for k in optim_keys
             }
+
+
+def previous_tensors(
+    module: StageModule, previous: Mapping[str, Tensor], tied: tuple[TiedHolders, ...]
+) -> dict[str, Tensor]:
+    """The version before the newest, ``optim/<name>/previous``; ``previous`` is by parameter path in the module."""
+    names = {id(p): name for name, p in module.named.items()}
+    found = {}
+    for path, parameter in module.named_parameters():
+        name = names[id(parameter)]
+        if path in previous and _canonical(name, tied) == name:
+            found[f"optim/{name}/{PREVIOUS}"] = previous[path].detach()
+    return found
+
+
+def read_previous(checkpoint: Checkpoint, module: StageModule, tied: tuple[TiedHolders, ...]) -> dict[str, Tensor]:
+    """What ``previous_tensors`` wrote, by parameter path; empty where the checkpoint has none."""
+    names = {id(p): name for name, p in module.named.items()}
+    keys = {path: f"optim/{_canonical(names[id(p)], tied)}/{PREVIOUS}" for path, p in module.named_parameters()}
+    if not set(keys.values()) <= set(checkpoint.keys):
+        return {}
+    tensors = checkpoint.read(set(keys.values()))
+    return {path: tensors[key].to(module.get_parameter(path).device) for path, key in keys.items()}

@@ -46,34 +46,54 @@ class Program:
     actions: tuple[Action, ...]
     arrivals: dict[int, tuple[Message, ...]]
     """Per source device, every message that will come from it, in order."""
+    recomputed: frozenset[tuple[int, int]]
+    """(stage, micro-batch) whose activations are computed again by an R."""
+    weights_first: frozenset[tuple[int, int]]
+    """(stage, micro-batch) whose W comes before its B (out of order)."""
+    drains: bool = True
+    """Nothing is in flight at its end; an asynchronous step's program may leave the next step's forwards."""
 
 
-def programs(schedule: Schedule) -> list[Program]:
-    """Lower a schedule to one program per device; linear in tasks."""
+def programs(schedule: Schedule, drains: bool = True) -> list[Program]:
+    """Lower a schedule to one program per device; linear in tasks.
+
+    A gradient is received by the first task that needs it: B or BW, or a W that comes before.
+    """
     inputs, outputs = schedule.graph.inputs(), schedule.graph.outputs()
     arrivals: list[dict[int, list[Message]]] = [{} for _ in schedule.orders]
-    actions: list[list[Action]] = [[] for _ in schedule.orders]
+    lowered: list[tuple[tuple[Action, ...], frozenset[tuple[int, int]], frozenset[tuple[int, int]]]] = []
     for device, order in enumerate(schedule.orders):
+        actions: list[Action] = []
+        begun: set[tuple[int, int]] = set()  # backwards, by B, BW or W
+        weights_first: set[tuple[int, int]] = set()
+        recomputed: set[tuple[int, int]] = set()
         for task in order:
-            receives: tuple[Message, ...] = ()
-            sends: tuple[Message, ...] = ()
-            held = schedule.placement[task.replica]
-            s = task.stage
-            if task.kind == "F":
-                receives = tuple(Message("act", p, s, mb, held[p], device) for mb in task.mbs for p in inputs[s])
-                sends = tuple(Message("act", s, n, mb, device, held[n]) for mb in task.mbs for n in outputs[s])
-            elif task.kind in BACKWARD:
-                receives = tuple(Message("grad", n, s, mb, held[n], device) for mb in task.mbs for n in outputs[s])
-                sends = tuple(Message("grad", s, p, mb, device, held[p]) for mb in task.mbs for p in inputs[s])
-            elif task.kind == "W" and schedule.rules.skip_first_b and not inputs[s]:
-                receives = tuple(Message("grad", n, s, mb, held[n], device) for mb in task.mbs for n in outputs[s])
-            actions[device].append(Action(task, receives, sends))
+            receives: list[Message] = []
+            sends: list[Message] = []
+            held, s = schedule.placement[task.replica], task.stage
+            for mb in task.mbs:
+                if task.kind == "F":
+                    receives += [Message("act", p, s, mb, held[p], device) for p in inputs[s]]
+                    sends += [Message("act", s, n, mb, device, held[n]) for n in outputs[s]]
+                elif task.kind == "R":
+                    recomputed.add((s, mb))
+                else:
+                    if (s, mb) not in begun:
+                        begun.add((s, mb))
+                        receives += [Message("grad", n, s, mb, held[n], device) for n in outputs[s]]
+                        if task.kind == "W":
+                            weights_first.add((s, mb))
+                    if task.kind in BACKWARD:
+                        sends += [Message("grad", s, p, mb, device, held[p]) for p in inputs[s]]
+            actions.append(Action(task, tuple(receives), tuple(sends)))
             for message in sends:
                 if not message.local:
                     arrivals[message.dst_device].setdefault(device, []).append(message)
+        with_b = {(t.stage, mb) for t in order if t.kind == "B" for mb in t.mbs}
+        lowered.append((tuple(actions), frozenset(recomputed), frozenset(weights_first & with_b)))
     return [
-        Program(d, tuple(actions[d]), {src: tuple(m) for src, m in arrivals[d].items()})
-        for d in range(schedule.devices)
+        Program(d, actions, {src: tuple(m) for src, m in arrivals[d].items()}, recomputed, weights_first, drains)
+        for d, (actions, recomputed, weights_first) in enumerate(lowered)
     ]
 
 

@@ -8,8 +8,7 @@ import yaml
 
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from, load_job
-from raypipe.job.check import SCHEDULES_LATER, SCHEDULES_NOW
-from raypipe.schedule import Shape, generate
+from raypipe.schedule import SCHEDULES
 
 JOB = {
     "name": "small",
@@ -30,7 +29,7 @@ def job_file(tmp_path):
 def test_a_good_file_with_defaults_filled_in(job_file):
     job = load_job(job_file)
     assert (job.name, job.model.vocabulary, job.train.optimizer, job.parallel.chunks) == ("small", 256, "adamw", 1)
-    assert (job.microbatches, job.parallel.devices, job.parallel.model_stages) == (4, 2, 2)
+    assert (job.microbatches, job.parallel.devices) == (4, 2)
 
 
 def test_what_is_recorded_reads_back_the_same(job_file, tmp_path):
@@ -77,14 +76,14 @@ WRONG = [  # override, key in `where`, words in the message
     ("parallel.stages=5", "parallel.stages", "use at most 4"),
     ("parallel.stages=0", "parallel.stages", "greater than or equal to 1"),
     ("parallel.schedule=chimer", "parallel.schedule", 'did you mean "chimera"?'),
-    ("parallel.schedule=zb-h1", "parallel.schedule", "not available yet"),
-    ("parallel.chunks=2", "parallel.chunks", "interleaved-1f1b"),
+    ("parallel.schedule=auto", "parallel.schedule", "not available"),
+    ("parallel.chunks=2", "parallel.chunks", "leave chunks out"),
     ("parallel.shard=zero3", "parallel.shard", "not available yet"),
     ("parallel.recompute=full", "parallel.recompute", "not available yet"),
     ("parallel.tensor=2", "parallel.tensor", "not available yet"),
     ("parallel.sync=prioritised", "parallel.sync", "use lazy or eager or eager-opt"),
-    ("parallel.pipelines=4", "parallel.pipelines", "1f1b has no use for it"),
-    ("parallel.unit=4", "parallel.unit", "use null"),
+    ("parallel.pipelines=4", "parallel.pipelines", "1f1b has no use for pipelines"),
+    ("parallel.unit=4", "parallel.unit", "leave unit out"),
     ("parallel=auto", "parallel", "not available yet"),
     ("parallel=", "parallel", "is empty"),
     ("name=a b", "name", "letters"),
@@ -118,28 +117,50 @@ def test_the_culprit_is_the_override_or_the_file(job_file):
 
 def test_stages_times_chunks_count(job_file):
     overrides = ["parallel.schedule=interleaved-1f1b", "parallel.chunks=3"]
-    with pytest.raises(SpecError, match=r"6 stages \(stages = 2 times chunks = 3\) for a model of 4 layers"):
+    with pytest.raises(SpecError, match=r"6 stages \(2 devices with 3 each\) for a model of 4 layers"):
         load_job(job_file, overrides)
-    assert load_job(job_file, [*overrides, "model.layers=6"]).parallel.model_stages == 6
+    assert load_job(job_file, [*overrides, "model.layers=6"]).parallel.chunks == 3
 
 
 def test_chimera_wants_an_even_number_of_stages(job_file):
-    with pytest.raises(SpecError, match=r"even number of stages, not 3[\s\S]*use 2 or 4"):
+    with pytest.raises(SpecError, match=r"3 devices; the two directions need an even number[\s\S]*use 2 or 4"):
         load_job(job_file, ["parallel.schedule=chimera", "parallel.stages=3"])
 
 
 @pytest.mark.parametrize("pipelines", [1, 3, 4, 8])
 def test_chimeras_pipelines_spread_evenly(job_file, pipelines):
     wide = ["parallel.schedule=chimera", "parallel.stages=6", "model.layers=6"]
-    with pytest.raises(SpecError, match=r"don't spread evenly over 6 stages\s+fix: use 2 or 6"):
+    with pytest.raises(SpecError, match=r"fix: use (one of 2, 6|an even number)") as caught:
         load_job(job_file, [*wide, f"parallel.pipelines={pipelines}"])
+    assert caught.value.where == "--set parallel.pipelines"
     assert load_job(job_file, [*wide, "parallel.pipelines=6"]).parallel.pipelines == 6
 
 
-def test_every_schedule_a_job_may_name_can_be_generated():
-    for name in SCHEDULES_NOW:
-        assert generate(name, Shape(devices=2, microbatches=4)).devices == 2
-    assert not set(SCHEDULES_NOW) & set(SCHEDULES_LATER)
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_schedule_can_be_asked_for(job_file, name):
+    plain = ["train.clip=null", "model.tie_embeddings=false", f"parallel.schedule={name}"]
+    assert load_job(job_file, plain).parallel.schedule == name
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("parallel.replicas=2", "parallel.replicas"),
+        ("train.clip=1", "train.clip"),
+        ("model.tie_embeddings=true", "model.tie_embeddings"),
+    ],
+)
+def test_pipedream_refuses_what_it_would_get_wrong(job_file, override, key):
+    plain = ["train.clip=null", "model.tie_embeddings=false", "parallel.schedule=pipedream"]
+    with pytest.raises(SpecError, match="pipedream-2bw") as caught:
+        load_job(job_file, [*plain, override])
+    assert caught.value.where.endswith(key)
+
+
+def test_halved_micro_batches_need_an_even_number_of_sequences(job_file):
+    halves = ["parallel.schedule=chimera", "parallel.concat=halving", "parallel.microbatch=1", "train.batch=8"]
+    with pytest.raises(SpecError, match="multiple of 2"):
+        load_job(job_file, halves)
 
 
 def test_unknown_keys_come_before_what_they_leave_missing():

@@ -19,20 +19,13 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 def plain_losses(job: JobSpec, data: Path, steps: int) -> list[float]:
     """Mean token loss of each mini-batch, before its update."""
-    plan = build_layers(job.model)
-    layers = [plan.build(i, job.train.seed, DTYPES[job.train.dtype]) for i in range(plan.count)]
-    model = torch.nn.Sequential(*layers)
-    if job.model.tie_embeddings:
-        layers[-1].project.weight = layers[0].token.weight
+    model, _ = _model(job)
     kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     optimizer = kinds[job.train.optimizer](model.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
     corpus = Corpus.open(data)
     losses = []
     for step in range(steps):
-        tokens, targets = corpus.batch("train", job.train.seed, step, job.train.batch)
-        with random_keys(job.train.seed, step, range(job.train.batch), training=True):
-            logits = model(tokens)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = _mean_loss(job, model, corpus, step, range(job.train.batch))
         optimizer.zero_grad()
         loss.backward()
         if job.train.clip is not None:
@@ -40,3 +33,84 @@ def plain_losses(job: JobSpec, data: Path, steps: int) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def two_buffered_losses(job: JobSpec, data: Path, steps: int) -> list[float]:
+    """PipeDream-2BW's rule in one process: step t's gradient is taken at w(t-1) and updates w(t)."""
+    model, _ = _model(job)
+    older, _ = _model(job)  # w(t-1); w(0) for the first two steps
+    optimizer = torch.optim.SGD(model.parameters(), lr=job.train.lr, momentum=job.train.momentum)
+    corpus = Corpus.open(data)
+    losses = []
+    for step in range(steps):
+        before = [p.detach().clone() for p in model.parameters()]
+        loss = _mean_loss(job, older, corpus, step, range(job.train.batch))
+        older.zero_grad()
+        loss.backward()
+        if job.train.clip is not None:
+            torch.nn.utils.clip_grad_norm_(older.parameters(), job.train.clip)
+        for p, q in zip(model.parameters(), older.parameters(), strict=True):
+            p.grad = q.grad.clone()
+        optimizer.step()
+        with torch.no_grad():
+            for q, p in zip(older.parameters(), before, strict=True):
+                q.copy_(p)
+        losses.append(loss.item())
+    return losses
+
+
+def stashed_losses(job: JobSpec, data: Path, steps: int, cut: list[range]) -> list[float]:
+    """PipeDream's weight stashing in one process: stage s sees micro-batch m with max(0, m - (D - s) + 1) updates.
+
+    That is 1F1B without a flush: stage s has D - s micro-batches in flight, so its forward of m comes right after its
+    own update by m - (D - s). The backward uses the weights that the forward saw; the update goes on the newest.
+    """
+    depth = len(cut)
+    _, layers = _model(job)
+    history = [[_weights(layers, part)] for part in cut]
+    corpus = Corpus.open(data)
+    size = job.parallel.microbatch
+    per_step = job.train.batch // size
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for index in range(per_step):
+            m = step * per_step + index
+            rows = range(index * size, (index + 1) * size)
+            used = [
+                {name: value.clone().requires_grad_() for name, value in versions[max(0, m - (depth - s) + 1)].items()}
+                for s, versions in enumerate(history)
+            ]
+            tokens, targets = corpus.samples("train", job.train.seed, step, rows.start, size, job.train.batch)
+            x = tokens
+            with random_keys(job.train.seed, step, rows, training=True):
+                for part, weights in zip(cut, used, strict=True):
+                    for i in part:
+                        own = {k.split(":", 1)[1]: v for k, v in weights.items() if k.startswith(f"{i}:")}
+                        x = torch.func.functional_call(layers[i], own, (x,))
+            loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten())
+            loss.backward()
+            total += loss.item() / per_step
+            for versions, weights in zip(history, used, strict=True):
+                newest = versions[-1]
+                versions.append({k: newest[k] - job.train.lr * weights[k].grad for k in newest})
+        losses.append(total)
+    return losses
+
+
+def _model(job: JobSpec) -> tuple[torch.nn.Sequential, list[torch.nn.Module]]:
+    plan = build_layers(job.model)
+    layers = [plan.build(i, job.train.seed, DTYPES[job.train.dtype]) for i in range(plan.count)]
+    if job.model.tie_embeddings:
+        layers[-1].project.weight = layers[0].token.weight
+    return torch.nn.Sequential(*layers), layers
+
+
+def _mean_loss(job: JobSpec, model: torch.nn.Module, corpus: Corpus, step: int, rows: range) -> torch.Tensor:
+    tokens, targets = corpus.samples("train", job.train.seed, step, rows.start, len(rows), job.train.batch)
+    with random_keys(job.train.seed, step, rows, training=True):
+        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def _weights(layers: list[torch.nn.Module], part: range) -> dict[str, torch.Tensor]:
+    return {f"{i}:{name}": p.detach().clone() for i in part for name, p in layers[i].named_parameters()}

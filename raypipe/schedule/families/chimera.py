@@ -21,7 +21,8 @@ def check_bidirectional(shape: Shape) -> None:
     """
     depth, f = shape.devices, shape.pipelines // 2
     if depth % 2:
-        raise ScheduleError("devices", f"{depth} devices; the two directions need an even number", "use an even number")
+        nearby = f"{depth - 1} or {depth + 1}" if depth > 1 else "2"
+        raise ScheduleError("devices", f"{depth} devices; the two directions need an even number", f"use {nearby}")
     if (depth // 2) % f:
         good = ", ".join(str(2 * k) for k in range(1, depth // 2 + 1) if (depth // 2) % k == 0)
         raise ScheduleError(

@@ -76,5 +76,5 @@ def test_gems(depth: int, count: int, forward: float, backward: float) -> None:
 
 @pytest.mark.parametrize("name", ["chimera", "chimera-tight", "gems"])
 def test_an_odd_depth_is_refused(name: str) -> None:
-    with pytest.raises(ScheduleError, match="use an even number"):
+    with pytest.raises(ScheduleError, match="use 2 or 4"):
         made(name, 3, 3)

@@ -1,0 +1,42 @@
+"""The schedule that a job asks for: one of the named ones, or a file written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raypipe.errors import ScheduleError
+from raypipe.schedule import generate
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.load import load
+from raypipe.schedule.verify import verify
+
+if TYPE_CHECKING:
+    from raypipe.job.spec import ParallelSpec
+
+
+def is_file(name: str) -> bool:
+    """Whether ``parallel.schedule`` names a file: it has a suffix or a folder, which no schedule's name has."""
+    return "." in name or "/" in name
+
+
+def base_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
+    """The order of one data-parallel copy, before replication, gradient sync and updates.
+
+    Raises:
+        ScheduleError: no such name or file, a shape that cannot be, or a file whose devices or micro-batches differ
+            from the job's.
+    """
+    shape = parallel.shape(batch)
+    if not is_file(parallel.schedule):
+        return generate(parallel.schedule, shape)
+    schedule, _ = load(Path(parallel.schedule).expanduser())
+    bare = schedule.with_orders([t for t in order if t.kind not in ("AR", "U")] for order in schedule.orders)
+    verify(bare)
+    for what, have, want in (
+        ("devices", schedule.devices, shape.devices),
+        ("microbatches", schedule.microbatches * schedule.size, shape.microbatches),
+    ):
+        if have != want:
+            raise ScheduleError(what, f"{parallel.schedule} has {have} {what}, the job {want}", "make them agree")
+    return bare
