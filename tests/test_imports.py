@@ -7,12 +7,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
-    "errors", "schedule", "simulate", "cost", "job", "plan", "models", "partition", "data", "checkpoint", "observe",
-    "runtime", "train", "sample", "cli", "__main__",
+    "errors", "schedule", "simulate", "auto", "cost", "job", "plan", "models", "partition", "data", "checkpoint",
+    "observe", "runtime", "train", "sample", "cli", "__main__",
 ]  # fmt: skip
 SIDE_BY_SIDE = {"models", "partition", "data", "checkpoint"}
 """One layer of the house: these may use one another."""
-PLANNING = {"errors", "schedule", "simulate", "cost", "plan", "job", "observe"}
+PLANNING = {"errors", "schedule", "simulate", "auto", "cost", "plan", "job", "observe"}
 HEAVY = {"torch", "ray"}
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 

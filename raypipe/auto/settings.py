@@ -1,0 +1,121 @@
+"""The settings that list scheduling is tried with."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+from raypipe.auto.listing import Setting
+from raypipe.auto.problem import Problem
+
+ORDERS = (("B", "F", "W"), ("F", "B", "W"), ("B", "W", "F"), ("W", "B", "F"))
+"""Kinds from most to least wanted; BW counts as B, R comes before all."""
+
+
+def portfolio(p: Problem) -> Iterator[Setting]:
+    """A few hundred settings, the most promising first.
+
+    Which kind comes first, how long to stay idle for a better task, how far forwards run ahead at each stage, and
+    which of several stages of a device goes first.
+    """
+    leads = list(_leads(p))
+    for lead in leads:
+        for patience in (0.0, 0.5, 1.0):
+            for kinds in ORDERS:
+                for keys, pace in _keys(p, kinds):
+                    yield Setting(keys, pace, _patience(p, patience), lead)
+
+
+def _patience(p: Problem, share: float) -> tuple[float, ...]:
+    if not share:
+        return ()
+    return tuple(share * p.time[c] if p.kind[c] == "W" else 0.0 for c in range(len(p.kind)))
+
+
+def _keys(p: Problem, kinds: tuple[str, str, str]) -> Iterator[tuple[tuple[float, ...], float]]:
+    """Kind first; then, on devices with several stages: the old micro-batch, the deep stage, the shallow one."""
+    lanes = range(len(p.kind))
+    stages = p.graph.stages
+    big = 1e6
+
+    def rank(c: int) -> float:
+        kind = "B" if p.kind[c] == "BW" else p.kind[c]
+        return -big if kind == "R" else big * kinds.index(kind)
+
+    several = any(len({(p.stage[c], p.replica[c]) for c in own}) > 1 for own in p.lanes_of)
+    # a backward of an early stage is the nearer to its end
+    to_end = [p.stage[c] if p.kind[c] not in ("F", "R") else stages - p.stage[c] for c in lanes]
+    if not several:
+        yield tuple(map(rank, lanes)), 0.0
+        return
+    yield tuple(rank(c) + to_end[c] / (2 * stages) for c in lanes), 1.0
+    yield tuple(rank(c) + to_end[c] for c in lanes), 1 / (p.microbatches + 1)
+    yield tuple(rank(c) - to_end[c] for c in lanes), 1 / (p.microbatches + 1)
+
+
+def _leads(p: Problem) -> Iterator[tuple[float, ...]]:
+    """Per lane, how many forwards it may be ahead; the shapes scale with each device's memory."""
+    lanes = range(len(p.kind))
+    stages = p.graph.stages
+    yield ()
+    share = [0.0] * len(p.kind)
+    for own in p.lanes_of:
+        several = len({(p.stage[c], p.replica[c]) for c in own})
+        for c in own:
+            share[c] = 1.0 / max(1, several)
+    cap = [min(p.cap[p.device[c]], float(p.microbatches)) for c in lanes]
+
+    def whole(value: float) -> float:
+        return float(max(1, math.ceil(value - 1e-9)))
+
+    trips = _round_trips(p)
+    top = max(trips)
+    for step in (1.0, 0.5, 2.0):
+        yield tuple(whole(cap[c] - step * p.stage[c]) for c in lanes)
+    for full in (1.0, 0.75, 1.5):
+        yield tuple(whole(full * cap[c] * trips[c] / top) for c in lanes)
+    if any(s < 1 for s in share):
+        for full in (1.0, 1.5):
+            yield tuple(whole(full * cap[c] * share[c]) for c in lanes)
+        for slope in (0.5, 1.0):
+            yield tuple(whole(cap[c] * share[c] * (1 + slope * (stages - 1 - 2 * p.stage[c]) / stages)) for c in lanes)
+
+
+def _round_trips(p: Problem) -> list[float]:
+    """Per lane of a forward, the least time from its start to the end of its weight gradient."""
+    down = [0.0] * len(p.kind)
+    depth = _depth(p)
+    for c in sorted(range(len(p.kind)), key=lambda c: -depth[c]):
+        down[c] = p.time[c] + max((down[e] + lag for e, lag in p.after[c]), default=0.0)
+    return down
+
+
+def _depth(p: Problem) -> list[int]:
+    """Per lane, lanes on the longest chain before it."""
+    depth = [-1] * len(p.kind)
+
+    def of(c: int) -> int:
+        if depth[c] < 0:
+            depth[c] = 1 + max((of(b) for b, _ in p.before[c]), default=-1)
+        return depth[c]
+
+    for c in range(len(p.kind)):
+        of(c)
+    return depth
+
+
+def shaken(p: Problem, setting: Setting, rng: random.Random) -> Setting:
+    """A setting near another: some leads, patience and keys changed."""
+    lanes = range(len(p.kind))
+    ahead = setting.ahead or tuple(min(p.cap[p.device[c]], float(p.microbatches)) for c in lanes)
+    changed = list(ahead)
+    for c in lanes:
+        if p.takes[c] and rng.random() < 0.3:
+            changed[c] = max(1.0, changed[c] + rng.choice((-1.0, 1.0)))
+    patience = setting.patience or (0.0,) * len(p.kind)
+    if rng.random() < 0.5:
+        patience = tuple(
+            rng.choice((0.0, 0.25, 0.5, 1.0)) * p.time[c] if rng.random() < 0.3 else patience[c] for c in lanes
+        )
+    return Setting(setting.key, setting.pace, patience, tuple(changed), setting.reserve)
