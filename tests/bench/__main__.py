@@ -7,9 +7,11 @@ runs at a time, the others sleep; every round gives each its turn. Exits with 1 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -49,6 +51,7 @@ def machine() -> dict[str, object]:
 
 def main() -> int:
     args = arguments()
+    faulthandler.register(signal.SIGUSR1)
     out, progress = Console(width=150), Console(stderr=True)
     about = machine()
     out.print(" · ".join(f"{key.replace('_', ' ')} {value}" for key, value in about.items()), highlight=False)
@@ -61,6 +64,9 @@ def main() -> int:
         rivals(Path(name)) as others,
     ):
         side = RaypipeSide(Path(name))
+        # Stopped from outside, it still ends Ray and the rivals and removes its files. After Ray's start, which
+        # brings a handler of its own.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             for key in args.case:
                 case = CASES[key]

@@ -37,22 +37,22 @@ class RaypipeSide:
         os.environ["RAY_ADDRESS"] = "local"
         self._folder = folder
         self._request = connect(DEVICES)
-        self._fleet: Fleet | None = None
+        self.fleet: Fleet | None = None
 
     def start(self, job: JobSpec, plan: Plan) -> None:
         """Fresh stage actors: their first step is a first step."""
-        if self._fleet is not None:
-            self._fleet.stop()
-        schedule = build_schedule(plan.parallel, job.train.batch)
-        self._fleet = start_fleet(schedule, plan.parallel.replicas, self._request)
+        if self.fleet is not None:
+            self.fleet.stop()
+        schedule = build_schedule(plan, job.train.batch)
+        self.fleet = start_fleet(schedule, plan.parallel.replicas, self._request)
 
     def block(self, job: JobSpec, plan: Plan, data: Path, warm_up: int) -> tuple[Block, DriverCost]:
         """Train ``job`` to its end; what the driver does after the last step (validation, checkpoint) is not timed."""
-        if self._fleet is None:
+        if self.fleet is None:
             self.start(job, plan)
-        assert self._fleet is not None
-        locations = ray.get(self._fleet.call("locate"))  # a fresh port for every rendezvous
-        fleet = self._fleet = replace(self._fleet, locations=locations, run_id=uuid.uuid4().hex[:8])
+        assert self.fleet is not None
+        locations = ray.get(self.fleet.call("locate"))  # a fresh port for every rendezvous
+        fleet = self.fleet = replace(self.fleet, locations=locations, run_id=uuid.uuid4().hex[:8])
         directory = self._folder / f"run-{fleet.run_id}"
         directory.mkdir()
         (directory / "data").symlink_to(data)
@@ -75,6 +75,6 @@ class RaypipeSide:
 
     def stop(self) -> None:
         """End the actors and Ray."""
-        if self._fleet is not None:
-            self._fleet.stop()
+        if self.fleet is not None:
+            self.fleet.stop()
         ray.shutdown()

@@ -88,7 +88,7 @@ def pipeline_steps(order: Order) -> RankReport:
     """Run a block of steps on this rank."""
     job, rank = order.job, dist.get_rank()
     plan = build_layers(job.model)
-    ours = build_schedule(order.plan.parallel, job.train.batch)
+    ours = build_schedule(order.plan, job.train.batch)
     held = [stage for stage, device in enumerate(ours.placement[0]) if device == rank]
     tokens_per_batch = job.train.batch * job.model.sequence
     modules = nn.ModuleList(
