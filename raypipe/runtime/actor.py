@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -20,14 +19,12 @@ from raypipe.data.corpus import Split
 from raypipe.models import build_layers
 from raypipe.models.loss import token_cross_entropy
 from raypipe.runtime.executor import Executor, StepResult, StepSettings
-from raypipe.runtime.gradients import GradientSync, StageKey, shared_groups
+from raypipe.runtime.gradients import GradientSync, StageKey
+from raypipe.runtime.links import Links, Location, Wiring, locate
 from raypipe.runtime.optimizer import learning_rate, make_optimizer
-from raypipe.runtime.setup import Location, Setup
+from raypipe.runtime.setup import Setup
 from raypipe.runtime.stage import StageModule
 from raypipe.runtime.state import owned_keys, previous_tensors, read_previous, read_state, state_tensors
-from raypipe.runtime.transport.channel import Peer
-from raypipe.runtime.transport.groups import create_groups
-from raypipe.runtime.transport.mesh import open_channels
 from raypipe.runtime.versions import WeightVersions
 from raypipe.schedule.endless import WHOLE, Part
 
@@ -47,18 +44,7 @@ class Stage:
 
     def locate(self) -> Location:
         """Say where this actor runs."""
-        import ray
-        import ray.util
-
-        device = "cpu"
-        if self.device.type == "cuda":
-            device = f"cuda:{torch.cuda.get_device_properties(0).uuid}"
-        peer = Peer(self.rank, ray.get_runtime_context().get_node_id(), device, self.title)
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return Location(peer, address, port, os.getpid())
+        return locate(self.rank, self.title, self.device)
 
     def setup(self, setup: Setup) -> int:
         """Join the groups, open the channels, build the stages. Returns the number of parameters held."""
@@ -67,11 +53,7 @@ class Stage:
         job = setup.job
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
-        world = self._join(setup)
-        groups = create_groups(shared_groups(setup.placement, setup.tied), self._backend()) if world else {}
-        senders, receivers = open_channels(
-            setup.peers[setup.rank], setup.peers, setup.edges, job.parallel.transport, setup.run_id
-        )  # no edges on a single device
+        self.links = links = Links(setup.rank, setup.wiring, self._backend(setup.wiring))
         plan = build_layers(job.model)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
@@ -101,38 +83,25 @@ class Stage:
             clip=job.train.clip, timeout_s=job.train.message_timeout_s, device=self.device,
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None,
         )  # fmt: skip
-        sync = GradientSync(setup.rank, self.modules, setup.placement, setup.tied, groups, world)
+        sync = GradientSync(setup.rank, self.modules, setup.placement, setup.tied, links.groups, links.world)
         self.executor = Executor(
-            settings, self.modules, self.optimizers, token_cross_entropy, self._feed, sync, senders, receivers,
-            setup.wire, versions,
+            settings, self.modules, self.optimizers, token_cross_entropy, self._feed, sync,
+            links.senders, links.receivers, setup.wire, versions,
         )  # fmt: skip
         # What was built lives as long as the run: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()
         return sum(p.numel() for m in self.modules.values() for p in m.named.values())
 
-    def _backend(self) -> str:
-        own_gpus = len({p.device for p in self.setup_data.peers}) == len(self.setup_data.peers)
+    def _backend(self, wiring: Wiring) -> str:
+        own_gpus = len({p.device for p in wiring.peers}) == len(wiring.peers)
         return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
-
-    def _join(self, setup: Setup) -> dist.ProcessGroup | None:
-        if len(setup.peers) == 1:
-            return None
-        if len({p.node for p in setup.peers}) == 1:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", init_method=setup.rendezvous, rank=setup.rank, world_size=len(setup.peers))
-        return dist.group.WORLD
 
     def _leave(self) -> None:
         """Close what an earlier setup opened; an actor may serve one plan after another."""
         if hasattr(self, "executor"):
-            for sender in self.executor.senders.values():
-                sender.close()
-            for receiver in self.executor.receivers.values():
-                receiver.close()
-            del self.executor, self.modules, self.optimizers
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            self.links.close()
+            del self.executor, self.modules, self.optimizers, self.links
 
     def _feed(self, split: Split, step: int, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
         setup = self.setup_data

@@ -23,8 +23,9 @@ from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import Plan, build_schedule, forward_only
 from raypipe.runtime.actor import DTYPES
 from raypipe.runtime.executor import StepResult
-from raypipe.runtime.gradients import TiedHolders
+from raypipe.runtime.gradients import TiedHolders, shared_groups
 from raypipe.runtime.launch import Fleet
+from raypipe.runtime.links import Wiring, rendezvous_of
 from raypipe.runtime.measure import StepClock
 from raypipe.runtime.optimizer import learning_rate
 from raypipe.runtime.setup import Setup
@@ -82,24 +83,27 @@ class Driver:
         samples = int(self.plan.parallel.microbatch * schedule.size)
         train = {part: programs(one, drains=part[1]) for part, one in parts(schedule).items()}
         evaluate = programs(forward_only(schedule))
-        first = fleet.locations[0]
-        one_host = len({x.peer.node for x in fleet.locations}) == 1
+        tied = tied_holders(self.plan, schedule, job)
         setup = Setup(
             rank=0,
             job=job.model_copy(update={"parallel": self.plan.parallel}),
             cut=self.plan.cut,
             placement=schedule.placement,
-            peers=tuple(x.peer for x in fleet.locations),
-            rendezvous=f"tcp://{'127.0.0.1' if one_host else first.address}:{first.port}",
-            edges=edges(schedule),
-            tied=tied_holders(self.plan, schedule, job),
+            wiring=Wiring(
+                peers=tuple(x.peer for x in fleet.locations),
+                rendezvous=rendezvous_of(fleet.locations),
+                edges=edges(schedule),
+                groups=shared_groups(schedule.placement, tied),
+                transport=self.plan.parallel.transport,
+                run_id=fleet.run_id,
+            ),
+            tied=tied,
             wire=wire_specs(layers, self.plan.cut, samples, DTYPES[job.train.dtype]),
             samples_per_microbatch=samples,
             microbatches=schedule.microbatches,
             versions=schedule.versions,
             train={},
             evaluate=evaluate[0],
-            run_id=fleet.run_id,
             data=self.directory / "data",
             checkpoint=checkpoint,
         )

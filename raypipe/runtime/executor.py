@@ -1,12 +1,7 @@
-"""The executor: runs one device's program of a step, task by task, and records when each task ran.
-
-Hot path: everything that can be decided before the step is decided before it (labels, what is posted, which
-replica), so that between two tasks there is only the message and a few dictionary look-ups.
-"""
+"""The executor: what each task of a program does to tensors."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.data.corpus import Split
-from raypipe.errors import TransportError
 from raypipe.models.keyed_random import random_keys
 from raypipe.runtime.gradients import GradientSync, StageKey
-from raypipe.runtime.stage import Live, Loss, Payload, StageModule
-from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, TensorSpec
+from raypipe.runtime.runner import Payload, ProgramRunner
+from raypipe.runtime.stage import Live, Loss, StageModule
+from raypipe.runtime.transport.channel import Receiver, Sender, TensorSpec
 from raypipe.runtime.versions import Snapshot, WeightVersions, run_with
-from raypipe.schedule.messages import Action, Message, Program
+from raypipe.schedule.messages import Action, Program
 
 Feed = Callable[[Split, int, int], tuple[Tensor, Tensor]]
 """``(split, step, micro-batch id) -> (tokens, targets)``, both on the stage's device."""
@@ -63,7 +58,7 @@ class StepSettings:
     device: torch.device
 
 
-class Executor:
+class Executor(ProgramRunner):
     """Owns the stage replicas of one device and runs programs over them."""
 
     def __init__(
@@ -79,24 +74,23 @@ class Executor:
         wire: Mapping[int, tuple[TensorSpec, ...]],
         versions: Mapping[StageKey, WeightVersions],
     ) -> None:
+        super().__init__(settings.microbatches, settings.timeout_s, senders, receivers, wire)
         self.settings = settings
         self.modules = modules
         self.optimizers = optimizers
         self.loss = loss
         self.feed = feed
         self.sync = sync
-        self.senders = senders
-        self.receivers = receivers
-        self.wire = wire
         self.versions = versions
-        # Micro-batch ids below count on over the steps (step * N + id): an asynchronous program reaches into the next.
+        # By micro-batch ids that count on over the steps, as in ``mail``.
         self._live: dict[tuple[int, int], Live] = {}
-        self._mail: dict[tuple[str, int, int, int], Payload] = {}
         self._fed: dict[int, tuple[Tensor, Tensor]] = {}
         self._losses: dict[int, list[Tensor]] = {}
         self._used: dict[StageKey, Snapshot] = {}
-        # Updates after every micro-batch make each one a mini-batch of its own.
-        share = settings.microbatches if any(v.rule == "stash" for v in versions.values()) else 1
+        # Updates after every micro-batch (PipeDream) make each one a mini-batch of its own: nothing to share, no norm
+        # to wait for.
+        self._stashes = any(v.rule == "stash" for v in versions.values())
+        share = settings.microbatches if self._stashes else 1
         self._scale = torch.tensor(share / settings.tokens_per_batch, device=settings.device)
 
     def run(self, program: Program, step: int, lr: float, split: Split = "train") -> StepResult:
@@ -105,67 +99,15 @@ class Executor:
         Raises:
             TransportError: a message did not come in time; names task, peer and micro-batch.
         """
-        self._begin(program, step, lr, split)
-        times = np.empty((len(program.actions), 2))
-        clock = time.monotonic
-        senders = tuple(self.senders.values())
-        received = 0
-        grad_mode = torch.enable_grad() if self.training else torch.no_grad()
-        with grad_mode:
-            for i, action in enumerate(program.actions):
-                for message in action.receives:
-                    if message.src_device != message.dst_device:
-                        self._receive(message, action)
-                        received += 1
-                if action.task.kind == "U" and not self._finished:
-                    self._finish_gradients(program, times)  # waiting for others is not part of any task
-                times[i, 0] = clock()
-                self._run_task(action)
-                times[i, 1] = clock()
-                for message in action.sends:
-                    if message.src_device != message.dst_device:
-                        self._send(message)
-                for sender in senders:
-                    sender.progress()
-        for sender in senders:
-            sender.flush(self.settings.timeout_s)
-        return self._end(times, received)
-
-    def _begin(self, program: Program, step: int, lr: float, split: Split) -> None:
-        self.step, self.split, self.training = step, split, split == "train"
-        self.lr = lr
-        self._base = step * self.settings.microbatches
-        self._program = program
+        self.split, self.training, self.lr = split, split == "train", lr
         self._squares: list[float] = []
-        # Updates after every micro-batch have no gradients to share and no norm to wait for.
-        self._finished = any(v.rule == "stash" for v in self.versions.values())
         self._norm: float | None = None
-        for source, messages in program.arrivals.items():
-            self.receivers[source].post([Expected(self._label(m), self._specs(m)) for m in messages])
+        with torch.enable_grad() if self.training else torch.no_grad():
+            times = self.walk(program, step)
+        return self._end(times)
 
-    def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
-        # A gradient has the shape of the activation it belongs to: the output of the stage it goes to.
-        producer = message.src_stage if message.direction == "act" else message.dst_stage
-        return self.wire[producer]
-
-    def _label(self, m: Message) -> Label:
-        ahead, mb = divmod(m.mb, self.settings.microbatches)
-        return Label(m.direction, m.src_stage, m.dst_stage, mb, self.step + ahead)
-
-    def _receive(self, m: Message, action: Action) -> None:
-        try:
-            tensors = self.receivers[m.src_device].recv(self._label(m), self.settings.timeout_s)
-        except TransportError as error:
-            raise TransportError(
-                f"{action.task} of step {self.step + 1}, {error.where}", error.why, error.fix
-            ) from None
-        self._mail[(m.direction, m.src_stage, m.dst_stage, self._base + m.mb)] = tuple(tensors)
-
-    def _send(self, m: Message) -> None:
-        payload = self._mail.pop((m.direction, m.src_stage, m.dst_stage, self._base + m.mb))
-        self.senders[m.dst_device].send(self._label(m), payload)
-
-    def _run_task(self, action: Action) -> None:
+    def run_task(self, action: Action) -> None:
+        """One task on tensors."""
         task = action.task
         kind = task.kind
         if kind == "F":
@@ -176,7 +118,7 @@ class Executor:
             self._weights(action)
         elif kind == "R":
             for mb in task.mbs:
-                live = self._live[(task.stage, self._base + mb)]
+                live = self._live[(task.stage, self.base + mb)]
                 live.outputs = self._compute(task.stage, task.replica, mb, live.inputs, live.weights)
         elif kind == "AR":
             key = (task.stage, task.replica)
@@ -191,10 +133,10 @@ class Executor:
         return torch.autocast(self.settings.device.type, dtype=self.settings.autocast)
 
     def _data(self, mb: int) -> tuple[Tensor, Tensor]:
-        held = self._fed.get(self._base + mb)
+        held = self._fed.get(self.base + mb)
         if held is None:
             ahead, of_step = divmod(mb, self.settings.microbatches)
-            held = self._fed[self._base + mb] = self.feed(self.split, self.step + ahead, of_step)
+            held = self._fed[self.base + mb] = self.feed(self.split, self.step + ahead, of_step)
         return held
 
     def _compute(self, stage: int, replica: int, mb: int, inputs: Payload, weights: Snapshot | None) -> Payload:
@@ -214,9 +156,9 @@ class Executor:
         stage = task.stage
         versions = self.versions.get((stage, task.replica)) if self.training else None
         for mb in task.mbs:
-            at = self._base + mb
+            at = self.base + mb
             weights = versions.for_forward(mb >= self.settings.microbatches) if versions is not None else None
-            arrived = [self._mail.pop(("act", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
+            arrived = [self.mail.pop(("act", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
             if arrived:
                 inputs = tuple(t for payload in arrived for t in payload)
                 if self.training:
@@ -225,7 +167,7 @@ class Executor:
                             x.requires_grad_()
             else:
                 inputs = (self._data(mb)[0],)
-            again = (stage, mb) in self._program.recomputed
+            again = (stage, mb) in self.program.recomputed
             with torch.no_grad() if again else nullcontext():
                 outputs = self._compute(stage, task.replica, mb, inputs, weights)
             if stage not in self.wire:
@@ -233,7 +175,7 @@ class Executor:
                 self._losses.setdefault(of_step, []).append(outputs[0].detach())
             for m in action.sends:
                 if m.mb == mb:
-                    self._mail[("act", stage, m.dst_stage, at)] = tuple(y.detach() for y in outputs)
+                    self.mail[("act", stage, m.dst_stage, at)] = tuple(y.detach() for y in outputs)
             if self.training:
                 self._live[(stage, at)] = Live(inputs, () if again else outputs, weights)
 
@@ -242,7 +184,7 @@ class Executor:
         stage = task.stage
         module = self.modules[(stage, task.replica)]
         for mb in task.mbs:
-            at = self._base + mb
+            at = self.base + mb
             live = self._live[(stage, at)]
             if live.back is None:
                 back = module.run_backward(live, self._gradients(action, live, mb))
@@ -255,19 +197,19 @@ class Executor:
                 del self._live[(stage, at)]
             for m in action.sends:
                 if m.mb == mb:
-                    self._mail[("grad", stage, m.dst_stage, at)] = back
+                    self.mail[("grad", stage, m.dst_stage, at)] = back
 
     def _weights(self, action: Action) -> None:
         task = action.task
         module = self.modules[(task.stage, task.replica)]
         for mb in task.mbs:
-            at = (task.stage, self._base + mb)
+            at = (task.stage, self.base + mb)
             live = self._live[at]
             if not live.ran:
                 live.back = module.run_backward(live, self._gradients(action, live, mb))
                 live.ran = True
             self._finish_weights(module, live, (task.stage, task.replica))
-            if (task.stage, mb) not in self._program.weights_first:
+            if (task.stage, mb) not in self.program.weights_first:
                 del self._live[at]
 
     def _finish_weights(self, module: StageModule, live: Live, key: StageKey) -> None:
@@ -277,8 +219,8 @@ class Executor:
 
     def _gradients(self, action: Action, live: Live, mb: int) -> tuple[Tensor, ...]:
         stage = action.task.stage
-        at = self._base + mb
-        arrived = [self._mail.pop(("grad", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
+        at = self.base + mb
+        arrived = [self.mail.pop(("grad", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
         if not arrived:
             return (self._scale.to(live.outputs[0].dtype),)
         if len(arrived) == 1:
@@ -292,8 +234,10 @@ class Executor:
         if used is not None:
             self.versions[key].collect(used)
 
-    def _finish_gradients(self, program: Program, times: NDArray[np.float64]) -> None:
-        self._finished = True
+    def before_updates(self, program: Program, times: NDArray[np.float64]) -> None:
+        """Wait for the gradient sums, then, when clipping, for the global norm."""
+        if self._stashes:
+            return
         for key in self.modules:
             self._collect(key)
         completed = self.sync.finish()
@@ -318,17 +262,17 @@ class Executor:
         if versions is not None:
             versions.updated()
 
-    def _end(self, times: NDArray[np.float64], received: int) -> StepResult:
+    def _end(self, times: NDArray[np.float64]) -> StepResult:
         losses = self._losses.pop(self.step, [])
         loss = float(torch.stack(losses).double().sum()) / self.settings.tokens_per_batch if losses else 0.0
         reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
-        if self._program.drains:
-            left = [*self._live, *self._mail]
+        if self.program.drains:
+            left = [*self._live, *self.mail]
             self._live.clear()
-            self._mail.clear()
+            self.mail.clear()
             assert not left, f"a verified program leaves nothing behind, yet {left[:3]} is left"
-        until = self._base + self.settings.microbatches
+        until = self.base + self.settings.microbatches
         self._fed = {at: held for at, held in self._fed.items() if at >= until}
         # Of several updates in a step (PipeDream), the mean square.
         square = sum(self._squares) / max(1, len(self._squares))
-        return StepResult(loss, square, self._norm, times, received, reduced)
+        return StepResult(loss, square, self._norm, times, self.received, reduced)

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypipe.errors import RunError
 from raypipe.runtime.actor import Stage
 from raypipe.runtime.devices import DeviceRequest
-from raypipe.runtime.setup import Location
+from raypipe.runtime.links import Location
 from raypipe.runtime.transport.shared_memory import cleanup
 from raypipe.schedule.ir import Schedule
 
@@ -56,8 +56,10 @@ def device_title(schedule: Schedule, device: int, copies: int) -> str:
     return " + ".join(parts)
 
 
-def start_fleet(schedule: Schedule, copies: int, request: DeviceRequest, timeout_s: float = 120.0) -> Fleet:
-    """Reserve the devices and start an actor on each.
+def start_fleet(
+    schedule: Schedule, copies: int, request: DeviceRequest, actor_class: type = Stage, timeout_s: float = 120.0
+) -> Fleet:
+    """Reserve the devices and start an actor on each: ``actor_class(rank, title)``.
 
     Raises:
         RunError: the devices were not free within ``timeout_s``.
@@ -76,7 +78,7 @@ def start_fleet(schedule: Schedule, copies: int, request: DeviceRequest, timeout
     # One compute thread per device: stages share the host's cores with each other, not with a thread pool.
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if request.gpus == 0 else {}
     actors = [
-        ray.remote(Stage)
+        ray.remote(actor_class)
         .options(
             name=f"{title} · device {rank} · {run_id}",
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),

@@ -7,22 +7,11 @@ from pathlib import Path
 
 from raypipe.job.spec import JobSpec
 from raypipe.runtime.gradients import TiedHolders
-from raypipe.runtime.transport.channel import Peer, TensorSpec
+from raypipe.runtime.links import Wiring
+from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.schedule.endless import Part
 from raypipe.schedule.ir import Versions
 from raypipe.schedule.messages import Program
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where an actor came up."""
-
-    peer: Peer
-    address: str
-    """IP address of its node."""
-    port: int
-    """A port that was free there a moment ago; rank 0's carries the rendezvous."""
-    pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +23,7 @@ class Setup:
     cut: tuple[tuple[int, ...], ...]
     """Per stage, the model layers it holds."""
     placement: tuple[tuple[int, ...], ...]
-    peers: tuple[Peer, ...]
-    rendezvous: str
-    """``tcp://host:port`` of rank 0."""
-    edges: tuple[tuple[int, int], ...]
+    wiring: Wiring
     tied: tuple[TiedHolders, ...]
     wire: dict[int, tuple[TensorSpec, ...]]
     """Per stage that feeds another, the tensors it sends per micro-batch."""
@@ -48,7 +34,6 @@ class Setup:
     train: dict[Part, Program]
     """This device's step programs, by how a step begins and ends."""
     evaluate: Program
-    run_id: str
     data: Path
     """Folder of the prepared corpus."""
     checkpoint: Path | None

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.models import LayerPlan, join_tied
+from raypipe.runtime.runner import Payload
 from raypipe.runtime.split_backward import Closure, WeightQueue, defer_weight_gradients
 
-Payload = tuple[Tensor, ...]
-"""The tensors one stage hands to another for one micro-batch."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """``(output, targets) -> sum of the token losses``."""
 

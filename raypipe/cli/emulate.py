@@ -1,0 +1,105 @@
+"""``raypipe emulate NAME``: run a schedule end to end with timed waits for kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Optional
+
+import typer
+
+from raypipe.cli._make import load_one, make
+from raypipe.cli._values import optional_value
+from raypipe.errors import RequestError
+from raypipe.schedule import SCHEDULES
+from raypipe.schedule.costs import CostTable
+
+Text = Optional[str]  # noqa: UP045 - Typer reads annotations at run time, on Python 3.10 too
+File = Optional[Path]  # noqa: UP045
+
+
+def prepare(argv: Sequence[str]) -> list[str]:
+    """Let ``--json`` stand without a FILE."""
+    return optional_value(argv, "--json", list(SCHEDULES))
+
+
+def emulate(
+    name: Annotated[Text, typer.Argument(metavar="NAME", help="A schedule; `raypipe schedule --list`.")] = None,
+    load: Annotated[File, typer.Option(metavar="FILE", help="A hand-written schedule instead of a name.")] = None,
+    devices: Annotated[Text, typer.Option(metavar="D", help="Devices [4].")] = None,
+    microbatches: Annotated[Text, typer.Option(metavar="N", help="Micro-batches [8].")] = None,
+    chunks: Annotated[Text, typer.Option(metavar="V", help="Stages per device [1].")] = None,
+    unit: Annotated[Text, typer.Option(metavar="U", help="Micro-batches a unit.")] = None,
+    pipelines: Annotated[Text, typer.Option(metavar="2F", help="Pipelines, both directions [2].")] = None,
+    concat: Annotated[Text, typer.Option(metavar="HOW", help="direct, doubling or halving.")] = None,
+    memory_limit: Annotated[Text, typer.Option(metavar="M", help="Activations a device may hold at once.")] = None,
+    forward: Annotated[Text, typer.Option(metavar="MS", help="F [10]; a number or a list, one per stage.")] = "10",
+    input_grad: Annotated[Text, typer.Option(metavar="MS", help="B [10]; BW is B plus W.")] = "10",
+    weight_grad: Annotated[Text, typer.Option(metavar="MS", help="W [10].")] = "10",
+    recompute: Annotated[Text, typer.Option(metavar="MS", help="R [0].")] = None,
+    comm: Annotated[Text, typer.Option(metavar="MS", help="Latency of a message between devices [0].")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 5,
+    replicas: Annotated[int, typer.Option(min=1, help="Data-parallel copies, W.")] = 1,
+    bandwidth: Annotated[float, typer.Option(metavar="GBPS", help="Gigabytes a second of a link [no limit].")] = 0.0,
+    latency_us: Annotated[float, typer.Option(metavar="US", min=0.0, help="Latency of a link, beside --comm.")] = 0.0,
+    message_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of an activation.")] = 0.0,
+    grad_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of a stage's gradients.")] = 0.0,
+    json_file: Annotated[File, typer.Option("--json", metavar="[FILE]", help="The result as one JSON object.")] = None,
+    trace: Annotated[File, typer.Option(metavar="FILE", help="Trace of the last step, for ui.perfetto.dev.")] = None,
+) -> None:
+    """Run a schedule through the real driver, actors and messages; kernels are timed waits. Costs in milliseconds."""
+    if (name is None) == (load is None):
+        raise RequestError("raypipe emulate", "needs one schedule", "give a NAME or --load FILE")
+    if bandwidth < 0 or (bandwidth == 0 and (message_mb or grad_mb)):
+        raise RequestError("--bandwidth", f"{bandwidth:g} gigabytes a second carry nothing", "give one above 0")
+    shape = {
+        "devices": devices, "microbatches": microbatches, "chunks": chunks, "unit": unit, "pipelines": pipelines,
+        "concat": concat, "memory_limit": memory_limit,
+    }  # fmt: skip
+    costs = {
+        "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
+    }  # fmt: skip
+    made = make([name], shape, costs, compare=False)[0] if name else load_one(load or Path(), costs, memory_limit)
+    from raypipe.runtime.emulate_run import Links, emulate
+
+    links = Links(
+        latency_s=latency_us * 1e-6,
+        bytes_per_s=bandwidth * 1e9 if bandwidth else math.inf,
+        message_bytes=message_mb * 1e6,
+        gradient_bytes=grad_mb * 1e6,
+    )
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
+        found = emulate(made.schedule, _in_seconds(made.costs), links, steps, replicas)
+    if trace is not None:
+        from raypipe.observe.perfetto import write_trace
+
+        write_trace(found.timeline, trace)
+    result = {
+        "predicted_s": found.predicted_s,
+        "measured_s": found.measured_s,
+        "bubble_ratio": found.bubble_ratio,
+        "dispatch_overhead_s": found.dispatch_overhead_s,
+        "predicted_makespan_s": found.predicted_makespan_s,
+    }
+    if json_file is not None:
+        if json_file != Path("-"):
+            json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        print(json.dumps(result))
+        return
+    typical = median(found.measured_s[1:] or found.measured_s)
+    print(f"{made.schedule.name}: predicted step {found.predicted_s * 1e3:.2f} ms")
+    print(f"measured step {typical * 1e3:.2f} ms (median), {typical / found.predicted_s - 1:+.1%}")
+    print(f"idle {found.bubble_ratio:.1%}; dispatch and messages {found.dispatch_overhead_s * 1e3:.2f} ms a step")
+
+
+def _in_seconds(costs: CostTable) -> CostTable:
+    """The table in seconds instead of milliseconds."""
+    kinds = ("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update")
+    scaled = {kind: tuple(t * 1e-3 for t in getattr(costs, kind)) for kind in kinds}
+    return replace(costs, comm=costs.comm * 1e-3, **scaled)

@@ -1,0 +1,155 @@
+"""Emulated devices: the real driver, actors, programs and messages; kernels are timed waits.
+
+A task takes its time from the cost table. A message carries the moment it was sent; the receiver holds it back for
+the link's latency and for its bytes over the link's bandwidth, one message after another on each directed link. So
+two cores can run a pipeline of sixteen devices at its true proportions, with the real overheads of dispatch and
+messages on top. DESIGN section 8.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from raypipe.runtime.links import Links, Location, Wiring, locate
+from raypipe.runtime.runner import ProgramRunner
+from raypipe.runtime.transport.channel import Receiver, Sender, TensorSpec
+from raypipe.schedule.endless import Part
+from raypipe.schedule.messages import Action, Message, Program
+
+OVERSHOOT_S = 0.0002
+"""``time.sleep`` comes back this late at times; the rest of a wait is spent giving up the processor."""
+STAMP = TensorSpec((1,), torch.float64)
+"""What a message carries: when it was sent, on this host's monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedSetup:
+    """Everything one emulated device needs."""
+
+    rank: int
+    wiring: Wiring
+    placement: tuple[tuple[int, ...], ...]
+    microbatches: int
+    stages: int
+    programs: dict[Part, Program]
+    durations: dict[Part, tuple[float, ...]]
+    """Seconds of each action of each program; of an AR, from the moment its last holder joins."""
+    latency_s: float
+    """Of every message between devices."""
+    seconds_per_message: float
+    """A message's bytes over the link's bandwidth; 0 for links without a limit."""
+
+
+class EmulatedRunner(ProgramRunner):
+    """Runs programs by waiting."""
+
+    def __init__(
+        self, setup: EmulatedSetup, senders: Mapping[int, Sender], receivers: Mapping[int, Receiver],
+        groups: Mapping[str, dist.ProcessGroup],
+    ) -> None:  # fmt: skip
+        wire = dict.fromkeys(range(setup.stages), (STAMP,))
+        super().__init__(setup.microbatches, timeout_s=300.0, senders=senders, receivers=receivers, wire=wire)
+        self.setup = setup
+        self.groups = groups
+        self._link_free: dict[int, float] = {}
+        self._joined: list[tuple[int, torch.Tensor, dist.Work | None]] = []
+
+    def run(self, part: Part, step: int) -> NDArray[np.float64]:
+        """Run one step; returns ``[tasks, 2]`` start and end."""
+        self._durations = iter(self.setup.durations[part])
+        self._index = -1
+        times = self.walk(self.setup.programs[part], step)
+        self._finish(times)  # all-reduces that no update waited for
+        return times
+
+    def run_task(self, action: Action) -> None:
+        """Wait as long as the task takes; leave a time stamp for each message it causes."""
+        self._index += 1
+        duration = next(self._durations)
+        for message in action.receives:
+            if not message.local:
+                del self.mail[self._slot(message)]
+        if action.task.kind == "AR":
+            self._join(action, duration)
+            return
+        wait_until(time.monotonic() + duration)
+        stamp = (torch.tensor([time.monotonic()], dtype=torch.float64),)
+        for message in action.sends:
+            if not message.local:
+                self.mail[self._slot(message)] = stamp
+
+    def _slot(self, m: Message) -> tuple[str, int, int, int]:
+        return (m.direction, m.src_stage, m.dst_stage, self.base + m.mb)
+
+    def receive(self, m: Message, action: Action) -> None:
+        """Take the message, then hold it back until the emulated link would have delivered it."""
+        super().receive(m, action)
+        (stamp,) = self.mail[self._slot(m)]
+        begun = max(float(stamp), self._link_free.get(m.src_device, 0.0))
+        self._link_free[m.src_device] = begun + self.setup.seconds_per_message
+        wait_until(self._link_free[m.src_device] + self.setup.latency_s)
+
+    def _join(self, action: Action, duration: float) -> None:
+        """An all-reduce lasts ``duration`` from the moment the last holder joins, beside compute."""
+        joined = torch.tensor([time.monotonic() + duration], dtype=torch.float64)
+        group = self.groups.get(f"stage {action.task.stage}")
+        work = dist.all_reduce(joined, dist.ReduceOp.MAX, group=group, async_op=True) if group is not None else None
+        self._joined.append((self._index, joined, work))
+
+    def before_updates(self, program: Program, times: NDArray[np.float64]) -> None:
+        """Wait for the all-reduces."""
+        self._finish(times)
+
+    def _finish(self, times: NDArray[np.float64]) -> None:
+        for index, joined, work in self._joined:
+            if work is not None:
+                work.wait()
+            wait_until(float(joined))
+            times[index, 1] = time.monotonic()
+        self._joined.clear()
+
+
+def wait_until(moment: float) -> None:
+    """Sleep until ``moment`` on the monotonic clock, to a few microseconds."""
+    left = moment - time.monotonic()
+    while left > 0:
+        if left > OVERSHOOT_S:
+            time.sleep(left - OVERSHOOT_S)
+        else:
+            os.sched_yield()
+        left = moment - time.monotonic()
+
+
+class EmulatedStage:
+    """The actor of one emulated device."""
+
+    def __init__(self, rank: int, title: str) -> None:
+        self.rank, self.title = rank, title
+        self.links: Links | None = None
+        torch.set_num_threads(1)
+
+    def __repr__(self) -> str:
+        return self.title
+
+    def locate(self) -> Location:
+        """Say where this actor runs."""
+        return locate(self.rank, self.title, torch.device("cpu"))
+
+    def setup(self, setup: EmulatedSetup) -> None:
+        """Open the channels."""
+        if self.links is not None:
+            self.links.close()
+        self.links = links = Links(setup.rank, setup.wiring, "gloo")
+        self.runner = EmulatedRunner(setup, links.senders, links.receivers, links.groups)
+
+    def run_step(self, step: int, part: Part) -> NDArray[np.float64]:
+        """Run one step; returns ``[tasks, 2]`` start and end of each task."""
+        return self.runner.run(part, step)
