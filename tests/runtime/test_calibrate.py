@@ -1,0 +1,109 @@
+"""Fitting costs to a timeline undoes simulating it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from raypipe.runtime.calibrate import fit_costs, message_delays
+from raypipe.schedule import Shape, generate
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
+from raypipe.simulate.engine import simulate
+from raypipe.simulate.timeline import Span, Timeline
+
+
+def uneven(stages: int, comm: float, all_reduce: float = 0.0, recompute: float = 0.0) -> CostTable:
+    """Another number for every stage and kind."""
+    values = iter(range(1, 100))
+
+    def some(scale: float) -> tuple[float, ...]:
+        return tuple(scale * (1 + next(values) / 7) for _ in range(stages))
+
+    return CostTable(
+        forward=some(1.0), input_grad=some(1.1), weight_grad=some(0.9), recompute=some(recompute),
+        all_reduce=some(all_reduce), update=some(0.3), comm=comm,
+    )  # fmt: skip
+
+
+def step(name: str, devices: int, copies: int = 1, **options: int) -> Schedule:
+    """A whole training step, as plans have it."""
+    schedule = replicate(generate(name, Shape(devices=devices, microbatches=2 * devices, **options)), copies)
+    return add_updates(place_gradient_sync(schedule, "lazy"))
+
+
+CASES = [
+    ("1f1b", 4, 1, {}, 0.2),
+    ("gpipe", 3, 1, {}, 0.0),
+    ("interleaved-1f1b", 2, 1, {"chunks": 2}, 0.05),
+    ("zb-h1", 4, 1, {}, 0.1),
+    ("1f1b", 2, 2, {}, 0.1),
+    ("chimera", 4, 1, {}, 0.1),
+]
+
+
+@pytest.mark.parametrize(("name", "devices", "copies", "options", "comm"), CASES)
+def test_costs_come_back(name, devices, copies, options, comm) -> None:
+    schedule = step(name, devices, copies, **options)
+    shared = schedule.replicas > 1
+    costs = uneven(schedule.stages, comm, all_reduce=0.4 if shared else 0.0)
+    found = fit_costs([simulate(schedule, costs)])
+    for kind in ("F", "U", "BW", *(("AR",) if shared else ())):
+        assert found.by_kind(kind) == pytest.approx(costs.by_kind(kind), rel=1e-9), kind
+    if any(task.kind == "W" for task in schedule.tasks()):
+        assert found.input_grad == pytest.approx(costs.input_grad, rel=1e-9)
+        assert found.weight_grad == pytest.approx(costs.weight_grad, rel=1e-9)
+    assert found.comm == pytest.approx(comm, abs=1e-9)
+
+
+@pytest.mark.parametrize(("name", "devices", "copies", "options", "comm"), CASES)
+def test_the_prediction_is_the_step_that_was_measured(name, devices, copies, options, comm) -> None:
+    schedule = step(name, devices, copies, **options)
+    costs = uneven(schedule.stages, comm, all_reduce=0.4 if schedule.replicas > 1 else 0.0)
+    measured = simulate(schedule, costs)
+    assert simulate(schedule, fit_costs([measured])).makespan == pytest.approx(measured.makespan, rel=1e-9)
+
+
+def test_recomputation_has_a_time_of_its_own() -> None:
+    schedule = add_updates(generate("early-recompute", Shape(devices=3, microbatches=4)))
+    costs = uneven(3, 0.0, recompute=0.8)
+    found = fit_costs([simulate(schedule, costs)])
+    used = {task.stage for task in schedule.tasks() if task.kind == "R"}
+    assert used
+    for stage in used:
+        assert found.recompute[stage] == pytest.approx(costs.recompute[stage])
+
+
+def test_a_paired_forward_counts_as_two() -> None:
+    schedule = add_updates(generate("chimera", Shape(devices=2, microbatches=8, concat="doubling")))
+    assert any(len(task.mbs) == 2 for task in schedule.tasks())
+    costs = uneven(2, 0.0)
+    assert fit_costs([simulate(schedule, costs)]).forward == pytest.approx(costs.forward)
+
+
+def test_a_few_slow_steps_move_no_cost() -> None:
+    """Medians: another process on the machine disturbs some steps, not the prediction."""
+    schedule = step("1f1b", 2)
+    costs = uneven(2, 0.1)
+    steps = [simulate(schedule, costs) for _ in range(5)]
+    chance = random.Random(0)
+    for i in (1, 3):
+        steps[i] = Timeline(
+            schedule,
+            tuple(tuple(Span(t, 3 * a, 3 * b + chance.random()) for t, a, b in spans) for spans in steps[i].spans),
+        )
+    found = fit_costs(steps)
+    for kind in ("F", "BW", "U"):
+        assert found.by_kind(kind) == pytest.approx(costs.by_kind(kind), rel=1e-9)
+    assert found.comm == pytest.approx(0.1, rel=1e-9)
+
+
+def test_only_messages_that_were_waited_for_count() -> None:
+    schedule = step("1f1b", 2)
+    delays = message_delays(schedule, simulate(schedule, CostTable.even(2, comm=0.25)))
+    assert delays
+    assert delays == pytest.approx([0.25] * len(delays))
+    # One device sends itself nothing.
+    assert message_delays(step("1f1b", 1), simulate(step("1f1b", 1), CostTable.even(1))) == []

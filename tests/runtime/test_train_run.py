@@ -1,0 +1,43 @@
+"""What a failure inside an actor is called, once it has come through Ray."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+from raypipe.errors import CheckpointError, RunError, TransportError
+from raypipe.runtime.train_run import describe
+
+OWN = TransportError("1F0 of step 1, rank 0", "nothing came", "look there")
+
+
+def through_ray(error: Exception) -> Exception:
+    """The error as ``ray.get`` raises it: of the cause's class, with a traceback for its text."""
+    try:
+        raise error
+    except Exception as caught:
+        return ray.exceptions.RayTaskError("run_step", "Traceback ...", caught).as_instanceof_cause()
+
+
+@pytest.mark.xfail(strict=True)
+@pytest.mark.parametrize("error", [OWN, CheckpointError("step-1", "is damaged", "use an earlier one")])
+def test_raypipes_own_error_is_told_without_rays_wrapping(error) -> None:
+    assert isinstance(through_ray(error), type(error))
+    assert describe(error) == str(error)
+    assert describe(through_ray(error)) == str(error)
+    assert describe(through_ray(through_ray(error))) == str(error)
+    outer = RuntimeError("training failed")
+    outer.__cause__ = through_ray(error)
+    assert describe(outer) == str(error)
+
+
+def test_other_errors_are_one_line() -> None:
+    assert describe(ValueError("a\nb\nc")) == "ValueError: a"
+    assert describe(KeyError()) == "KeyError: "
+    assert "\n" not in describe(through_ray(ZeroDivisionError("division by zero")))
+
+
+def test_the_innermost_of_our_errors_is_the_cause() -> None:
+    outer = RunError("run", "failed")
+    outer.__cause__ = ValueError("x")
+    assert describe(outer) == "run: failed"

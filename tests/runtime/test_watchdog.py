@@ -1,0 +1,63 @@
+"""A device that waits too long fails with an error that says who waits, for what, from whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from raypipe.errors import TransportError
+from tests.runtime.small_runs import drive, new_driver, small_job
+
+pytestmark = pytest.mark.runs
+
+TIMEOUT_S = 1.0
+PLAN = {"schedule": "1f1b", "stages": 2}
+
+WAITS = {
+    # The rank that runs its step alone, and what it ends up waiting for: its peer was never told to run.
+    "activation": (1, "1F0 of step 1", "stage actor 0 (rank 0)", "activation of micro-batch 0, stage 0 -> 1"),
+    "gradient": (0, "0BW0 of step 1", "stage actor 1 (rank 1)", "gradient of micro-batch 0, stage 1 -> 0"),
+}
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "ray-collective"])
+@pytest.mark.parametrize("waits_for", WAITS)
+def test_a_peer_that_never_sends(waits_for, transport, stage_pool, text_folder, tmp_path) -> None:
+    rank, task, peer, message = WAITS[waits_for]
+    job = small_job(text_folder, PLAN | {"transport": transport}, message_timeout_s=TIMEOUT_S)
+    fleet = stage_pool(2)
+    new_driver(job, tmp_path)._setup(fleet, None)
+    begun = time.monotonic()
+    with pytest.raises(ray.exceptions.RayTaskError) as caught:
+        ray.get(fleet.actors[rank].run_step.remote(0), timeout=60)
+    waited = time.monotonic() - begun
+    error = caught.value.cause
+    assert type(error) is TransportError
+    assert error.where == f"{task}, {peer}"
+    assert error.why.startswith(f"{message}, step 0 did not come within {TIMEOUT_S:g} s")
+    assert error.fix
+    assert TIMEOUT_S <= waited < TIMEOUT_S + 10  # the rest is what a busy machine may take
+
+
+def test_a_device_that_stands_still_ends_the_run_and_its_name_is_told(stage_pool, text_folder, tmp_path) -> None:
+    """The whole way up: the driver raises what the waiting device reports, though the other one says nothing."""
+    job = small_job(text_folder, PLAN, message_timeout_s=TIMEOUT_S, steps=3)
+    driver = new_driver(job, tmp_path)
+    fleet = stage_pool(2)
+    driver._setup(fleet, None)
+    stuck = fleet.locations[0].pid
+    os.kill(stuck, signal.SIGSTOP)
+    try:
+        with pytest.raises(ray.exceptions.RayTaskError) as caught:
+            driver._loop(fleet, 0)
+        assert caught.value.cause.where == "1F0 of step 1, stage actor 0 (rank 0)"
+        assert caught.value.cause.why.startswith("activation of micro-batch 0, stage 0 -> 1")
+    finally:
+        os.kill(stuck, signal.SIGCONT)
+    # Once it goes on, the same actors serve the next plan.
+    losses = drive(small_job(text_folder, PLAN), stage_pool, tmp_path / "after").losses
+    assert losses == drive(small_job(text_folder, PLAN), stage_pool, tmp_path / "again").losses
