@@ -13,7 +13,7 @@ $(VENV)/.run: pyproject.toml
 	touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --editable '.[dev,hf]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
 train: $(VENV)/.run

@@ -7,16 +7,20 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from raypipe.auto import search
+from raypipe.auto.placements import placed
 from raypipe.errors import CheckpointError, RunError, SpecError
 from raypipe.job.order import base_schedule, is_file
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.observe.summary import summarise
 from raypipe.plan.plan import Plan, build_schedule, load_plan
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Schedule
 from raypipe.schedule.text import to_text
 
 JOB_FILE = "job.json"
@@ -41,12 +45,33 @@ def make_plan(job: JobSpec) -> Plan:
     """
     from raypipe.models import build_layers, split_layers
 
-    schedule = base_schedule(job.parallel, job.train.batch)
-    cut = split_layers(build_layers(job.model), schedule.stages)
-    order = to_text(schedule) if is_file(job.parallel.schedule) else None
-    plan = Plan(parallel=job.parallel, cut=tuple(tuple(layers) for layers in cut), order=order)
+    layers = build_layers(job.model)
+    parallel = job.parallel
+    order: str | None
+    if parallel.schedule == "auto":
+        placement = placed(parallel.placement, parallel.shape(job.train.batch))
+        cut = split_layers(layers, len(placement[0]))
+        order = to_text(_searched(job, placement, [sum(layers.flops[i] for i in part) for part in cut]))
+    else:
+        schedule = base_schedule(parallel, job.train.batch)
+        cut = split_layers(layers, schedule.stages)
+        order = to_text(schedule) if is_file(parallel.schedule) else None
+    plan = Plan(parallel=parallel, cut=tuple(tuple(part) for part in cut), order=order)
     build_schedule(plan, job.train.batch)
     return plan
+
+
+def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: list[float]) -> Schedule:
+    """The order that ``auto`` runs: searched on the stages' analytic costs, B and W as long as F each."""
+    largest = max(flops)
+    times = tuple(f / largest for f in flops)
+    zeros = (0.0,) * len(times)
+    costs = CostTable(
+        forward=times, input_grad=times, weight_grad=times, recompute=zeros, all_reduce=zeros, update=zeros
+    )
+    shape = job.parallel.shape(job.train.batch)
+    found = search(placement, shape.microbatches, costs, memory_limit=shape.memory_limit)
+    return replace(found.schedule, name="auto")
 
 
 def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: Path | None = None) -> Prepared:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from raypipe.auto.placements import placed
 from raypipe.errors import ScheduleError
 from raypipe.job.order import base_schedule
 
@@ -68,7 +69,7 @@ def _available(parallel: ParallelSpec) -> Iterator[Problem]:
             yield Problem(f"parallel.{key}", f"{value} is not available yet", f"use {allowed}, or leave the key out")
 
 
-SHAPE_KEYS = ("schedule", "chunks", "unit", "pipelines", "concat", "sync")
+SHAPE_KEYS = ("schedule", "placement", "memory_limit", "chunks", "unit", "pipelines", "concat", "sync")
 KEYS = {"devices": "stages", "microbatches": "microbatch"}
 """A shape's words that a job file has others for."""
 
@@ -76,23 +77,19 @@ KEYS = {"devices": "stages", "microbatches": "microbatch"}
 def _schedule(job: JobSpec) -> Iterator[Problem]:
     """What the schedule itself refuses: its name, its shape, an option it has no use for."""
     parallel, layers = job.parallel, job.model.layers
-    if parallel.schedule == "auto":
-        yield Problem("parallel.schedule", '"auto" is not available in a job yet', "name one: raypipe schedule --list")
-        return
+    if parallel.placement != "line" and parallel.schedule != "auto":
+        yield Problem("parallel.placement", f"{parallel.schedule} has its own", "leave it out, or use schedule: auto")
     try:
+        if parallel.schedule == "auto":
+            placement = placed(parallel.placement, parallel.shape(job.train.batch))
+            yield from _depth(len(placement[0]), parallel.stages, layers)
+            return
         schedule = base_schedule(parallel, job.train.batch)
     except ScheduleError as error:
         key = KEYS.get(error.where, error.where)
         yield Problem(f"parallel.{key if key in type(parallel).model_fields else 'schedule'}", _why(error), error.fix)
         return
-    stages = schedule.stages
-    if stages > layers:
-        each = f" ({parallel.stages} devices with {stages // parallel.stages} each)" if stages > parallel.stages else ""
-        yield Problem(
-            "parallel.stages",
-            f"{stages} stages{each} for a model of {layers} layer{'s' * (layers > 1)}",
-            f"use at most {layers} in all, or a deeper model (model.layers)",
-        )
+    yield from _depth(schedule.stages, parallel.stages, layers)
     if parallel.microbatch % schedule.size.denominator:
         yield Problem(
             "parallel.microbatch",
@@ -101,6 +98,16 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
         )
     if schedule.versions == "stash":
         yield from _stash(job)
+
+
+def _depth(stages: int, devices: int, layers: int) -> Iterator[Problem]:
+    if stages > layers:
+        each = f" ({devices} devices with {stages // devices} each)" if stages > devices else ""
+        yield Problem(
+            "parallel.stages",
+            f"{stages} stages{each} for a model of {layers} layer{'s' * (layers > 1)}",
+            f"use at most {layers} in all, or a deeper model (model.layers)",
+        )
 
 
 def _why(error: ScheduleError) -> str:

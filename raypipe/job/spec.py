@@ -105,7 +105,11 @@ class ParallelSpec(Spec):
     """How to cut the work over devices. ``stages * replicas`` devices in all."""
 
     schedule: str = "1f1b"
-    """Name of a pipeline schedule; ``raypipe schedule --list`` describes them."""
+    """Name of a pipeline schedule (``raypipe schedule --list`` describes them), a file that holds one, or ``auto``."""
+    placement: Literal["line", "ring", "v", "bidirectional"] = "line"
+    """Where ``auto`` puts the stages; ``ring`` and ``v`` with ``chunks``, ``bidirectional`` with ``pipelines``."""
+    memory_limit: Annotated[float, Field(gt=0)] | None = None
+    """Activations a device may hold at once, in units of one stage's for one micro-batch; null for no limit."""
     stages: Positive = 1
     """Devices along one pipeline."""
     replicas: Positive = 1
@@ -140,7 +144,7 @@ class ParallelSpec(Spec):
         """
         return Shape(
             devices=self.stages, microbatches=batch // (self.microbatch * self.replicas), chunks=self.chunks,
-            unit=self.unit, pipelines=self.pipelines, concat=self.concat,
+            unit=self.unit, pipelines=self.pipelines, concat=self.concat, memory_limit=self.memory_limit,
         )  # fmt: skip
 
     @property

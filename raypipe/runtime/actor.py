@@ -18,13 +18,14 @@ from raypipe.data import Corpus
 from raypipe.data.corpus import Split
 from raypipe.models import build_layers
 from raypipe.models.loss import token_cross_entropy
-from raypipe.runtime.executor import Executor, StepResult, StepSettings
+from raypipe.runtime.executor import Executor
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.links import Links, Location, Wiring, locate
 from raypipe.runtime.optimizer import learning_rate, make_optimizer
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.stage import StageModule
 from raypipe.runtime.state import owned_keys, previous_tensors, read_previous, read_state, state_tensors
+from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.versions import WeightVersions
 from raypipe.schedule.endless import WHOLE, Part
 

@@ -22,7 +22,6 @@ from raypipe.models import build_layers
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import Plan, build_schedule, forward_only
 from raypipe.runtime.actor import DTYPES
-from raypipe.runtime.executor import StepResult
 from raypipe.runtime.gradients import TiedHolders, shared_groups
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring, rendezvous_of
@@ -30,6 +29,7 @@ from raypipe.runtime.measure import StepClock
 from raypipe.runtime.optimizer import learning_rate
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shapes import wire_specs
+from raypipe.runtime.step import StepResult
 from raypipe.schedule.endless import WHOLE, Part, parts
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.messages import edges, programs

@@ -77,6 +77,9 @@ PLANS = [
     {"schedule": "model-parallel", "stages": 4},
     {"schedule": "fast-forward", "stages": 2, "chunks": 2},
     {"schedule": "modulo", "stages": 2, "chunks": 2},
+    {"schedule": "auto", "stages": 4, "memory_limit": 3},
+    {"schedule": "auto", "stages": 2, "chunks": 2, "placement": "v"},
+    {"schedule": "auto", "stages": 2, "placement": "bidirectional", "replicas": 2},
 ]
 
 

@@ -1,0 +1,43 @@
+"""What a step needs beyond its program, and what a device reports of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a device reports of one step; small, since it travels through Ray."""
+
+    loss_sum: float
+    """Sum of the token losses of the micro-batches whose last stage is here, over the tokens of the mini-batch."""
+    norm_squared: float
+    """This device's share of the squared gradient norm (all of it, already rooted, when clipping: see ``norm``)."""
+    norm: float | None
+    """Global gradient norm before clipping, where clipping computed it."""
+    times: NDArray[np.float64]
+    """``[tasks, 2]`` start and end of every task, on this host's monotonic clock in seconds."""
+    received: int
+    """Messages that came from other devices."""
+    all_reduces: float
+    """Gradient all-reduces; each of a group's members counts its share of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """What stays the same over all steps of a run."""
+
+    seed: int
+    microbatches: int
+    """Micro-batch ids of a step, over all replicas."""
+    samples_per_microbatch: int
+    tokens_per_batch: int
+    """Tokens of a mini-batch: what every token loss is divided by."""
+    clip: float | None
+    timeout_s: float
+    autocast: torch.dtype | None
+    device: torch.device
