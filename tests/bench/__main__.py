@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -33,6 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--schedules", nargs="+", choices=SHARED, default=list(SHARED))
+    parser.add_argument("--pipelines-only", action="store_true", help="leave out DDP and the two-thread process")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     return parser.parse_args()
 
@@ -52,7 +54,7 @@ def machine() -> dict[str, object]:
 def main() -> int:
     args = arguments()
     faulthandler.register(signal.SIGUSR1)
-    out, progress = Console(width=150), Console(stderr=True)
+    out, progress = Console(width=160), Console(stderr=True)
     about = machine()
     out.print(" · ".join(f"{key.replace('_', ' ')} {value}" for key, value in about.items()), highlight=False)
     rounds = 1 if args.quick else args.rounds
@@ -75,9 +77,8 @@ def main() -> int:
                     case = replace(case, steps=case.warm_up + 2)
                 if not case.schedules:
                     continue
-                result = run_case(
-                    case, side, others, Path(name), rounds, lambda text: progress.print(text, style="dim")
-                )
+                say = partial(progress.print, style="dim")
+                result = run_case(case, side, others, Path(name), rounds, say, args.pipelines_only)
                 if not result.blocks:
                     for schedule, why in result.skipped.items():
                         out.print(f"left out: {key} {schedule}: {why}", markup=False)

@@ -32,6 +32,8 @@ class RankReport:
     begin: float
     ends: list[float]
     """End of each step on this host's monotonic clock, which all its processes share."""
+    cpu: list[float]
+    """Processor time this process had used, all threads, at the end of each step."""
     losses: list[float]
     """Per step, this process's part of the mini-batch loss; the parts add up."""
     same_order: bool = True
@@ -44,11 +46,17 @@ class Block:
 
     step_s: list[float]
     """All steps of the block; the first holds warm-up."""
+    cpu: list[float]
+    """Processor time used by all devices at the end of each step."""
     losses: list[float]
 
     def steady(self, warm_up: int) -> float:
         """Median step of the block, its first ``warm_up`` steps left out."""
         return median(self.step_s[warm_up:])
+
+    def work(self, warm_up: int) -> float:
+        """Mean processor time of a step over all devices: waiting costs none, a busy machine hardly any."""
+        return (self.cpu[-1] - self.cpu[warm_up - 1]) / (len(self.cpu) - warm_up)
 
 
 def joined(reports: Sequence[RankReport]) -> Block:
@@ -56,7 +64,8 @@ def joined(reports: Sequence[RankReport]) -> Block:
     ends = [max(at) for at in zip(*(r.ends for r in reports), strict=True)]
     starts = [min(r.begin for r in reports), *ends[:-1]]
     losses = [sum(parts) for parts in zip(*(r.losses for r in reports), strict=True)]
-    return Block([end - start for start, end in zip(starts, ends, strict=True)], losses)
+    cpu = [sum(used) for used in zip(*(r.cpu for r in reports), strict=True)]
+    return Block([end - start for start, end in zip(starts, ends, strict=True)], cpu, losses)
 
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:

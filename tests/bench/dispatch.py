@@ -7,8 +7,11 @@ left out: the gap counts from the later of the device's own last task and the en
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -24,8 +27,11 @@ Times = list[NDArray[np.float64]]
 class RecordingClock(StepClock):
     """The driver's own clock, which also keeps every step's times and the driver's processor time."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, pids: Sequence[int]) -> None:
         super().__init__(schedule)
+        self._pids = pids
+        self.device_cpu: list[float] = []
+        """Processor seconds of the stage actors' processes at the moment each step was collected."""
         self.steps: list[Times] = []
         self.step_s: list[float] = []
         self.driver_cpu: list[float] = []
@@ -36,7 +42,14 @@ class RecordingClock(StepClock):
         self.steps.append(times)
         self.step_s.append(result[0])
         self.driver_cpu.append(time.process_time())
+        self.device_cpu.append(sum(map(_cpu_seconds, self._pids)))
         return result
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Processor time of a process on this host, in ticks of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def dispatch_gaps(schedule: Schedule, steps: list[Times]) -> list[float]:

@@ -52,7 +52,7 @@ def _steps(order: Order, model: nn.Module, share: int, shares: int) -> RankRepor
     own = batch // shares
     size = own if order.whole else job.parallel.microbatch
     firsts = range(share * own, (share + 1) * own, size)
-    ends, losses = [], []
+    ends, cpu, losses = [], [], []
     begin = time.monotonic()
     for step in range(order.steps):
         total = torch.zeros(())
@@ -68,4 +68,5 @@ def _steps(order: Order, model: nn.Module, share: int, shares: int) -> RankRepor
         optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
         losses.append(float(total))
         ends.append(time.monotonic())
-    return RankReport(begin, ends, losses)
+        cpu.append(time.process_time())
+    return RankReport(begin, ends, cpu, losses)

@@ -35,6 +35,8 @@ class RaypipeSide:
 
     def __init__(self, folder: Path) -> None:
         os.environ["RAY_ADDRESS"] = "local"
+        # Ray's workers run at niceness 15 by default: beside any other load they would hardly run, the rivals would.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         self._folder = folder
         self._request = connect(DEVICES)
         self.fleet: Fleet | None = None
@@ -58,14 +60,14 @@ class RaypipeSide:
         (directory / "data").symlink_to(data)
         log = RunLog(directory)
         driver = Driver(job, plan, directory, log, lambda *_: None)
-        driver.clock = clock = RecordingClock(driver.schedule)
+        driver.clock = clock = RecordingClock(driver.schedule, [at.pid for at in fleet.locations])
         try:
             driver.run(fleet, None, 0)
             losses = [row["loss"] for row in read_rows(directory / METRICS) if "loss" in row]
         finally:
             log.close()
             shutil.rmtree(directory)
-        return Block(clock.step_s, losses), DriverCost(*driver_share(clock, warm_up))
+        return Block(clock.step_s, clock.device_cpu, losses), DriverCost(*driver_share(clock, warm_up))
 
     def first_step_ratio(self, job: JobSpec, plan: Plan, data: Path, warm_up: int) -> float:
         """First step of fresh actors over a steady step of the same actors."""

@@ -20,6 +20,8 @@ from tests.bench.rivals import Rival
 
 IDEAL = "one process, 1 thread, micro-batches"
 Say = Callable[[str], None]
+Turn = tuple[str, Callable[[], None]]
+"""A contender's name, and what runs one block of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,9 @@ class CaseResult:
         self.blocks.setdefault(contender, []).append(block)
 
 
-def run_case(case: Case, ray: RaypipeSide, others: Rivals, folder: Path, rounds: int, say: Say) -> CaseResult:
+def run_case(
+    case: Case, ray: RaypipeSide, others: Rivals, folder: Path, rounds: int, say: Say, pipelines_only: bool = False
+) -> CaseResult:
     """Measure ``case``; raypipe's Ray and the rivals' processes are up already."""
     result = CaseResult(case)
     jobs: dict[str, tuple[JobSpec, Plan]] = {}
@@ -77,7 +81,9 @@ def run_case(case: Case, ray: RaypipeSide, others: Rivals, folder: Path, rounds:
     data = folder / f"data-{case.name}"
     any_job, any_plan = next(iter(jobs.values()))
     prepare(any_job.data, any_job.model.sequence, data)
-    turns = _turns(case, jobs, ray, others, data, result)
+    turns = _pipelines(case, jobs, ray, others, data, result)
+    plain = _plain(case, any_job, any_plan, others, data, result)
+    turns += plain[:1] if pipelines_only else plain
     for number in range(rounds):
         time.sleep(1.0)
         result.busy_when_idle.append(_busy_share(1.0))
@@ -91,10 +97,10 @@ def run_case(case: Case, ray: RaypipeSide, others: Rivals, folder: Path, rounds:
     return result
 
 
-def _turns(
+def _pipelines(
     case: Case, jobs: dict[str, tuple[JobSpec, Plan]], ray: RaypipeSide, others: Rivals, data: Path, result: CaseResult
-) -> list[tuple[str, Callable[[], None]]]:
-    turns: list[tuple[str, Callable[[], None]]] = []
+) -> list[Turn]:
+    turns: list[Turn] = []
     for name, (job, plan) in jobs.items():
 
         def ours(name: str = name, job: JobSpec = job, plan: Plan = plan) -> None:
@@ -107,7 +113,11 @@ def _turns(
             result.same_order[name] = others.pair.same_order
 
         turns += [(f"raypipe {name}", ours), (f"torch {name}", theirs)]
-    job, plan = next(iter(jobs.values()))
+    return turns
+
+
+def _plain(case: Case, job: JobSpec, plan: Plan, others: Rivals, data: Path, result: CaseResult) -> list[Turn]:
+    turns: list[Turn] = []
     order = Order("plain", job, plan, data, case.steps)
     whole = replace(order, whole=True)
     two, pair = f"one process, {DEVICES} threads", "DistributedDataParallel"

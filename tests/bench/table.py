@@ -36,6 +36,10 @@ def summarise(result: CaseResult) -> dict[str, Any]:
             continue
         ours, theirs = steady(f"raypipe {name}"), steady(f"torch {name}")
         paired = [a / b for a, b in zip(ours, theirs, strict=True)]
+        work = {
+            side: median(block.work(case.warm_up) for block in result.blocks[f"{side} {name}"])
+            for side in ("raypipe", "torch")
+        }
         schedules[name] = {
             "raypipe_s": median(ours),
             "torch_s": median(theirs),
@@ -43,6 +47,8 @@ def summarise(result: CaseResult) -> dict[str, Any]:
             "ratio_range": [min(paired), max(paired)],
             "raypipe_share_of_ideal": median(s / DEVICES / a for a, s in zip(ours, single, strict=True)),
             "torch_share_of_ideal": median(s / DEVICES / b for b, s in zip(theirs, single, strict=True)),
+            "raypipe_cpu_s": work["raypipe"],
+            "torch_cpu_s": work["torch"],
             "same_order": result.same_order[name],
             "loss_difference": _difference(result, f"raypipe {name}", f"torch {name}"),
             "standstill_share": median(c.standstill for c in result.driver[name]),
@@ -89,18 +95,23 @@ def show(figures: dict[str, Any], out: Console) -> None:
     out.print(f"\n[bold]{figures['case']}[/]: {figures['about']}; {DEVICES} devices of one thread, AdamW, float32")
     out.print(
         f"medians over {figures['rounds']} rounds of the median of {figures['steps_per_block']} steps; "
-        f"ratios are paired within a round; processors busy between rounds: {figures['busy_when_idle']:.0%}"
+        "ratios are paired within a round;\n"
+        f"CPU: processor time of a step, all devices; processors busy between rounds: {figures['busy_when_idle']:.0%}"
     )
-    table = Table("schedule", *("raypipe ms", "torch ms", "ratio", "range", "of ideal", "torch", "loss diff"))
+    table = Table(
+        "schedule", *("raypipe ms", "torch ms", "ratio (range)", "CPU ms", "torch", "of ideal", "torch", "loss diff")
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for extra in ("same order", "standstill", "driver CPU"):
         table.add_column(extra, justify="right")
     for name, row in figures["schedules"].items():
+        low, high = row["ratio_range"]
         met = row["ratio"] <= figures["target_ratio"]
         table.add_row(
             name, f"{row['raypipe_s'] * 1e3:.1f}", f"{row['torch_s'] * 1e3:.1f}",
-            f"[{'green' if met else 'red'}]{row['ratio']:.3f}[/]", "{:.2f}-{:.2f}".format(*row["ratio_range"]),
+            f"[{'green' if met else 'red'}]{row['ratio']:.3f}[/] ({low:.2f}-{high:.2f})",
+            f"{row['raypipe_cpu_s'] * 1e3:.1f}", f"{row['torch_cpu_s'] * 1e3:.1f}",
             f"{row['raypipe_share_of_ideal']:.0%}", f"{row['torch_share_of_ideal']:.0%}",
             f"{row['loss_difference']:.0e}", "yes" if row["same_order"] else "no",
             _share(row["standstill_share"]), _share(row["driver_cpu_share"]),

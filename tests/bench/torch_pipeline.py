@@ -107,7 +107,7 @@ def pipeline_steps(order: Order) -> RankReport:
     corpus = Corpus.open(order.data)
     first, last = 0 in held, ours.stages - 1 in held
     dist.barrier()
-    ends, losses = [], []
+    ends, cpu, losses = [], [], []
     trace, ran = Trace(stages), []
     begin = time.monotonic()
     for step in range(order.steps):
@@ -125,5 +125,6 @@ def pipeline_steps(order: Order) -> RankReport:
             ran = trace.stop()
         losses.append(float(torch.stack(parts).detach().sum()) if parts else 0.0)
         ends.append(time.monotonic())
+        cpu.append(time.process_time())
     same = ran == to_torch_csv(ours).splitlines()[rank].split(",")
-    return RankReport(begin, ends, losses, same)
+    return RankReport(begin, ends, cpu, losses, same)

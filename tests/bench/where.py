@@ -16,12 +16,13 @@ from typing import Any
 import ray
 
 from raypipe.data import prepare
-from raypipe.runtime.executor import Executor, StepResult
+from raypipe.runtime.executor import Executor
+from raypipe.runtime.step import StepResult
 from raypipe.train import make_plan
 from tests.bench.cases import CASES, SHARED
 from tests.bench.raypipe_side import RaypipeSide
 
-PARTS = ("_begin", "_receive", "_send", "_forward", "_backward", "_finish_gradients", "_update", "_end")
+PARTS = ("receive", "_send", "_forward", "_backward", "_weights", "before_updates", "_update", "_end")
 """Parts of a step that don't contain one another."""
 INSIDE = ("_compute", "_data")
 """Parts of ``_forward``; what is left of it is the bookkeeping around the layers."""
