@@ -80,6 +80,10 @@ def _leads(p: Problem) -> Iterator[tuple[float, ...]]:
             yield tuple(whole(full * cap[c] * share[c]) for c in lanes)
         for slope in (0.5, 1.0):
             yield tuple(whole(cap[c] * share[c] * (1 + slope * (stages - 1 - 2 * p.stage[c]) / stages)) for c in lanes)
+    entries = {c for c in lanes if not p.before[c]}
+    for limit in sorted({1, 2, 3, *(math.ceil(min(cap) * k / 8) for k in range(2, 8))}):
+        if limit < min(cap):  # few micro-batches under way: long orders, but far from jamming, good to start from
+            yield tuple(float(limit) if c in entries else cap[c] for c in lanes)
 
 
 def _round_trips(p: Problem) -> list[float]:
@@ -106,8 +110,12 @@ def _depth(p: Problem) -> list[int]:
 
 
 def shaken(p: Problem, setting: Setting, rng: random.Random) -> Setting:
-    """A setting near another: some leads, patience and keys changed."""
+    """A setting near another, now and then far from it: other leads and patience."""
     lanes = range(len(p.kind))
+    if rng.random() < 0.25:
+        most = min(max(p.cap), float(p.microbatches))
+        drawn = tuple(float(rng.randint(1, max(1, int(most)))) for _ in lanes)
+        return Setting(setting.key, setting.pace, setting.patience, drawn, setting.reserve)
     ahead = setting.ahead or tuple(min(p.cap[p.device[c]], float(p.microbatches)) for c in lanes)
     changed = list(ahead)
     for c in lanes:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 
 from raypipe.auto.problem import Problem, Words
-from raypipe.auto.timed import Move, Timed
+from raypipe.auto.timed import Move, Step, Timed
 
 _PATIENCE = 400
 """Moves without a better order before the search goes back to the best one."""
@@ -20,7 +19,7 @@ _PATIENCE = 400
 
 def improve(
     p: Problem, start: Words, goal: float, until: float, rng: random.Random,
-    better: Callable[[Words, float], None] | None = None, moves: int = 1_000_000_000,
+    moves: int,
 ) -> tuple[Words, float]:  # fmt: skip
     """Shorten an order until it reaches ``goal``, the clock (``time.monotonic``) reaches ``until``, or moves run out.
 
@@ -30,7 +29,6 @@ def improve(
         goal: a proven bound.
         until: when to stop.
         rng: which of equals to take.
-        better: told of every improvement.
         moves: most moves to make.
     """
     state = Timed(p)
@@ -44,7 +42,7 @@ def improve(
         candidates = _neighbours(state, rng, tiny)
         chosen = None
         for value, _, move in sorted(candidates, key=lambda c: c[:2]):
-            if value >= best - tiny and _is_tabu(move, tabu, turn):
+            if value >= best - tiny and any(tabu.get((b, a), 0) > turn for a, b in _reversed(move)):
                 continue
             chosen = move
             if state.apply(move):
@@ -53,12 +51,10 @@ def improve(
         if chosen is None:
             since = _PATIENCE * 10
         else:
-            _forbid(chosen, tabu, turn + 8 + rng.randrange(12))
+            tabu.update(dict.fromkeys(_reversed(chosen), turn + 8 + rng.randrange(12)))
             since += 1
         if state.makespan < best - tiny:
             best, best_words, since, tries = state.makespan, state.words(), 0, 0
-            if better is not None:
-                better(best_words, best)
         elif since > _PATIENCE * (1 + tries):
             tries = min(tries + 1, 8)
             since = 0
@@ -69,15 +65,9 @@ def improve(
     return best_words, best
 
 
-def _forbid(move: Move, tabu: dict[tuple[int, int], int], until: int) -> None:
-    """The pairs just reversed must not be turned back for a while."""
-    for t in move.passed:
-        tabu[(t, move.task) if move.left else (move.task, t)] = until
-
-
-def _is_tabu(move: Move, tabu: dict[tuple[int, int], int], turn: int) -> bool:
-    pairs = ((move.task, t) if move.left else (t, move.task) for t in move.passed)
-    return any(tabu.get(pair, 0) > turn for pair in pairs)
+def _reversed(move: Move) -> list[tuple[int, int]]:
+    """Pairs (earlier, later) that the move turns round."""
+    return [(t, s.task) if s.left else (s.task, t) for s in move.steps for t in s.passed]
 
 
 def _blocks(state: Timed, rng: random.Random, tiny: float) -> list[list[int]]:
@@ -85,28 +75,29 @@ def _blocks(state: Timed, rng: random.Random, tiny: float) -> list[list[int]]:
     n = state.problem.tasks
     end, time, prev, before = state.end, state.time, state.prev, state.before
     t = rng.choice([t for t in state.last if end[t] >= state.makespan - tiny])
-    blocks = [[t]]
+    blocks, block = [], [t]
     while True:
-        at = end[t] - time[t]
-        ways = [q for q, lag in before[t] if end[q] + lag >= at - tiny]
+        at = end[t] - time[t] - tiny
         here = prev[t]
-        if here != n and end[here] >= at - tiny and here not in ways:
-            ways.append(here)
-        if not ways or at <= tiny:
-            if here != n and end[here] >= at - tiny:
-                ways = [here]
-            else:
-                break
-        q = ways[0] if len(ways) == 1 else rng.choice(ways)
-        if q == here:
-            blocks[-1].append(q)
-        else:
-            blocks.append([q])
-        t = q
-    return [b[::-1] for b in blocks if len(b) > 1]
+        found = here if here != n and end[here] >= at else -1
+        if at > 0:
+            for q, lag in before[t]:
+                if end[q] + lag >= at and (found < 0 or (q != found and rng.random() < 0.5)):
+                    found = q
+        if found < 0:
+            break
+        if found != here:
+            if len(block) > 1:
+                blocks.append(block[::-1])
+            block = []
+        block.append(found)
+        t = found
+    if len(block) > 1:
+        blocks.append(block[::-1])
+    return blocks
 
 
-def _neighbours(state: Timed, rng: random.Random, tiny: float, most: int = 32) -> list[tuple[float, float, Move]]:
+def _neighbours(state: Timed, rng: random.Random, tiny: float, most: int = 8) -> list[tuple[float, float, Move]]:
     """Moves within the blocks of one critical path, with their estimates."""
     found: list[tuple[float, float, Move]] = []
     places = [(b, k) for b in _blocks(state, rng, tiny) for k in range(len(b))]
@@ -119,23 +110,58 @@ def _neighbours(state: Timed, rng: random.Random, tiny: float, most: int = 32) -
 
 
 def _moves(state: Timed, block: list[int], k: int) -> list[Move]:
-    """Task k of the block as far left and as far right as it may go, and by one place."""
-    task, found = block[k], []
+    """Task k of the block as far left and as far right as it may go, and by one place.
+
+    Where memory forbids it, another stage's weight gradient that waits further on comes along in front.
+    """
+    task, found, lane = block[k], [], state.lane
+    fixed, own = state.bound_to[task], lane[task]
     reach = k
-    while reach and state.allowed(task, block[reach - 1], True):
+    while reach and lane[block[reach - 1]] != own and block[reach - 1] not in fixed:
         reach -= 1
     for to in {reach, k - 1} if reach < k else ():
-        move = Move(task, block[to:k], True)
-        if state.fits(move):
-            found.append(move)
+        found.append(Move.single(task, block[to:k], True))
     reach = k
-    while reach + 1 < len(block) and state.allowed(task, block[reach + 1], False):
+    final = len(block) - 1
+    while reach < final and lane[block[reach + 1]] != own and block[reach + 1] not in fixed:
         reach += 1
     for to in {reach, k + 1} if reach > k else ():
-        move = Move(task, block[k + 1 : to + 1], False)
+        found.append(Move.single(task, block[k + 1 : to + 1], False))
+    if not state.limited:
+        return found
+    kept: list[Move] = []
+    for move in found:
         if state.fits(move):
-            found.append(move)
-    return found
+            kept.append(move)
+        else:
+            kept += _with_relief(state, move)
+    return kept
+
+
+def _with_relief(state: Timed, move: Move, look: int = 12) -> list[Move]:
+    """The move, preceded by pulling a task that frees memory from further on to the front of the run."""
+    n, lane, frees = state.problem.tasks, state.lane, state.problem.frees
+    lanes = {lane[t] for t in move.row}
+    met = set(move.row)
+    helper = state.next[move.last]
+    between: list[int] = []
+    for _ in range(look):
+        if helper == n:
+            break
+        c = lane[helper]
+        if frees[c] and c not in lanes and met.isdisjoint(state.bound_to[helper]):
+            step = move.steps[0]
+            now = [*step.passed, step.task] if step.left else [step.task, *step.passed]
+            longer = Move(
+                (Step(helper, [*now, *between], True), step), [helper, *move.row, *between], move.first, helper
+            )  # fmt: skip
+            if state.fits(longer):
+                return [longer]
+        between.append(helper)
+        lanes.add(c)
+        met.add(helper)
+        helper = state.next[helper]
+    return []
 
 
 def _kick(state: Timed, rng: random.Random, tiny: float) -> None:

@@ -11,13 +11,32 @@ from typing import NamedTuple
 from raypipe.auto.problem import Problem, Words
 
 
-class Move(NamedTuple):
-    """Put ``task`` right before or right after another task of its device, past those in between."""
+class Step(NamedTuple):
+    """Put ``task`` before or behind neighbours of its device's order."""
 
     task: int
     passed: list[int]
     """In device order; all before ``task`` (it moves left) or all after it (it moves right)."""
     left: bool
+
+
+class Move(NamedTuple):
+    """One or two steps within a run of neighbours."""
+
+    steps: tuple[Step, ...]
+    row: list[int]
+    """The run as it will be."""
+    first: int
+    """Its first task now."""
+    last: int
+    """Its last task now."""
+
+    @staticmethod
+    def single(task: int, passed: list[int], left: bool) -> Move:
+        """One task past others."""
+        if left:
+            return Move((Step(task, passed, True),), [task, *passed], passed[0], task)
+        return Move((Step(task, passed, False),), [*passed, task], task, passed[-1])
 
 
 class Timed:
@@ -34,6 +53,11 @@ class Timed:
             m = t - p.base[c]
             self.before.append(tuple((p.base[e] + m, lag) for e, lag in p.before[c]))
             self.after.append(tuple((p.base[e] + m, lag) for e, lag in p.after[c]))
+        self.bound_to = [
+            frozenset(q for q, _ in (*self.before[t], *self.after[t]) if p.device[p.lane[q]] == p.device[c])
+            for t, c in enumerate(p.lane)
+        ]
+        """Tasks of its own device that each depends on or feeds directly: they keep their order."""
         self.prev, self.next = [n] * (n + 1), [n] * (n + 1)
         self.end, self.rest = [0.0] * (n + 1), [0.0] * (n + 1)
         """End of each task; time from its start to the end of the step."""
@@ -115,10 +139,8 @@ class Timed:
 
     def estimate(self, move: Move) -> float:
         """The longest path through the moved tasks if all else kept its times (Balas and Vazacopoulos 1998)."""
-        task, passed, left = move
-        row = [task, *passed] if left else [*passed, task]
-        outer = self.prev[passed[0] if left else task]
-        at = self.end[outer]
+        row = move.row
+        at = self.end[self.prev[move.first]]
         ends, before, end, time = [], self.before, self.end, self.time
         fresh: dict[int, float] = {}
         for t in row:
@@ -131,7 +153,7 @@ class Timed:
             fresh[t] = at
             ends.append(at)
         rest, after = self.rest, self.after
-        back = rest[self.next[task if left else passed[-1]]]
+        back = rest[self.next[move.last]]
         longest = 0.0
         known: dict[int, float] = {}
         for k in range(len(row) - 1, -1, -1):
@@ -147,22 +169,13 @@ class Timed:
             known[t] = back
         return longest
 
-    def allowed(self, task: int, other: int, left: bool) -> bool:
-        """May ``task`` pass ``other``, as far as lanes and direct dependencies go?"""
-        if self.lane[task] == self.lane[other]:
-            return False
-        first, second = (other, task) if left else (task, other)
-        return all(q != first for q, _ in self.before[second])
-
     def fits(self, move: Move) -> bool:
         """Does the device stay within its memory?"""
         if not self.limited:
             return True
-        p = self.problem
-        task, passed, left = move
-        row = [task, *passed] if left else [*passed, task]
-        live = self.live[passed[0] if left else task]
-        cap = p.cap[p.device[self.lane[task]]] + 1e-9
+        p, row = self.problem, move.row
+        live = self.live[move.first]
+        cap = p.cap[p.device[self.lane[row[0]]]] + 1e-9
         for t in row:
             c = self.lane[t]
             live += p.takes[c]
@@ -173,7 +186,22 @@ class Timed:
 
     def apply(self, move: Move) -> bool:
         """Make the move and time everything anew; False (and nothing changed) if it closes a circle."""
-        task, passed, left = move
+        reach = [self._step(step) for step in move.steps[:1]]
+        if reach[0] is None:
+            return False
+        if len(move.steps) > 1:
+            reach.append(self._step(move.steps[1]))
+            if reach[1] is None:
+                task, passed, left = move.steps[0]
+                self._step(Step(task, passed, not left))
+                return False
+        self._heads(min(r[0] for r in reach if r))
+        self._tails(max(r[1] for r in reach if r))
+        return True
+
+    def _step(self, step: Step) -> tuple[int, int] | None:
+        """Change order and topological order; the stretch of the latter that changed, or None for a circle."""
+        task, passed, left = step
         before, prev, rank = self.before, self.prev, self.rank
         first, final = (rank[passed[0]], rank[task]) if left else (rank[task], rank[passed[-1]])
         stretch = self.topological[first : final + 1]
@@ -192,7 +220,7 @@ class Timed:
             for q, _ in before[t]:
                 if q in behind:
                     if t in goes_early:
-                        return False
+                        return None
                     behind.add(t)
                     late.append(t)
                     break
@@ -202,9 +230,7 @@ class Timed:
         self.topological[first : final + 1] = early + late
         for k, t in enumerate(early + late, first):
             rank[t] = k
-        self._heads(first)
-        self._tails(final)
-        return True
+        return first, final
 
     def _relink(self, task: int, passed: list[int], left: bool) -> None:
         p, n, prev, follow = self.problem, self.problem.tasks, self.prev, self.next

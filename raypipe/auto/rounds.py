@@ -1,0 +1,157 @@
+"""One search under way: many constructive orders, then rounds of tabu search from ever other starts.
+
+A start is a fresh order of a shaken setting, one of the best found so far, or a cross of two of those. Only one order
+of each length is kept among the best: equally long ones are mostly the same order with idle tasks shifted about.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Literal
+
+from raypipe.auto import bounds
+from raypipe.auto.cross import cross
+from raypipe.auto.listing import Layout, Listed, Setting, list_schedule
+from raypipe.auto.problem import Problem, Words
+from raypipe.auto.seeds import published
+from raypipe.auto.settings import portfolio, shaken
+from raypipe.auto.tabu import improve
+from raypipe.auto.timed import Timed
+from raypipe.errors import ScheduleError
+from raypipe.schedule.costs import CostTable
+from raypipe.simulate.period import period
+
+Objective = Literal["makespan", "span", "period"]
+"""What is made small: time 0 to the last end; the longest device's first start to last end; steady time per step."""
+
+_CONSTRUCT = 0.35
+"""Share of the budget for the portfolio."""
+_ELITE = 8
+_OPENING, _SHORT, _DEEP = 250, 120, 600
+"""Moves of a round from each family of the portfolio, from another start, and from one of the best."""
+_SECONDS_PER_TASK = 1e-6
+"""Roughly what a move costs, times tasks."""
+
+
+class Rounds:
+    """The orders found so far, and what to try next."""
+
+    def __init__(
+        self, p: Problem, costs: CostTable, objective: Objective, began: float, until: float, rng: random.Random
+    ) -> None:
+        self.p, self.costs, self.objective, self.began, self.until, self.rng = p, costs, objective, began, until, rng
+        self.bound = bounds.lower_bound(p) if objective == "makespan" else bounds.busiest(p)
+        self.layout = Layout.of(p)
+        self.elite: dict[float, Words] = {}
+        """Length -> an order of that length."""
+        self.settings: dict[tuple[float, float], Setting] = {}
+        """(makespan, span) -> a setting that gives it: different lengths, so different orders."""
+        self.families: dict[tuple[float, ...], tuple[float, Words]] = {}
+        """Leads of forwards -> the best order of the portfolio with them, and its length."""
+        self.tried = 0
+
+    @property
+    def best(self) -> float:
+        """Length of the best order."""
+        return min(self.elite, default=float("inf"))
+
+    def done(self) -> bool:
+        """Proven, or out of time."""
+        return bool(self.elite) and (self.best <= self.bound * (1 + 1e-9) or time.monotonic() >= self.until)
+
+    def keep(self, words: Words, value: float) -> None:
+        """Enter an order among the best."""
+        self.elite[value] = words
+        if len(self.elite) > _ELITE:
+            del self.elite[max(self.elite)]
+
+    def start_from(self, words: Words) -> None:
+        """Enter an order that comes without its times."""
+        state = Timed(self.p)
+        state.load(words)
+        spans = (state.end[w[-1]] - state.end[w[0]] + state.time[w[0]] for w in words if w)
+        self.keep(words, state.makespan if self.objective == "makespan" else max(spans, default=0.0))
+
+    def construct(self) -> None:
+        """The portfolio, for at most the first part of the time, and published orders."""
+        part = self.began + _CONSTRUCT * (self.until - self.began)
+        for setting in portfolio(self.p):
+            listed = self._list(setting)
+            if listed is not None and listed.makespan < self.families.get(setting.ahead, (float("inf"),))[0]:
+                self.families[setting.ahead] = listed.makespan, listed.words
+            if self.done() or (self.elite and time.monotonic() > part):
+                break
+        if not self.done():
+            for words in published(self.p, self.costs):
+                self.start_from(words)
+        if not self.elite:
+            raise ScheduleError("auto", "no order keeps the memory limit", "raise the memory limit")
+
+    def _list(self, setting: Setting) -> Listed | None:
+        listed = list_schedule(self.layout, setting)
+        if listed is None:
+            return None
+        self.tried += 1
+        self.settings.setdefault((listed.makespan, listed.span), setting)
+        self.keep(listed.words, listed.makespan if self.objective == "makespan" else listed.span)
+        return listed
+
+    def shorten(self) -> None:
+        """Rounds until the bound or the end of the time."""
+        if self.objective != "makespan":
+            while not self.done():
+                self._list(self._shaken())
+            return
+        moves = (self.until - time.monotonic()) / (_SECONDS_PER_TASK * self.p.tasks)
+        few = moves < 2 * _DEEP  # too large a problem for many starts
+        if not few:
+            # One start of each family first, good or bad: how far forwards run ahead is what moves change least.
+            for _, words in self.families.values():
+                if not self.done():
+                    self._round(words, min(_OPENING, int(moves / 2 / len(self.families))))
+        while not self.done():
+            draw = self.rng.random()
+            if few or draw < 0.25:
+                ranked = sorted(self.elite)
+                value = ranked[0] if few else self.rng.choice(ranked[:3])
+                self._round(self.elite[value], _DEEP)
+            elif draw < 0.55 and len(self.elite) > 1:
+                a, b = self.rng.sample(sorted(self.elite), 2)
+                child = cross(self.p, self.elite[a], self.elite[b], self.rng.uniform(0.2, 0.8))
+                if child is not None:
+                    self._round(child, _SHORT)
+            else:
+                listed = self._list(self._shaken() if self.rng.random() < 0.5 else self._known())
+                if listed is not None:
+                    self._round(listed.words, _SHORT)
+
+    def _round(self, words: Words, moves: int) -> None:
+        found, value = improve(self.p, words, self.bound, self.until, self.rng, moves)
+        self.keep(found, value)
+
+    def _known(self) -> Setting:
+        return self.rng.choice(list(self.settings.values()))
+
+    def _shaken(self) -> Setting:
+        """A setting near one of those tried, the better ones more often when nothing follows the listing."""
+        if self.objective == "makespan":
+            return shaken(self.p, self._known(), self.rng)
+        ranked = sorted(self.settings, key=lambda values: values[::-1])[:24]
+        near = ranked[min(self.rng.randrange(len(ranked)), self.rng.randrange(len(ranked)))]
+        return shaken(self.p, self.settings[near], self.rng)
+
+    def result(self) -> tuple[Words, float]:
+        """The best order and its value; periods are worked out for the best few spans, which bound them from above."""
+        ranked = sorted(self.elite)
+        if self.objective != "period":
+            return self.elite[ranked[0]], ranked[0]
+        best: tuple[Words, float] | None = None
+        for span in ranked:
+            value = period(self.p.schedule(self.elite[span]), self.costs)
+            if best is None or value < best[1]:
+                best = self.elite[span], value
+            if value <= self.bound * (1 + 1e-9):
+                break
+        assert best is not None
+        return best
