@@ -62,8 +62,8 @@ class _DeferredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
         y = F.linear(x, weight, bias)
         # Under autocast the product ran in y's dtype; keep x in it, as autograd would. Saved, not just referenced:
-        # autograd then notices when a later layer overwrites x in place.
-        ctx.save_for_backward(x.to(y.dtype))
+        # autograd then notices when something overwrites them in place.
+        ctx.save_for_backward(x.to(y.dtype), weight)
         ctx.x_dtype = x.dtype
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
         return y
@@ -86,13 +86,14 @@ class _DeferredEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
-        ctx.ids, ctx.weight, ctx.queue = ids, weight, queue
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.queue = weight, queue
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (gy,) = grads
-        ids, weight = ctx.ids, ctx.weight
+        (ids,), weight = ctx.saved_tensors, ctx.weight
 
         def weight_grad() -> None:
             flat = gy.reshape(-1, gy.shape[-1]).to(weight.dtype)
@@ -113,7 +114,7 @@ class _DeferredLayerNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor | None, eps: float, queue: WeightQueue
     ) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        ctx.save_for_backward(x, mean, rstd)
+        ctx.save_for_backward(x, mean, rstd, weight)
         ctx.shape = list(shape)
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
         return y
@@ -121,7 +122,7 @@ class _DeferredLayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (gy,) = grads
-        x, mean, rstd = (t.detach() for t in ctx.saved_tensors)
+        x, mean, rstd = (t.detach() for t in ctx.saved_tensors[:3])
         shape, weight, bias = ctx.shape, ctx.weight, ctx.bias
         kernel = torch.ops.aten.native_layer_norm_backward
 

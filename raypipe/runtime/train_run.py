@@ -118,9 +118,11 @@ def describe(error: BaseException) -> str:
     """The one message of a failure: raypipe's own error where there is one inside Ray's wrapping."""
     inner: BaseException | None = error
     while inner is not None:
-        if isinstance(inner, RaypipeError):
+        # Ray's wrapping is an instance of the cause's class too, but says it with a traceback.
+        deeper = getattr(inner, "cause", None) or inner.__cause__
+        if isinstance(inner, RaypipeError) and not isinstance(deeper, RaypipeError):
             return str(inner)
-        inner = getattr(inner, "cause", None) or inner.__cause__
+        inner = deeper
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 

@@ -214,12 +214,7 @@ OVERWRITES = {
 }
 
 
-NOT_YET = ("weight of a linear layer", "weight of a layer norm", "ids of an embedding")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.xfail(strict=True)) if c in NOT_YET else c for c in OVERWRITES]
-)
+@pytest.mark.parametrize("case", OVERWRITES)
 def test_overwriting_what_the_backward_needs_is_an_error(case: str) -> None:
     """As in autograd: wrong gradients must not pass in silence."""
     make, overwrite = OVERWRITES[case]

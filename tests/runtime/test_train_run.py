@@ -19,7 +19,6 @@ def through_ray(error: Exception) -> Exception:
         return ray.exceptions.RayTaskError("run_step", "Traceback ...", caught).as_instanceof_cause()
 
 
-@pytest.mark.xfail(strict=True)
 @pytest.mark.parametrize("error", [OWN, CheckpointError("step-1", "is damaged", "use an earlier one")])
 def test_raypipes_own_error_is_told_without_rays_wrapping(error) -> None:
     assert isinstance(through_ray(error), type(error))
