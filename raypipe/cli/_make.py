@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypipe.cli._values import comma_list
 from raypipe.errors import RequestError, ScheduleError
@@ -13,6 +13,14 @@ from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 
+if TYPE_CHECKING:
+    from raypipe.auto import Found
+
+AUTO = "auto"
+ABOUT = {name: family.about for name, family in SCHEDULES.items()} | {
+    AUTO: "searched for: the shortest order found for a placement, costs and memory, with a proven bound"
+}
+"""Every schedule that can be named."""
 SHAPE_KINDS: dict[str, Callable[[str], Any]] = {
     "devices": int, "microbatches": int, "chunks": int, "unit": int, "pipelines": int, "concat": str,
     "memory_limit": float,
@@ -27,12 +35,15 @@ class Made:
 
     schedule: Schedule
     costs: CostTable
+    found: Found | None = None
+    """The search, where there was one."""
 
 
 def make(
-    names: Sequence[str], shape: Mapping[str, str | None], costs: Mapping[str, str | None], compare: bool
-) -> list[Made]:
-    """Make the named schedules; both mappings hold the option texts, None where an option isn't given.
+    names: Sequence[str], shape: Mapping[str, str | None], costs: Mapping[str, str | None], compare: bool,
+    search: Mapping[str, str | None] | None = None,
+) -> list[Made]:  # fmt: skip
+    """Make the named schedules; the mappings hold the option texts, None where an option isn't given.
 
     With ``compare``, a shape option may list one value per schedule, a family is spared the options it has no use
     for, and a cost given as one number is that of a device's share of the model, which its stages divide among
@@ -41,6 +52,9 @@ def make(
     Raises:
         RequestError: an option that cannot be read, or a shape or name that is refused.
     """
+    wishes = {key: text for key, text in (search or {}).items() if text is not None}
+    if wishes and AUTO not in names:
+        raise RequestError(flag(next(iter(wishes))), "only auto searches", "name auto, or leave it out")
     values = {key: comma_list(flag(key), text, SHAPE_KINDS[key]) for key, text in shape.items() if text is not None}
     for key, given in values.items():
         if len(given) > 1 and (not compare or len(given) != len(names)):
@@ -49,18 +63,42 @@ def make(
     made = []
     for n, name in enumerate(names):
         own = {key: given[n if len(given) > 1 else 0] for key, given in values.items()}
-        if compare and name in SCHEDULES:
-            useful = {*DEFAULT_SHAPE, "memory_limit", *SCHEDULES[name].options}
+        if compare and name in ABOUT:
+            useful = {*DEFAULT_SHAPE, "memory_limit", *_own_options(name, wishes)}
             own = {key: value for key, value in own.items() if key in useful}
         try:
+            if name == AUTO:
+                made.append(_searched(own, costs, wishes, compare))
+                continue
             wanted = Shape(**{**DEFAULT_SHAPE, **own})
             stages = stages_of(name, wanted)
             table = cost_table(stages, costs, share=stages // wanted.devices if compare else 1)
             made.append(Made(generate(name, wanted, table), table))
         except ScheduleError as error:  # say it in the words of the command line
-            where = flag(error.where) if error.where in SHAPE_KINDS else error.where
+            where = flag(error.where) if error.where in {*SHAPE_KINDS, *wishes} else error.where
             raise ScheduleError(where, error.why, error.fix) from error
     return made
+
+
+def _own_options(name: str, search: Mapping[str, str]) -> frozenset[str]:
+    """Shape options that the schedule reads besides devices, micro-batches and the memory limit."""
+    if name != AUTO:
+        return SCHEDULES[name].options
+    placement = search.get("placement", "line")
+    return frozenset({"ring": {"chunks"}, "v": {"chunks"}, "bidirectional": {"pipelines"}}.get(placement, set()))
+
+
+def _searched(
+    own: Mapping[str, Any], costs: Mapping[str, str | None], search: Mapping[str, str], compare: bool
+) -> Made:
+    from raypipe.cli._auto import search_auto
+
+    chunks = 2 if search.get("placement") in ("ring", "v") else 1  # with one chunk, both are a line
+    wanted = Shape(**{**DEFAULT_SHAPE, "chunks": chunks, **own})
+    found, table = search_auto(
+        wanted, search, lambda stages: cost_table(stages, costs, share=stages // wanted.devices if compare else 1)
+    )
+    return Made(found.schedule, table, found)
 
 
 def load_one(path: Path, costs: Mapping[str, str | None], memory_limit: str | None) -> Made:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from raypipe.cli._make import Made, load_one, make
+from raypipe.cli._make import ABOUT, Made, load_one, make
 from raypipe.cli._values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError
 from raypipe.schedule import SCHEDULES
@@ -18,10 +18,12 @@ from raypipe.schedule import SCHEDULES
 Text = Optional[str]  # noqa: UP045 - Typer reads annotations at run time, on Python 3.10 too
 File = Optional[Path]  # noqa: UP045
 
+AUTO_OPTIONS = ("placement", "objective", "budget", "backward", "chunks", "pipelines", "memory_limit")
+
 
 def prepare(argv: Sequence[str]) -> list[str]:
     """Let ``--json`` and ``--text`` stand without a FILE."""
-    return optional_value(optional_value(argv, "--json", list(SCHEDULES)), "--text", list(SCHEDULES))
+    return optional_value(optional_value(argv, "--json", list(ABOUT)), "--text", list(ABOUT))
 
 
 def schedule(
@@ -41,6 +43,12 @@ def schedule(
     pipelines: Annotated[Text, typer.Option(metavar="2F", help="Pipelines, both directions [2].")] = None,
     concat: Annotated[Text, typer.Option(metavar="HOW", help="direct, doubling or halving.")] = None,
     memory_limit: Annotated[Text, typer.Option(metavar="M", help="Activations a device may hold at once.")] = None,
+    placement: Annotated[
+        Text, typer.Option(metavar="WHERE", help="auto: line, ring, v or bidirectional [line].")
+    ] = None,
+    objective: Annotated[Text, typer.Option(metavar="WHAT", help="auto: makespan, span or period [makespan].")] = None,
+    budget: Annotated[Text, typer.Option(metavar="SECONDS", help="auto: time of the search [by size].")] = None,
+    backward: Annotated[Text, typer.Option(metavar="HOW", help="auto: split or joint [split].")] = None,
     forward: Annotated[Text, typer.Option(metavar="T", help="F [1]; a number or a list, one per stage.")] = None,
     input_grad: Annotated[Text, typer.Option(metavar="T", help="B [1]; BW is B plus W.")] = None,
     weight_grad: Annotated[Text, typer.Option(metavar="T", help="W [1].")] = None,
@@ -80,7 +88,8 @@ def schedule(
     costs = {
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
     }  # fmt: skip
-    made = make(wanted, shape, costs, compare) if wanted else []
+    search = {"placement": placement, "objective": objective, "budget": budget, "backward": backward}
+    made = make(wanted, shape, costs, compare, search)
     if load is not None:
         made.append(load_one(load, costs, memory_limit))
     if critical and plot is None:
@@ -98,7 +107,7 @@ def _show(
     if json_file is not None:
         from raypipe.observe.result import result
 
-        found = [result(t, each.costs) for t, each in zip(timelines, made, strict=True)]
+        found = [{**result(t, each.costs), **_proof(each)} for t, each in zip(timelines, made, strict=True)]
         _json(found[0] if len(found) == 1 else {"schedules": found}, json_file)
     if text_file is not None:
         from raypipe.schedule.text import to_text
@@ -129,16 +138,31 @@ def _show(
         from raypipe.observe.terminal import show
 
         show(timelines)
+        for each in made:
+            if each.found is not None:
+                from raypipe.cli._auto import sentence
+
+                print(sentence(each.found))
+
+
+def _proof(made: Made) -> dict[str, Any]:
+    """What the JSON says of a search."""
+    if made.found is None:
+        return {}
+    from raypipe.cli._auto import report
+
+    return report(made.found)
 
 
 def _list(json_file: Path | None) -> None:
     if json_file is not None:
-        _json({name: family.about for name, family in SCHEDULES.items()}, json_file)
+        _json(ABOUT, json_file)
         return
-    width = max(map(len, SCHEDULES))
-    for name, family in SCHEDULES.items():
-        options = "".join(f"  --{option}" for option in sorted(o.replace("_", "-") for o in family.options))
-        print(f"{name:<{width}}  {family.about}{options and '  [' + options.strip() + ']'}")
+    width = max(map(len, ABOUT))
+    for name, about in ABOUT.items():
+        known = SCHEDULES[name].options if name in SCHEDULES else AUTO_OPTIONS
+        options = "".join(f"  --{option}" for option in sorted(o.replace("_", "-") for o in known))
+        print(f"{name:<{width}}  {about}{options and '  [' + options.strip() + ']'}")
 
 
 def _json(value: dict[str, Any], path: Path) -> None:

@@ -109,8 +109,8 @@ def test_compare_takes_one_value_per_schedule(command):
 
 def test_list_names_every_schedule(command):
     lines = command("schedule", "--list")[1].splitlines()
-    assert [line.split()[0] for line in lines] == list(SCHEDULES)
-    assert json.loads(command("schedule", "--list", "--json")[1]).keys() == SCHEDULES.keys()
+    assert [line.split()[0] for line in lines] == [*SCHEDULES, "auto"]
+    assert json.loads(command("schedule", "--list", "--json")[1]).keys() == {*SCHEDULES, "auto"}
 
 
 WRONG = {

@@ -1,0 +1,68 @@
+"""``raypipe schedule auto``: from option texts to a search and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raypipe.auto import Found, search
+from raypipe.auto.placements import placed
+from raypipe.cli._values import comma_list
+from raypipe.errors import RequestError, nearest
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.shape import Shape
+
+
+def search_auto(
+    shape: Shape, options: Mapping[str, str | None], table: Callable[[int], CostTable]
+) -> tuple[Found, CostTable]:
+    """Search as the options say.
+
+    Args:
+        shape: devices, micro-batches, memory limit; chunks and pipelines where the placement has them.
+        options: texts of ``placement``, ``objective``, ``budget`` and ``backward``, None where not given.
+        table: the costs for a number of stages.
+
+    Raises:
+        RequestError: an option that cannot be read or has no place here.
+    """
+    if shape.unit is not None:
+        raise RequestError("--unit", "auto has no units", "leave it out")
+    if shape.concat != "direct":
+        raise RequestError("--concat", "auto finds the order itself", "leave it out")
+    placement = placed(options.get("placement") or "line", shape)
+    costs = table(len(placement[0]))
+    backward = options.get("backward") or "split"
+    if backward not in ("split", "joint"):
+        raise RequestError("--backward", f'"{backward}" is unknown', nearest(backward, ("split", "joint")))
+    budget = options.get("budget")
+    objective: Any = options.get("objective") or "makespan"
+    found = search(
+        placement, shape.microbatches, costs, memory_limit=shape.memory_limit, objective=objective,
+        split=backward == "split", budget_s=None if budget is None else _seconds(budget),
+    )  # fmt: skip
+    return found, costs
+
+
+def report(found: Found) -> dict[str, Any]:
+    """What the JSON says of a search besides the schedule; ``lower_bound`` replaces the one without memory limit."""
+    proof: dict[str, Any] = {
+        "objective": found.objective, "objective_value": found.value, "objective_bound": found.bound,
+        "gap": found.gap, "search_seconds": found.seconds,
+    }  # fmt: skip
+    if found.objective == "makespan":
+        proof["lower_bound"] = found.bound
+    return proof
+
+
+def sentence(found: Found) -> str:
+    """The same in words, for the terminal."""
+    proof = "proven shortest" if found.gap <= 1e-9 else f"at most {found.gap:.2%} above the shortest"
+    return f"auto: {found.objective} {found.value:g}, bound {found.bound:g}, {proof}; searched {found.seconds:.2f} s"
+
+
+def _seconds(text: str) -> float:
+    values = comma_list("--budget", text, float)
+    if len(values) != 1 or not 0 < values[0] < float("inf"):
+        raise RequestError("--budget", f'"{text}" is no time', "give seconds above 0")
+    return values[0]
