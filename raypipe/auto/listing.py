@@ -26,7 +26,7 @@ class Setting:
     ahead: tuple[float, ...] = ()
     """Per lane that takes memory, forwards it may run ahead of the input gradients of its stage."""
     reserve: bool = True
-    """Keep one activation free for every later stage of the device that holds none: then nothing can jam."""
+    """Keep one activation free for every later stage of the device that holds none but will: then nothing can jam."""
 
 
 class Listed(NamedTuple):
@@ -47,7 +47,7 @@ class Layout:
     lead: list[int]
     """Per lane, +1 for F, -1 for the lane that ends a forward's lead, else 0."""
     later: list[list[int]]
-    """Per lane that takes memory, the groups on its device that a reserve is for."""
+    """Per lane that takes memory, the later such lanes of its device, which a reserve is for."""
     needs: list[int]
     """Per task, tasks it waits for."""
 
@@ -65,8 +65,7 @@ class Layout:
         later: list[list[int]] = [[] for _ in group]
         for c, g in enumerate(group):
             if p.takes[c]:
-                others = {group[e] for e in p.lanes_of[p.device[c]] if p.takes[e]}
-                later[c] = sorted(o for o in others if o > g)
+                later[c] = [e for e in p.lanes_of[p.device[c]] if p.takes[e] and group[e] > g]
         needs: list[int] = []
         for c, k in enumerate(p.count):
             needs += [len(p.before[c])] * k
@@ -107,8 +106,8 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
                 if room < 0 or (ahead and lead[group[c]] >= ahead[c]):
                     continue
                 if reserve and later[c]:
-                    for g in later[c]:
-                        if not held[g]:
+                    for e in later[c]:
+                        if not held[group[e]] and nxt[e] < count[e]:
                             room -= 1
                     if room < 0:
                         continue

@@ -24,6 +24,7 @@ class Found:
     """The best order of a search, with the proof beside it."""
 
     schedule: Schedule
+    objective: Objective
     value: float
     """The objective of ``schedule``, in the cost table's unit."""
     makespan: float
@@ -93,6 +94,6 @@ def search(
     state = Timed(p)
     state.load(words)
     return Found(
-        schedule=p.schedule(words), value=value, makespan=state.makespan, bound=run.bound,
+        schedule=p.schedule(words), objective=objective, value=value, makespan=state.makespan, bound=run.bound,
         seconds=time.monotonic() - began, tried=run.tried,
     )  # fmt: skip

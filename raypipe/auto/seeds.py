@@ -12,7 +12,7 @@ from raypipe.schedule.ir import StageGraph
 from raypipe.schedule.passes import fuse_backward, split_backward
 from raypipe.schedule.shape import Shape
 
-_NAMES = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "bfs", "chimera-tight", "chimera")
+_NAMES = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "bfs", "chimera-tight", "chimera", "gems")
 
 
 def published(p: Problem, costs: CostTable) -> Iterator[Words]:

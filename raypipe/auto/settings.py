@@ -25,6 +25,15 @@ def portfolio(p: Problem) -> Iterator[Setting]:
             for kinds in ORDERS:
                 for keys, pace in _keys(p, kinds):
                     yield Setting(keys, pace, _patience(p, patience), lead)
+    if _several(p) and min(p.cap) < math.inf:  # without reserves devices may jam, but where they don't it's faster
+        for kinds in ORDERS:
+            for keys, pace in _keys(p, kinds):
+                yield Setting(keys, pace, reserve=False)
+
+
+def _several(p: Problem) -> bool:
+    """Does some device hold more than one stage?"""
+    return any(len({(p.stage[c], p.replica[c]) for c in own}) > 1 for own in p.lanes_of)
 
 
 def _patience(p: Problem, share: float) -> tuple[float, ...]:
@@ -43,10 +52,9 @@ def _keys(p: Problem, kinds: tuple[str, str, str]) -> Iterator[tuple[tuple[float
         kind = "B" if p.kind[c] == "BW" else p.kind[c]
         return -big if kind == "R" else big * kinds.index(kind)
 
-    several = any(len({(p.stage[c], p.replica[c]) for c in own}) > 1 for own in p.lanes_of)
     # a backward of an early stage is the nearer to its end
     to_end = [p.stage[c] if p.kind[c] not in ("F", "R") else stages - p.stage[c] for c in lanes]
-    if not several:
+    if not _several(p):
         yield tuple(map(rank, lanes)), 0.0
         return
     yield tuple(rank(c) + to_end[c] / (2 * stages) for c in lanes), 1.0
@@ -126,4 +134,4 @@ def shaken(p: Problem, setting: Setting, rng: random.Random) -> Setting:
         patience = tuple(
             rng.choice((0.0, 0.25, 0.5, 1.0)) * p.time[c] if rng.random() < 0.3 else patience[c] for c in lanes
         )
-    return Setting(setting.key, setting.pace, patience, tuple(changed), setting.reserve)
+    return Setting(setting.key, setting.pace, patience, tuple(changed), setting.reserve and rng.random() < 0.8)
