@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.errors import SpecError
 from raypipe.job.spec import ModelSpec
 from raypipe.models import build_layers, join_tied
-from raypipe.train import JOB_FILE
+from raypipe.train import saved_model
 
 
 def load_model(directory: Path) -> tuple[ModelSpec, nn.Sequential]:
@@ -21,13 +20,10 @@ def load_model(directory: Path) -> tuple[ModelSpec, nn.Sequential]:
     Raises:
         SpecError: the directory holds no run, or the run has no checkpoint yet.
     """
-    job = directory / JOB_FILE
-    if not job.is_file():
-        raise SpecError(str(directory), "holds no run", "give the --run-dir of a `raypipe train`")
+    model = saved_model(directory)
     found, notices = latest(directory / "checkpoints")
     if found is None:
         raise SpecError(str(directory), "; ".join(notices) or "has no checkpoint yet", "train it first")
-    model = ModelSpec.model_validate(json.loads(job.read_text(encoding="utf-8"))["model"])
     plan = build_layers(model)
     layers = {i: plan.build(i, seed=0) for i in range(plan.count)}
     join_tied(plan, layers)

@@ -15,7 +15,7 @@ from raypipe.auto import search
 from raypipe.auto.placements import placed
 from raypipe.errors import CheckpointError, RunError, SpecError
 from raypipe.job.order import base_schedule, is_file
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, ModelSpec
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.observe.summary import summarise
 from raypipe.plan.plan import Plan, build_schedule, load_plan
@@ -92,11 +92,29 @@ def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: P
     where = _directory(job, directory, resume)
     if resume:
         _check_resume(job, where)
-    if not (resume and (where / "data" / META).exists()):  # a resumed run goes on with the text it began with
-        prepare(job.data, job.model.sequence, where / "data")
-    plan.save(where / "plan.json")
-    (where / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+    try:
+        if not (resume and (where / "data" / META).exists()):  # a resumed run goes on with the text it began with
+            prepare(job.data, job.model.sequence, where / "data")
+        plan.save(where / "plan.json")
+        (where / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _unusable(where, error) from None
     return Prepared(job, plan, where, resume)
+
+
+def saved_model(directory: Path) -> ModelSpec:
+    """The model of a run, from the record of its job.
+
+    Raises:
+        SpecError: the directory holds no run, or the record is damaged.
+    """
+    path = directory / JOB_FILE
+    try:
+        return ModelSpec.model_validate(json.loads(path.read_text(encoding="utf-8"))["model"])
+    except FileNotFoundError:
+        raise SpecError(str(directory), "holds no run", "give the --run-dir of a `raypipe train`") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise SpecError(str(path), "is no record of a job: damaged", "train anew, in another --run-dir") from None
 
 
 def _check_cut(plan: Plan, job: JobSpec, plan_file: Path) -> None:
@@ -125,18 +143,22 @@ def _directory(job: JobSpec, directory: Path | None, resume: bool) -> Path:
         base = Path.home() / "raypipe" / "runs" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else Path("runs")
         directory = base / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     directory = directory.expanduser().absolute()
-    if not resume and (directory / METRICS).exists():
-        raise SpecError(str(directory), "already holds a run", "add --resume, or give another --run-dir")
     try:
+        if not resume and (directory / METRICS).exists():
+            raise SpecError(str(directory), "already holds a run", "add --resume, or give another --run-dir")
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / ".writable"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise SpecError(
-            str(directory), f"can't be used as run directory: {error.strerror}", "give another --run-dir"
-        ) from None
+        raise _unusable(directory, error) from None
     return directory
+
+
+def _unusable(directory: Path, error: OSError) -> SpecError:
+    inside = str(error.filename or directory).removeprefix(str(directory)).strip("/")
+    why = f"{error.strerror}: {inside}" if inside else str(error.strerror)
+    return SpecError(str(directory), f"can't be used as run directory: {why}", "give another --run-dir")
 
 
 def _check_resume(job: JobSpec, directory: Path) -> None:
@@ -155,10 +177,8 @@ def _check_resume(job: JobSpec, directory: Path) -> None:
         why = "; ".join(notices) if notices else "holds no checkpoint"
         raise SpecError(str(root), why, "start without --resume, in a new --run-dir")
     saved = directory / JOB_FILE
-    if saved.exists():
-        before = json.loads(saved.read_text(encoding="utf-8"))
-        if before["model"] != job.model.model_dump(mode="json"):
-            raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
+    if saved.exists() and saved_model(directory) != job.model:
+        raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
     step = open_checkpoint(found, verify=False).step
     if step >= job.train.steps:
         raise SpecError(
