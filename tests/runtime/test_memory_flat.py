@@ -12,10 +12,12 @@ from raypipe.runtime.launch import Fleet
 from tests.runtime.small_runs import drive, small_job
 
 STEPS, WARM = 500, 100
-LEAK_LIMIT = 3 << 20
-"""Allowed growth after the warm-up. Keeping one message a step (16 KiB) would be 6 MiB, keeping the activations of one
-micro-batch much more; the allocators alone move by 0.2 MiB in an actor and by 2 in this large process."""
-MODEL = {"layers": 2, "hidden": 32, "sequence": 32, "dropout": 0.0}
+LIMIT = 12 << 20
+"""Growth allowed after the warm-up: half of what keeping one message a step (64 KiB) would be; keeping a micro-batch's
+activations would be many times that. Allocators (torch's, Ray's, glibc's) settle over the first hundreds of steps and
+go up and down by some MiB; over 3000 steps an actor grew by 0.1 MiB per 300. What the driver could keep of a step is
+small, so there Python's objects are counted as well."""
+MODEL = {"layers": 2, "hidden": 64, "sequence": 64, "dropout": 0.0}
 
 
 def resident_bytes() -> int:
@@ -37,9 +39,8 @@ def test_five_hundred_steps_keep_no_memory(stage_pool, text_folder, tmp_path) ->
     assert len(done.losses) == STEPS
     driver, actors, objects = seen[WARM]
     driver_end, actors_end, objects_end = seen[STEPS]
-    assert driver_end - driver < LEAK_LIMIT
     for before, after in zip(actors, actors_end, strict=True):
-        assert after - before < LEAK_LIMIT
-    # Resident memory cannot see a small result kept for every step; a count of Python's objects can.
-    assert objects_end - objects < STEPS - WARM
-    assert done.driver.memory_bytes == pytest.approx(actors_end, abs=LEAK_LIMIT)
+        assert after - before < LIMIT
+    assert objects_end - objects < (STEPS - WARM) // 4  # fewer than one for every fourth step
+    assert driver_end - driver < LIMIT
+    assert done.driver.memory_bytes == pytest.approx(actors_end, abs=LIMIT)

@@ -1,0 +1,326 @@
+"""`raypipe train`: whatever is wrong with the request is one message, exit status 2, and quick to come."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from raypipe.checkpoint import commit, step_directory, write_shard
+from raypipe.cli import run
+from raypipe.job import load_job
+from raypipe.plan.plan import load_plan
+from raypipe.train import JOB_FILE, make_plan, prepare_run
+
+JOB = """
+name: small
+model: {{type: gpt, layers: 4, hidden: 16, heads: 2, sequence: 16}}
+data: {{type: bytes, path: "{path}"}}
+train: {{steps: 4, batch: 8, seed: 0}}
+parallel: {{schedule: 1f1b, stages: 2, microbatch: 2}}
+"""
+QUICK_S = 10.0
+"""Longest a refusal may take in a process that has its modules: far less than starting Ray and its actors."""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(4):
+        (text / f"{i}.txt").write_text(f"file {i}: " + "some words to learn from. " * 40)
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.format(path=text))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused request starts nothing: no Ray, no actor. (The session's own Ray must not be taken for a cluster.)"""
+    import ray
+
+    def started(*_args: object, **_options: object) -> None:
+        raise AssertionError("Ray was started for a request that is wrong")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", started)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+
+@pytest.fixture
+def refused(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command; it must refuse, properly. Returns what it says."""
+
+    def attempt(*words: str, run_dir: Path | None = tmp_path / "run", status: int = 2) -> str:
+        where = ["--run-dir", str(run_dir)] if run_dir is not None else []
+        begun = time.monotonic()
+        assert run(["train", str(job), *where, *words]) == status
+        took = time.monotonic() - begun
+        said = capsys.readouterr()
+        assert said.out == ""
+        message, fix = said.err.rstrip("\n").split("\n")  # one message of two lines, no more
+        assert fix.startswith("  fix: ")
+        assert len(fix) > len("  fix: ")
+        assert ": " in message
+        assert "Traceback" not in said.err
+        assert took < QUICK_S
+        return said.err
+
+    return attempt
+
+
+WRONG = [
+    # --set, where, why, fix
+    ("train.stepz=5", "train.stepz", "unknown key", 'did you mean "steps"?'),
+    ("trian.steps=5", "trian", "unknown key", 'did you mean "train"?'),
+    ("parallel.schedule=1f1bb", "parallel.schedule", "1f1bb", '"1f1b"'),
+    ("parallel.stages=5", "parallel.stages", "5 stages for a model of 4 layers", "at most 4"),
+    ("train.batch=9", "train.batch", "9 is not divisible by microbatch = 2", "8 or 10"),
+    ("parallel.replicas=3", "train.batch", "times replicas = 3", "use 6 or 12"),
+    ("parallel.transport=pigeon", "parallel.transport", "pigeon", ""),
+    ("train.lr=fast", "train.lr", 'the text "fast"', "give a number"),
+]
+
+
+@pytest.mark.parametrize(("override", "where", "why", "fix"), WRONG, ids=[w[0] for w in WRONG])
+def test_a_wrong_key_or_value(refused, override, where, why, fix) -> None:
+    said = refused("--set", override)
+    message, advice = said.split("\n  fix: ")
+    assert message.startswith(f"--set {where}: ") or f": {where}: " in message
+    assert why in message
+    assert fix in advice
+
+
+def test_chimera_needs_an_even_number_of_stages(refused) -> None:
+    said = refused("--set", "parallel.schedule=chimera", "--set", "parallel.stages=3", "--set", "train.batch=12")
+    assert "parallel.stages: " in said
+    assert "even number" in said
+
+
+def test_a_misspelt_option_and_a_missing_job(refused, job, tmp_path, capsys) -> None:
+    assert 'did you mean "--resume"?' in refused("--resum")
+    assert run(["train", str(tmp_path / "jub.yaml")]) == 2
+    assert 'no such file\n  fix: did you mean "job.yaml"?' in capsys.readouterr().err
+
+
+def test_data_that_is_not_there_or_no_text(refused, tmp_path) -> None:
+    said = refused("--set", f"data.path={tmp_path}/nowhere")
+    assert said.startswith("data.path: ")
+    assert "does not exist" in said
+    binary = tmp_path / "binary"
+    binary.mkdir()
+    (binary / "a.bin").write_bytes(b"\0\1\2" * 1000)
+    said = refused("--set", f"data.path={binary}", run_dir=tmp_path / "binary-run")
+    assert said.startswith("data.path: ")
+    assert "holds no text: 1 binary" in said
+    short = tmp_path / "short.txt"
+    short.write_text("abc")
+    assert "too short" in refused("--set", f"data.path={short}", run_dir=tmp_path / "short-run")
+
+
+def test_run_directories_that_cannot_be_used(refused, tmp_path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    for unusable in (in_the_way, in_the_way / "inside", tmp_path / ("x" * 300), Path("/proc/here")):
+        said = refused(run_dir=unusable)
+        assert said.startswith(f"{unusable}: can't be used as run directory: ")
+        assert "--run-dir" in said
+    busy = tmp_path / "busy"
+    busy.mkdir()
+    (busy / "data").write_text("a file where a folder has to go")
+    assert str(busy) in refused(run_dir=busy)
+
+
+def test_a_directory_with_a_run_is_not_written_over(refused, tmp_path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    said = refused(run_dir=there)
+    assert "already holds a run" in said
+    assert "--resume" in said
+    assert [p.name for p in there.iterdir()] == ["metrics.jsonl"]
+
+
+# Resuming.
+
+
+@pytest.fixture
+def stopped(job: Path, tmp_path: Path) -> Path:
+    """A run directory as training leaves it, with one checkpoint after two steps."""
+    directory = tmp_path / "stopped"
+    checkpoint = step_directory(directory / "checkpoints", 2)
+    tensors = {f"param/{i}.weight": torch.arange(64.0) for i in range(6)}
+    commit(checkpoint, 2, [write_shard(checkpoint, "rank-00000", tensors)], {})
+    (directory / JOB_FILE).write_text(json.dumps(load_job(job).model_dump(mode="json")))
+    (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 1.0}\n')
+    return directory
+
+
+def flip(checkpoint: Path) -> None:
+    shard = checkpoint / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+
+def cut(checkpoint: Path) -> None:
+    shard = checkpoint / "rank-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def age(checkpoint: Path) -> None:
+    manifest = checkpoint / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 0}))
+
+
+DAMAGE = [
+    (flip, "rank-00000.safetensors: is damaged"),
+    (cut, "rank-00000.safetensors: is truncated"),
+    (lambda c: (c / "manifest.json").write_text("{"), "manifest.json: is damaged"),
+    (lambda c: (c / "manifest.json").unlink(), "was never finished"),
+    (age, "has format version 0, an older one"),
+    (lambda c: c.rename(c.parent / "other"), "holds no checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE, ids=[words for _, words in DAMAGE])
+def test_a_checkpoint_that_cannot_be_read(refused, stopped, damage, words) -> None:
+    damage(step_directory(stopped / "checkpoints", 2))
+    said = refused("--resume", run_dir=stopped)
+    assert str(stopped / "checkpoints") in said
+    assert words in said
+    assert len((stopped / "metrics.jsonl").read_text().splitlines()) == 2  # nothing is forgotten over it
+
+
+def test_resuming_what_does_not_fit(refused, stopped) -> None:
+    assert refused("--resume", run_dir=None).startswith("--resume: needs the run to resume")
+    assert refused("--resume", "--set", "model.hidden=32", run_dir=stopped).startswith("model: differs")
+    said = refused("--resume", "--set", "train.steps=2", run_dir=stopped)
+    assert said.startswith("train.steps: is 2, and the run has done 2")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": 3}'])
+def test_a_damaged_record_of_the_job(refused, stopped, content, capsys) -> None:
+    (stopped / JOB_FILE).write_text(content)
+    assert str(stopped / JOB_FILE) in refused("--resume", run_dir=stopped)
+    assert run(["sample", str(stopped)]) == 2
+    assert str(stopped / JOB_FILE) in capsys.readouterr().err
+
+
+# Plans.
+
+
+@pytest.mark.xfail(strict=True)  # a plan's inner lists are refused
+def test_what_a_run_writes_is_a_plan(job, tmp_path) -> None:
+    """`--plan` runs the plan.json of another run."""
+    for i, overrides in enumerate(([], ["parallel.schedule=chimera"], ["parallel.stages=4"])):
+        plan = make_plan(load_job(job, overrides))
+        plan.save(tmp_path / "plan.json")
+        prepared = prepare_run(load_job(job), tmp_path / f"run{i}", False, tmp_path / "plan.json")
+        assert prepared.plan == load_plan(tmp_path / f"run{i}" / "plan.json") == plan
+        assert prepared.job.parallel == plan.parallel
+
+
+@pytest.mark.xfail(strict=True)  # a plan's inner lists are refused
+def test_plans_of_another_model(refused, job, tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    make_plan(load_job(job, ["model.layers=6"])).save(path)
+    said = refused("--plan", str(path))
+    assert said.startswith(f"{path}: cut: holds layers [0, 1, 2, 3, 4, 5, 6, 7] of a model with layers 0 to 5")
+    make_plan(load_job(job)).save(path)
+    plan = json.loads(path.read_text())
+    for cut_, words in (([[0, 1, 2, 3, 4, 5]], "has 1 stages, 1f1b needs 2"), ([[3, 4, 5], [0, 1, 2]], "holds layers")):
+        path.write_text(json.dumps(plan | {"cut": cut_}))
+        assert words in refused("--plan", str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "JSON"),
+        pytest.param("[]", "", marks=pytest.mark.xfail(strict=True)),
+        ('{"format": 1}', "parallel"),
+        ('{"format": 2}', "format"),
+        (None, "cannot be read"),
+    ],
+)
+def test_files_that_are_no_plans(refused, tmp_path, content, words) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_text(content)
+    said = refused("--plan", str(path))
+    assert said.startswith(f"{path}: ")
+    assert ": : " not in said
+    assert words in said
+
+
+@pytest.mark.xfail(strict=True)  # a plan's inner lists are refused
+def test_a_plan_that_does_not_divide_the_batch(refused, job, tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    make_plan(load_job(job)).save(path)
+    said = refused("--plan", str(path), "--set", "train.batch=9", "--set", "parallel.microbatch=3")
+    assert "9 is not divisible by microbatch = 2" in said
+
+
+# What only the machine or the cluster can refuse.
+
+
+def test_more_devices_than_this_machine_can_give(refused) -> None:
+    replicas = 8 * (os.cpu_count() or 1) + 1
+    plan = {"parallel.replicas": replicas, "parallel.microbatch": 1, "train.batch": 2 * replicas}
+    said = refused(*(word for key, value in plan.items() for word in ("--set", f"{key}={value}")))
+    assert f"asks for {2 * replicas} devices" in said
+    assert f"{os.cpu_count()} cores give at most {8 * (os.cpu_count() or 1)} stage processes" in said
+
+
+def test_more_devices_than_the_cluster_has(refused, monkeypatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1.0})
+    said = refused()
+    assert "asks for 2 devices (stages x replicas), but the cluster has 1 CPUs and no GPU" in said
+
+
+def test_a_dashboard_port_that_is_taken_or_none(refused) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refused("--dashboard-port", str(port))
+    assert said.startswith(f"--dashboard-port: {port} can't be used: Address already in use")
+    assert " is free" in said
+    assert "is not a port" in refused("--dashboard-port", "70000")
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"), ("nonsense", "is not HOST:PORT"),
+     ("ray://no-such-host.invalid:10001", "no Ray cluster answers")],
+)  # fmt: skip
+def test_a_named_cluster_that_does_not_answer(refused, monkeypatch, address, words) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    said = refused()
+    assert said.startswith("RAY_ADDRESS: ")
+    assert words in said
+    assert "ray start --head" in said
+
+
+def test_as_a_command_a_refusal_imports_neither_torch_nor_ray(job) -> None:
+    script = (
+        "import sys; from raypipe.cli import run; status = run(sys.argv[1:]);"
+        "sys.exit(f'imported {loaded}' if (loaded := {'torch', 'ray'} & set(sys.modules)) else status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train", str(job), "--set", "train.stepz=5"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == '--set train.stepz: unknown key\n  fix: did you mean "steps"?\n'
