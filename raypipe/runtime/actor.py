@@ -22,6 +22,7 @@ from raypipe.runtime.executor import Executor
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.links import Links, Location, Wiring, locate
 from raypipe.runtime.optimizer import learning_rate, make_optimizer
+from raypipe.runtime.process import settle
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.stage import StageModule
 from raypipe.runtime.state import owned_keys, previous_tensors, read_previous, read_state, state_tensors
@@ -37,8 +38,8 @@ class Stage:
 
     def __init__(self, rank: int, title: str) -> None:
         self.rank, self.title = rank, title
-        torch.set_num_threads(1)
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        settle(self.device)
 
     def __repr__(self) -> str:
         return self.title
@@ -77,6 +78,7 @@ class Stage:
             for key, kept in versions.items():
                 kept.restore(read_previous(checkpoint, self.modules[key], setup.tied))
         self.corpus = Corpus.open(setup.data)
+        self.samples: dict[tuple[Split, int], tuple[torch.Tensor, torch.Tensor]] = {}
         tokens = job.train.batch * job.model.sequence
         settings = StepSettings(
             seed=job.train.seed, microbatches=setup.microbatches,
@@ -105,14 +107,17 @@ class Stage:
             del self.executor, self.modules, self.optimizers, self.links
 
     def _feed(self, split: Split, step: int, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
-        setup = self.setup_data
-        count = setup.samples_per_microbatch
-        tokens, targets = self.corpus.samples(
-            split, setup.job.train.seed, step, mb * count, count, setup.job.train.batch
-        )
-        if self.device.type == "cpu":
-            return tokens, targets
-        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+        """Tokens and targets of one micro-batch; a step's samples are fetched together, which is far cheaper."""
+        if (split, step) not in self.samples:
+            setup = self.setup_data
+            tokens, targets = self.corpus.batch(split, setup.job.train.seed, step, setup.job.train.batch)
+            # An asynchronous program reaches into the next step, so two steps' samples are alive at most.
+            while len(self.samples) > 1:
+                del self.samples[next(iter(self.samples))]
+            self.samples[(split, step)] = tokens.to(self.device), targets.to(self.device)
+        tokens, targets = self.samples[(split, step)]
+        rows = slice(mb * self.setup_data.samples_per_microbatch, (mb + 1) * self.setup_data.samples_per_microbatch)
+        return tokens[rows], targets[rows]
 
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
         """Run training step ``step`` (from 0) and return what it took."""

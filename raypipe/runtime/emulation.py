@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from raypipe.runtime.links import Links, Location, Wiring, locate
+from raypipe.runtime.process import settle
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.transport.channel import Receiver, Sender, TensorSpec
 from raypipe.schedule.endless import Part
@@ -134,7 +135,7 @@ class EmulatedStage:
     def __init__(self, rank: int, title: str) -> None:
         self.rank, self.title = rank, title
         self.links: Links | None = None
-        torch.set_num_threads(1)
+        settle(torch.device("cpu"))
 
     def __repr__(self) -> str:
         return self.title

@@ -3,7 +3,8 @@
 A layer that can wait is run through an autograd function whose backward returns only the gradient of its input and
 leaves a closure for the weights in a queue. So B is autograd's ordinary backward, and W runs the closures, in any
 order, without walking the autograd graph a second time (PyTorch's own way, which costs 6-84 % and runs custom
-functions twice). Parameters of layers that cannot wait get their gradient in B, as in a joint backward.
+functions twice). Parameters of other layers get their gradient in B, as in a joint backward; norms on purpose: one
+kernel makes both of a norm's gradients, so to split it costs more than its weight gradient is worth.
 
 Source: zero-bubble pipeline parallelism (the split) and out-of-order backprop section 3 (why dW may wait).
 """
@@ -106,41 +107,6 @@ class _DeferredEmbedding(torch.autograd.Function):
         return None, None, None
 
 
-class _DeferredLayerNorm(torch.autograd.Function):
-    """``F.layer_norm`` whose scale and shift gradients wait in a queue."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor | None, eps: float, queue: WeightQueue
-    ) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        ctx.save_for_backward(x, mean, rstd, weight)
-        ctx.shape = list(shape)
-        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (gy,) = grads
-        x, mean, rstd = (t.detach() for t in ctx.saved_tensors[:3])
-        shape, weight, bias = ctx.shape, ctx.weight, ctx.bias
-        kernel = torch.ops.aten.native_layer_norm_backward
-
-        def weight_grad() -> None:
-            mask = [False, weight.requires_grad, bias is not None and bias.requires_grad]
-            _, gw, gb = kernel(gy, x, shape, mean, rstd, weight, bias, mask)
-            if gw is not None:
-                _accumulate(weight, gw)
-            if gb is not None:
-                _accumulate(bias, gb)
-
-        ctx.queue.current.append(weight_grad)
-        gx = None
-        if ctx.needs_input_grad[0]:
-            gx = kernel(gy, x, shape, mean, rstd, weight, bias, [True, False, False])[0]
-        return gx, None, None, None, None, None
-
-
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return result
@@ -154,18 +120,11 @@ def _defer_embedding(module: nn.Embedding, queue: WeightQueue) -> Callable[[Tens
     return lambda ids: _apply(_DeferredEmbedding, ids, module.weight, queue)
 
 
-def _defer_layer_norm(module: nn.LayerNorm, queue: WeightQueue) -> Callable[[Tensor], Tensor]:
-    shape = tuple(module.normalized_shape)
-    return lambda x: _apply(_DeferredLayerNorm, x, shape, module.weight, module.bias, module.eps, queue)
-
-
 def _deferrable(module: nn.Module) -> Callable[[Any, WeightQueue], Callable[[Tensor], Tensor]] | None:
     if type(module) is nn.Linear:
         return _defer_linear
     if type(module) is nn.Embedding and module.padding_idx is None and module.max_norm is None and not module.sparse:
         return _defer_embedding
-    if type(module) is nn.LayerNorm and module.weight is not None:
-        return _defer_layer_norm
     return None
 
 
