@@ -93,7 +93,7 @@ class ProgressView:
             self._say(f"step {row['step']:>5}/{self._steps}  {line}  {left:.0f} s left")
 
     def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def stderr_console() -> Console:

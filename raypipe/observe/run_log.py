@@ -7,10 +7,11 @@ machine, in a Ray job or after a restart.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -20,8 +21,8 @@ class RunLog:
     """Appends rows to a run directory's logs; each row is on disk for readers at once."""
 
     def __init__(self, directory: Path) -> None:
-        self._metrics = (directory / METRICS).open("a", encoding="utf-8", buffering=1)
-        self._events = (directory / EVENTS).open("a", encoding="utf-8", buffering=1)
+        self._metrics = _open_at_a_line(directory / METRICS)
+        self._events = _open_at_a_line(directory / EVENTS)
 
     def metric(self, row: dict[str, Any]) -> None:
         """One step (``step loss grad_norm lr step_s tokens_per_s bubble_ratio``) or one validation (``val_loss``)."""
@@ -35,6 +36,17 @@ class RunLog:
         """Close both files."""
         self._metrics.close()
         self._events.close()
+
+
+def _open_at_a_line(path: Path) -> TextIO:
+    """Open for appending; a last line that a crash cut short is ended first, so that it spoils no other."""
+    file = path.open("a", encoding="utf-8", buffering=1)
+    if path.stat().st_size:
+        with path.open("rb") as written:
+            written.seek(-1, os.SEEK_END)
+            if written.read() != b"\n":
+                file.write("\n")
+    return file
 
 
 def rewind(directory: Path, step: int) -> None:
@@ -56,7 +68,7 @@ def _step_of(line: str) -> float:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All complete rows of a log; an unfinished last line is left out."""
+    """All complete rows of a log; what a crash cut short is left out."""
     return list(Follower(path).new_rows())
 
 
@@ -72,7 +84,7 @@ class Follower:
         """Rows that came since the last call."""
         try:
             with self.path.open("rb") as file:
-                inode = self.path.stat().st_ino
+                inode = os.fstat(file.fileno()).st_ino  # not the path's: it may lead to another file by now
                 if inode != self._inode:
                     self._inode, self._offset = inode, 0
                 file.seek(self._offset)
@@ -82,4 +94,8 @@ class Follower:
         complete = data.rfind(b"\n") + 1
         self._offset += complete
         for line in data[:complete].splitlines():
-            yield json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # cut short by a crash
+            yield row
