@@ -1,0 +1,138 @@
+"""The outcome of a run: CONTRACT.md's object, from the logs alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raypipe.observe.run_log import RunLog, rewind
+from raypipe.observe.summary import WARM_STEPS, summarise, summary_lines
+
+PLAN = {"schedule": "1f1b", "stages": 2, "replicas": 1, "microbatch": 4}
+COUNTS = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1, "p2p": 16}
+KEYS = {
+    "steps", "loss", "val_loss", "losses", "step_s_median", "tokens_per_s", "plan", "predicted_step_s",
+    "measured_step_s", "resumed_from", "counts", "recoveries",
+}  # fmt: skip
+
+
+def step(log: RunLog, number: int, step_s: float = 0.1) -> None:
+    log.metric(
+        {
+            "step": number, "loss": 5.0 - number / 10, "grad_norm": 1.0, "lr": 0.1, "step_s": step_s,
+            "tokens_per_s": 100 / step_s, "bubble_ratio": 0.2,
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+def log(tmp_path: Path):
+    log = RunLog(tmp_path)
+    yield log
+    log.close()
+
+
+def test_a_whole_run(log, tmp_path) -> None:
+    log.event("run", resume=False)
+    log.event("started", devices=[], resumed_from=None)
+    for number in range(1, 8):
+        step(log, number, step_s=9.0 if number <= WARM_STEPS else 0.1)
+    log.event("predicted", step=7, step_s=0.09, bubble_ratio=0.18)
+    log.metric({"step": 5, "val_loss": 4.0})
+    log.metric({"step": 7, "val_loss": 3.5})
+    log.event("finished", counts=COUNTS, memory_bytes=[1])
+    result = summarise(tmp_path, PLAN)
+    assert result.keys() >= KEYS
+    assert result["steps"] == 7
+    assert result["losses"] == pytest.approx([4.9, 4.8, 4.7, 4.6, 4.5, 4.4, 4.3])
+    assert result["loss"] == result["losses"][-1]
+    assert result["val_loss"] == 3.5
+    assert result["step_s_median"] == result["measured_step_s"] == 0.1  # the first, slow steps count for nothing
+    assert result["tokens_per_s"] == pytest.approx(1000)
+    assert result["predicted_step_s"] == 0.09
+    assert result["plan"] == PLAN
+    assert result["counts"] == COUNTS
+    assert (result["resumed_from"], result["recoveries"]) == (None, 0)
+    assert summary_lines(result) == [
+        "1f1b, 2 stages x 1 replicas, micro-batches of 4: 7 steps",
+        "training loss    4.3000",
+        "validation loss  3.5000 nats per token",
+        "tokens per s     1,000",
+        "step measured    0.1000 s (median), 20.0% idle",
+        "step predicted   0.0900 s (-10.0%), from task times at the start",
+        f"run directory    {tmp_path}",
+    ]
+
+
+def test_a_resumed_run_counts_all_its_steps_but_times_no_warm_up(log, tmp_path) -> None:
+    log.event("run", resume=False)
+    log.event("started", devices=[], resumed_from=None)
+    for number in range(1, 11):
+        step(log, number, 9.0 if number <= WARM_STEPS else 0.1)
+    log.event("finished", counts=COUNTS, memory_bytes=[])
+    log.event("run", resume=True)
+    log.event("started", devices=[], resumed_from=10)
+    for number in range(11, 21):
+        step(log, number, 9.0 if number <= 10 + WARM_STEPS else 0.1)
+    log.event("finished", counts=COUNTS | {"p2p": 8}, memory_bytes=[])
+    result = summarise(tmp_path, PLAN)
+    assert result["steps"] == len(result["losses"]) == 20
+    assert result["resumed_from"] == 10
+    assert result["recoveries"] == 0
+    assert result["step_s_median"] == 0.1
+    assert max(result["losses"]) == pytest.approx(4.9)
+    assert result["counts"]["p2p"] == 8  # of the run that ended last
+
+
+def test_a_restart_is_a_recovery_and_its_steps_count_once(log, tmp_path) -> None:
+    log.event("run", resume=False)
+    log.event("started", devices=[], resumed_from=None)
+    for number in range(1, 9):
+        step(log, number)
+    log.event("failed", message="stage 1 died")
+    rewind(tmp_path, 5)
+    again = RunLog(tmp_path)
+    again.event("restarted", checkpoint="step-00000005")
+    again.event("started", devices=[], resumed_from=5)
+    for number in range(6, 11):
+        step(again, number)
+    again.event("finished", counts=COUNTS, memory_bytes=[])
+    again.close()
+    result = summarise(tmp_path, PLAN)
+    assert result["steps"] == len(result["losses"]) == 10
+    assert result["recoveries"] == 1
+    assert result["resumed_from"] is None  # nobody asked to resume
+    assert "recoveries       1" in summary_lines(result)
+
+
+def test_recoveries_of_an_earlier_run_are_its_own(log, tmp_path) -> None:
+    log.event("run", resume=False)
+    log.event("started", devices=[], resumed_from=None)
+    log.event("restarted", checkpoint=None)
+    log.event("started", devices=[], resumed_from=None)
+    log.event("predicted", step=7, step_s=0.5, bubble_ratio=0.1)
+    log.event("run", resume=True)
+    log.event("started", devices=[], resumed_from=4)
+    step(log, 5)
+    result = summarise(tmp_path, PLAN)
+    assert (result["recoveries"], result["resumed_from"]) == (0, 4)
+    assert result["predicted_step_s"] is None
+    assert result["counts"] is None
+
+
+def test_what_does_not_exist_is_none(tmp_path) -> None:
+    result = summarise(tmp_path, PLAN)
+    assert result.keys() >= KEYS
+    assert (result["steps"], result["losses"]) == (0, [])
+    for key in ("loss", "val_loss", "step_s_median", "tokens_per_s", "predicted_step_s", "counts", "resumed_from"):
+        assert result[key] is None
+
+
+def test_a_run_of_warm_up_steps_alone_is_timed_all_the_same(log, tmp_path) -> None:
+    log.event("started", devices=[], resumed_from=None)
+    step(log, 1, 0.4)
+    result = summarise(tmp_path, PLAN)
+    assert result["step_s_median"] == 0.4
+    lines = summary_lines(result)
+    assert not any("predicted" in line or "validation" in line for line in lines)
