@@ -38,10 +38,13 @@ class Rounds:
     """The orders found so far, and what to try next."""
 
     def __init__(
-        self, p: Problem, costs: CostTable, objective: Objective, began: float, until: float, rng: random.Random
-    ) -> None:
+        self, p: Problem, costs: CostTable, objective: Objective, began: float, until: float, rng: random.Random,
+        enough: float = 0.0,
+    ) -> None:  # fmt: skip
         self.p, self.costs, self.objective, self.began, self.until, self.rng = p, costs, objective, began, until, rng
         self.bound = bounds.lower_bound(p) if objective == "makespan" else bounds.busiest(p)
+        self.goal = max(self.bound, enough) * (1 + 1e-9)
+        """Where the search may stop: proven best, or good enough."""
         self.layout = Layout.of(p)
         self.elite: dict[float, Words] = {}
         """Length -> an order of that length."""
@@ -58,7 +61,7 @@ class Rounds:
 
     def done(self) -> bool:
         """Proven, or out of time."""
-        return bool(self.elite) and (self.best <= self.bound * (1 + 1e-9) or time.monotonic() >= self.until)
+        return bool(self.elite) and (self.best <= self.goal or time.monotonic() >= self.until)
 
     def keep(self, words: Words, value: float) -> None:
         """Enter an order among the best."""
@@ -127,7 +130,7 @@ class Rounds:
                     self._round(listed.words, _SHORT)
 
     def _round(self, words: Words, moves: int) -> None:
-        found, value = improve(self.p, words, self.bound, self.until, self.rng, moves)
+        found, value = improve(self.p, words, self.goal, self.until, self.rng, moves)
         self.keep(found, value)
 
     def _known(self) -> Setting:
@@ -151,7 +154,7 @@ class Rounds:
             value = period(self.p.schedule(self.elite[span]), self.costs)
             if best is None or value < best[1]:
                 best = self.elite[span], value
-            if value <= self.bound * (1 + 1e-9):
+            if value <= self.goal:
                 break
         assert best is not None
         return best

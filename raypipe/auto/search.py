@@ -51,8 +51,8 @@ def search(
     placement: Sequence[Sequence[int]], microbatches: int, costs: CostTable, *,
     graph: StageGraph | None = None, memory_limit: float | Sequence[float] | None = None,
     objective: Objective = "makespan", split: bool = True, rules: Rules | None = None,
-    recompute: Collection[int] = (), freed_by_b: float = 0.0, budget_s: float | None = None, seed: int = 0,
-    starts: Sequence[Schedule] = (),
+    recompute: Collection[int] = (), freed_by_b: float = 0.0, budget_s: float | None = None, enough: float = 0.0,
+    seed: int = 0, starts: Sequence[Schedule] = (),
 ) -> Found:  # fmt: skip
     """Find a short order for a placement.
 
@@ -69,6 +69,7 @@ def search(
         recompute: stages that drop their activations after F and rebuild them by R.
         freed_by_b: share of an activation that dies with B; the rest with W.
         budget_s: seconds of wall time; default ``default_budget``. The best order so far counts at any time.
+        enough: stop as soon as the objective is no greater than this.
         seed: of the random choices.
         starts: orders of the same tasks to begin with, say the running one when costs were measured anew.
 
@@ -83,7 +84,7 @@ def search(
         recompute=recompute, freed_by_b=freed_by_b,
     )  # fmt: skip
     budget = default_budget(p.tasks) if budget_s is None else budget_s
-    run = Rounds(p, costs, objective, began, began + budget, random.Random(seed))
+    run = Rounds(p, costs, objective, began, began + budget, random.Random(seed), enough)
     for schedule in starts:
         words = p.words(schedule)
         if words is not None and p.fits(words):

@@ -27,7 +27,8 @@ def judge(
     """The least makespan that is found and the greatest bound that is proven (equal if solved) for a chain of stages.
 
     Whole-number costs. Micro-batch m belongs to replica m mod the number of replicas; those of one replica are alike,
-    so they are taken in turn. ``hint`` is a makespan that is known to be possible.
+    so they are taken in turn. ``hint`` is a makespan that is known to be possible; it is given back, without an order,
+    where the time does not suffice to find one.
     """
     model = cp_model.CpModel()
     stages, replicas = len(placement[0]), len(placement)
@@ -76,6 +77,8 @@ def judge(
     solver.parameters.num_workers = 2
     solver.parameters.random_seed = 1
     status = solver.solve(model)
+    if status == cp_model.UNKNOWN and hint is not None:  # out of time without an order of its own
+        return Verdict(hint, round(solver.best_objective_bound), [])
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
     order = sorted(
         (solver.value(v), kind, s, m, placement[m % replicas][s]) for (kind, s, m), v in start.items()
