@@ -60,6 +60,8 @@ def _keys(p: Problem, kinds: tuple[str, str, str]) -> Iterator[tuple[tuple[float
     yield tuple(rank(c) + to_end[c] / (2 * stages) for c in lanes), 1.0
     yield tuple(rank(c) + to_end[c] for c in lanes), 1 / (p.microbatches + 1)
     yield tuple(rank(c) - to_end[c] for c in lanes), 1 / (p.microbatches + 1)
+    if kinds == ORDERS[0]:  # the old micro-batch before everything, so that replicas and stages take turns
+        yield tuple((0.0 if rank(c) < big else 0.5) + to_end[c] / (2 * stages) for c in lanes), 1.0
 
 
 def _leads(p: Problem) -> Iterator[tuple[float, ...]]:
@@ -134,4 +136,10 @@ def shaken(p: Problem, setting: Setting, rng: random.Random) -> Setting:
         patience = tuple(
             rng.choice((0.0, 0.25, 0.5, 1.0)) * p.time[c] if rng.random() < 0.3 else patience[c] for c in lanes
         )
-    return Setting(setting.key, setting.pace, patience, tuple(changed), setting.reserve and rng.random() < 0.8)
+    key, pace = setting.key, setting.pace
+    if rng.random() < 0.3:  # micro-batches before kinds, each lane or each replica shifted by some of them
+        shift = [rng.uniform(0.0, 4.0) for _ in lanes]
+        by_replica = rng.random() < 0.5
+        key = tuple(shift[p.replica[c]] - (p.kind[c] in ("B", "BW")) if by_replica else shift[c] for c in lanes)
+        pace = 1.0
+    return Setting(key, pace, patience, tuple(changed), setting.reserve and rng.random() < 0.8)
