@@ -14,10 +14,9 @@ from typing import Annotated, Optional
 
 import typer
 
-from raypipe.cli._make import load_one, make
+from raypipe.cli._make import ABOUT, load_one, make
 from raypipe.cli._values import optional_value
 from raypipe.errors import RequestError
-from raypipe.schedule import SCHEDULES
 from raypipe.schedule.costs import CostTable
 
 Text = Optional[str]  # noqa: UP045 - Typer reads annotations at run time, on Python 3.10 too
@@ -26,7 +25,7 @@ File = Optional[Path]  # noqa: UP045
 
 def prepare(argv: Sequence[str]) -> list[str]:
     """Let ``--json`` stand without a FILE."""
-    return optional_value(argv, "--json", list(SCHEDULES))
+    return optional_value(argv, "--json", list(ABOUT))
 
 
 def emulate(
@@ -39,6 +38,12 @@ def emulate(
     pipelines: Annotated[Text, typer.Option(metavar="2F", help="Pipelines, both directions [2].")] = None,
     concat: Annotated[Text, typer.Option(metavar="HOW", help="direct, doubling or halving.")] = None,
     memory_limit: Annotated[Text, typer.Option(metavar="M", help="Activations a device may hold at once.")] = None,
+    placement: Annotated[
+        Text, typer.Option(metavar="WHERE", help="auto: line, ring, v or bidirectional [line].")
+    ] = None,
+    objective: Annotated[Text, typer.Option(metavar="WHAT", help="auto: makespan, span or period [makespan].")] = None,
+    budget: Annotated[Text, typer.Option(metavar="SECONDS", help="auto: time of the search [by size].")] = None,
+    backward: Annotated[Text, typer.Option(metavar="HOW", help="auto: split or joint [split].")] = None,
     forward: Annotated[Text, typer.Option(metavar="MS", help="F [10]; a number or a list, one per stage.")] = "10",
     input_grad: Annotated[Text, typer.Option(metavar="MS", help="B [10]; BW is B plus W.")] = "10",
     weight_grad: Annotated[Text, typer.Option(metavar="MS", help="W [10].")] = "10",
@@ -65,7 +70,12 @@ def emulate(
     costs = {
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
     }  # fmt: skip
-    made = make([name], shape, costs, compare=False)[0] if name else load_one(load or Path(), costs, memory_limit)
+    search = {"placement": placement, "objective": objective, "budget": budget, "backward": backward}
+    made = (
+        make([name], shape, costs, compare=False, search=search)[0]
+        if name
+        else load_one(load or Path(), costs, memory_limit)
+    )
     from raypipe.runtime.emulate_run import Links, emulate
 
     links = Links(
