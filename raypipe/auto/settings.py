@@ -80,7 +80,7 @@ def _leads(p: Problem) -> Iterator[tuple[float, ...]]:
         return float(max(1, math.ceil(value - 1e-9)))
 
     trips = _round_trips(p)
-    top = max(trips)
+    top = max(trips) or 1.0
     for step in (1.0, 0.5, 2.0):
         yield tuple(whole(cap[c] - step * p.stage[c]) for c in lanes)
     for full in (1.0, 0.75, 1.5):

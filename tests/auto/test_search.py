@@ -165,3 +165,14 @@ def test_random_is_not_needed_globally():
     state = random.getstate()
     search(((0, 1),), 3, CostTable.even(2, 1, 2, 3), memory_limit=1, budget_s=0.05)
     assert random.getstate() == state
+
+
+@pytest.mark.parametrize("times", [(0, 0, 0), (1, 0, 0), (0, 1, 0)])
+@pytest.mark.parametrize("name", ["line", "v", "bidirectional"])
+def test_tasks_that_take_no_time(name, times):
+    shape = Shape(devices=2, microbatches=3, chunks=2 if name == "v" else 1)
+    placement = placed(name, shape)
+    costs = CostTable.even(len(placement[0]), *times)
+    found = search(placement, 3, costs, memory_limit=2, budget_s=0.1)
+    verify(found.schedule, 2)
+    assert simulate(found.schedule, costs).makespan == found.makespan >= found.bound
