@@ -20,7 +20,7 @@ from raypipe.schedule.costs import CostTable
 
 def main() -> None:
     """Print the curve."""
-    print("   D x N    tasks  bound+build s  pass s  us/task  move ms  us/task   1F1B's memory        half of it")
+    print("   D x N    tasks        build s  pass s  us/task  move ms  us/task   1F1B's memory        half of it")
     for depth, count in ((4, 16), (8, 32), (16, 64), (32, 128), (64, 256)):
         rng = random.Random(depth)
         times = [tuple(t * rng.uniform(1, 1.25) for _ in range(depth)) for t in (10, 12, 8)]
