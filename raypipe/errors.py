@@ -6,6 +6,7 @@ RaypipeError
 │   └── ScheduleError       a schedule that cannot exist or cannot run
 └── RunError                it failed while running: exit status 1
     ├── TransportError      a message that did not come, or came wrong
+    ├── DivergenceError     a loss that is no longer a number
     └── CheckpointError     a checkpoint that cannot be written or read back
 
 ``args`` equals the constructor's signature everywhere, so that errors survive the pickling between Ray actors.
@@ -51,6 +52,10 @@ class RunError(RaypipeError):
 
 class TransportError(RunError):
     """A message between devices did not arrive in time, or is not the one the program expects."""
+
+
+class DivergenceError(RunError):
+    """Training diverged: the loss is infinite or not a number. Running again would do the same."""
 
 
 class CheckpointError(RunError):

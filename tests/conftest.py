@@ -49,7 +49,7 @@ def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
                 .remote(rank, f"stage actor {rank}")
             )
         used = actors[:devices]
-        locations = ray.get([actor.locate.remote() for actor in used])  # a fresh port for every use
+        locations = ray.get([actor.locate.remote() for actor in used], timeout=120)  # a fresh port for every use
         return Fleet(list(used), [x.peer.name for x in locations], locations, group, uuid.uuid4().hex[:8])
 
     yield take

@@ -32,7 +32,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Sequences may be shorter than the model's."""
-        y: Tensor = self.dropout(self.token(tokens) + self.position.weight[: tokens.shape[1]])
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        y: Tensor = self.dropout(self.token(tokens) + self.position(places))
         return y
 
 

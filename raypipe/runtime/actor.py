@@ -48,8 +48,11 @@ class Stage:
         """Say where this actor runs."""
         return locate(self.rank, self.title, self.device)
 
-    def setup(self, setup: Setup) -> int:
-        """Join the groups, open the channels, build the stages. Returns the number of parameters held."""
+    def setup(self, setup: Setup) -> tuple[int, list[str]]:
+        """Join the groups, open the channels, build the stages.
+
+        Returns the number of parameters held, and those whose weight gradients cannot wait for W.
+        """
         self._leave()
         self.setup_data = setup
         job = setup.job
@@ -94,17 +97,19 @@ class Stage:
         # What was built lives as long as the run: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()
-        return sum(p.numel() for m in self.modules.values() for p in m.named.values())
+        joint = [name for m in self.modules.values() for name in m.joint_names]
+        return sum(p.numel() for m in self.modules.values() for p in m.named.values()), joint
 
     def _backend(self, wiring: Wiring) -> str:
         own_gpus = len({p.device for p in wiring.peers}) == len(wiring.peers)
         return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
 
     def _leave(self) -> None:
-        """Close what an earlier setup opened; an actor may serve one plan after another."""
-        if hasattr(self, "executor"):
+        """Close what an earlier setup opened, even one that failed; an actor may serve one plan after another."""
+        if hasattr(self, "links"):
             self.links.close()
-            del self.executor, self.modules, self.optimizers, self.links
+        for name in ("links", "executor", "modules", "optimizers"):
+            self.__dict__.pop(name, None)
 
     def _feed(self, split: Split, step: int, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and targets of one micro-batch; a step's samples are fetched together, which is far cheaper."""

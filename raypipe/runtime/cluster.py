@@ -13,6 +13,7 @@ from raypipe.errors import SpecError
 from raypipe.runtime.devices import DeviceRequest, local_cpus, request_devices
 
 UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"
+LOCKED = "check the port; where the cluster asks for a token, set RAY_AUTH_MODE=token (Ray does not, for a named one)"
 
 
 def connect(devices: int, dashboard_port: int | None = None) -> DeviceRequest:
@@ -42,7 +43,7 @@ def _join_running(quiet: dict[str, Any]) -> bool:
         ray.init(address=named or "auto", **quiet)
     except ConnectionError as error:
         if named:
-            raise SpecError("RAY_ADDRESS", f"no Ray cluster answers at {named}: {error}", UNREACHABLE) from None
+            raise SpecError("RAY_ADDRESS", f"no Ray cluster lets us in at {named}: {error}", LOCKED) from None
         return False
     return True
 

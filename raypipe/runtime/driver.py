@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from raypipe.checkpoint import commit, step_directory
+from raypipe.errors import DivergenceError
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_layers
 from raypipe.observe.run_log import RunLog
@@ -70,6 +71,7 @@ class Driver:
 
         Raises:
             ray.exceptions.RayActorError: a stage actor died.
+            DivergenceError: the loss is no longer a number.
             RaypipeError: as the stage actors raise it, wrapped by Ray.
         """
         self.resumed_from = done if checkpoint is not None else None
@@ -96,6 +98,7 @@ class Driver:
                 groups=shared_groups(schedule.placement, tied),
                 transport=self.plan.parallel.transport,
                 run_id=fleet.run_id,
+                timeout_s=job.train.message_timeout_s,
             ),
             tied=tied,
             wire=wire_specs(layers, self.plan.cut, samples, DTYPES[job.train.dtype]),
@@ -115,11 +118,13 @@ class Driver:
                 for r, actor in enumerate(fleet.actors)
             ]
         )
+        for name in sorted({name for _, joint in held for name in joint}):
+            self.log.event("notice", message=f"the weight gradient of {name} cannot wait: it is computed in B")
         self.log.event(
             "started",
             devices=[
                 {"name": title, "node": at.peer.node, "device": at.peer.device, "pid": at.pid, "parameters": count}
-                for title, at, count in zip(fleet.titles, fleet.locations, held, strict=True)
+                for title, at, (count, _) in zip(fleet.titles, fleet.locations, held, strict=True)
             ],
             resumed_from=self.resumed_from,
         )
@@ -170,6 +175,10 @@ class Driver:
 
     def _collect_step(self, step: int, results: list[StepResult], part: Part) -> None:
         loss = math.fsum(r.loss_sum for r in results)
+        if not math.isfinite(loss):
+            raise DivergenceError(
+                f"step {step}", f"the training loss is {loss}", "lower train.lr, or set train.clip or a longer warm-up"
+            )
         norm = results[0].norm
         if norm is None:
             norm = math.sqrt(math.fsum(r.norm_squared for r in results))

@@ -7,13 +7,15 @@ over replicas is the mini-batch gradient whatever the plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raypipe.errors import TransportError
 from raypipe.runtime.stage import StageModule
 
 StageKey = tuple[int, int]
@@ -105,7 +107,7 @@ class GradientSync:
         """
         completed: dict[StageKey, float] = {}
         for key, (work, flat) in self._pending.items():
-            work.wait()
+            _patiently(f"gradient sum of stage {key[0]}", work.wait)
             completed[key] = time.monotonic()
             offset = 0
             for p in self._own[key]:
@@ -118,7 +120,8 @@ class GradientSync:
                 total = total + _gradient(copy)
             group = self.groups.get(f"tied {tie.name}")
             if group is not None:
-                dist.all_reduce(total, group=group)
+                total = total.contiguous()
+                _patiently(f"gradient sum of tied {tie.name}", partial(dist.all_reduce, total, group=group))
                 self.all_reduces += 1 / group.size()
             for copy in copies:
                 copy.grad = total if copy is copies[0] else total.clone()
@@ -139,12 +142,22 @@ class GradientSync:
         """
         if self.world is not None:
             norm_squared = norm_squared.clone()
-            dist.all_reduce(norm_squared, group=self.world)
+            _patiently("global gradient norm", partial(dist.all_reduce, norm_squared, group=self.world))
         norm = float(norm_squared.sqrt())
         factor = limit / (norm + 1e-6)
         if factor < 1.0:
             torch._foreach_mul_([p.grad for p in self._all if p.grad is not None], factor)
         return norm
+
+
+def _patiently(what: str, wait: Callable[[], object]) -> None:
+    """Wait for a collective; Gloo's own error after the timeout names neither what was waited for nor for whom."""
+    try:
+        wait()
+    except RuntimeError as error:
+        raise TransportError(
+            what, f"another holder did not join: {error}", "see which stage failed or hangs; train.message_timeout_s"
+        ) from error
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ class Wiring:
     """Ranks of each group that sums gradients, by name."""
     transport: str
     run_id: str
+    timeout_s: float = 300.0
+    """How long a device waits for the others, in set-up and in every gradient sum."""
 
 
 class Links:
@@ -54,12 +57,19 @@ class Links:
             return
         if len({p.node for p in wiring.peers}) == 1:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", init_method=wiring.rendezvous, rank=rank, world_size=len(wiring.peers))
-        self.world = dist.group.WORLD
-        self.groups = create_groups(wiring.groups, backend)
-        self.senders, self.receivers = open_channels(
-            wiring.peers[rank], wiring.peers, wiring.edges, wiring.transport, wiring.run_id
-        )
+        dist.init_process_group(
+            "gloo", init_method=wiring.rendezvous, rank=rank, world_size=len(wiring.peers),
+            timeout=timedelta(seconds=wiring.timeout_s),
+        )  # fmt: skip
+        try:
+            self.world = dist.group.WORLD
+            self.groups = create_groups(wiring.groups, backend, wiring.timeout_s)
+            self.senders, self.receivers = open_channels(
+                wiring.peers[rank], wiring.peers, wiring.edges, wiring.transport, wiring.run_id
+            )
+        except BaseException:
+            self.close()  # the actor's next set-up joins another world
+            raise
 
     def close(self) -> None:
         """Close every channel and leave every group."""

@@ -49,7 +49,12 @@ class StageModule(nn.Module):
         join_tied(plan, dict(zip(self.indices, self.layers, strict=True)))
         self.queue = WeightQueue()
         self.split = split
-        self.joint_names = defer_weight_gradients(self.layers, self.queue) if split else []
+        self.joint_names: list[str] = []
+        """Parameters whose gradients B computes after all; norms, which do so on purpose, left out."""
+        for index, layer in zip(self.indices, self.layers, strict=True):
+            for name in defer_weight_gradients(layer, self.queue) if split else ():
+                if not isinstance(layer.get_submodule(name.rpartition(".")[0]), nn.LayerNorm):
+                    self.joint_names.append(f"{index}.{name}")
         self.named: dict[str, nn.Parameter] = {}
         for index, layer in zip(self.indices, self.layers, strict=True):
             for name, parameter in layer.named_parameters():

@@ -14,6 +14,7 @@ from raypipe.data import Corpus
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_layers, random_keys
 
+torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 

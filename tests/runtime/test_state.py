@@ -15,6 +15,7 @@ from raypipe.runtime.gradients import TiedHolders
 from raypipe.runtime.optimizer import make_optimizer
 from raypipe.runtime.stage import StageModule
 from raypipe.runtime.state import owned_keys, read_state, state_tensors
+from raypipe.runtime.train_run import describe
 from tests.runtime.small_runs import Done, drive, small_job
 
 SETTINGS = {"steps": 8, "optimizer": "adamw", "clip": 0.5, "lr_schedule": "cosine", "warmup_steps": 2}
@@ -77,6 +78,21 @@ def test_a_checkpoint_holds_every_parameter_once_with_its_optimizer_state(undist
     assert {k for k in keys if k.startswith("optim/")} == {
         f"optim/{name}/{key}" for name in names for key in ("exp_avg", "exp_avg_sq", "step")
     }
+
+
+@pytest.mark.runs
+def test_a_checkpoint_of_another_model_is_one_error_and_the_actors_live_on(
+    undisturbed, stage_pool, text_folder, tmp_path
+) -> None:
+    wider = small_job(text_folder, TWO, {"hidden": 32}, **SETTINGS)
+    with pytest.raises(CheckpointError) as caught:
+        drive(wider, stage_pool, tmp_path / "wider", undisturbed.checkpoints[4], 4)
+    said = describe(caught.value)
+    assert said.startswith(f"{undisturbed.checkpoints[4]}: ")
+    assert "the model's has" in said
+    assert "Traceback" not in said
+    again = drive(small_job(text_folder, TWO, **SETTINGS), stage_pool, tmp_path, undisturbed.checkpoints[4], 4)
+    assert again.losses == undisturbed.losses[4:]
 
 
 # Without actors: what a stage writes and reads.
