@@ -16,8 +16,10 @@ UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"
 LOCKED = "check the port; where the cluster asks for a token, set RAY_AUTH_MODE=token (Ray does not, for a named one)"
 
 
-def connect(devices: int, dashboard_port: int | None = None) -> DeviceRequest:
+def connect(devices: int, dashboard_port: int | None = None, emulated: bool = False) -> DeviceRequest:
     """Connect to Ray and say what each of ``devices`` actors reserves.
+
+    Emulated devices sleep most of their time, so any number of them share the CPUs there are.
 
     A cluster named by RAY_ADDRESS, or running on this machine, is used as it is; else Ray is started here, bound to
     loopback, with as many logical CPUs as the plan needs.
@@ -30,7 +32,10 @@ def connect(devices: int, dashboard_port: int | None = None) -> DeviceRequest:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if not ray.is_initialized() and not _join_running(quiet):
         _start_local(devices, dashboard_port, quiet)
-    return request_devices(devices, ray.cluster_resources())
+    resources = ray.cluster_resources()
+    if emulated:
+        return DeviceRequest(cpus=min(1.0, resources.get("CPU", 1.0) / devices), gpus=0.0)
+    return request_devices(devices, resources)
 
 
 def _join_running(quiet: dict[str, Any]) -> bool:

@@ -46,7 +46,7 @@ def request_devices(devices: int, resources: Mapping[str, float]) -> DeviceReque
         raise SpecError(
             "parallel",
             f"asks for {devices} devices (stages x replicas), but the cluster has {cpus:g} CPUs and no GPU",
-            f"use stages * replicas <= {int(cpus)}, or add nodes",
+            f"use stages * replicas <= {int(cpus)}, add nodes, or set RAY_ADDRESS=local for a Ray of this run's own",
         )
     return DeviceRequest(cpus=1.0, gpus=0.0)
 

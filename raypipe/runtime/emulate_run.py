@@ -89,7 +89,7 @@ def emulate(base: Schedule, costs: CostTable, links: Links, steps: int, replicas
         comm=costs.comm + links.latency_s + links.seconds_per_message,
         all_reduce=tuple(links.all_reduce_s(r) for r in holders),
     )
-    request = connect(schedule.devices)
+    request = connect(schedule.devices, emulated=True)
     fleet = start_fleet(schedule, replicas, request, EmulatedStage)
     clock = StepClock(schedule)
     try:
