@@ -70,6 +70,10 @@ class ProgressView:
         elif kind == "predicted":
             self._predicted_bubble = row["bubble_ratio"]
             self._say(f"predicted step {row['step_s']:.4f} s, {row['bubble_ratio']:.1%} idle")
+        elif kind == "replanned":
+            self._say(f"step {row['step']:>5}  better order found on measured times: {row['gain']:.1%} predicted")
+        elif kind == "realised":
+            self._say(f"step {row['step']:>5}  the new order gained {row['gain']:.1%} a step")
         elif kind == "failed":
             self._say(f"failed: {row['message']}")
         elif kind == "restarted":

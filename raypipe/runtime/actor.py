@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from raypipe.runtime.state import owned_keys, previous_tensors, read_previous, r
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.versions import WeightVersions
 from raypipe.schedule.endless import WHOLE, Part
+from raypipe.schedule.messages import Program
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 
@@ -127,6 +129,10 @@ class Stage:
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
         """Run training step ``step`` (from 0) and return what it took."""
         return self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
+
+    def install(self, train: dict[Part, Program], evaluate: Program) -> None:
+        """Run other programs from the next step on; same stages, same placement."""
+        self.setup_data = replace(self.setup_data, train=train, evaluate=evaluate)
 
     def evaluate(self, batch: int) -> StepResult:
         """Run validation batch ``batch`` forward only."""

@@ -28,6 +28,7 @@ from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring, rendezvous_of
 from raypipe.runtime.measure import StepClock
 from raypipe.runtime.optimizer import learning_rate
+from raypipe.runtime.replan import Replanner, Swap
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shapes import wire_specs
 from raypipe.runtime.step import StepResult
@@ -49,6 +50,7 @@ class _Ticket:
     step: int
     """Steps done once it is through."""
     refs: list[Any]
+    clock: StepClock
     part: Part = WHOLE
 
 
@@ -58,9 +60,11 @@ class Driver:
     def __init__(self, job: JobSpec, plan: Plan, directory: Path, log: RunLog, saved: Saved) -> None:
         self.job, self.plan, self.directory = job, plan, directory
         self.log, self.saved = log, saved
-        self.schedule = build_schedule(plan, job.train.batch)
+        self.schedule = self.first_schedule = build_schedule(plan, job.train.batch)
         self.tokens_per_step = job.train.batch * job.model.sequence
         self.clock = StepClock(self.schedule)
+        # An order that was searched on analytic costs is searched again on measured ones.
+        self.replanner = Replanner(plan, job.train.batch) if plan.parallel.schedule == "auto" else None
         self.last_metrics: dict[str, Any] = {}
         self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0}
         self.resumed_from: int | None = None
@@ -139,12 +143,15 @@ class Driver:
             saves = last or bool(train.checkpoint_every and (step + 1) % train.checkpoint_every == 0)
             part = (fills, evaluates or saves) if self.schedule.versions != "flush" else WHOLE
             fills = part[1]
-            pending.append(_Ticket("step", step + 1, fleet.call("run_step", step, part), part))
+            if self.replanner is not None and (swap := self.replanner.take()) is not None:
+                self._swap(fleet, swap, step)
+            pending.append(_Ticket("step", step + 1, fleet.call("run_step", step, part), self.clock, part))
             if evaluates:
                 refs = [ref for batch in range(train.eval_batches) for ref in fleet.call("evaluate", batch)]
-                pending.append(_Ticket("eval", step + 1, refs))
+                pending.append(_Ticket("eval", step + 1, refs, self.clock))
             if saves:
-                pending.append(_Ticket("save", step + 1, fleet.call("save", self._checkpoint_path(step + 1))))
+                refs = fleet.call("save", self._checkpoint_path(step + 1))
+                pending.append(_Ticket("save", step + 1, refs, self.clock))
             while sum(t.kind == "step" for t in pending) > AHEAD:
                 self._collect(pending.popleft())
         while pending:
@@ -160,20 +167,34 @@ class Driver:
     def _collect(self, ticket: _Ticket) -> None:
         results = ray.get(ticket.refs)
         if ticket.kind == "step":
-            self._collect_step(ticket.step, results, ticket.part)
+            self._collect_step(ticket, results)
         elif ticket.kind == "eval":
-            self.clock.pause()
+            ticket.clock.pause()
             loss = math.fsum(r.loss_sum for r in results) / self.job.train.eval_batches
             self.last_metrics["val_loss"] = loss
             self.log.metric({"step": ticket.step, "val_loss": loss})
         else:
-            self.clock.pause()
+            ticket.clock.pause()
             path = step_directory(self.directory / "checkpoints", ticket.step)
             commit(path, ticket.step, [shard for shard in results if shard is not None], {"job": self.job.name})
             self.log.event("checkpoint", step=ticket.step, path=str(path))
             self.saved(ticket.step, path, {"step": ticket.step, **self.last_metrics})
 
-    def _collect_step(self, step: int, results: list[StepResult], part: Part) -> None:
+    def _swap(self, fleet: Fleet, swap: Swap, step: int) -> None:
+        """Run the better order from ``step`` on: every device gets its new programs between two steps."""
+        evaluate = programs(forward_only(swap.schedule))
+        train = {part: programs(one, drains=part[1]) for part, one in parts(swap.schedule).items()}
+        for rank, actor in enumerate(fleet.actors):
+            actor.install.remote({part: rows[rank] for part, rows in train.items()}, evaluate[rank])
+        self.schedule, self.plan = swap.schedule, swap.plan
+        self.clock = StepClock(swap.schedule)
+        swap.plan.save(self.directory / "plan.json")
+        self.log.event(
+            "replanned", step=step + 1, current_s=swap.current_s, predicted_s=swap.predicted_s, gain=swap.gain
+        )
+
+    def _collect_step(self, ticket: _Ticket, results: list[StepResult]) -> None:
+        step = ticket.step
         loss = math.fsum(r.loss_sum for r in results)
         if not math.isfinite(loss):
             raise DivergenceError(
@@ -182,7 +203,7 @@ class Driver:
         norm = results[0].norm
         if norm is None:
             norm = math.sqrt(math.fsum(r.norm_squared for r in results))
-        step_s, bubble_ratio = self.clock.add(part, [r.times for r in results])
+        step_s, bubble_ratio = ticket.clock.add(ticket.part, [r.times for r in results])
         self.counts["p2p"] = sum(r.received for r in results)
         self.counts["all_reduce"] = round(math.fsum(r.all_reduces for r in results))
         self.last_metrics |= {"loss": loss}
@@ -197,9 +218,16 @@ class Driver:
                 "bubble_ratio": bubble_ratio,
             }
         )
-        prediction = self.clock.predict(step)
+        prediction = ticket.clock.predict()
         if prediction is not None:
             self.log.event("predicted", step=step, step_s=prediction.step_s, bubble_ratio=prediction.bubble_ratio)
+        if self.replanner is not None:
+            swapped = ticket.clock.schedule is not self.first_schedule
+            if prediction is not None and not swapped:
+                self.replanner.start(prediction.costs)
+            gain = self.replanner.watch(step_s, swapped)
+            if gain is not None:
+                self.log.event("realised", step=step, gain=gain)
 
 
 def tied_holders(plan: Plan, schedule: Schedule, job: JobSpec) -> tuple[TiedHolders, ...]:

@@ -83,7 +83,7 @@ class StepClock:
         """The newest step's Timeline."""
         return self.timeline(*self._latest) if self._seen else None
 
-    def predict(self, step: int) -> Prediction | None:
+    def predict(self) -> Prediction | None:
         """The prediction, once, as soon as enough steps have been measured."""
         if self.prediction is not None or len(self._calibration) < CALIBRATION:
             return None
