@@ -43,5 +43,6 @@ class Shape:
             raise ScheduleError("pipelines", f"{self.pipelines} is not 2f", "use an even number >= 2")
         if self.concat not in get_args(Concat):
             raise ScheduleError("concat", f'"{self.concat}" is unknown', nearest(str(self.concat), get_args(Concat)))
-        if self.memory_limit is not None and not self.memory_limit > 0:
-            raise ScheduleError("memory_limit", f"{self.memory_limit} activations", "use a number above 0")
+        if self.memory_limit is not None and not 0 < self.memory_limit < float("inf"):
+            fix = "use a finite number above 0; leave it out for no limit"
+            raise ScheduleError("memory_limit", f"{self.memory_limit} activations", fix)
