@@ -1,0 +1,93 @@
+"""Emulated devices: real actors and messages. Waits are never short, so no step beats its prediction.
+
+How close the two are is a matter of the machine's load and is measured by ``raypipe emulate``, not tested here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from raypipe.runtime.emulate_run import Links, emulate
+from raypipe.schedule import Shape, generate
+from raypipe.schedule.costs import CostTable
+
+MS = 1e-3
+EXACT = 1 - 1e-6
+"""Clocks are read a few microseconds apart."""
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    ("name", "shape", "links", "steps", "replicas", "period_ms"),
+    [
+        ("1f1b", {"devices": 2, "microbatches": 4}, Links(), 3, 1, (4 + 1) * 6),  # (N + D - 1)(F + BW)
+        ("zb-h1", {"devices": 2, "microbatches": 4}, Links(latency_s=1 * MS), 3, 1, None),
+        # two copies: steady steps wait for the sum of 1 MB over 1 GB/s, 2 (r-1)/r of it
+        (
+            "gpipe",
+            {"devices": 2, "microbatches": 2},
+            Links(bytes_per_s=1e9, gradient_bytes=1e6),
+            3,
+            2,
+            None,
+        ),
+        ("chimera", {"devices": 2, "microbatches": 2}, Links(), 2, 1, None),
+        ("pipedream", {"devices": 2, "microbatches": 4}, Links(), 3, 1, 4 * 6),
+    ],
+)
+def test_no_step_is_faster_than_predicted(local_ray, name, shape, links, steps, replicas, period_ms) -> None:
+    base = generate(name, Shape(**shape))
+    costs = CostTable.even(base.stages, 2 * MS, 2 * MS, 2 * MS)
+    found = emulate(base, costs, links, steps, replicas)
+    assert len(found.measured_s) == steps
+    assert sum(found.measured_s) >= (steps - 1) * found.predicted_s * EXACT
+    assert found.measured_s[0] >= min(found.predicted_makespan_s, found.predicted_s) * EXACT
+    for spans in found.timeline.spans:
+        for task, start, end in spans:
+            if task.kind in ("F", "B", "W"):
+                assert end - start >= 2 * MS * EXACT
+    if period_ms is not None:
+        assert found.predicted_s == pytest.approx(period_ms * MS)
+
+
+def test_all_reduce_follows_rabenseifner() -> None:
+    links = Links(latency_s=1e-5, bytes_per_s=1e9, gradient_bytes=8e6)
+    assert links.all_reduce_s(1) == 0
+    assert links.all_reduce_s(2) == pytest.approx(2 * 1e-5 + 8e-3)
+    assert links.all_reduce_s(8) == pytest.approx(6 * 1e-5 + 2 * 7 / 8 * 8e-3)
+    assert Links(message_bytes=5.0).seconds_per_message == 0
+    assert math.isinf(Links().bytes_per_s)
+
+
+@pytest.mark.runs
+def test_the_command_prints_one_object(local_ray, capsys) -> None:
+    from raypipe.cli import run
+
+    words = ["emulate", "1f1b", "--devices", "2", "--microbatches", "2", "--forward", "2", "--input-grad", "2"]
+    assert run([*words, "--weight-grad", "2", "--steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["predicted_s"] == pytest.approx(18 * MS)
+    assert len(found["measured_s"]) == 2
+    assert {"bubble_ratio", "dispatch_overhead_s"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "needs one schedule"),
+        (["1f1b", "--grad-mb", "4"], "carry nothing"),
+        (["1f1b", "--bandwidth", "-1"], "carry nothing"),
+        (["1f1b", "--devices", "0"], "is not a count"),
+        (["1f2b"], 'did you mean "1f1b"'),
+    ],
+)
+def test_wrong_requests_end_at_once(words, why, capsys) -> None:
+    from raypipe.cli import run
+
+    assert run(["emulate", *words]) == 2
+    out = capsys.readouterr()
+    assert why in out.err
+    assert not out.out
