@@ -11,12 +11,24 @@ from typing import Annotated, Any, Optional
 import typer
 
 from raypipe.cli._make import ABOUT, Made, load_one, make
+from raypipe.cli._options import (
+    Backward,
+    Budget,
+    Chunks,
+    Concat,
+    Devices,
+    File,
+    MemoryLimit,
+    Microbatches,
+    Objective,
+    Pipelines,
+    Placement,
+    Text,
+    Unit,
+)
 from raypipe.cli._values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError
 from raypipe.schedule import SCHEDULES
-
-Text = Optional[str]  # noqa: UP045 - Typer reads annotations at run time, on Python 3.10 too
-File = Optional[Path]  # noqa: UP045
 
 AUTO_OPTIONS = ("placement", "objective", "budget", "backward", "chunks", "pipelines", "memory_limit")
 
@@ -36,19 +48,17 @@ def schedule(
     load: Annotated[
         File, typer.Option(metavar="FILE", help="A hand-written schedule, JSON or text: verify, time.")
     ] = None,
-    devices: Annotated[Text, typer.Option(metavar="D", help="Devices [4].")] = None,
-    microbatches: Annotated[Text, typer.Option(metavar="N", help="Micro-batches [8].")] = None,
-    chunks: Annotated[Text, typer.Option(metavar="V", help="Stages per device [1].")] = None,
-    unit: Annotated[Text, typer.Option(metavar="U", help="Micro-batches a unit.")] = None,
-    pipelines: Annotated[Text, typer.Option(metavar="2F", help="Pipelines, both directions [2].")] = None,
-    concat: Annotated[Text, typer.Option(metavar="HOW", help="direct, doubling or halving.")] = None,
-    memory_limit: Annotated[Text, typer.Option(metavar="M", help="Activations a device may hold at once.")] = None,
-    placement: Annotated[
-        Text, typer.Option(metavar="WHERE", help="auto: line, ring, v or bidirectional [line].")
-    ] = None,
-    objective: Annotated[Text, typer.Option(metavar="WHAT", help="auto: makespan, span or period [makespan].")] = None,
-    budget: Annotated[Text, typer.Option(metavar="SECONDS", help="auto: time of the search [by size].")] = None,
-    backward: Annotated[Text, typer.Option(metavar="HOW", help="auto: split or joint [split].")] = None,
+    devices: Devices = None,
+    microbatches: Microbatches = None,
+    chunks: Chunks = None,
+    unit: Unit = None,
+    pipelines: Pipelines = None,
+    concat: Concat = None,
+    memory_limit: MemoryLimit = None,
+    placement: Placement = None,
+    objective: Objective = None,
+    budget: Budget = None,
+    backward: Backward = None,
     forward: Annotated[Text, typer.Option(metavar="T", help="F [1]; a number or a list, one per stage.")] = None,
     input_grad: Annotated[Text, typer.Option(metavar="T", help="B [1]; BW is B plus W.")] = None,
     weight_grad: Annotated[Text, typer.Option(metavar="T", help="W [1].")] = None,
