@@ -1,23 +1,27 @@
 """From measured steps to the cost table that predicts the next ones.
 
-The prediction is the schedule simulated with the median time of each kind of task on each stage, and with the
-delay of messages where the receiver was waiting for them; no step time enters it.
+The prediction is the schedule simulated with the mean time of each kind of task on each stage, and with the delay of
+messages where the receiver was waiting for them; no step time enters it. Means, because a step is a sum of tasks
+whose times are skewed: medians came out twice as far below the measured step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule
 from raypipe.simulate.timeline import Timeline
 
+HICCUP = 3.0
+"""Times the median from which a task was disturbed by something else on the machine."""
+
 
 def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
-    """Median task times per stage, in seconds, of measured steps of one schedule."""
+    """Mean task times per stage, in seconds, of measured steps of one schedule; hiccups left out."""
     schedule = timelines[0].schedule
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     size = float(schedule.size)
@@ -33,7 +37,7 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
             times[("AR", stage)].append(duration)
 
     def per_stage(kind: str) -> tuple[float, ...]:
-        return tuple(median(times.get((kind, s), [0.0])) for s in range(schedule.stages))
+        return tuple(typical(times.get((kind, s), [0.0])) for s in range(schedule.stages))
 
     joint, split = per_stage("BW"), per_stage("B")
     return CostTable(
@@ -42,6 +46,16 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
         input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)), weight_grad=per_stage("W"),
         comm=median(delays) if (delays := [d for t in timelines for d in message_delays(schedule, t)]) else 0.0,
     )  # fmt: skip
+
+
+def typical(values: Sequence[float]) -> float:
+    """The mean of what is at most ``HICCUP`` times the median.
+
+    >>> typical([1.0, 2.0, 3.0, 90.0])
+    2.0
+    """
+    limit = HICCUP * median(values)
+    return fmean(v for v in values if v <= limit)
 
 
 def _all_reduces(timeline: Timeline) -> dict[int, float]:

@@ -107,3 +107,20 @@ def test_only_messages_that_were_waited_for_count() -> None:
     assert delays == pytest.approx([0.25] * len(delays))
     # One device sends itself nothing.
     assert message_delays(step("1f1b", 1), simulate(step("1f1b", 1), CostTable.even(1))) == []
+
+
+def test_a_step_retimed_with_its_own_task_times_loses_only_its_idle_waits() -> None:
+    from raypipe.runtime.measure import retimed
+
+    schedule = generate("1f1b", Shape(devices=3, microbatches=5))
+    costs = CostTable.even(3, 2.0, 3.0, 4.0, comm=0.5)
+    timeline = simulate(schedule, costs)
+    assert retimed(timeline, costs) == pytest.approx(timeline.makespan)
+    late = Timeline(
+        schedule, tuple(tuple(s._replace(start=s.start + 7, end=s.end + 7) for s in d) for d in timeline.spans)
+    )
+    assert retimed(late, costs) == pytest.approx(timeline.makespan)  # it begins at 0, whenever the step began
+    # One task twice as long on the critical path makes the step longer by as much.
+    first = timeline.spans[0][0]
+    spans = ((first._replace(end=first.end + 2.0), *timeline.spans[0][1:]), *timeline.spans[1:])
+    assert retimed(Timeline(schedule, spans), costs) == pytest.approx(timeline.makespan + 2.0)
