@@ -51,12 +51,6 @@ def _model(model: ModelSpec) -> Iterator[Problem]:
 
 
 def _train(train: TrainSpec) -> Iterator[Problem]:
-    if train.lr_schedule != "constant" and train.warmup_steps >= train.steps:
-        yield Problem(
-            "train.warmup_steps",
-            f"{train.warmup_steps} leaves no step for the {train.lr_schedule} decay: steps = {train.steps}",
-            f"use at most {train.steps - 1}",
-        )
     if train.min_lr > train.lr:
         yield Problem("train.min_lr", f"{train.min_lr} is above lr = {train.lr}", "lower min_lr or raise lr")
 

@@ -44,7 +44,7 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
         forward=per_stage("F"), recompute=per_stage("R"), all_reduce=per_stage("AR"), update=per_stage("U"),
         # A joint backward is one number: the table keeps it as B, since only the sum is ever used.
         input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)), weight_grad=per_stage("W"),
-        comm=median(delays) if (delays := [d for t in timelines for d in message_delays(schedule, t)]) else 0.0,
+        comm=median(delays) if (delays := [d for t in timelines for d in message_delays(t.schedule, t)]) else 0.0,
     )  # fmt: skip
 
 

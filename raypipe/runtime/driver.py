@@ -26,7 +26,7 @@ from raypipe.runtime.actor import DTYPES
 from raypipe.runtime.gradients import TiedHolders, shared_groups
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring, rendezvous_of
-from raypipe.runtime.measure import StepClock
+from raypipe.runtime.measure import Prediction, StepClock
 from raypipe.runtime.optimizer import learning_rate
 from raypipe.runtime.replan import Replanner, Swap
 from raypipe.runtime.setup import Setup
@@ -81,6 +81,7 @@ class Driver:
         self.resumed_from = done if checkpoint is not None else None
         self._setup(fleet, checkpoint)
         self._loop(fleet, done)
+        self._tell(self.clock.predict(at_end=True), self.job.train.steps)
         self.memory_bytes = ray.get(fleet.call("memory_bytes"))
 
     def _setup(self, fleet: Fleet, checkpoint: Path | None) -> None:
@@ -193,6 +194,10 @@ class Driver:
             "replanned", step=step + 1, current_s=swap.current_s, predicted_s=swap.predicted_s, gain=swap.gain
         )
 
+    def _tell(self, prediction: Prediction | None, step: int) -> None:
+        if prediction is not None:
+            self.log.event("predicted", step=step, step_s=prediction.step_s, bubble_ratio=prediction.bubble_ratio)
+
     def _collect_step(self, ticket: _Ticket, results: list[StepResult]) -> None:
         step = ticket.step
         loss = math.fsum(r.loss_sum for r in results)
@@ -219,8 +224,7 @@ class Driver:
             }
         )
         prediction = ticket.clock.predict()
-        if prediction is not None:
-            self.log.event("predicted", step=step, step_s=prediction.step_s, bubble_ratio=prediction.bubble_ratio)
+        self._tell(prediction, step)
         if self.replanner is not None:
             swapped = ticket.clock.schedule is not self.first_schedule
             if prediction is not None and not swapped:

@@ -45,6 +45,7 @@ class StepClock:
             for part, one in self._parts.items()
         }
         self._previous_end: float | None = None
+        self._early: list[Timeline] = []
         self._calibration: list[Timeline] = []
         self._gaps: list[float] = []
         self._seen = 0
@@ -63,9 +64,10 @@ class StepClock:
         step_s = end - begin
         busy = sum(float((t[c, 1] - t[c, 0]).sum()) for t, c in zip(times, self._compute[part], strict=True))
         self._seen += 1
-        if self._seen > WARM_UP and self.prediction is None:
-            self._calibration.append(self.timeline(part, times, start))
-            if follows:
+        if self.prediction is None:
+            warm = self._seen > WARM_UP
+            (self._calibration if warm else self._early).append(self.timeline(part, times, start))
+            if follows and warm:
                 self._gaps.append(start - begin)
         self._latest = (part, times, start)
         return step_s, 1.0 - busy / (len(times) * step_s)
@@ -85,22 +87,26 @@ class StepClock:
         """The newest step's Timeline."""
         return self.timeline(*self._latest) if self._seen else None
 
-    def predict(self) -> Prediction | None:
-        """The prediction, once, as soon as enough steps have been measured."""
-        if self.prediction is not None or len(self._calibration) < CALIBRATION:
+    def predict(self, at_end: bool = False) -> Prediction | None:
+        """The prediction, once, as soon as enough steps have been measured; ``at_end`` of a short run, from any."""
+        if self.prediction is not None or (len(self._calibration) < CALIBRATION and not at_end):
             return None
-        costs = fit_costs(self._calibration)
+        steps = self._calibration or self._early
+        if not steps:
+            return None
+        costs = fit_costs(steps)
         timeline = simulate(self.schedule, costs)
         if self.schedule.versions == "flush":
             # Each calibration step timed again with its own task times: the slowest path through tasks that vary is
             # longer than the path through their means. Then the gap in which a device takes up its next call.
-            again = [retimed(one, costs) for one in self._calibration]
+            again = [retimed(one, costs) for one in steps]
             step_s = fmean(again) + (median(self._gaps) if self._gaps else 0.0)
         else:
             step_s = period(self.schedule, costs)
         busy = sum(timeline.busy)
         self.prediction = Prediction(costs, timeline, step_s, 1.0 - busy / (self.schedule.devices * step_s))
         self._calibration.clear()
+        self._early.clear()
         return self.prediction
 
 
