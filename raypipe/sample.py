@@ -38,7 +38,7 @@ def load_model(directory: Path) -> tuple[ModelSpec, nn.Sequential]:
 
 
 def sample_text(directory: Path, prompt: str, length: int, temperature: float, seed: int) -> str:
-    """``prompt`` and ``length`` more bytes drawn from the model, as text; bytes that are no UTF-8 show as U+FFFD."""
+    """``prompt`` and ``length`` more bytes drawn from the model, as text; what cannot be shown is U+FFFD."""
     model, network = load_model(directory)
     torch.set_num_threads(1)  # one short window at a time: more threads only wait for each other
     tokens = list(prompt.encode()) or [0]
@@ -54,4 +54,6 @@ def sample_text(directory: Path, prompt: str, length: int, temperature: float, s
             else:
                 odds = torch.softmax(logits / temperature, dim=0)
                 tokens.append(int(torch.multinomial(odds, 1, generator=generator)))
-    return bytes(t for t in tokens if t).decode(errors="replace")
+    text = bytes(t for t in tokens if t).decode(errors="replace")
+    # An untrained model writes control characters too; a terminal must not obey them.
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -46,6 +46,6 @@ def train(
     for line in summary_lines(result):
         print(line)
     print("sample")
-    text = sample_text(prepared.directory, prompt="def ", length=240, temperature=0.6, seed=0)
-    print("\n".join("  " + line for line in text.splitlines()))
+    text = sample_text(prepared.directory, prompt="def ", length=240, temperature=0.8, seed=0)
+    print("\n".join("  " + line.rstrip() for line in text.rstrip().splitlines()))
     sys.stdout.flush()
