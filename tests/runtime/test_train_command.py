@@ -118,3 +118,40 @@ def _wait_for_checkpoint(directory: Path) -> int:
             return int(next(r for r in rows if r["event"] == "started")["devices"][1]["pid"])
         time.sleep(0.02)
     raise AssertionError("no checkpoint came")
+
+
+@pytest.mark.runs
+def test_the_sampled_model_is_the_trained_one(undisturbed, capsys) -> None:
+    import torch
+
+    from raypipe.cli import run
+    from raypipe.data import Corpus
+    from raypipe.sample import load_model, sample_text
+
+    result, directory = undisturbed
+    model, network = load_model(directory)
+    corpus = Corpus.open(directory / "data")
+    with torch.no_grad():
+        losses = []
+        for batch in range(2):  # eval_batches
+            tokens, targets = corpus.batch("val", 0, batch, 8)
+            losses.append(torch.nn.functional.cross_entropy(network(tokens).flatten(0, 1), targets.flatten()).item())
+    assert sum(losses) / 2 == pytest.approx(result["val_loss"], rel=1e-5)
+    assert model.layers == 2
+
+    text = sample_text(directory, "def ", 30, 0.8, seed=1)
+    assert text.startswith("def ")
+    assert all(c.isprintable() or c in "\n\t" for c in text)
+    assert text == sample_text(directory, "def ", 30, 0.8, seed=1)
+    assert text != sample_text(directory, "def ", 30, 0.8, seed=2)
+    greedy = sample_text(directory, "def ", 30, 0, seed=1)
+    assert greedy == sample_text(directory, "def ", 30, 0, seed=2)
+    assert run(["sample", str(directory), "--length", "5", "--seed", "1"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
+
+
+def test_sampling_from_nothing_is_one_message(tmp_path, capsys) -> None:
+    from raypipe.cli import run
+
+    assert run(["sample", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
