@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
-    "errors", "schedule", "simulate", "auto", "cost", "job", "plan", "models", "partition", "data", "checkpoint",
+    "errors", "schedule", "simulate", "auto", "job", "cost", "plan", "models", "partition", "data", "checkpoint",
     "observe", "runtime", "train", "sample", "cli", "__main__",
 ]  # fmt: skip
 SIDE_BY_SIDE = {"models", "partition", "data", "checkpoint"}

@@ -1,0 +1,107 @@
+"""The profile: what each layer of a model costs on one device, and what the links between devices cost.
+
+The one form in which costs reach the planner, whether measured (``raypipe profile``) or computed from a description
+of the machine. Times in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from raypipe.job.spec import Spec
+
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class TaskTimes(Spec):
+    """Seconds of each task of one layer for one micro-batch."""
+
+    forward: Seconds
+    input_grad: Seconds
+    """B alone, where the backward is split."""
+    weight_grad: Seconds
+    """W alone, where the backward is split."""
+    joint: Seconds
+    """BW: both gradients in one pass, which may take less than B plus W."""
+    recompute: Seconds
+    """R: the forward again, gradients recorded."""
+    spread: Annotated[float, Field(ge=0)] = 0.0
+    """Half of the range between the quartiles of the forward's samples, over their median; 0 where computed."""
+
+
+class LayerProfile(Spec):
+    """One layer: the smallest piece that a cut of the model can move from one stage to another."""
+
+    name: str
+    parameters: Count
+    """Values in its parameters; a tied matrix counts in each layer that holds it."""
+    times: dict[int, TaskTimes]
+    """By micro-batch size, in samples."""
+    kept_bytes: Bytes
+    """Activations of one sample kept from the forward to the end of the backward."""
+    freed_by_input_grad: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of them that B frees, so that only the rest waits for W."""
+    output_bytes: Bytes
+    """Of one sample, all tensors that cross a cut right after this layer."""
+
+
+class LinkFit(Spec):
+    """Time of a message of ``n`` bytes over a link: ``alpha_s + n * beta_s_per_byte``."""
+
+    alpha_s: Seconds
+    beta_s_per_byte: Seconds
+    error: Annotated[float, Field(ge=0)] = 0.0
+    """Largest relative error over the measured sizes; 0 where given."""
+
+    def seconds(self, size_bytes: float) -> float:
+        """Time of one message."""
+        return self.alpha_s + size_bytes * self.beta_s_per_byte
+
+
+class CollectiveFit(Spec):
+    """Measured cost of one collective at one group size."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    group: Annotated[int, Field(ge=2)]
+    """Devices that take part."""
+    model: Literal["ring", "rabenseifner", "tree"]
+    """The formula that fits best; ``cost/collectives.py`` holds them."""
+    alpha_s: Seconds
+    beta_s_per_byte: Seconds
+    error: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Profile(Spec):
+    """Everything the planner needs to know about a model on a cluster."""
+
+    format: Literal[1] = 1
+    """Version of this file's form."""
+    source: Literal["measured", "analytic"]
+    device: str
+    """What the times hold for: a device's name."""
+    dtype: str
+    """``train.dtype`` of the job they were taken for."""
+    devices: Annotated[int, Field(ge=1)]
+    """Devices of the cluster."""
+    devices_per_host: Annotated[int, Field(ge=1)]
+    memory_bytes: Bytes
+    """Of one device, all of it."""
+    base_bytes: Bytes = 0.0
+    """What a device's process takes before it holds anything of the model."""
+    layers: Annotated[tuple[LayerProfile, ...], Field(strict=False, min_length=1)]
+    tied_parameters: Count = 0
+    """Values of matrices that two layers share: counted in both, trained once."""
+    update_s_per_parameter: Seconds
+    """Optimizer step."""
+    task_overhead_s: Seconds = 0.0
+    """Of each task, beside its kernels."""
+    inside: LinkFit
+    """Between two devices of one host."""
+    between: LinkFit
+    """Between two hosts."""
+    collectives: Annotated[tuple[CollectiveFit, ...], Field(strict=False)] = ()
+    """Measured ones; without, they follow from the links."""
