@@ -85,7 +85,7 @@ def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: P
         job = JobSpec.model_validate({**job.model_dump(), "parallel": plan.parallel.model_dump()})
         _check_cut(plan, job, plan_file)
     else:
-        plan = make_plan(job)
+        plan = (_searched_before(job, directory) if resume else None) or make_plan(job)
     from raypipe.data import prepare
     from raypipe.data.corpus import META
 
@@ -100,6 +100,14 @@ def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: P
     except OSError as error:
         raise _unusable(where, error) from None
     return Prepared(job, plan, where, resume)
+
+
+def _searched_before(job: JobSpec, directory: Path | None) -> Plan | None:
+    """The plan of the run to resume where its order was searched: a new search would find another one."""
+    if job.parallel.schedule != "auto" or directory is None or not (directory / "plan.json").exists():
+        return None
+    plan = load_plan(directory / "plan.json")
+    return plan if plan.parallel == job.parallel else None
 
 
 def saved_model(directory: Path) -> ModelSpec:
@@ -202,7 +210,7 @@ def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], 
     log = RunLog(directory)
     log.event("run", resume=prepared.resume)
     log.close()
-    request = RunRequest(prepared.job, prepared.plan, directory, prepared.resume, devices)
+    request = RunRequest(prepared.job, directory, prepared.resume, devices)
     failure: list[BaseException] = []
 
     def work() -> None:

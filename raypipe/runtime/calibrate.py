@@ -13,7 +13,6 @@ from statistics import fmean, median
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
-from raypipe.schedule.ir import Schedule
 from raypipe.simulate.timeline import Timeline
 
 HICCUP = 3.0
@@ -44,7 +43,7 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
         forward=per_stage("F"), recompute=per_stage("R"), all_reduce=per_stage("AR"), update=per_stage("U"),
         # A joint backward is one number: the table keeps it as B, since only the sum is ever used.
         input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)), weight_grad=per_stage("W"),
-        comm=median(delays) if (delays := [d for t in timelines for d in message_delays(t.schedule, t)]) else 0.0,
+        comm=median(delays) if (delays := [d for t in timelines for d in message_delays(t)]) else 0.0,
     )  # fmt: skip
 
 
@@ -68,9 +67,9 @@ def _all_reduces(timeline: Timeline) -> dict[int, float]:
     return {stage: max(e for _, e in at) - max(s for s, _ in at) for stage, at in found.items()}
 
 
-def message_delays(schedule: Schedule, timeline: Timeline) -> list[float]:
+def message_delays(timeline: Timeline) -> list[float]:
     """Seconds from the end of a task to the start of one on another device that was idle, waiting for it."""
-    graph = link(schedule)
+    graph = link(timeline.schedule)
     starts = [s.start for spans in timeline.spans for s in spans]
     ends = [s.end for spans in timeline.spans for s in spans]
     found = []

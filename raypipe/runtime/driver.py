@@ -32,9 +32,9 @@ from raypipe.runtime.replan import Replanner, Swap
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shapes import wire_specs
 from raypipe.runtime.step import StepResult
-from raypipe.schedule.endless import WHOLE, Part, parts
+from raypipe.schedule.endless import WHOLE, Part
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.messages import edges, programs
+from raypipe.schedule.messages import edges, programs, step_programs
 
 AHEAD = 2
 """Steps queued with the actors beyond the one being collected."""
@@ -88,7 +88,7 @@ class Driver:
         job, schedule = self.job, self.schedule
         layers = build_layers(job.model)
         samples = int(self.plan.parallel.microbatch * schedule.size)
-        train = {part: programs(one, drains=part[1]) for part, one in parts(schedule).items()}
+        train = step_programs(schedule)
         evaluate = programs(forward_only(schedule))
         tied = tied_holders(self.plan, schedule, job)
         setup = Setup(
@@ -184,7 +184,7 @@ class Driver:
     def _swap(self, fleet: Fleet, swap: Swap, step: int) -> None:
         """Run the better order from ``step`` on: every device gets its new programs between two steps."""
         evaluate = programs(forward_only(swap.schedule))
-        train = {part: programs(one, drains=part[1]) for part, one in parts(swap.schedule).items()}
+        train = step_programs(swap.schedule)
         for rank, actor in enumerate(fleet.actors):
             actor.install.remote({part: rows[rank] for part, rows in train.items()}, evaluate[rank])
         self.schedule, self.plan = swap.schedule, swap.plan

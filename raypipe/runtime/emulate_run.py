@@ -20,7 +20,7 @@ from raypipe.runtime.measure import StepClock
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.endless import WHOLE, Part, parts
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.messages import edges, programs
+from raypipe.schedule.messages import edges, step_programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
@@ -123,7 +123,7 @@ def _setup(fleet: Any, schedule: Schedule, costs: CostTable, links: Links) -> No
         run_id=fleet.run_id,
     )
     ways = parts(schedule)
-    lowered = {part: programs(one, drains=part[1]) for part, one in ways.items()}
+    lowered = step_programs(schedule)
     times = {part: [tuple(costs.durations(one, list(order))) for order in one.orders] for part, one in ways.items()}
     ray.get(
         [
@@ -131,7 +131,6 @@ def _setup(fleet: Any, schedule: Schedule, costs: CostTable, links: Links) -> No
                 EmulatedSetup(
                     rank=rank,
                     wiring=wiring,
-                    placement=schedule.placement,
                     microbatches=schedule.microbatches,
                     stages=schedule.stages,
                     programs={part: rows[rank] for part, rows in lowered.items()},

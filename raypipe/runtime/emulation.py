@@ -37,7 +37,6 @@ class EmulatedSetup:
 
     rank: int
     wiring: Wiring
-    placement: tuple[tuple[int, ...], ...]
     microbatches: int
     stages: int
     programs: dict[Part, Program]

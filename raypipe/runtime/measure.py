@@ -38,7 +38,6 @@ class StepClock:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.prediction: Prediction | None = None
-        self.last: Timeline | None = None
         self._parts = parts(schedule)
         self._compute = {
             part: [np.array([t.kind in COMPUTE for t in order], dtype=bool) for order in one.orders]

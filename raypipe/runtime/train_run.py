@@ -18,7 +18,7 @@ from raypipe.errors import CheckpointError, DivergenceError, RaypipeError, Reque
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog, rewind
 from raypipe.observe.timelines import save_timelines
-from raypipe.plan.plan import Plan
+from raypipe.plan.plan import load_plan
 from raypipe.runtime.devices import DeviceRequest
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.launch import start_fleet
@@ -32,7 +32,6 @@ class RunRequest:
     """What the command line hands to the run."""
 
     job: JobSpec
-    plan: Plan
     directory: Path
     resume: bool
     devices: DeviceRequest
@@ -95,8 +94,10 @@ def driver_loop(config: dict[str, Any]) -> None:
         log.event("restarted", checkpoint=str(checkpoint) if checkpoint else None)
     reporter = _Reporter()
     try:
-        driver = Driver(request.job, request.plan, request.directory, log, reporter.saved)
-        fleet = start_fleet(driver.schedule, request.plan.parallel.replicas, request.devices)
+        # As saved: an earlier attempt may have found a better order meanwhile.
+        plan = load_plan(request.directory / "plan.json")
+        driver = Driver(request.job, plan, request.directory, log, reporter.saved)
+        fleet = start_fleet(driver.schedule, plan.parallel.replicas, request.devices)
         try:
             driver.run(fleet, checkpoint, done)
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from raypipe.schedule.endless import Part, parts
 from raypipe.schedule.ir import BACKWARD, Schedule, Task
 
 
@@ -95,6 +96,11 @@ def programs(schedule: Schedule, drains: bool = True) -> list[Program]:
         Program(d, actions, {src: tuple(m) for src, m in arrivals[d].items()}, recomputed, weights_first, drains)
         for d, (actions, recomputed, weights_first) in enumerate(lowered)
     ]
+
+
+def step_programs(schedule: Schedule) -> dict[Part, list[Program]]:
+    """The programs of every kind of step, per device: one kind if the schedule flushes, see ``endless``."""
+    return {part: programs(one, drains=part[1]) for part, one in parts(schedule).items()}
 
 
 def edges(schedule: Schedule) -> tuple[tuple[int, int], ...]:

@@ -102,11 +102,11 @@ def test_a_few_slow_steps_move_no_cost() -> None:
 
 def test_only_messages_that_were_waited_for_count() -> None:
     schedule = step("1f1b", 2)
-    delays = message_delays(schedule, simulate(schedule, CostTable.even(2, comm=0.25)))
+    delays = message_delays(simulate(schedule, CostTable.even(2, comm=0.25)))
     assert delays
     assert delays == pytest.approx([0.25] * len(delays))
     # One device sends itself nothing.
-    assert message_delays(step("1f1b", 1), simulate(step("1f1b", 1), CostTable.even(1))) == []
+    assert message_delays(simulate(step("1f1b", 1), CostTable.even(1))) == []
 
 
 def test_a_step_retimed_with_its_own_task_times_loses_only_its_idle_waits() -> None:

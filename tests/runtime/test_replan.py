@@ -15,7 +15,7 @@ from raypipe.runtime import replan
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.replan import Replanner, better_plan
 from raypipe.schedule.costs import CostTable
-from raypipe.train import make_plan
+from raypipe.train import make_plan, prepare_run
 from tests.runtime.plain_training import plain_losses
 from tests.runtime.test_exactness import make_job
 
@@ -69,5 +69,7 @@ def test_a_swap_between_two_steps_changes_no_loss(stage_pool, text_folder, tmp_p
     assert 7 < swaps[0]["step"] < STEPS
     assert [e for e in events if e["event"] == "realised"]
     assert driver.schedule.orders != before.orders
-    assert load_plan(tmp_path / "plan.json").order == driver.plan.order  # a resumed run begins with it
+    assert load_plan(tmp_path / "plan.json").order == driver.plan.order
+    longer = job.model_copy(update={"train": job.train.model_copy(update={"steps": STEPS + 8})})
+    assert prepare_run(longer, tmp_path, resume=True).plan == driver.plan  # a resumed run goes on with it
     assert json.loads((tmp_path / "plan.json").read_text())["parallel"]["schedule"] == "auto"
