@@ -23,7 +23,7 @@ from raypipe.runtime.executor import Executor
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.links import Links, Location, Wiring, locate
 from raypipe.runtime.optimizer import learning_rate, make_optimizer
-from raypipe.runtime.process import settle
+from raypipe.runtime.process import heap_bytes, settle
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.stage import StageModule
 from raypipe.runtime.state import owned_keys, previous_tensors, read_previous, read_state, state_tensors
@@ -156,3 +156,8 @@ class Stage:
         """Resident memory of this process."""
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def heap_bytes(self) -> int:
+        """Bytes this process has allocated and not freed."""
+        gc.collect()
+        return heap_bytes()

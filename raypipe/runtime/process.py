@@ -24,6 +24,28 @@ def settle(device: torch.device) -> None:
         _keep_freed_memory()
 
 
+class _MallInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [  # noqa: RUF012
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+        )
+    ]  # fmt: skip
+
+
+def heap_bytes() -> int:
+    """Bytes that malloc has handed out and not got back, over all arenas: what a leak grows, and nothing else does.
+
+    Raises OSError or AttributeError where the C library is not glibc >= 2.33.
+    """
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = _MallInfo
+    info = libc.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
 def _keep_freed_memory() -> None:
     """Have malloc reuse activations' pages: by default it gives them back and faults them in again, a few % of a step.
 
