@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
+from raypipe.runtime.transport.gloo import FOREVER
 from raypipe.runtime.transport.groups import create_groups
 from raypipe.runtime.transport.mesh import open_channels
 
@@ -57,9 +58,11 @@ class Links:
             return
         if len({p.node for p in wiring.peers}) == 1:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        # Ray's Gloo group passes its messages over the world's own group, posted long before anybody waits for them.
+        messages = wiring.transport == "ray-collective"
         dist.init_process_group(
             "gloo", init_method=wiring.rendezvous, rank=rank, world_size=len(wiring.peers),
-            timeout=timedelta(seconds=wiring.timeout_s),
+            timeout=FOREVER if messages else timedelta(seconds=wiring.timeout_s),
         )  # fmt: skip
         try:
             self.world = dist.group.WORLD

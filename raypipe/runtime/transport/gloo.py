@@ -26,13 +26,14 @@ from raypipe.runtime.transport.inbox import gone, who
 from raypipe.runtime.transport.memory import Allocate, empty
 from raypipe.runtime.transport.progress import PUSH_EVERY_S, Progress
 
-_FOREVER = timedelta(days=365)
+FOREVER = timedelta(days=365)
+"""For groups whose messages are posted ahead: our own deadline, from the wait on, is the one that counts."""
 _FRAMES_AHEAD = 4
 
 
 def open_group(world_size: int) -> dist.ProcessGroup:
     """The group that all Gloo edges of the run share; every rank of the world must call this at the same point."""
-    group: dist.ProcessGroup | None = dist.new_group(list(range(world_size)), backend="gloo", timeout=_FOREVER)
+    group: dist.ProcessGroup | None = dist.new_group(list(range(world_size)), backend="gloo", timeout=FOREVER)
     assert group is not None
     return group
 
