@@ -15,6 +15,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import dependencies
 from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task
+from raypipe.schedule.latency import delays
 
 Words = list[list[int]]
 """Per device, its tasks in order."""
@@ -157,12 +158,13 @@ def build(
                 p.takes.append(float(kind == ("R" if s in recompute else "F")))
                 share = 0.0 if no_b else freed_by_b
                 p.frees.append({"B": share, "W": 1.0 - share, "BW": 1.0}.get(kind, 0.0))
+    latency = delays(places, graph, costs.comm)
     p.before = [[] for _ in p.kind]
     p.after = [[] for _ in p.kind]
     for (kind, s, replica), c in number.items():
         for needed, at in dependencies(kind, s, inputs[s], outputs[s], s in recompute, rules):
             source = next(number[k, at, replica] for k in needed if (k, at, replica) in number)
-            lag = costs.comm if p.device[source] != p.device[c] else 0.0
+            lag = latency[replica][s][at] if latency else 0.0
             p.before[c].append((source, lag))
             p.after[source].append((c, lag))
     if memory_limit is None:

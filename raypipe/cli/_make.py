@@ -126,21 +126,18 @@ def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> 
     """The costs per stage from option texts; a single number is divided by ``share``.
 
     Raises:
-        RequestError: no number, or a list that isn't one value per stage.
+        RequestError: no number, or a list that isn't one value per stage (of ``comm``, per link between them will do).
     """
     table: dict[str, tuple[float, ...]] = {}
     for key, default in DEFAULT_COSTS.items():
         text = given.get(key)
         values = [default] if text is None else comma_list(flag(key), text, float)
-        if len(values) not in (1, stages):
+        if len(values) not in (1, stages, stages - (key == "comm")):
             raise RequestError(flag(key), f"{len(values)} values for {stages} stages", f"give 1 or {stages} values")
         each = values[0] / (share if key != "comm" else 1)
         table[key] = (each,) * stages if len(values) == 1 else tuple(values)
-    comm = set(table.pop("comm"))
-    if len(comm) > 1:
-        raise RequestError("--comm", "links of different latency are not modelled", "give one value for all links")
     zeros = (0.0,) * stages
-    return CostTable(**table, all_reduce=zeros, update=zeros, comm=comm.pop())
+    return CostTable(**table, all_reduce=zeros, update=zeros)
 
 
 def flag(key: str) -> str:

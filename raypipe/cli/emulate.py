@@ -58,7 +58,9 @@ def emulate(
     input_grad: Annotated[Text, typer.Option(metavar="MS", help="B [10]; BW is B plus W.")] = "10",
     weight_grad: Annotated[Text, typer.Option(metavar="MS", help="W [10].")] = "10",
     recompute: Annotated[Text, typer.Option(metavar="MS", help="R [0].")] = None,
-    comm: Annotated[Text, typer.Option(metavar="MS", help="Latency of a message between devices [0].")] = None,
+    comm: Annotated[
+        Text, typer.Option(metavar="MS", help="Message latency [0]; a list: per link s to s+1, both ways.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 5,
     replicas: Annotated[int, typer.Option(min=1, help="Data-parallel copies, W.")] = 1,
     bandwidth: Annotated[float, typer.Option(metavar="GBPS", help="Gigabytes a second of a link [no limit].")] = 0.0,
@@ -122,4 +124,4 @@ def _in_seconds(costs: CostTable) -> CostTable:
     """The table in seconds instead of milliseconds."""
     kinds = ("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update")
     scaled = {kind: tuple(t * 1e-3 for t in getattr(costs, kind)) for kind in kinds}
-    return replace(costs, comm=costs.comm * 1e-3, **scaled)
+    return replace(costs, comm=tuple(t * 1e-3 for t in costs.links), **scaled)

@@ -63,7 +63,9 @@ def schedule(
     input_grad: Annotated[Text, typer.Option(metavar="T", help="B [1]; BW is B plus W.")] = None,
     weight_grad: Annotated[Text, typer.Option(metavar="T", help="W [1].")] = None,
     recompute: Annotated[Text, typer.Option(metavar="T", help="R [0].")] = None,
-    comm: Annotated[Text, typer.Option(metavar="T", help="Latency of a message between devices [0].")] = None,
+    comm: Annotated[
+        Text, typer.Option(metavar="T", help="Message latency [0]; a list: per link s to s+1, both ways.")
+    ] = None,
     json_file: Annotated[
         File, typer.Option("--json", metavar="[FILE]", help="JSON, to FILE and standard output.")
     ] = None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean, median
+from typing import NamedTuple
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
@@ -43,7 +44,7 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
         forward=per_stage("F"), recompute=per_stage("R"), all_reduce=per_stage("AR"), update=per_stage("U"),
         # A joint backward is one number: the table keeps it as B, since only the sum is ever used.
         input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)), weight_grad=per_stage("W"),
-        comm=median(delays) if (delays := [d for t in timelines for d in message_delays(t)]) else 0.0,
+        comm=_links(timelines),
     )  # fmt: skip
 
 
@@ -67,18 +68,54 @@ def _all_reduces(timeline: Timeline) -> dict[int, float]:
     return {stage: max(e for _, e in at) - max(s for s, _ in at) for stage, at in found.items()}
 
 
-def message_delays(timeline: Timeline) -> list[float]:
-    """Seconds from the end of a task to the start of one on another device that was idle, waiting for it."""
+class Delay(NamedTuple):
+    """A message between two devices, as seen in a measured step."""
+
+    stages: tuple[int, int]
+    """The earlier first, whichever way it went."""
+    seconds: float
+    """From the end of the task that sent it to the start of the one that took it."""
+    waited: bool
+    """The receiver was idle, waiting for it: ``seconds`` is its latency, not only the most that it can be."""
+
+
+def _links(timelines: Sequence[Timeline]) -> tuple[float, ...]:
+    """Latency of every link: the median delay of the messages over it that a device waited for.
+
+    A link over which none was waited for is taken to be as fast as the fastest skip connection that crosses it, else
+    as the median of all; but never slower than a message over it was.
+    """
+    waits: dict[tuple[int, int], list[float]] = defaultdict(list)
+    most: dict[tuple[int, int], float] = {}
+    for timeline in timelines:
+        for ends, delay, waited in message_delays(timeline):
+            most[ends] = min(delay, most.get(ends, delay))
+            if waited:
+                waits[ends].append(delay)
+    middle = {ends: median(found) for ends, found in waits.items()}
+    every = median(d for found in waits.values() for d in found) if waits else 0.0
+
+    def of(s: int) -> float:
+        if (s, s + 1) in middle:
+            return middle[s, s + 1]
+        guess = min((value for (a, b), value in middle.items() if a <= s < b), default=every)
+        return min([guess, *(value for (a, b), value in most.items() if a <= s < b)])
+
+    return tuple(map(of, range(timelines[0].schedule.stages)))
+
+
+def message_delays(timeline: Timeline) -> list[Delay]:
+    """Every message between devices; of several that one task took, the one that was sent last."""
     graph = link(timeline.schedule)
     starts = [s.start for spans in timeline.spans for s in spans]
     ends = [s.end for spans in timeline.spans for s in spans]
-    found = []
+    found: list[Delay] = []
     for i, preds in enumerate(graph.preds):
         remote = [p for p in preds if graph.device[p] != graph.device[i]]
         if not remote or graph.tasks[i].kind in ("AR", "U"):
             continue
         last = max(remote, key=lambda p: ends[p])
         own_end = ends[i - 1] if i > graph.first[graph.device[i]] else 0.0
-        if ends[last] > own_end:  # it was this message that the device waited for
-            found.append(starts[i] - ends[last])
+        a, b = sorted((graph.tasks[last].stage, graph.tasks[i].stage))
+        found.append(Delay((a, b), starts[i] - ends[last], ends[last] > own_end))
     return found

@@ -86,7 +86,7 @@ def emulate(base: Schedule, costs: CostTable, links: Links, steps: int, replicas
     holders = [len({held[s] for held in schedule.placement}) for s in range(schedule.stages)]
     costs = replace(
         costs,
-        comm=costs.comm + links.latency_s + links.seconds_per_message,
+        comm=tuple(c + links.latency_s + links.seconds_per_message for c in costs.links),
         all_reduce=tuple(links.all_reduce_s(r) for r in holders),
     )
     request = connect(schedule.devices, emulated=True)
@@ -135,7 +135,7 @@ def _setup(fleet: Any, schedule: Schedule, costs: CostTable, links: Links) -> No
                     stages=schedule.stages,
                     programs={part: rows[rank] for part, rows in lowered.items()},
                     durations={part: rows[rank] for part, rows in times.items()},
-                    latency_s=costs.comm - links.seconds_per_message,
+                    latency_s=tuple(c - links.seconds_per_message for c in costs.links),
                     seconds_per_message=links.seconds_per_message,
                 )
             )

@@ -23,6 +23,7 @@ from raypipe.runtime.process import settle
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.transport.channel import Receiver, Sender, TensorSpec
 from raypipe.schedule.endless import Part
+from raypipe.schedule.latency import Comm, latency
 from raypipe.schedule.messages import Action, Message, Program
 
 OVERSHOOT_S = 0.0002
@@ -42,8 +43,8 @@ class EmulatedSetup:
     programs: dict[Part, Program]
     durations: dict[Part, tuple[float, ...]]
     """Seconds of each action of each program; of an AR, from the moment its last holder joins."""
-    latency_s: float
-    """Of every message between devices."""
+    latency_s: Comm
+    """Of messages between devices, beside their bytes; per link as in a cost table."""
     seconds_per_message: float
     """A message's bytes over the link's bandwidth; 0 for links without a limit."""
 
@@ -95,7 +96,7 @@ class EmulatedRunner(ProgramRunner):
         (stamp,) = self.mail[self._slot(m)]
         begun = max(float(stamp), self._link_free.get(m.src_device, 0.0))
         self._link_free[m.src_device] = begun + self.setup.seconds_per_message
-        wait_until(self._link_free[m.src_device] + self.setup.latency_s)
+        wait_until(self._link_free[m.src_device] + latency(self.setup.latency_s, m.src_stage, m.dst_stage))
 
     def _join(self, action: Action, duration: float) -> None:
         """An all-reduce lasts ``duration`` from the moment the last holder joins, beside compute."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.latency import Comm, latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +23,11 @@ class CostTable:
     recompute: tuple[float, ...]
     all_reduce: tuple[float, ...]
     update: tuple[float, ...]
-    comm: float = 0.0
-    """Latency of a message between two devices; nothing inside one device."""
+    comm: Comm = 0.0
+    """Latency of a message between two devices; nothing inside one device. One number for every link, or a list whose
+    value s is that of the link between stages s and s+1, in both directions; see ``latency`` for messages between
+    stages further apart. A list of S values (the last one has no use) or of S-1 (which gets the one before as its
+    last); all the same, it becomes that number."""
 
     @staticmethod
     def even(
@@ -32,7 +36,7 @@ class CostTable:
         input_grad: float = 1.0,
         weight_grad: float = 1.0,
         recompute: float = 0.0,
-        comm: float = 0.0,
+        comm: Comm = 0.0,
     ) -> CostTable:
         """The same costs for every stage."""
         zeros = (0.0,) * stages
@@ -49,13 +53,25 @@ class CostTable:
             for stage, value in enumerate(self.by_kind(kind)):
                 if not 0 <= value < float("inf"):
                     raise ScheduleError("costs", f"{kind} of stage {stage} is {value}", "use a finite number >= 0")
-        if not 0 <= self.comm < float("inf"):
-            raise ScheduleError("costs", f"comm is {self.comm}", "use a finite number >= 0")
+        for value in self.comm if isinstance(self.comm, tuple) else (self.comm,):
+            if not 0 <= value < float("inf"):
+                raise ScheduleError("costs", f"comm is {value}", "use a finite number >= 0")
+        if isinstance(self.comm, tuple):
+            object.__setattr__(self, "comm", _per_link(self.comm, self.stages))
 
     @property
     def stages(self) -> int:
         """Number of stages the table speaks of."""
         return len(self.forward)
+
+    @property
+    def links(self) -> tuple[float, ...]:
+        """Latency of the link behind each stage; the last one has no use."""
+        return self.comm if isinstance(self.comm, tuple) else (self.comm,) * self.stages
+
+    def latency(self, a: int, b: int) -> float:
+        """Of a message between two stages on different devices, in either direction."""
+        return latency(self.comm, a, b)
 
     def by_kind(self, kind: str) -> tuple[float, ...]:
         """Times per stage of one kind; ``BW`` is B plus W."""
@@ -83,3 +99,17 @@ class CostTable:
         if size == 1.0:
             return [table[k][s] * len(mbs) if len(mbs) > 1 else table[k][s] for k, s, mbs, _ in tasks]
         return [table[k][s] * (len(mbs) * size if mbs else 1) for k, s, mbs, _ in tasks]
+
+
+def _per_link(values: tuple[float, ...], stages: int) -> Comm:
+    """One value per stage, or a number where all are the same.
+
+    Raises:
+        ScheduleError: neither a value per stage nor one per link.
+    """
+    if len(values) not in (stages, stages - 1):
+        raise ScheduleError(
+            "costs", f"comm has {len(values)} values for {stages} stages", f"give 1, {stages - 1} or {stages} values"
+        )
+    values += values[-1:] if len(values) < stages else ()
+    return values if len(set(values)) > 1 else values[0] if values else 0.0

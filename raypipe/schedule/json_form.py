@@ -1,6 +1,7 @@
 """The JSON form of a schedule with its costs: what other programs read and write (docs: ``raypipe schedule --json``).
 
-``to_json`` and ``from_json`` are inverse to each other. Times may be a number, or a list with one value per stage.
+``to_json`` and ``from_json`` are inverse to each other. Times may be a number, or a list with one value per stage; of
+``comm``, value s is the latency of the link between stages s and s+1 (see ``latency``).
 A task's ``dur`` is stated whenever it isn't ``durations[kind]``: a pair of forwards, a half micro-batch. ``recompute``,
 ``w_dep`` and ``skip_first_B`` appear where a rule differs from the default; ``edges``, ``size`` and ``versions`` where
 the stage graph is no chain, an id is a share of a micro-batch, or weights are stashed.
@@ -16,6 +17,7 @@ from typing import Any
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task
 from raypipe.schedule.json_fields import Field
+from raypipe.schedule.latency import Comm
 from raypipe.schedule.text import KINDS, RECOMPUTE, VERSIONS, W_DEP, infer_placement, parse_task
 
 RESULTS = (
@@ -64,7 +66,7 @@ def to_json(
             orders[-1].append(entry)
     found: dict[str, Any] = {
         "name": schedule.name, "placement": [list(p) for p in schedule.placement], "orders": orders,
-        "durations": durations, "comm": _whole(costs.comm), "microbatches": schedule.microbatches,
+        "durations": durations, "comm": _short(costs.links), "microbatches": schedule.microbatches,
     }  # fmt: skip
     rules = schedule.rules
     if rules.recompute != "early":
@@ -173,8 +175,17 @@ def _costs(top: Field, stages: int) -> CostTable:
     comm = top.get("comm")
     return CostTable(
         forward=times["F"], input_grad=times["B"], weight_grad=times["W"], recompute=times["R"],
-        all_reduce=times["AR"], update=times["U"], comm=0.0 if comm is None else comm.number(),
+        all_reduce=times["AR"], update=times["U"], comm=0.0 if comm is None else _links(comm, stages),
     )  # fmt: skip
+
+
+def _links(field: Field, stages: int) -> Comm:
+    if not isinstance(field.value, list):
+        return field.number()
+    found = tuple(item.number() for item in field.items("numbers"))
+    if len(found) not in (stages, stages - 1) or not found:
+        field.fail(f"{len(found)} values for {stages} stages", f"give 1 or {stages} values; the last one has no use")
+    return found
 
 
 def _check_lengths(top: Field, schedule: Schedule, costs: CostTable) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from raypipe.schedule.collector import no_collection
 from raypipe.schedule.deps import TaskGraph
+from raypipe.schedule.latency import Comm, delays
 
 
 @dataclass(slots=True)
@@ -28,17 +29,18 @@ class Walk:
 
 
 @no_collection()
-def walk(graph: TaskGraph, durations: Sequence[float], comm: float = 0.0) -> Walk:
+def walk(graph: TaskGraph, durations: Sequence[float], comm: Comm = 0.0) -> Walk:
     """Run each task as early as its device's order and its dependencies allow.
 
     Args:
         graph: the linked schedule.
         durations: time of each task, by number.
-        comm: latency added where a dependency crosses devices (not for all-reduces, whose cost has it already).
+        comm: latency of messages, as in a cost table.
 
     Linear in tasks plus dependencies: a lane that waits sleeps on the one task it waits for.
     """
-    tasks, preds, device, first = graph.tasks, graph.preds, graph.device, graph.first
+    tasks, preds, first = graph.tasks, graph.preds, graph.first
+    waits = delays(graph.schedule.placement, graph.schedule.graph, comm)
     devices = len(first) - 1
     lanes: list[Sequence[int]] = [range(first[d], first[d + 1]) for d in range(devices)]
     collectives = _Collectives(graph, lanes) if any(t.kind == "AR" for t in tasks) else None
@@ -56,13 +58,16 @@ def walk(graph: TaskGraph, durations: Sequence[float], comm: float = 0.0) -> Wal
         while k < len(sequence):
             i = sequence[k]
             at = now
+            if waits is not None:
+                _, stage, _, replica = tasks[i]
+                wait = waits[replica][stage]
             for p in preds[i]:
                 ready = end[p]
                 if ready < 0:
                     waiting.setdefault(p, []).append(lane)
                     break
-                if device[p] != lane:
-                    ready += comm
+                if waits is not None:
+                    ready += wait[tasks[p][1]]
                 if ready > at:
                     at = ready
             else:

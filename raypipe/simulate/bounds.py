@@ -8,6 +8,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.ir import COMPUTE, Schedule
+from raypipe.schedule.latency import Comm, delays
 from raypipe.schedule.passes.backward import split_backward
 from raypipe.schedule.walk import walk
 
@@ -45,17 +46,21 @@ def lower_bound(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = 
 
 
 def _heads_and_tails(
-    graph: TaskGraph, durations: list[float], comm: float, order: list[int]
+    graph: TaskGraph, durations: list[float], comm: Comm, order: list[int]
 ) -> tuple[list[float], list[float]]:
     """Longest paths to and from each task, devices unlimited."""
     heads, tails = [0.0] * len(order), [0.0] * len(order)
-    device = graph.device
+    tasks, latency = graph.tasks, delays(graph.schedule.placement, graph.schedule.graph, comm)
+    lags = [
+        [latency[task.replica][task.stage][tasks[p].stage] if latency else 0.0 for p in preds]
+        for task, preds in zip(tasks, graph.preds, strict=True)
+    ]
     for i in order:
-        for p in graph.preds[i]:
-            heads[i] = max(heads[i], heads[p] + durations[p] + (comm if device[p] != device[i] else 0.0))
+        for p, lag in zip(graph.preds[i], lags[i], strict=True):
+            heads[i] = max(heads[i], heads[p] + durations[p] + lag)
     for i in reversed(order):
-        for p in graph.preds[i]:
-            tails[p] = max(tails[p], tails[i] + durations[i] + (comm if device[p] != device[i] else 0.0))
+        for p, lag in zip(graph.preds[i], lags[i], strict=True):
+            tails[p] = max(tails[p], tails[i] + durations[i] + lag)
     return heads, tails
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from raypipe.schedule.deps import TaskGraph, link
+from raypipe.schedule.latency import delays
 from raypipe.simulate.timeline import Span, Timeline
 
 
@@ -36,6 +37,7 @@ def critical_path(timeline: Timeline, graph: TaskGraph | None = None) -> Critica
     graph = link(timeline.schedule) if graph is None else graph
     number = {task: i for i, task in enumerate(graph.tasks)}
     spans: list[Span] = [Span(t, 0.0, 0.0) for t in graph.tasks]
+    latency = delays(timeline.schedule.placement, timeline.schedule.graph, timeline.comm)
     before: dict[int, int] = {}
     for row in timeline.spans:
         previous = -1
@@ -52,9 +54,10 @@ def critical_path(timeline: Timeline, graph: TaskGraph | None = None) -> Critica
     path = [i]
     while True:
         here = graph.device[i]
-        comm = 0.0 if graph.tasks[i].kind == "AR" else timeline.comm  # an all-reduce's cost has its messages already
+        task = graph.tasks[i]
+        wait = latency[task.replica][task.stage] if latency else None
         waits = [
-            (spans[p].end + (comm if graph.device[p] != here else 0.0), 1 + (graph.device[p] != here), p)
+            (spans[p].end + (wait[graph.tasks[p].stage] if wait else 0.0), 1 + (graph.device[p] != here), p)
             for p in graph.preds[i]
         ]
         if i in before:

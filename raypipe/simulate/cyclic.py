@@ -11,6 +11,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.ir import Kind, Schedule, Task
+from raypipe.schedule.latency import Comm, delays
 from raypipe.schedule.unroll import unroll
 from raypipe.schedule.walk import walk
 
@@ -24,9 +25,8 @@ class CyclicGraph:
     durations: list[float]
     local: list[Sequence[int]]
     """Tasks of the same step that must have ended."""
-    remote: list[Sequence[int]]
-    """The same on another device: ``comm`` later."""
-    comm: float
+    remote: list[Sequence[tuple[int, float]]]
+    """The same where a message lies between, and its latency."""
     carried: dict[int, list[tuple[int, float]]]
     """Task -> (task of the step before, lag) it waits for."""
     steps: int = 1
@@ -55,7 +55,7 @@ def _flushed(schedule: Schedule, costs: CostTable, graph: TaskGraph) -> CyclicGr
     durations = costs.durations(schedule, tasks)
     done = walk(graph, durations, costs.comm)
     check_ran(graph, done)
-    local, remote = _split(graph.preds, graph.device, costs.comm)
+    local, remote = _split(graph, costs.comm)
     carried: dict[int, list[tuple[int, float]]] = {}
     ready: dict[tuple[int, int], tuple[Kind, int]] = {}
     starts: dict[tuple[int, int], int] = {}
@@ -69,7 +69,7 @@ def _flushed(schedule: Schedule, costs: CostTable, graph: TaskGraph) -> CyclicGr
             if kind == "AR":
                 collectives.setdefault(stage, []).append(i)
                 waits += lanes[False][-1:]
-                local[i], remote[i] = [*local[i], *remote[i], *waits], ()  # its cost has the messages already
+                local[i] = [*local[i], *waits]
             elif waits:
                 local[i] = [*local[i], waits[0]]
             lane.append(i)
@@ -91,7 +91,7 @@ def _flushed(schedule: Schedule, costs: CostTable, graph: TaskGraph) -> CyclicGr
         kind, own = ready[stage, replica]
         sources = [own] if kind in ("AR", "U") else [j for (s, _), (_, j) in ready.items() if s == stage]
         carried.setdefault(i, []).extend((j, 0.0) for j in sources)
-    return CyclicGraph(done.order, durations, local, remote, costs.comm, carried)
+    return CyclicGraph(done.order, durations, local, remote, carried)
 
 
 def _endless(schedule: Schedule, costs: CostTable) -> CyclicGraph:
@@ -117,36 +117,43 @@ def _endless(schedule: Schedule, costs: CostTable) -> CyclicGraph:
     inside = set(window)
     name = _namer(many, count)
     twin = {name(graph.tasks[i]): i for i in window}  # a task outside the window is one inside, a turn earlier
-    local: list[Sequence[int]] = [()] * len(graph.tasks)
-    remote: list[Sequence[int]] = [()] * len(graph.tasks)
+    local, remote = _split(graph, costs.comm)
     carried: dict[int, list[tuple[int, float]]] = {}
     before = {b: b - 1 for begin, end in edge for b in range(begin + 1, end + 1)}
     for i in window:
-        own = [before[i]] if i in before else []
-        far: list[int] = []
-        for p in graph.preds[i]:
-            away = graph.device[p] != graph.device[i]
-            if p in inside:
-                (far if away else own).append(p)
-            else:
-                carried.setdefault(i, []).append((twin[name(graph.tasks[p])], costs.comm if away else 0.0))
-        local[i], remote[i] = own, far
+        waits = [(p, 0.0) for p in local[i]] + list(remote[i])
+        for p, lag in waits:
+            if p not in inside:
+                carried.setdefault(i, []).append((twin[name(graph.tasks[p])], lag))
+        local[i] = [p for p in local[i] if p in inside] + ([before[i]] if i in before else [])
+        remote[i] = [(p, lag) for p, lag in remote[i] if p in inside]
     for begin, end in edge:
         carried.setdefault(begin, []).append((end, 0.0))
-    return CyclicGraph([i for i in done.order if i in inside], durations, local, remote, costs.comm, carried, group)
+    return CyclicGraph([i for i in done.order if i in inside], durations, local, remote, carried, group)
 
 
 def _namer(schedule: Schedule, count: int) -> Callable[[Task], Task]:
     return lambda task: task._replace(mbs=tuple(m % count for m in task.mbs))
 
 
-def _split(preds: list[list[int]], device: list[int], comm: float) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-    """Predecessors on the same device, and on others; without latency there is no need to tell them apart."""
-    if comm == 0:
-        return list(preds), [()] * len(preds)
+def _split(graph: TaskGraph, comm: Comm) -> tuple[list[Sequence[int]], list[Sequence[tuple[int, float]]]]:
+    """Predecessors without and with a delay; without latency there is no need to tell them apart."""
+    latency = delays(graph.schedule.placement, graph.schedule.graph, comm)
+    if latency is None:
+        return list(graph.preds), [()] * len(graph.preds)
+    tasks = graph.tasks
     local: list[Sequence[int]] = []
-    remote: list[Sequence[int]] = []
-    for i, needs in enumerate(preds):
-        local.append([p for p in needs if device[p] == device[i]])
-        remote.append([p for p in needs if device[p] != device[i]])
+    remote: list[Sequence[tuple[int, float]]] = []
+    for (_, stage, _, replica), needs in zip(tasks, graph.preds, strict=True):
+        wait = latency[replica][stage]
+        near: list[int] = []
+        far: list[tuple[int, float]] = []
+        for p in needs:
+            lag = wait[tasks[p][1]]
+            if lag:
+                far.append((p, lag))
+            else:
+                near.append(p)
+        local.append(near)
+        remote.append(far)
     return local, remote

@@ -17,8 +17,8 @@ from raypipe.simulate.timeline import Span, Timeline
 def simulate(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None) -> Timeline:
     """Time every task, each as early as its device's order and its dependencies allow.
 
-    A dependency inside one device costs nothing, one across devices ``costs.comm``. All-reduces are collectives
-    on a network lane of their own and overlap later compute; updates occupy the device.
+    A dependency inside one device costs nothing, one across devices the latency of its link. All-reduces are
+    collectives on a network lane of their own and overlap later compute; updates occupy the device.
 
     Args:
         schedule: what to time.

@@ -1,9 +1,10 @@
 """Period: the steady time per step when steps follow one another without a global barrier.
 
 The endless run is a linear system over (max, +), and its rate is the largest mean weight of a cycle from a step
-to later ones (Baccelli et al. 1992, Synchronization and Linearity, chapter 3). Policy iteration (Cochet-Terrasson
-et al. 1998) finds it: each round times one step, follows back what every carried time came from, and thereby
-finds a real cycle (the rate is no less); it ends when no start could be later (the rate is no more).
+to later ones (Baccelli et al. 1992, Synchronization and Linearity, chapter 3). Policy iteration finds it
+(Cochet-Terrasson et al. 1998; Dasdan 2004 for keeping what does not improve): a policy says for every carried time
+which one of the step before it comes from. Its cycles are real ones, so the rate is no less than the mean of any; it
+ends when no other origin would make a time later, so the rate is no more.
 """
 
 from __future__ import annotations
@@ -28,15 +29,24 @@ def period(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None)
     if not sources:
         return 0.0
     state = dict.fromkeys(sources, 0.0)
+    origin: dict[int, int] = {}
+    weight: dict[int, float] = {}
     rate = 0.0
     slack = 1e-12 * max(1.0, sum(turn.durations))
-    for _ in range(2 * len(sources) + 10):  # an improving path has at most one edge per source
+    for _ in range(8 * len(sources) + 50):  # far more than were ever seen to be needed
         after, came_from = _one_step(turn, state)
-        rate = max(rate, _best_cycle(after, state, came_from))
-        late = _follow(after, state, came_from, rate)
-        if all(late[j] <= state[j] + slack for j in sources):
+        better = [j for j in sources if j not in origin or after[j] - rate > state[j] + slack]
+        if not better:
             break
-        state = {j: max(state[j], late[j]) for j in sources}
+        for j in better:  # only these: where others tie, a changing mind can go round a longer cycle for ever
+            origin[j], weight[j] = came_from[j], after[j] - state[came_from[j]]
+        mean, circle = _best_cycle(origin, weight)
+        rate = max(rate, mean)
+        if all(after[j] - rate <= state[j] + slack for j in better):
+            break
+        for j in better:
+            state[j] = max(state[j], after[j] - rate)
+        _follow(origin, weight, rate, circle, state)
     return rate / turn.steps
 
 
@@ -44,16 +54,16 @@ def _one_step(turn: CyclicGraph, state: dict[int, float]) -> tuple[dict[int, flo
     """End of each source one step later, and the source of the step before that decided it."""
     end = [0.0] * len(turn.durations)
     root = [-1] * len(turn.durations)
-    local, remote, durations, comm, carried = turn.local, turn.remote, turn.durations, turn.comm, turn.carried
+    local, remote, durations, carried = turn.local, turn.remote, turn.durations, turn.carried
     nowhere = float("-inf")
     for i in turn.order:
         at, origin = nowhere, -1
         for p in local[i]:
             if end[p] > at:
                 at, origin = end[p], root[p]
-        for p in remote[i]:
-            if end[p] + comm > at:
-                at, origin = end[p] + comm, root[p]
+        for p, lag in remote[i]:
+            if end[p] + lag > at:
+                at, origin = end[p] + lag, root[p]
         if i in carried:
             for j, lag in carried[i]:
                 if state[j] + lag > at:
@@ -62,37 +72,39 @@ def _one_step(turn: CyclicGraph, state: dict[int, float]) -> tuple[dict[int, flo
     return {j: end[j] for j in state}, {j: root[j] for j in state}
 
 
-def _best_cycle(after: dict[int, float], state: dict[int, float], came_from: dict[int, int]) -> float:
-    """Largest mean weight of a cycle of the policy; along a cycle the states cancel out."""
-    best, seen = 0.0, set[int]()
-    for begin in came_from:
+def _best_cycle(origin: dict[int, int], weight: dict[int, float]) -> tuple[float, list[int]]:
+    """The largest mean weight of a cycle of the policy, and that cycle."""
+    best: tuple[float, list[int]] = float("-inf"), []
+    seen = set[int]()
+    for begin in origin:
         path: dict[int, int] = {}
         j = begin
         while j not in seen:
             seen.add(j)
             path[j] = len(path)
-            j = came_from[j]
+            j = origin[j]
         if j in path:
             circle = [k for k, n in path.items() if n >= path[j]]
-            best = max(best, sum(after[k] - state[k] for k in circle) / len(circle))
+            best = max(best, (sum(weight[k] for k in circle) / len(circle), circle))
     return best
 
 
 def _follow(
-    after: dict[int, float], state: dict[int, float], came_from: dict[int, int], rate: float
-) -> dict[int, float]:
-    """Latest normalised times that the policy's paths give: each edge adds its weight minus the rate."""
-    value: dict[int, float] = {}
-    for begin in came_from:
-        path: list[int] = []
-        j = begin
-        while j not in value and j not in path:
-            path.append(j)
-            j = came_from[j]
-        if j not in value:  # a cycle: hold one of its times fixed
-            value[j] = state[j]
-        for k in reversed(path):
-            if k != j or k not in value:
-                source = came_from[k]
-                value[k] = after[k] - state[source] + value[source] - rate
-    return {j: max(value[j], after[j] - rate) for j in value}
+    origin: dict[int, int], weight: dict[int, float], rate: float, circle: list[int], state: dict[int, float]
+) -> None:
+    """Set the times that lead back to ``circle`` to what the policy gives: each edge adds its weight minus the rate.
+
+    One time on the circle is held fixed; times that lead elsewhere stay what they are.
+    """
+    leads: dict[int, list[int]] = {}
+    for j, source in origin.items():
+        leads.setdefault(source, []).append(j)
+    fixed = circle[0]
+    done = {fixed}
+    todo = [fixed]
+    for source in todo:
+        for j in leads.get(source, ()):
+            if j not in done:
+                done.add(j)
+                state[j] = weight[j] + state[source] - rate
+                todo.append(j)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from raypipe.schedule.ir import COMPUTE, Schedule, Task
+from raypipe.schedule.latency import Comm
 from raypipe.schedule.memory import peak_activations
 
 
@@ -27,8 +28,8 @@ class Timeline:
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
     """Per device, by start; only an all-reduce may overlap another span of its device."""
-    comm: float = 0.0
-    """Latency between devices that the spans were made with; 0 when measured (then it shows in the starts)."""
+    comm: Comm = 0.0
+    """Latency of messages that the spans were made with; 0 when measured (then it shows in the starts)."""
 
     @property
     def makespan(self) -> float:

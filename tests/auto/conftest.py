@@ -15,7 +15,8 @@ class Case(NamedTuple):
     forward: list[int]
     input_grad: list[int]
     weight_grad: list[int]
-    latency: int
+    latency: int | tuple[int, ...]
+    """Of all links, or one per stage."""
     memory: int | None
     split: bool
 
@@ -47,7 +48,9 @@ def random_case(seed: int) -> Case:
     times = [[rng.randint(1, 12) for _ in range(stages)] for _ in range(3)]
     least = 2 if stages > depth else 1
     memory = rng.choice((None, rng.randint(least, stages + 1), rng.randint(least, stages + 1)))
-    return Case(placement, count, *times, rng.randint(0, 4), memory, rng.random() < 0.8)
+    latency, split = rng.randint(0, 4), rng.random() < 0.8
+    links = tuple(rng.randint(0, 6) for _ in range(stages)) if rng.random() < 0.5 else latency
+    return Case(placement, count, *times, links, memory, split)
 
 
 @pytest.fixture(scope="session")

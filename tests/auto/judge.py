@@ -21,20 +21,22 @@ class Verdict(NamedTuple):
 
 def judge(
     placement: Sequence[Sequence[int]], count: int, forward: Sequence[int], input_grad: Sequence[int],
-    weight_grad: Sequence[int], latency: int, memory: int | None, split: bool = True, seconds: float = 10.0,
-    hint: int | None = None,
+    weight_grad: Sequence[int], latency: int | Sequence[int], memory: int | None, split: bool = True,
+    seconds: float = 10.0, hint: int | None = None,
 ) -> Verdict:  # fmt: skip
     """The least makespan that is found and the greatest bound that is proven (equal if solved) for a chain of stages.
 
     Whole-number costs. Micro-batch m belongs to replica m mod the number of replicas; those of one replica are alike,
-    so they are taken in turn. ``hint`` is a makespan that is known to be possible; it is given back, without an order,
+    so they are taken in turn. ``latency`` is that of every message, or a list: of the link behind each stage. ``hint``
+    is a makespan that is known to be possible; it is given back, without an order,
     where the time does not suffice to find one.
     """
     model = cp_model.CpModel()
     stages, replicas = len(placement[0]), len(placement)
+    links = [latency] * stages if isinstance(latency, int) else list(latency)
     devices = 1 + max(max(row) for row in placement)
     work = [f + b + w for f, b, w in zip(forward, input_grad, weight_grad, strict=True)]
-    horizon = hint if hint is not None else sum(work) * count + 2 * stages * latency * count
+    horizon = hint if hint is not None else sum(work) * count + 2 * sum(links) * count
     end = model.new_int_var(0, horizon, "end")
     start: dict[tuple[str, int, int], cp_model.IntVar] = {}
     length: dict[str, Sequence[int]] = {"F": forward, "B": input_grad, "W": weight_grad}
@@ -57,7 +59,7 @@ def judge(
     for m in range(count):
         row = placement[m % replicas]
         for s in range(stages):
-            lag = latency if s and row[s] != row[s - 1] else 0
+            lag = links[s - 1] if s and row[s] != row[s - 1] else 0
             if s:
                 model.add(start["F", s, m] >= start["F", s - 1, m] + forward[s - 1] + lag)
                 model.add(start["B", s - 1, m] >= start["B", s, m] + length["B"][s] + lag)

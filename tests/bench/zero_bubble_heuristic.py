@@ -38,7 +38,7 @@ def _makespan(
         any_gap: start a weight gradient in a gap that is too short for it.
     """
     never = float("inf")
-    f, b, w, c = costs.forward, costs.input_grad, costs.weight_grad, costs.comm
+    f, b, w, links = costs.forward, costs.input_grad, costs.weight_grad, costs.links
     f_at = [[0.0 if s == 0 else never] * count for s in range(depth)]
     b_at = [[never] * count for _ in range(depth)]
     done = [[0, 0, 0] for _ in range(depth)]
@@ -82,16 +82,16 @@ def _makespan(
             end[s] = now + f[s]
             done[s][0] += 1
             if s + 1 < depth:
-                f_at[s + 1][nf] = end[s] + c
-                heapq.heappush(events, (max(end[s] + c, end[s + 1]), s + 1))
+                f_at[s + 1][nf] = end[s] + links[s]
+                heapq.heappush(events, (max(end[s] + links[s], end[s + 1]), s + 1))
             else:
                 b_at[s][nf] = end[s]
         elif kind == "B":
             end[s] = now + b[s]
             done[s][1] += 1
             if s:
-                b_at[s - 1][nb] = end[s] + c
-                heapq.heappush(events, (max(end[s] + c, end[s - 1]), s - 1))
+                b_at[s - 1][nb] = end[s] + links[s - 1]
+                heapq.heappush(events, (max(end[s] + links[s - 1], end[s - 1]), s - 1))
         else:
             end[s] = now + w[s]
             done[s][2] += 1

@@ -80,7 +80,8 @@ values = st.recursive(
 task_like = st.fixed_dictionaries({"kind": st.sampled_from(["F", "BW", "U"]), "stage": leaves, "mb": values})
 documents = st.fixed_dictionaries(
     {"orders": st.one_of(values, st.lists(st.lists(st.one_of(leaves, task_like), max_size=3), max_size=3))},
-    optional={key: values for key in ("placement", "durations", "size", "edges", "comm")},
+    optional={key: values for key in ("placement", "durations", "size", "edges", "comm")}
+    | {"comm": st.one_of(values, st.lists(st.integers(-1, 3), max_size=3))},
 )
 
 

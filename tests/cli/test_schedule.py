@@ -68,6 +68,17 @@ def test_costs_one_value_per_stage(command):
     assert found["comm"] == 0.5
 
 
+@pytest.mark.parametrize(("given", "said"), [("1,4,2,9", [1, 4, 2, 9]), ("1,4,2", [1, 4, 2, 2]), ("3,3,3", 3)])
+def test_latency_per_link(command, tmp_path, given, said):
+    """One micro-batch: down three links and up again, F and BW on each of four devices."""
+    path = tmp_path / "links.json"
+    found = json.loads(command("schedule", "1f1b", "--microbatches", 1, "--comm", given, "--json", path)[1])
+    links = said[:3] if isinstance(said, list) else [said] * 3
+    assert found["comm"] == said
+    assert found["makespan"] == 4 * (1 + 2) + 2 * sum(links)
+    assert json.loads(command("schedule", "--load", path, "--json")[1]) == found
+
+
 def test_loads_what_it_wrote(command, tmp_path):
     as_text, as_json = tmp_path / "a.txt", tmp_path / "a.json"
     command("schedule", "chimera", "--forward", 2, "--comm", 1, "--text", as_text, "--json", as_json)
@@ -124,7 +135,8 @@ WRONG = {
     "negative cost": (["1f1b", "--forward", "-1"], "F of stage 0 is -1"),
     "infinite cost": (["1f1b", "--comm", "nan"], "comm is nan"),
     "wrong length": (["1f1b", "--forward", "1,2"], "2 values for 4 stages"),
-    "uneven links": (["1f1b", "--comm", "1,2,3,4"], "one value for all links"),
+    "too many links": (["1f1b", "--comm", "1,2,3,4,5"], "5 values for 4 stages"),
+    "negative link": (["1f1b", "--comm", "1,-2,3"], "comm is -2"),
     "memory limit": (["gpipe", "--memory-limit", "3"], "the limit is 3"),
     "useless option": (["1f1b", "--chunks", "2"], "--chunks: 1f1b has no use"),
     "unknown concat": (["chimera", "--concat", "dubling"], 'did you mean "doubling"'),

@@ -15,7 +15,7 @@ from raypipe.simulate.engine import simulate
 from raypipe.simulate.timeline import Span, Timeline
 
 
-def uneven(stages: int, comm: float, all_reduce: float = 0.0, recompute: float = 0.0) -> CostTable:
+def uneven(stages: int, comm: float | tuple[float, ...], all_reduce: float = 0.0, recompute: float = 0.0) -> CostTable:
     """Another number for every stage and kind."""
     values = iter(range(1, 100))
 
@@ -39,8 +39,11 @@ CASES = [
     ("gpipe", 3, 1, {}, 0.0),
     ("interleaved-1f1b", 2, 1, {"chunks": 2}, 0.05),
     ("zb-h1", 4, 1, {}, 0.1),
+    ("1f1b", 4, 1, {}, (0.3, 0.05, 0.6)),
+    ("interleaved-1f1b", 2, 1, {"chunks": 2}, (0.1, 0.5, 0.2)),
     ("1f1b", 2, 2, {}, 0.1),
     ("chimera", 4, 1, {}, 0.1),
+    ("chimera", 4, 1, {}, (0.2, 0.0, 0.4)),
 ]
 
 
@@ -55,7 +58,7 @@ def test_costs_come_back(name, devices, copies, options, comm) -> None:
     if any(task.kind == "W" for task in schedule.tasks()):
         assert found.input_grad == pytest.approx(costs.input_grad, rel=1e-9)
         assert found.weight_grad == pytest.approx(costs.weight_grad, rel=1e-9)
-    assert found.comm == pytest.approx(comm, abs=1e-9)
+    assert found.links[:-1] == pytest.approx(costs.links[:-1], abs=1e-9)
 
 
 @pytest.mark.parametrize(("name", "devices", "copies", "options", "comm"), CASES)
@@ -97,12 +100,16 @@ def test_a_few_slow_steps_move_no_cost() -> None:
     found = fit_costs(steps)
     for kind in ("F", "BW", "U"):
         assert found.by_kind(kind) == pytest.approx(costs.by_kind(kind), rel=1e-9)
-    assert found.comm == pytest.approx(0.1, rel=1e-9)
+    assert found.links == pytest.approx((0.1, 0.1), rel=1e-9)
 
 
 def test_only_messages_that_were_waited_for_count() -> None:
     schedule = step("1f1b", 2)
-    delays = message_delays(simulate(schedule, CostTable.even(2, comm=0.25)))
+    found = message_delays(simulate(schedule, CostTable.even(2, comm=0.25)))
+    assert {delay.stages for delay in found} == {(0, 1)}
+    assert len(found) == 2 * schedule.microbatches
+    delays = [delay.seconds for delay in found if delay.waited]
+    assert min(delay.seconds for delay in found) == 0.25
     assert delays
     assert delays == pytest.approx([0.25] * len(delays))
     # One device sends itself nothing.

@@ -10,6 +10,7 @@ import math
 
 import pytest
 
+from raypipe.runtime.calibrate import message_delays
 from raypipe.runtime.emulate_run import Links, emulate
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
@@ -60,6 +61,24 @@ def test_all_reduce_follows_rabenseifner() -> None:
     assert links.all_reduce_s(8) == pytest.approx(6 * 1e-5 + 2 * 7 / 8 * 8e-3)
     assert Links(message_bytes=5.0).seconds_per_message == 0
     assert math.isinf(Links().bytes_per_s)
+
+
+@pytest.mark.runs
+def test_every_link_has_its_own_latency(local_ray) -> None:
+    """Messages over the slow link take its time, both ways, the others theirs, as the step as a whole shows.
+
+    A task's end is noted a moment after its messages are stamped, so a single message may seem faster by that.
+    """
+    links = (3 * MS, 9 * MS)
+    costs = CostTable.even(3, 2 * MS, 2 * MS, 2 * MS, comm=links)
+    found = emulate(generate("1f1b", Shape(devices=3, microbatches=2)), costs, Links(latency_s=1 * MS), 2, 1)
+    delays = message_delays(found.timeline)
+    for s, latency in enumerate(links):
+        seen = [d.seconds for d in delays if d.stages == (s, s + 1)]
+        assert len(seen) == 4
+        assert min(seen) >= latency
+    assert found.predicted_makespan_s == pytest.approx((2 + 2) * 6 * MS + 2 * (sum(links) + 2 * MS))
+    assert found.measured_s[0] >= found.predicted_makespan_s * EXACT
 
 
 @pytest.mark.runs

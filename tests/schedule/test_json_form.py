@@ -42,7 +42,7 @@ def schedules_and_costs(draw):
         versions=draw(st.sampled_from(["flush", "stash", "2bw"])),
     )
     keys = ("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update")
-    return schedule, CostTable(**{k: draw(row) for k in keys}, comm=draw(times))
+    return schedule, CostTable(**{k: draw(row) for k in keys}, comm=draw(st.one_of(times, row)))
 
 
 @given(schedules_and_costs())
@@ -109,6 +109,8 @@ def task(**changes):
         ({"orders": [[task()]], "recompute": "erly"}, "s: recompute", 'did you mean "early"'),
         ({"orders": [[task()]], "size": "0"}, "s: size", "not positive"),
         ({"orders": [[task()]], "comm": True}, "s: comm", "not a number"),
+        ({"orders": [[task()]], "comm": [1, 2]}, "s: comm", "2 values for 1 stages"),
+        ({"orders": [["0F0"], ["1F0"]], "comm": [-1]}, "s: comm[0]", "not a number"),
     ],
 )
 def test_errors_name_the_field(data, place, why):

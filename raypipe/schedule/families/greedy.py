@@ -14,6 +14,7 @@ from typing import NamedTuple
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task
+from raypipe.schedule.latency import delays
 
 KINDS: tuple[Kind, Kind, Kind] = ("F", "B", "W")
 
@@ -69,6 +70,7 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
     graph = link(schedule)
     tasks, device = graph.tasks, graph.device
     durations = costs.durations(schedule, tasks)
+    latency = delays(schedule.placement, schedule.graph, costs.comm)
     after: list[list[int]] = [[] for _ in tasks]
     needs = [len(p) for p in graph.preds]
     for i, before in enumerate(graph.preds):
@@ -138,7 +140,7 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
             if coming[d]:
                 heapq.heappush(events, (coming[d][0][0], d))
             continue
-        kind, stage, _, _ = task = tasks[i]
+        kind, stage, _, replica = task = tasks[i]
         end = free[d] = now + durations[i]
         if begun[d] < 0:
             begun[d] = now
@@ -154,8 +156,9 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
             if stage == 0 and schedule.rules.skip_first_b:
                 lead[0] -= 1
         heapq.heappush(events, (end, d))
+        wait = latency[replica][stage] if latency else None
         for j in after[i]:
-            at = end + (costs.comm if device[j] != d else 0.0)
+            at = end + wait[tasks[j][1]] if wait else end
             if at > arrival[j]:
                 arrival[j] = at
             needs[j] -= 1

@@ -30,7 +30,7 @@ def h1(shape: Shape, costs: CostTable) -> Schedule:
     uniform = not times
 
     def optimal(found: Ordered) -> bool:
-        goal = found.schedule.microbatches * (f + b + w) + (depth - 1) * (max(f, f + b - w) + 4 * costs.comm)
+        goal = found.schedule.microbatches * (f + b + w) + (depth - 1) * (max(f, f + b - w) + 4 * min(costs.links))
         return uniform and found.makespan <= goal * (1 + 1e-12)
 
     policies = _policies(cap, lambda s: max(1, cap - s), (("F", "B", "W"), ("B", "F", "W")), leads_first=True)
