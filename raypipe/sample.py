@@ -5,36 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.errors import SpecError
 from raypipe.job.spec import ModelSpec
-from raypipe.models import build_layers, join_tied
+from raypipe.models import StageBody, build_layers
 from raypipe.train import saved_model
 
 
-def load_model(directory: Path) -> tuple[ModelSpec, nn.Sequential]:
+def load_model(directory: Path) -> tuple[ModelSpec, StageBody]:
     """The whole model of a run with the weights of its newest checkpoint, in evaluation mode.
 
     Raises:
         SpecError: the directory holds no run, or the run has no checkpoint yet.
     """
-    model = saved_model(directory)
+    spec = saved_model(directory)
     found, notices = latest(directory / "checkpoints")
     if found is None:
         raise SpecError(str(directory), "; ".join(notices) or "has no checkpoint yet", "train it first")
-    plan = build_layers(model)
-    layers = {i: plan.build(i, seed=0) for i in range(plan.count)}
-    join_tied(plan, layers)
+    model = build_layers(spec)
+    body = model.build_stage(range(model.count), seed=0)
     checkpoint = open_checkpoint(found, verify=False)
     with torch.no_grad():
-        for i, layer in layers.items():
-            for path, parameter in layer.named_parameters():
-                owner, owner_path = plan.owner(i, path)
-                key = f"param/{owner}.{owner_path}"
-                parameter.copy_(checkpoint.read([key])[key])
-    return model, nn.Sequential(*layers.values()).eval()
+        for name, parameter in body.named().items():
+            key = f"param/{name}"
+            parameter.copy_(checkpoint.read([key])[key])
+    return spec, body.eval()
 
 
 def sample_text(directory: Path, prompt: str, length: int, temperature: float, seed: int) -> str:
@@ -48,7 +44,7 @@ def sample_text(directory: Path, prompt: str, length: int, temperature: float, s
     with torch.no_grad():
         for _ in range(length):
             window = torch.tensor([tokens[-model.sequence :]])
-            logits = network(window)[0, -1].float()
+            logits = network((), {"input_ids": window})[0][0, -1].float()
             if temperature == 0:
                 tokens.append(int(logits.argmax()))
             else:

@@ -1,6 +1,6 @@
 """What the user asks for: the job file, read and checked. Imports neither torch nor Ray."""
 
 from raypipe.job.load import job_from, load_job
-from raypipe.job.spec import DataSpec, JobSpec, ModelSpec, ParallelSpec, TrainSpec
+from raypipe.job.spec import DataSpec, GptSpec, JobSpec, ModelSpec, ParallelSpec, TrainSpec
 
-__all__ = ["DataSpec", "JobSpec", "ModelSpec", "ParallelSpec", "TrainSpec", "job_from", "load_job"]
+__all__ = ["DataSpec", "GptSpec", "JobSpec", "ModelSpec", "ParallelSpec", "TrainSpec", "job_from", "load_job"]

@@ -24,8 +24,8 @@ class Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class ModelSpec(Spec):
-    """Which model to train, and its shape."""
+class GptSpec(Spec):
+    """The built-in GPT, and its shape."""
 
     type: Literal["gpt"] = "gpt"
     """Family. ``gpt``: decoder-only transformer with pre-norm blocks and learned positions."""
@@ -43,6 +43,10 @@ class ModelSpec(Spec):
     """Share of values dropped after the embedding and on both residual branches; 0 <= p < 1."""
     tie_embeddings: bool = True
     """Use the token embedding's matrix as the head's as well."""
+
+
+ModelSpec = GptSpec
+"""Any model."""
 
 
 class DataSpec(Spec):

@@ -1,13 +1,20 @@
-"""Models as lists of layers, and their loss functions."""
+"""Models as layers, and what they are trained for."""
 
+from raypipe.models.build import build_layers
+from raypipe.models.gpt_layers import GptLayers, join_tied
 from raypipe.models.keyed_random import KeyedDropout, random_keys
-from raypipe.models.layers import LayerPlan, TiedGroup, build_layers, join_tied
-from raypipe.models.loss import token_cross_entropy
+from raypipe.models.layered import CutTensor, Inputs, LayeredModel, StageBody, TiedGroup
 from raypipe.models.split import split_layers
+from raypipe.models.task import Task, token_cross_entropy
 
 __all__ = [
+    "CutTensor",
+    "GptLayers",
+    "Inputs",
     "KeyedDropout",
-    "LayerPlan",
+    "LayeredModel",
+    "StageBody",
+    "Task",
     "TiedGroup",
     "build_layers",
     "join_tied",

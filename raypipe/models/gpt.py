@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.job import ModelSpec
+from raypipe.job import GptSpec
 from raypipe.models.keyed_random import KeyedDropout
 
 INIT_STD = 0.02
@@ -24,7 +24,7 @@ INIT_STD = 0.02
 class Embedding(nn.Module):
     """Token plus position: int64 ``[batch, sequence]`` -> ``[batch, sequence, hidden]``."""
 
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(self, model: GptSpec) -> None:
         super().__init__()
         self.token = nn.Embedding(model.vocabulary, model.hidden)
         self.position = nn.Embedding(model.sequence, model.hidden)
@@ -40,7 +40,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each on the normed stream and added to it: ``[batch, sequence, hidden]`` in and out."""
 
-    def __init__(self, model: ModelSpec, index: int) -> None:
+    def __init__(self, model: GptSpec, index: int) -> None:
         super().__init__()
         hidden = model.hidden
         self.heads = model.heads
@@ -67,7 +67,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Last norm and projection to logits: ``[batch, sequence, hidden]`` -> ``[batch, sequence, vocabulary]``."""
 
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(self, model: GptSpec) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(model.hidden)
         self.project = nn.Linear(model.hidden, model.vocabulary, bias=False)
@@ -78,14 +78,14 @@ class Head(nn.Module):
         return y
 
 
-def make_layer(model: ModelSpec, index: int) -> nn.Module:
+def make_layer(model: GptSpec, index: int) -> nn.Module:
     """Layer ``index`` of ``layers + 2``, its parameters not yet filled in."""
     if index == 0:
         return Embedding(model)
     return Block(model, index - 1) if index <= model.layers else Head(model)
 
 
-def init_std(model: ModelSpec, path: str) -> float | None:
+def init_std(model: GptSpec, path: str) -> float | None:
     """Standard deviation of a parameter's start values; None for norms and biases, which start at one and zero.
 
     Projections that write to the residual stream are scaled by the number of their additions, so that the stream's
@@ -97,13 +97,13 @@ def init_std(model: ModelSpec, path: str) -> float | None:
     return INIT_STD / math.sqrt(2 * model.layers) if module in ("attention_out", "mlp_out") else INIT_STD
 
 
-def parameter_shapes(model: ModelSpec, index: int) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(model: GptSpec, index: int) -> dict[str, tuple[int, ...]]:
     """Path and shape of each parameter of a layer, without allocating it."""
     with torch.device("meta"):
         return {path: tuple(p.shape) for path, p in make_layer(model, index).named_parameters()}
 
 
-def forward_flops(model: ModelSpec, index: int) -> float:
+def forward_flops(model: GptSpec, index: int) -> float:
     """Floating-point operations of a layer's forward on one sequence; a multiply-add counts two.
 
     Matrix products only; causal attention counts the half of the scores that is not masked.

@@ -5,25 +5,22 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from raypipe.errors import SpecError
-from raypipe.models.layers import LayerPlan
+from raypipe.models.layered import LayeredModel
 
 
-def split_layers(plan: LayerPlan, stages: int) -> list[range]:
-    """Layer numbers of each stage: the smallest possible largest sum of ``plan.flops``, exactly.
+def split_layers(model: LayeredModel, stages: int) -> list[range]:
+    """Layer numbers of each stage: the smallest possible largest sum of ``model.flops``, exactly.
 
-    Blocks are what is dealt out: the embedding goes with the first block, the head with the last. Among the best
-    cuts, the one with the smallest sum of squares, which evens out the stages that are not the slowest.
-    Raises SpecError for more stages than blocks.
+    What is dealt out are the model's units. Among the best cuts, the one with the smallest sum of squares, which evens
+    out the stages that are not the slowest. Raises SpecError for more stages than units.
     """
-    blocks = plan.count - 2
-    if not 1 <= stages <= blocks:
-        raise SpecError("parallel.stages", f"{stages} stages for a model of {blocks} layers", f"use 1 to {blocks}")
-    costs = list(plan.flops[1:-1])
-    costs[0] += plan.flops[0]
-    costs[-1] += plan.flops[-1]
-    cuts = contiguous_split(costs, stages)
-    edges = [0, *(cut + 1 for cut in cuts), plan.count]
-    return [range(a, b) for a, b in pairwise(edges)]
+    units = model.units
+    if not 1 <= stages <= len(units):
+        raise SpecError(
+            "parallel.stages", f"{stages} stages for a model of {len(units)} layers", f"use 1 to {len(units)}"
+        )
+    cuts = contiguous_split([sum(model.flops[i] for i in unit) for unit in units], stages)
+    return [range(units[a].start, units[b - 1].stop) for a, b in pairwise([0, *cuts, len(units)])]
 
 
 def contiguous_split(costs: list[float], parts: int) -> list[int]:

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from raypipe.checkpoint import ShardInfo, open_checkpoint, write_shard
-from raypipe.data import Corpus
-from raypipe.data.corpus import Split
+from raypipe.data import open_data
 from raypipe.models import build_layers
-from raypipe.models.loss import token_cross_entropy
 from raypipe.runtime.executor import Executor
+from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.links import Links, Location, Wiring, locate
 from raypipe.runtime.optimizer import learning_rate, make_optimizer
@@ -82,18 +81,19 @@ class Stage:
         if checkpoint is not None:
             for key, kept in versions.items():
                 kept.restore(read_previous(checkpoint, self.modules[key], setup.tied))
-        self.corpus = Corpus.open(setup.data)
-        self.samples: dict[tuple[Split, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        tokens = job.train.batch * job.model.sequence
+        feed = Feed(
+            open_data(job, setup.data), plan.task, {name for m in self.modules.values() for name in m.reads},
+            job.train.seed, job.train.batch, setup.samples_per_microbatch, self.device,
+        )  # fmt: skip
         settings = StepSettings(
             seed=job.train.seed, microbatches=setup.microbatches,
-            samples_per_microbatch=setup.samples_per_microbatch, tokens_per_batch=tokens,
+            samples_per_microbatch=setup.samples_per_microbatch,
             clip=job.train.clip, timeout_s=job.train.message_timeout_s, device=self.device,
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None,
         )  # fmt: skip
         sync = GradientSync(setup.rank, self.modules, setup.placement, setup.tied, links.groups, links.world)
         self.executor = Executor(
-            settings, self.modules, self.optimizers, token_cross_entropy, self._feed, sync,
+            settings, self.modules, self.optimizers, plan.task, feed, sync,
             links.senders, links.receivers, setup.wire, versions,
         )  # fmt: skip
         # What was built lives as long as the run: keep the collector from walking it again and again.
@@ -112,19 +112,6 @@ class Stage:
             self.links.close()
         for name in ("links", "executor", "modules", "optimizers"):
             self.__dict__.pop(name, None)
-
-    def _feed(self, split: Split, step: int, mb: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets of one micro-batch; a step's samples are fetched together, which is far cheaper."""
-        if (split, step) not in self.samples:
-            setup = self.setup_data
-            tokens, targets = self.corpus.batch(split, setup.job.train.seed, step, setup.job.train.batch)
-            # An asynchronous program reaches into the next step, so two steps' samples are alive at most.
-            while len(self.samples) > 1:
-                del self.samples[next(iter(self.samples))]
-            self.samples[(split, step)] = tokens.to(self.device), targets.to(self.device)
-        tokens, targets = self.samples[(split, step)]
-        rows = slice(mb * self.setup_data.samples_per_microbatch, (mb + 1) * self.setup_data.samples_per_microbatch)
-        return tokens[rows], targets[rows]
 
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
         """Run training step ``step`` (from 0) and return what it took."""

@@ -30,7 +30,7 @@ from raypipe.runtime.measure import Prediction, StepClock
 from raypipe.runtime.optimizer import learning_rate
 from raypipe.runtime.replan import Replanner, Swap
 from raypipe.runtime.setup import Setup
-from raypipe.runtime.shapes import wire_specs
+from raypipe.runtime.shapes import wires
 from raypipe.runtime.step import StepResult
 from raypipe.schedule.endless import WHOLE, Part
 from raypipe.schedule.ir import Schedule
@@ -106,7 +106,7 @@ class Driver:
                 timeout_s=job.train.message_timeout_s,
             ),
             tied=tied,
-            wire=wire_specs(layers, self.plan.cut, samples, DTYPES[job.train.dtype]),
+            wire=wires(layers, self.plan.cut, samples, DTYPES[job.train.dtype]),
             samples_per_microbatch=samples,
             microbatches=schedule.microbatches,
             versions=schedule.versions,
@@ -240,7 +240,7 @@ def tied_holders(plan: Plan, schedule: Schedule, job: JobSpec) -> tuple[TiedHold
     return tuple(
         TiedHolders(
             name=group.name,
-            members=tuple(f"{layer}.{path}" for layer, path in group.members),
+            members=tuple(dict.fromkeys(name for _, name in group.members)),
             ranks=tuple(sorted({held[stage_of[layer]] for held in schedule.placement for layer, _ in group.members})),
         )
         for group in build_layers(job.model).tied

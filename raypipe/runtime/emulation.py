@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from raypipe.runtime.links import Links, Location, Wiring, locate
 from raypipe.runtime.process import settle
 from raypipe.runtime.runner import ProgramRunner
-from raypipe.runtime.transport.channel import Receiver, Sender, TensorSpec
+from raypipe.runtime.transport.channel import Receiver, Sender, TensorSpec, Wire
 from raypipe.schedule.endless import Part
 from raypipe.schedule.latency import Comm, latency
 from raypipe.schedule.messages import Action, Message, Program
 
 OVERSHOOT_S = 0.0002
 """``time.sleep`` comes back this late at times; the rest of a wait is spent giving up the processor."""
-STAMP = TensorSpec((1,), torch.float64)
+STAMP = Wire((TensorSpec((1,), torch.float64),), (True,))
 """What a message carries: when it was sent, on this host's monotonic clock."""
 
 
@@ -56,7 +56,7 @@ class EmulatedRunner(ProgramRunner):
         self, setup: EmulatedSetup, senders: Mapping[int, Sender], receivers: Mapping[int, Receiver],
         groups: Mapping[str, dist.ProcessGroup],
     ) -> None:  # fmt: skip
-        wire = dict.fromkeys(range(setup.stages), (STAMP,))
+        wire = dict.fromkeys(range(setup.stages), STAMP)
         super().__init__(setup.microbatches, timeout_s=300.0, senders=senders, receivers=receivers, wire=wire)
         self.setup = setup
         self.groups = groups

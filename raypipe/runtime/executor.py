@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -11,17 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.data.corpus import Split
-from raypipe.models.keyed_random import random_keys
+from raypipe.models import Inputs, Task, random_keys
+from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.runner import Payload, ProgramRunner
-from raypipe.runtime.stage import Live, Loss, StageModule
+from raypipe.runtime.stage import Live, StageModule
 from raypipe.runtime.step import StepResult, StepSettings
-from raypipe.runtime.transport.channel import Receiver, Sender, TensorSpec
+from raypipe.runtime.transport.channel import Receiver, Sender, Wire
 from raypipe.runtime.versions import Snapshot, WeightVersions, run_with
 from raypipe.schedule.messages import Action, Program
-
-Feed = Callable[[Split, int, int], tuple[Tensor, Tensor]]
-"""``(split, step, micro-batch id) -> (tokens, targets)``, both on the stage's device."""
 
 
 class Executor(ProgramRunner):
@@ -32,32 +30,32 @@ class Executor(ProgramRunner):
         settings: StepSettings,
         modules: Mapping[StageKey, StageModule],
         optimizers: Mapping[StageKey, torch.optim.Optimizer],
-        loss: Loss,
+        task: Task,
         feed: Feed,
         sync: GradientSync,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
-        wire: Mapping[int, tuple[TensorSpec, ...]],
+        wire: Mapping[int, Wire],
         versions: Mapping[StageKey, WeightVersions],
     ) -> None:
         super().__init__(settings.microbatches, settings.timeout_s, senders, receivers, wire)
         self.settings = settings
         self.modules = modules
         self.optimizers = optimizers
-        self.loss = loss
+        self.task = task
         self.feed = feed
         self.sync = sync
         self.versions = versions
         # By micro-batch ids that count on over the steps, as in ``mail``.
         self._live: dict[tuple[int, int], Live] = {}
-        self._fed: dict[int, tuple[Tensor, Tensor]] = {}
+        self._fed: dict[int, Inputs] = {}
         self._losses: dict[int, list[Tensor]] = {}
         self._used: dict[StageKey, Snapshot] = {}
         # Updates after every micro-batch (PipeDream) make each one a mini-batch of its own: nothing to share, no norm
         # to wait for.
         self._stashes = any(v.rule == "stash" for v in versions.values())
-        share = settings.microbatches if self._stashes else 1
-        self._scale = torch.tensor(share / settings.tokens_per_batch, device=settings.device)
+        self._share = settings.microbatches if self._stashes else 1
+        self._scales: dict[int, Tensor] = {}
 
     def run(self, program: Program, step: int, lr: float, split: Split = "train") -> StepResult:
         """Run one step (``split="train"``) or one forward-only evaluation batch (``split="val"``).
@@ -98,44 +96,52 @@ class Executor(ProgramRunner):
             return nullcontext()
         return torch.autocast(self.settings.device.type, dtype=self.settings.autocast)
 
-    def _data(self, mb: int) -> tuple[Tensor, Tensor]:
+    def _inputs(self, mb: int) -> Inputs:
         held = self._fed.get(self.base + mb)
         if held is None:
             ahead, of_step = divmod(mb, self.settings.microbatches)
-            held = self._fed[self.base + mb] = self.feed(self.split, self.step + ahead, of_step)
+            held = self._fed[self.base + mb] = self.feed.inputs(self.split, self.step + ahead, of_step)
         return held
 
-    def _compute(self, stage: int, replica: int, mb: int, inputs: Payload, weights: Snapshot | None) -> Payload:
-        """Outputs of a stage for one micro-batch; of the last stage, the sum of its token losses."""
+    def _scale(self, mb: int) -> Tensor:
+        """What the backward of a loss starts from: one over the targets of its mini-batch."""
+        step = self.step + mb // self.settings.microbatches
+        scale = self._scales.get(step)
+        if scale is None:
+            value = self._share / self.feed.targets(self.split, step)
+            self._scales = {step: torch.tensor(value, dtype=torch.float64, device=self.settings.device)}
+            scale = self._scales[step]
+        return scale
+
+    def _compute(self, stage: int, replica: int, mb: int, arrived: Payload, weights: Snapshot | None) -> Payload:
+        """Outputs of a stage for one micro-batch; of the last stage, the sum of its losses."""
         ahead, of_step = divmod(mb, self.settings.microbatches)
         first = of_step * self.settings.samples_per_microbatch
         samples = range(first, first + self.settings.samples_per_microbatch)
         module = self.modules[(stage, replica)]
         with random_keys(self.settings.seed, self.step + ahead, samples, self.training), self._autocast():
-            outputs = run_with(module, weights, inputs)
+            inputs = self._inputs(mb) if module.reads else {}
+            outputs = run_with(module, weights, arrived, inputs)
             if stage not in self.wire:  # the last stage sends nothing on
-                outputs = (self.loss(outputs[0], self._data(mb)[1]),)
+                outputs = (self.task.loss(outputs[0], inputs),)
         return outputs
 
     def _forward(self, action: Action) -> None:
         task = action.task
         stage = task.stage
+        module = self.modules[(stage, task.replica)]
         versions = self.versions.get((stage, task.replica)) if self.training else None
         for mb in task.mbs:
             at = self.base + mb
             weights = versions.for_forward(mb >= self.settings.microbatches) if versions is not None else None
-            arrived = [self.mail.pop(("act", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
-            if arrived:
-                inputs = tuple(t for payload in arrived for t in payload)
-                if self.training:
-                    for x in inputs:
-                        if x.is_floating_point():
-                            x.requires_grad_()
-            else:
-                inputs = (self._data(mb)[0],)
+            arrived = tuple(
+                t for m in action.receives if m.mb == mb for t in self.mail.pop(("act", m.src_stage, stage, at))
+            )
+            if self.training:
+                module.track(arrived)
             again = (stage, mb) in self.program.recomputed
             with torch.no_grad() if again else nullcontext():
-                outputs = self._compute(stage, task.replica, mb, inputs, weights)
+                outputs = self._compute(stage, task.replica, mb, arrived, weights)
             if stage not in self.wire:
                 of_step = self.step + mb // self.settings.microbatches
                 self._losses.setdefault(of_step, []).append(outputs[0].detach())
@@ -143,7 +149,7 @@ class Executor(ProgramRunner):
                 if m.mb == mb:
                     self.mail[("act", stage, m.dst_stage, at)] = tuple(y.detach() for y in outputs)
             if self.training:
-                self._live[(stage, at)] = Live(inputs, () if again else outputs, weights)
+                self._live[(stage, at)] = Live(arrived, () if again else outputs, weights)
 
     def _backward(self, action: Action, also_weights: bool) -> None:
         task = action.task
@@ -188,7 +194,7 @@ class Executor(ProgramRunner):
         at = self.base + mb
         arrived = [self.mail.pop(("grad", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
         if not arrived:
-            return (self._scale.to(live.outputs[0].dtype),)
+            return (self._scale(mb).to(live.outputs[0].dtype),)
         if len(arrived) == 1:
             return arrived[0]
         # Several stages read this output: their gradients add up.
@@ -230,7 +236,8 @@ class Executor(ProgramRunner):
 
     def _end(self, times: NDArray[np.float64]) -> StepResult:
         losses = self._losses.pop(self.step, [])
-        loss = float(torch.stack(losses).double().sum()) / self.settings.tokens_per_batch if losses else 0.0
+        targets = self.feed.targets(self.split, self.step) if losses else 1
+        loss = float(torch.stack(losses).double().sum()) / targets if losses else 0.0
         reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
         if self.program.drains:
             left = [*self._live, *self.mail]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, TensorSpec
+from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, TensorSpec, Wire
 from raypipe.schedule.messages import Action, Message, Program
 
 Payload = tuple[Tensor, ...]
@@ -33,7 +33,7 @@ class ProgramRunner(ABC):
         timeout_s: float,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
-        wire: Mapping[int, tuple[TensorSpec, ...]],
+        wire: Mapping[int, Wire],
     ) -> None:
         self.microbatches = microbatches
         self.timeout_s = timeout_s
@@ -86,9 +86,10 @@ class ProgramRunner(ABC):
         return times
 
     def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
-        # A gradient has the shape of the activation it belongs to: the output of the stage it goes to.
-        producer = message.src_stage if message.direction == "act" else message.dst_stage
-        return self.wire[producer]
+        # A gradient belongs to the output of the stage it goes to.
+        if message.direction == "act":
+            return self.wire[message.src_stage].act
+        return self.wire[message.dst_stage].grad
 
     def _label(self, m: Message) -> Label:
         ahead, mb = divmod(m.mb, self.microbatches)

@@ -8,7 +8,7 @@ from pathlib import Path
 from raypipe.job.spec import JobSpec
 from raypipe.runtime.gradients import TiedHolders
 from raypipe.runtime.links import Wiring
-from raypipe.runtime.transport.channel import TensorSpec
+from raypipe.runtime.transport.channel import Wire
 from raypipe.schedule.endless import Part
 from raypipe.schedule.ir import Versions
 from raypipe.schedule.messages import Program
@@ -25,7 +25,7 @@ class Setup:
     placement: tuple[tuple[int, ...], ...]
     wiring: Wiring
     tied: tuple[TiedHolders, ...]
-    wire: dict[int, tuple[TensorSpec, ...]]
+    wire: dict[int, Wire]
     """Per stage that feeds another, the tensors it sends per micro-batch."""
     samples_per_microbatch: int
     microbatches: int

@@ -6,17 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
-from raypipe.models import LayerPlan
-from raypipe.runtime.transport.channel import TensorSpec
+from raypipe.models import LayeredModel
+from raypipe.runtime.transport.channel import TensorSpec, Wire
 
 
-def wire_specs(
-    plan: LayerPlan, cut: Sequence[Sequence[int]], samples: int, dtype: torch.dtype
-) -> dict[int, tuple[TensorSpec, ...]]:
-    """Per stage but the last, shape and dtype of what it sends per micro-batch of ``samples`` sequences.
+def wires(model: LayeredModel, cut: Sequence[Sequence[int]], samples: int, dtype: torch.dtype) -> dict[int, Wire]:
+    """Per stage but the last, what it sends per micro-batch of ``samples`` and what comes back.
 
-    ``dtype`` is the weights': the residual stream keeps it under autocast too.
+    ``dtype`` is the parameters'.
     """
-    return {
-        stage: (TensorSpec(plan.output_shape(layers[-1], samples), dtype),) for stage, layers in enumerate(cut[:-1])
-    }
+    found = {}
+    for stage, layers in enumerate(cut[:-1]):
+        crossing = model.crossing(layers[-1], samples, dtype)
+        found[stage] = Wire(
+            act=tuple(TensorSpec(t.shape, t.dtype) for t in crossing),
+            differentiable=tuple(t.differentiable for t in crossing),
+        )
+    return found

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from raypipe.models import LayerPlan, join_tied
+from raypipe.models import Inputs, LayeredModel
 from raypipe.runtime.runner import Payload
 from raypipe.runtime.split_backward import Closure, WeightQueue, defer_weight_gradients
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""``(output, targets) -> sum of the token losses``."""
 
 
 @dataclass(slots=True)
@@ -21,6 +18,7 @@ class Live:
     """What is kept of one micro-batch between its forward and its backward."""
 
     inputs: Payload
+    """What arrived from the stage before."""
     outputs: Payload
     """Empty while a recompute still has to make them."""
     weights: dict[str, Tensor] | None = None
@@ -36,44 +34,58 @@ class Live:
 class StageModule(nn.Module):
     """Layers ``layers`` of the model, for one replica.
 
-    A parameter is called ``<layer index>.<name>`` whatever the plan. Parameters tied inside the stage are one
-    parameter under the group's first name; those tied across stages stay copies, kept equal by summed gradients.
+    A parameter's name is the same whatever the plan. Parameters tied inside the stage are one parameter under the
+    group's first name; those tied across stages stay copies, kept equal by summed gradients.
     """
 
     def __init__(
-        self, plan: LayerPlan, layers: Sequence[int], seed: int, dtype: torch.dtype, device: torch.device, split: bool
+        self,
+        model: LayeredModel,
+        layers: Sequence[int],
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        split: bool,
     ) -> None:
         super().__init__()
-        self.indices = tuple(layers)
-        self.layers = nn.ModuleList(plan.build(i, seed, dtype, device) for i in layers)
-        join_tied(plan, dict(zip(self.indices, self.layers, strict=True)))
+        self.body = model.build_stage(layers, seed, dtype, device)
+        self.named = self.body.named()
+        last = layers[-1] == model.count - 1
+        self.reads = model.reads(layers) | (model.task.reads if last else frozenset())
+        """Raw inputs it needs."""
+        arriving = model.crossing(layers[0] - 1, 1, dtype) if layers[0] else ()
+        self.takes_gradient = tuple(t.differentiable for t in arriving)
+        """Per tensor that arrives, whether its gradient goes back."""
+        leaving = () if last else model.crossing(layers[-1], 1, dtype)
+        self.gives_gradient = tuple(t.differentiable for t in leaving) or (True,)
+        """Per output, whether a gradient comes for it; the last stage's output is the loss."""
         self.queue = WeightQueue()
-        self.split = split
         self.joint_names: list[str] = []
-        """Parameters whose gradients B computes after all; norms, which do so on purpose, left out."""
-        for index, layer in zip(self.indices, self.layers, strict=True):
-            for name in defer_weight_gradients(layer, self.queue) if split else ():
-                if not isinstance(layer.get_submodule(name.rpartition(".")[0]), nn.LayerNorm):
-                    self.joint_names.append(f"{index}.{name}")
-        self.named: dict[str, nn.Parameter] = {}
-        for index, layer in zip(self.indices, self.layers, strict=True):
-            for name, parameter in layer.named_parameters():
-                if not any(parameter is known for known in self.named.values()):
-                    self.named[f"{index}.{name}"] = parameter
+        """Parameters whose gradients B computes after all; vectors left out: their gradients cost next to nothing."""
+        if split:
+            names = {id(parameter): name for name, parameter in self.named.items()}
+            joint = [self.body.get_parameter(path) for path in defer_weight_gradients(self.body, self.queue)]
+            self.joint_names += [names[id(parameter)] for parameter in joint if parameter.dim() > 1]
 
-    def forward(self, inputs: Payload) -> Payload:
+    def forward(self, arrived: Payload, inputs: Inputs) -> Payload:
         """Run the layers on one micro-batch."""
-        (x,) = inputs
-        for layer in self.layers:
-            x = layer(x)
-        return (x,)
+        outputs: Payload = self.body(arrived, inputs)
+        return outputs
 
-    def run_backward(self, live: Live, gradients: Sequence[Tensor | None]) -> Payload:
+    def track(self, arrived: Payload) -> None:
+        """Have autograd note what is done with what arrived, where its gradient goes back."""
+        for x, wanted in zip(arrived, self.takes_gradient, strict=True):
+            if wanted:
+                x.requires_grad_()
+
+    def run_backward(self, live: Live, gradients: Sequence[Tensor]) -> Payload:
         """Input gradients of one micro-batch; weight gradients too, unless they wait in ``live.closures``.
 
-        ``gradients`` match ``live.outputs``. Returns one gradient per floating-point input.
+        ``gradients`` match the differentiable ones among ``live.outputs``. Returns one gradient per differentiable
+        tensor that arrived.
         """
-        pairs = [(y, g) for y, g in zip(live.outputs, gradients, strict=True) if y.requires_grad and g is not None]
+        outputs = [y for y, wanted in zip(live.outputs, self.gives_gradient, strict=True) if wanted]
+        pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
         with self.queue.collect(live.closures):
             torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
         back: list[Tensor] = []

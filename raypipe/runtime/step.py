@@ -14,7 +14,7 @@ class StepResult:
     """What a device reports of one step; small, since it travels through Ray."""
 
     loss_sum: float
-    """Sum of the token losses of the micro-batches whose last stage is here, over the tokens of the mini-batch."""
+    """Sum of the losses of the micro-batches whose last stage is here, over the targets of the mini-batch."""
     norm_squared: float
     """This device's share of the squared gradient norm (all of it, already rooted, when clipping: see ``norm``)."""
     norm: float | None
@@ -35,8 +35,6 @@ class StepSettings:
     microbatches: int
     """Micro-batch ids of a step, over all replicas."""
     samples_per_microbatch: int
-    tokens_per_batch: int
-    """Tokens of a mini-batch: what every token loss is divided by."""
     clip: float | None
     timeout_s: float
     autocast: torch.dtype | None

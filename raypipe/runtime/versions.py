@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from raypipe.models import Inputs
 from raypipe.runtime.stage import StageModule
 
 Snapshot = dict[str, Tensor]
@@ -61,9 +62,11 @@ class WeightVersions:
             }
 
 
-def run_with(module: nn.Module, weights: Snapshot | None, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def run_with(
+    module: nn.Module, weights: Snapshot | None, arrived: tuple[Tensor, ...], inputs: Inputs
+) -> tuple[Tensor, ...]:
     """Forward of a stage on a snapshot (None: on its own parameters)."""
     outputs: tuple[Tensor, ...] = (
-        module(inputs) if weights is None else torch.func.functional_call(module, weights, (inputs,))
+        module(arrived, inputs) if weights is None else torch.func.functional_call(module, weights, (arrived, inputs))
     )
     return outputs

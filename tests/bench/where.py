@@ -24,7 +24,7 @@ from tests.bench.raypipe_side import RaypipeSide
 
 PARTS = ("receive", "_send", "_forward", "_backward", "_weights", "before_updates", "_update", "_end")
 """Parts of a step that don't contain one another."""
-INSIDE = ("_compute", "_data")
+INSIDE = ("_compute", "_inputs")
 """Parts of ``_forward``; what is left of it is the bookkeeping around the layers."""
 
 

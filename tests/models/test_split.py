@@ -5,13 +5,13 @@ from itertools import combinations, pairwise
 import pytest
 
 from raypipe.errors import SpecError
-from raypipe.job import ModelSpec
+from raypipe.job import GptSpec
 from raypipe.models import build_layers, split_layers
 from raypipe.models.split import contiguous_split
 
 
 def plan(layers, **changes):
-    return build_layers(ModelSpec(**{"layers": layers, "hidden": 32, "heads": 4, "sequence": 16, **changes}))
+    return build_layers(GptSpec(**{"layers": layers, "hidden": 32, "heads": 4, "sequence": 16, **changes}))
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.job.spec import ModelSpec
+from raypipe.job.spec import GptSpec
 from raypipe.models import build_layers, join_tied, random_keys
 from raypipe.runtime.split_backward import Closure, WeightQueue, defer_weight_gradients
 
-MODEL = ModelSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=32, dropout=0.1, tie_embeddings=True)
+MODEL = GptSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=32, dropout=0.1, tie_embeddings=True)
 
 
 def twins(make: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.Module, nn.Module, WeightQueue, list[str]]:

@@ -135,7 +135,11 @@ def test_the_sampled_model_is_the_trained_one(undisturbed, capsys) -> None:
         losses = []
         for batch in range(2):  # eval_batches
             tokens, targets = corpus.batch("val", 0, batch, 8)
-            losses.append(torch.nn.functional.cross_entropy(network(tokens).flatten(0, 1), targets.flatten()).item())
+            losses.append(
+                torch.nn.functional.cross_entropy(
+                    network((), {"input_ids": tokens})[0].flatten(0, 1), targets.flatten()
+                ).item()
+            )
     assert sum(losses) / 2 == pytest.approx(result["val_loss"], rel=1e-5)
     assert model.layers == 2
 

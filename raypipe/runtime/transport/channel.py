@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -44,6 +45,19 @@ class TensorSpec(NamedTuple):
         for n in self.shape:
             size *= n
         return size
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What one stage sends per micro-batch, and which of it a gradient comes back for."""
+
+    act: tuple[TensorSpec, ...]
+    differentiable: tuple[bool, ...]
+
+    @cached_property
+    def grad(self) -> tuple[TensorSpec, ...]:
+        """The gradients' shapes and dtypes: those of the activations they belong to."""
+        return tuple(spec for spec, back in zip(self.act, self.differentiable, strict=True) if back)
 
 
 class Expected(NamedTuple):

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from raypipe.job import ModelSpec
+from raypipe.job import GptSpec
 from raypipe.models import build_layers, join_tied, random_keys, token_cross_entropy
 
-MODEL = ModelSpec(layers=3, hidden=32, heads=4, sequence=16, vocabulary=256, dropout=0.1)
+MODEL = GptSpec(layers=3, hidden=32, heads=4, sequence=16, vocabulary=256, dropout=0.1)
 
 
 def all_layers(plan, **kwargs):
@@ -25,7 +25,8 @@ def test_names_and_shapes():
     with random_keys(0, 0, [0, 1], training=True):
         for i, layer in enumerate(all_layers(plan, seed=0)):
             x = layer(x)
-            assert x.shape == plan.output_shape(i, 2)
+            if i < plan.count - 1:
+                assert plan.crossing(i, 2, torch.float32) == ((x.shape, x.dtype, True),)
             assert sum(p.numel() for p in layer.parameters()) == plan.parameters(i)
 
 
@@ -61,7 +62,8 @@ def test_tied_weights_start_equal_and_can_become_one():
     plan = build_layers(MODEL)
     layers = all_layers(plan, seed=0)
     (group,) = plan.tied
-    (first, a), (last, b) = group.members
+    assert group.members == ((0, "0.token.weight"), (4, "4.project.weight"))
+    first, a, last, b = 0, "token.weight", 4, "project.weight"
     assert torch.equal(layers[first].get_parameter(a), layers[last].get_parameter(b))
     join_tied(plan, {0: layers[0], 4: layers[4]})
     assert layers[first].get_parameter(a) is layers[last].get_parameter(b)
@@ -160,3 +162,23 @@ def test_sequences_may_be_shorter_than_the_models():
         return y
 
     torch.testing.assert_close(run(tokens[:, :5]), run(tokens)[:, :5], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("cut", [[range(5)], [range(2), range(2, 5)], [range(1), range(1, 4), range(4, 5)]])
+def test_a_stage_is_its_layers_under_names_that_no_cut_changes(cut):
+    plan = build_layers(MODEL)
+    tokens = torch.randint(256, (2, 16))
+    y = tokens
+    with random_keys(0, 0, [0, 1], training=True):
+        for layer in all_layers(plan, seed=0):
+            y = layer(y)
+        stages = [plan.build_stage(part, seed=0) for part in cut]
+        x = ()
+        for stage, part in zip(stages, cut, strict=True):
+            x = stage(x, {name: tokens for name in plan.reads(part)})
+    assert torch.equal(x[0], y)
+    names = [name for stage in stages for name in stage.named()]
+    whole = {f"{i}.{path}" for i in range(5) for path, _ in plan.build(i, 0).named_parameters()}
+    assert len(names) == len(set(names))
+    assert whole - set(names) == ({"4.project.weight"} if len(cut) == 1 else set())  # one parameter, the owner's name
+    assert set(names) <= whole

@@ -1,0 +1,123 @@
+"""The built-in GPT as layers, each of which can be built alone and always starts the same.
+
+Start values follow from (seed, layer, parameter) alone, so the cut of a model into stages never changes where training
+starts. Layer ``i``'s parameter ``path`` is called ``<i>.<path>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.job import GptSpec
+from raypipe.models import gpt
+from raypipe.models.keyed_random import fold64
+from raypipe.models.layered import CutTensor, Inputs, LayeredModel, StageBody, TiedGroup
+from raypipe.models.task import NextToken
+
+
+class GptLayers(LayeredModel):
+    """Embedding, blocks, head."""
+
+    def __init__(self, model: GptSpec) -> None:
+        self.model = model
+        self.names = ("embedding", *(f"block.{i}" for i in range(model.layers)), "head")
+        head = self.count - 1
+        tied = TiedGroup("0.token.weight", ((0, "0.token.weight"), (head, f"{head}.project.weight")))
+        self.tied = (tied,) if model.tie_embeddings else ()
+        self.flops = tuple(gpt.forward_flops(model, i) for i in range(self.count))
+        self.task = NextToken()
+
+    @property
+    def units(self) -> tuple[range, ...]:
+        """Blocks: the embedding goes with the first, the head with the last."""
+        last = self.model.layers
+        return tuple(range(i - (i == 1), i + 1 + (i == last)) for i in range(1, last + 1))
+
+    def parameters(self, i: int) -> int:
+        """Number of values in layer ``i``'s parameters, tied ones counted in each holder."""
+        return sum(torch.Size(shape).numel() for shape in gpt.parameter_shapes(self.model, i).values())
+
+    def crossing(self, i: int, samples: int, dtype: torch.dtype) -> tuple[CutTensor, ...]:
+        """The residual stream, which keeps the parameters' dtype under autocast too."""
+        return (CutTensor((samples, self.model.sequence, self.model.hidden), dtype, True),)
+
+    def reads(self, layers: Sequence[int]) -> frozenset[str]:
+        """The embedding reads the tokens."""
+        return frozenset({"input_ids"} if 0 in layers else ())
+
+    def build(
+        self, i: int, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> nn.Module:
+        """Layer ``i`` with its start values.
+
+        Values are drawn in float32 on the CPU and then converted, so every dtype and device starts alike.
+        """
+        with torch.device("meta"):
+            layer = gpt.make_layer(self.model, i)
+        layer = layer.to(dtype).to_empty(device=device)
+        with torch.no_grad():
+            for path, parameter in layer.named_parameters():
+                std = gpt.init_std(self.model, path)
+                if std is None:
+                    parameter.fill_(0.0 if path.endswith("bias") else 1.0)
+                    continue
+                owner, _, owner_path = self.owner(f"{i}.{path}").partition(".")
+                generator = torch.Generator().manual_seed(_parameter_seed(seed, int(owner), owner_path))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(std))
+        return layer
+
+    def owner(self, name: str) -> str:
+        """The first holder's name of a parameter: its own, unless it is tied to an earlier one."""
+        for group in self.tied:
+            if name in (member for _, member in group.members):
+                return group.name
+        return name
+
+    def build_stage(
+        self, layers: Sequence[int], seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> StageBody:
+        """These layers, one after the other."""
+        built = {i: self.build(i, seed, dtype, device) for i in layers}
+        join_tied(self, built)
+        return GptStage(built)
+
+
+class GptStage(StageBody):
+    """Some consecutive layers of a GPT."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        self.indices = tuple(layers)
+        self.layers = nn.ModuleList(layers.values())
+
+    def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
+        """One tensor in and one out; the first stage reads the tokens."""
+        (x,) = arrived or (inputs["input_ids"],)
+        for layer in self.layers:
+            x = layer(x)
+        return (x,)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """By ``<layer>.<path>``; a tied one by its first place."""
+        found: dict[str, nn.Parameter] = {}
+        for path, parameter in self.layers.named_parameters():  # each object once
+            position, _, inner = path.partition(".")
+            found[f"{self.indices[int(position)]}.{inner}"] = parameter
+        return found
+
+
+def join_tied(model: GptLayers, layers: Mapping[int, nn.Module]) -> None:
+    """Make the members of each tied group one Parameter among these layers (those of one stage, say), in place."""
+    for group in model.tied:
+        here = [(layers[i], name.partition(".")[2]) for i, name in group.members if i in layers]
+        for layer, path in here[1:]:
+            parent, _, leaf = path.rpartition(".")
+            setattr(layer.get_submodule(parent), leaf, here[0][0].get_parameter(here[0][1]))
+
+
+def _parameter_seed(seed: int, layer: int, path: str) -> int:
+    """A generator's seed (63 bits) from the run's seed and a parameter's place."""
+    return fold64(seed, layer, int.from_bytes(path.encode(), "little") % (1 << 64), len(path)) >> 1

@@ -1,0 +1,97 @@
+"""What the rest of raypipe knows of a model: numbered layers, any run of which can be a stage.
+
+A layer is a block of a GPT, or a sub-graph of a captured model. Stages form a chain: what a later stage reads of an
+earlier one crosses every cut between them. Raw inputs (tokens, labels, images, masks) cross nothing: every device
+reads the data, so a stage takes them from there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.models.task import Task
+
+Inputs = Mapping[str, Tensor]
+"""Raw inputs of one micro-batch by name, one row per sample."""
+
+
+class CutTensor(NamedTuple):
+    """One tensor that crosses a cut."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+    """A gradient comes back for it. Not for integers, booleans and what no parameter has a part in."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiedGroup:
+    """A parameter that several layers hold: the same start, gradients summed, the same update."""
+
+    name: str
+    """What checkpoints call it: its first member's name."""
+    members: tuple[tuple[int, str], ...]
+    """(layer, parameter name) of each holder, the owner first. Names may be equal."""
+
+
+class StageBody(nn.Module, ABC):
+    """The layers of one stage, with their parameters."""
+
+    @abstractmethod
+    def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
+        """What crosses the cut behind the stage, from what crossed the one before it and the raw inputs it reads.
+
+        The last stage returns the model's output.
+        """
+
+    @abstractmethod
+    def named(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, by a name that no plan changes; one tied inside the stage by its owner's."""
+
+
+class LayeredModel(ABC):
+    """A model before it is cut. Making one allocates no parameters."""
+
+    names: tuple[str, ...]
+    """What each layer is called in reports."""
+    tied: tuple[TiedGroup, ...]
+    flops: tuple[float, ...]
+    """Forward floating-point operations of each layer on one sample."""
+    task: Task
+
+    @property
+    def count(self) -> int:
+        """Number of layers."""
+        return len(self.names)
+
+    @property
+    def units(self) -> tuple[range, ...]:
+        """Runs of layers that no cut divides, in order; each layer alone unless a model says otherwise."""
+        return tuple(range(i, i + 1) for i in range(self.count))
+
+    @abstractmethod
+    def parameters(self, i: int) -> int:
+        """Number of values in layer ``i``'s parameters, tied ones counted in each holder."""
+
+    @abstractmethod
+    def crossing(self, i: int, samples: int, dtype: torch.dtype) -> tuple[CutTensor, ...]:
+        """What crosses a cut behind layer ``i`` for a micro-batch; ``dtype`` is the parameters'."""
+
+    @abstractmethod
+    def reads(self, layers: Sequence[int]) -> frozenset[str]:
+        """Raw inputs that these layers read; what the loss reads is the task's."""
+
+    @abstractmethod
+    def build_stage(
+        self, layers: Sequence[int], seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> StageBody:
+        """Consecutive layers with their start values, which follow from (seed, parameter) alone.
+
+        Allocates only these layers' parameters; nothing is drawn from torch's global generators.
+        """

@@ -1,0 +1,47 @@
+"""The raw inputs of a device's micro-batches, and how many targets a mini-batch holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from raypipe.data import Dataset
+from raypipe.data.corpus import Split
+from raypipe.models import Inputs, Task
+
+
+class Feed:
+    """Reads a step's samples together, which is far cheaper than one micro-batch at a time.
+
+    Every device reads for itself what its stages need; a device whose stages need nothing is never asked.
+    """
+
+    def __init__(
+        self, data: Dataset, task: Task, fields: Iterable[str], seed: int, batch: int, samples: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.data, self.task, self.fields = data, task, frozenset(fields)
+        self.seed, self.batch, self.samples, self.device = seed, batch, samples, device
+        self._steps: dict[tuple[Split, int], dict[str, Tensor]] = {}
+
+    def _step(self, split: Split, step: int) -> dict[str, Tensor]:
+        held = self._steps.get((split, step))
+        if held is None:
+            # An asynchronous program reaches into the next step, so two steps' samples are alive at most.
+            while len(self._steps) > 1:
+                del self._steps[next(iter(self._steps))]
+            read = self.data.batch(split, self.seed, step, self.batch)
+            held = {name: read[name].to(self.device) for name in self.fields}
+            self._steps[(split, step)] = held
+        return held
+
+    def inputs(self, split: Split, step: int, mb: int) -> Inputs:
+        """Raw inputs of micro-batch ``mb`` of a step, on the device."""
+        rows = slice(mb * self.samples, (mb + 1) * self.samples)
+        return {name: values[rows] for name, values in self._step(split, step).items()}
+
+    def targets(self, split: Split, step: int) -> int:
+        """Targets of the whole mini-batch; at least 1, so that it can divide."""
+        return max(1, self.task.targets(self._step(split, step)))
