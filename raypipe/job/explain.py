@@ -1,0 +1,94 @@
+"""What pydantic finds wrong with a file, in the words of the person who wrote the YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from raypipe.errors import nearest
+
+UNKNOWN = ("extra_forbidden", "invalid_key")
+"""Pydantic's kinds of error for a key that isn't known; the second is one that isn't even text."""
+
+WANTED = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "a valid tuple": "a list of two numbers",
+}
+"""Pydantic's words for what belongs in a field, as a writer of YAML would say them."""
+
+Planned = Mapping[tuple[str, ...], tuple[str, str]]
+"""Keys that do not work yet: (why, fix)."""
+
+
+def first_problem(
+    invalid: ValidationError, root: type[BaseModel], example: str, planned: Planned | None = None
+) -> tuple[str, str, str]:
+    """(key path, why, fix) of the most basic problem: unknown keys come first, as they often explain the rest.
+
+    ``root`` is the spec of the whole file, ``example`` a file that shows how it should look.
+    """
+    found = sorted(invalid.errors(), key=lambda e: e["type"] not in UNKNOWN)
+    return _explain(found[0], root, example, planned or {})
+
+
+def _explain(error: ErrorDetails, root: type[BaseModel], example: str, planned: Planned) -> tuple[str, str, str]:
+    loc = tuple(str(part) for part in error["loc"])
+    key, kind, given = ".".join(loc), error["type"], error["input"]
+    if kind in UNKNOWN:
+        if loc in planned:
+            return key, *planned[loc]
+        owner = _spec_at(loc[:-1], root)
+        return key, "unknown key", nearest(loc[-1], owner.model_fields)
+    if kind == "string_too_short":
+        return key, "is empty", "give a value"
+    if kind == "missing" and loc[-1].isdigit():
+        return ".".join(loc[:-1]), f"has {len(given)} values", "give a list of two numbers"
+    if kind == "missing":
+        return key, "missing", f"add it; {example} shows a whole {_noun(root)}"
+    wanted = error["msg"].removeprefix("Input should be ")
+    why = f"is {describe(given)}"
+    if kind == "literal_error":
+        expected = str(error.get("ctx", {}).get("expected", ""))
+        options = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
+        if loc[-1] == "[key]":  # a table's key, not a value
+            return ".".join(loc[:-2]), f'has the unknown key "{given}"', nearest(str(given), options)
+        return key, why, nearest(given, options) if isinstance(given, str) else "use " + ", ".join(options)
+    if kind in ("model_type", "dict_type"):
+        return key, why, f"give keys and values, as in {example}"
+    if kind == "string_pattern_mismatch":
+        return key, why, "use letters, digits, dot, dash and underscore; start with a letter or a digit"
+    if kind.startswith(("greater_than", "less_than")):
+        return key, why, f"give a value {wanted}"
+    return key, why, f"give {WANTED.get(wanted, wanted)}"
+
+
+def _noun(root: type[BaseModel]) -> str:
+    return root.__name__.removesuffix("Spec").lower()
+
+
+def _spec_at(loc: Sequence[str], root: type[BaseModel]) -> type[BaseModel]:
+    """The spec class that a key path leads to."""
+    owner = root
+    for part in loc:
+        annotation = owner.model_fields[part].annotation
+        options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+        owner = next(t for t in options if isinstance(t, type) and issubclass(t, BaseModel))
+    return owner
+
+
+def describe(value: Any) -> str:
+    """A value as a reader of YAML would name it."""
+    if isinstance(value, NoneType):
+        return "empty"
+    if isinstance(value, Mapping | list):
+        return "a list" if isinstance(value, list) else "a group of keys"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'the text "{value}"' if isinstance(value, str) else str(value)
