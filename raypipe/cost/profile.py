@@ -42,11 +42,20 @@ class LayerProfile(Spec):
     times: dict[int, TaskTimes]
     """By micro-batch size, in samples."""
     kept_bytes: Bytes
-    """Activations of one sample kept from the forward to the end of the backward."""
-    freed_by_input_grad: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of them that B frees, so that only the rest waits for W."""
+    """Activations of one sample kept from the forward to the end of the backward, its input included."""
+    kept_fixed_bytes: Bytes = 0.0
+    """Kept by every micro-batch whatever its size, until a joint backward: autocast's narrow copies of the weights."""
+    waiting_bytes: Bytes | None = None
+    """Where the backward is split, what one sample keeps from B to W: inputs of products and the gradients of their
+    outputs. None: as much as from F to B."""
     output_bytes: Bytes
-    """Of one sample, all tensors that cross a cut right after this layer."""
+    """Of one sample, all tensors that cross a cut right after this layer; 0 for the last layer."""
+    workspace_bytes: Bytes = 0.0
+    """Memory for one sample at the worst moment of its joint backward, beside what is kept."""
+    workspace_fixed_bytes: Bytes = 0.0
+    """The same whatever the micro-batch's size: the gradient of a matrix before it is added to the sum."""
+    split_workspace_bytes: Bytes | None = None
+    """As ``workspace_bytes``, for B where the backward is split; None: the same."""
 
 
 class LinkFit(Spec):
@@ -103,5 +112,7 @@ class Profile(Spec):
     """Between two devices of one host."""
     between: LinkFit
     """Between two hosts."""
+    host_links: Annotated[int, Field(ge=1)] = 1
+    """Links between hosts that one host can fill at the same time: its network cards."""
     collectives: Annotated[tuple[CollectiveFit, ...], Field(strict=False)] = ()
     """Measured ones; without, they follow from the links."""

@@ -1,0 +1,102 @@
+"""A profile without a machine: what each layer costs on a device that is only described.
+
+Products run at the share of the peak that large ones reach and pay a fixed overhead per layer, so efficiency rises
+with the micro-batch and saturates; everything else moves bytes at the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypipe.cost.gpt_work import WIDTH, gpt_work
+from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
+from raypipe.cost.work import LayerWork
+from raypipe.errors import SpecError, nearest
+from raypipe.job.cluster import ClusterSpec, DeviceModel, LinkModel
+from raypipe.job.spec import ModelSpec, TrainSpec
+
+GIB = 2**30
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Micro-batch sizes of a profile when nobody asks for others."""
+
+
+def analytic_profile(
+    model: ModelSpec | Sequence[LayerWork],
+    cluster: ClusterSpec,
+    dtype: str,
+    sizes: Sequence[int] = SIZES,
+    optimizer: str = "adamw",
+    momentum: bool = False,
+) -> Profile:
+    """Compute the costs of a model's layers on a cluster's devices.
+
+    Args:
+        model: a job's model, or the work of any other one's layers.
+        cluster: the machine.
+        dtype: ``train.dtype``.
+        sizes: micro-batch sizes, in samples.
+        optimizer: ``train.optimizer``: how many bytes an update moves.
+        momentum: whether ``sgd`` has any.
+
+    Raises:
+        SpecError: the device has no peak for this arithmetic, or there is nothing to profile.
+    """
+    device = cluster.device
+    peaks: dict[str, float] = {str(k): v for k, v in device.peak_tflops.items()}
+    if dtype not in peaks:
+        raise SpecError(
+            "train.dtype", f"{device.name} has no peak_tflops for {dtype}", f"use {' or '.join(peaks)}, or add it"
+        )
+    if not sizes or min(sizes) < 1:
+        raise SpecError("sizes", f"{list(sizes)} are no micro-batch sizes", "give whole numbers from 1")
+    works = tuple(model) if isinstance(model, Sequence) else gpt_work(model, dtype)
+    if not works:
+        raise SpecError("model", "has no layers", "give at least one")
+    width = 4 if WIDTH[dtype] == 2 else WIDTH[dtype]
+    return Profile(
+        source="analytic", device=device.name, dtype=dtype,
+        devices=cluster.devices, devices_per_host=cluster.devices_per_host, host_links=cluster.host_links,
+        memory_bytes=device.memory_gib * GIB, base_bytes=(1 - device.usable) * device.memory_gib * GIB,
+        layers=tuple(_layer(work, device, peaks[dtype], sizes) for work in works),
+        tied_parameters=_tied(model),
+        update_s_per_parameter=update_bytes(optimizer, momentum, width) / (device.memory_gb_s * 1e9),
+        inside=_link(cluster.inside), between=_link(cluster.between),
+    )  # fmt: skip
+
+
+def update_bytes(optimizer: str, momentum: bool, width: int) -> int:
+    """Bytes that a fused optimizer step moves per parameter: reads and writes of weight, gradient and state.
+
+    >>> update_bytes("adamw", False, 4)
+    28
+    """
+    try:
+        values = {"adamw": 7, "adam": 7, "sgd": 5 if momentum else 3}[optimizer]
+    except KeyError:
+        raise SpecError("train.optimizer", f'"{optimizer}" is unknown', nearest(optimizer, _OPTIMIZERS)) from None
+    return values * width
+
+
+_OPTIMIZERS = tuple(TrainSpec.model_fields["optimizer"].annotation.__args__)  # type: ignore[union-attr]
+
+
+def _tied(model: ModelSpec | Sequence[LayerWork]) -> int:
+    return 0 if isinstance(model, Sequence) or not model.tie_embeddings else model.vocabulary * model.hidden
+
+
+def _link(link: LinkModel) -> LinkFit:
+    return LinkFit(alpha_s=link.latency_us * 1e-6, beta_s_per_byte=1e-9 / link.bandwidth_gb_s)
+
+
+def _layer(work: LayerWork, device: DeviceModel, peak_tflops: float, sizes: Sequence[int]) -> LayerProfile:
+    rates = (device.efficiency * peak_tflops * 1e12, device.memory_gb_s * 1e9, device.layer_overhead_us * 1e-6)
+    times: dict[int, TaskTimes] = {}
+    for size in sorted(set(sizes)):
+        f, b, w = (e.seconds(size, *rates) for e in (work.forward, work.input_grad, work.weight_grad))
+        times[size] = TaskTimes(forward=f, input_grad=b, weight_grad=w, joint=b + w, recompute=f)
+    return LayerProfile(
+        name=work.name, parameters=work.parameters, times=times, kept_bytes=work.kept_bytes,
+        kept_fixed_bytes=work.kept_fixed_bytes, waiting_bytes=work.waiting_bytes, output_bytes=work.output_bytes,
+        workspace_bytes=work.workspace_bytes, workspace_fixed_bytes=work.workspace_fixed_bytes,
+        split_workspace_bytes=work.split_workspace_bytes,
+    )  # fmt: skip

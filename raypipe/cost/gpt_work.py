@@ -1,0 +1,143 @@
+"""A GPT's layers as work: embedding, blocks, head, as ``models/gpt.py`` and the runtime run them.
+
+Counted kernel by kernel, so that memory comes out to a few bytes a token. For comparison: Korthikanti et al. 2022
+(arXiv:2205.05198, section 4.1) count ``s*h*(34 + 5*a*s/h)`` bytes a block for 16-bit Megatron. Here attention is
+fused, so its s x s scores are never written and their part is gone; the residual stream and what the norms read stay
+wide under autocast; a dropout mask is a number, not a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raypipe.cost.work import Effort, LayerWork
+from raypipe.job.spec import ModelSpec
+
+WIDTH = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+"""Bytes of a value that products compute with."""
+STATISTIC = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
+"""Bytes of a norm's mean, of attention's log-sum-exp, of a log-probability."""
+FUSED_BACKWARD = 2.5
+"""Attention's backward in forwards: four products where the forward has two, and the scores once more (Dao et al.
+2022, FlashAttention, appendix B.2)."""
+
+
+def gpt_work(model: ModelSpec, dtype: str, fused_attention: bool = True) -> Sequence[LayerWork]:
+    """``layers + 2`` layers of a job's model: ``embedding``, ``block.0``, ..., ``head``.
+
+    Args:
+        model: its shape.
+        dtype: ``train.dtype``; 16-bit ones are autocast over float32 weights.
+        fused_attention: False for the attention of frameworks before 2022: scores of all heads are written and kept,
+            masked ones are computed too.
+    """
+    block = _block(model, dtype, fused_attention)
+    blocks = [replace(block, name=f"block.{i}") for i in range(model.layers)]
+    return (_embedding(model, dtype), *blocks, _head(model, dtype))
+
+
+def _master(dtype: str) -> int:
+    """Bytes of a parameter and of a value of the residual stream."""
+    return 4 if WIDTH[dtype] == 2 else WIDTH[dtype]
+
+
+def _mask_traffic(width: int) -> int:
+    """Bytes that one value of keyed dropout moves: hashing in int32, each for two values, then the mask, then the
+    product; see ``models/keyed_random.py``."""
+    hashing = 58
+    return hashing + 3 + 1 + width + 2 * width + 3 * width
+
+
+def _block(model: ModelSpec, dtype: str, fused: bool) -> LayerWork:
+    s, h, heads = model.sequence, model.hidden, model.heads
+    e, m, stat = WIDTH[dtype], _master(dtype), STATISTIC[dtype]
+    stream = s * h  # values of the residual stream, of one sample
+    drop = 2 if model.dropout else 0  # both on the stream: the runtime's attention has none of its own
+    narrow = e != m
+    matrices = 12 * h * h
+
+    # The four products: inputs of 1 + 1 + 1 + 4 streams, outputs of 3 + 1 + 4 + 1.
+    linear, operands = 24.0 * stream * h, 16.0 * e * stream
+    weights = float(matrices * e + (matrices * (m + e) if narrow else 0))  # autocast casts them for every micro-batch
+    norm_cast = 2 * (m + e) * stream if narrow else 0
+    forward = 4 * m * stream + norm_cast + 8 * e * stream + 2 * (2 * m + e) * stream  # norms, GELU, residual sums
+    forward += drop * _mask_traffic(e) * stream
+    backward = 6 * m * stream + norm_cast + 12 * e * stream + 6 * m * stream + 3 * drop * e * stream
+    kept = (2 * m + 14 * e + drop * e) * stream + 4 * stat * s
+    if fused:
+        attention, attention_back = 2.0 * s * stream, FUSED_BACKWARD * 2.0 * s * stream
+        forward += 4 * e * stream
+        backward += 8 * e * stream
+        kept += heads * stat * s
+        scores = 0
+    else:
+        attention, attention_back = 4.0 * s * stream, 8.0 * s * stream
+        scores = heads * s * s
+        # Written by the product, scaled and masked, softmax, dropout, read by the product; the way back likewise.
+        forward += (8 + (3 if drop else 0)) * e * scores
+        backward += (9 + (3 if drop else 0)) * e * scores
+        kept += (e + (e + 1 if drop else 0)) * scores
+    return LayerWork(
+        name="block", parameters=matrices + 13 * h,  # biases of 3 + 1 + 4 + 1, two norms of 2 each
+        forward=Effort(flops=linear + attention, operands=operands, weights=weights, traffic=forward),
+        input_grad=Effort(flops=linear + attention_back, operands=operands, weights=weights, traffic=backward),
+        weight_grad=Effort(flops=linear, operands=operands, weights=3.0 * matrices * m, traffic=9.0 * e * stream),
+        kept_bytes=kept, kept_fixed_bytes=matrices * e if narrow else 0,
+        waiting_bytes=16.0 * e * stream,  # both sides of the four products
+        output_bytes=m * stream,
+        # The MLP's inner gradient, or attention's; then a matrix gradient before it is added to the sum.
+        workspace_bytes=max(4.0 * e * stream, 2.0 * e * scores),
+        workspace_fixed_bytes=4.0 * h * h * (m + e if narrow else m),
+        split_workspace_bytes=max(8.0 * e * stream, 2.0 * e * scores),
+    )  # fmt: skip
+
+
+def _embedding(model: ModelSpec, dtype: str) -> LayerWork:
+    s, h = model.sequence, model.hidden
+    m = _master(dtype)
+    table = model.vocabulary * h
+    mask = _mask_traffic(m) * s * h if model.dropout else 0
+    return LayerWork(
+        name="embedding", parameters=table + s * h,
+        forward=Effort(traffic=5.0 * m * s * h + mask, overhead=0.3),
+        input_grad=Effort(traffic=3.0 * m * s * h if model.dropout else 0.0, overhead=0.1),
+        # The gradient of a look-up is a whole table of mostly zeros, added to the sum.
+        weight_grad=Effort(traffic=3.0 * m * s * h, weights=4.0 * m * table, overhead=0.3),
+        kept_bytes=(m * s * h if model.dropout else 0) + 8 * s,
+        waiting_bytes=m * s * h + 8 * s,
+        output_bytes=m * s * h,
+        workspace_fixed_bytes=m * table, split_workspace_bytes=0,
+    )  # fmt: skip
+
+
+def _head(model: ModelSpec, dtype: str) -> LayerWork:
+    s, h, logits = model.sequence, model.hidden, model.sequence * model.vocabulary
+    e, m, stat = WIDTH[dtype], _master(dtype), STATISTIC[dtype]
+    narrow = e != m
+    matrix = model.vocabulary * h
+    product = Effort(
+        flops=2.0 * s * h * model.vocabulary,
+        operands=float(e * (s * h + logits)),
+        weights=float(matrix * e + (matrix * (m + e) if narrow else 0)),
+    )
+    norm = 2 * m * s * h + ((m + e) * s * h if narrow else 0)
+    loss = (e + stat if narrow else 0) * logits + 2 * stat * logits  # widen, then log-softmax
+    return LayerWork(
+        name="head", parameters=matrix + 2 * h,
+        forward=Effort(
+            flops=product.flops, operands=product.operands, weights=product.weights, traffic=norm + loss, overhead=0.4
+        ),
+        input_grad=Effort(
+            flops=product.flops, operands=product.operands, weights=product.weights, overhead=0.4,
+            traffic=3 * m * s * h + 4 * stat * logits,
+        ),
+        weight_grad=Effort(flops=product.flops, operands=product.operands, weights=3.0 * m * matrix, overhead=0.3),
+        kept_bytes=m * s * h + e * s * h + stat * logits + 2 * stat * s + 8 * s,
+        kept_fixed_bytes=matrix * e if narrow else 0,
+        waiting_bytes=e * (s * h + logits),
+        output_bytes=0,
+        workspace_bytes=2.0 * stat * logits,  # gradients of the log-probabilities and of the logits
+        workspace_fixed_bytes=matrix * (m + e if narrow else m),
+        split_workspace_bytes=2.0 * stat * logits,
+    )  # fmt: skip
