@@ -13,7 +13,7 @@ from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.cost.work import LayerWork
 from raypipe.errors import SpecError, nearest
 from raypipe.job.cluster import ClusterSpec, DeviceModel, LinkModel
-from raypipe.job.spec import ModelSpec, TrainSpec
+from raypipe.job.spec import GptSpec, TrainSpec
 
 GIB = 2**30
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -21,7 +21,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def analytic_profile(
-    model: ModelSpec | Sequence[LayerWork],
+    model: GptSpec | Sequence[LayerWork],
     cluster: ClusterSpec,
     dtype: str,
     sizes: Sequence[int] = SIZES,
@@ -80,7 +80,7 @@ def update_bytes(optimizer: str, momentum: bool, width: int) -> int:
 _OPTIMIZERS = tuple(TrainSpec.model_fields["optimizer"].annotation.__args__)  # type: ignore[union-attr]
 
 
-def _tied(model: ModelSpec | Sequence[LayerWork]) -> int:
+def _tied(model: GptSpec | Sequence[LayerWork]) -> int:
     return 0 if isinstance(model, Sequence) or not model.tie_embeddings else model.vocabulary * model.hidden
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raypipe.cost.work import Effort, LayerWork
-from raypipe.job.spec import ModelSpec
+from raypipe.job.spec import GptSpec
 
 WIDTH = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 """Bytes of a value that products compute with."""
@@ -23,7 +23,7 @@ FUSED_BACKWARD = 2.5
 2022, FlashAttention, appendix B.2)."""
 
 
-def gpt_work(model: ModelSpec, dtype: str, fused_attention: bool = True) -> Sequence[LayerWork]:
+def gpt_work(model: GptSpec, dtype: str, fused_attention: bool = True) -> Sequence[LayerWork]:
     """``layers + 2`` layers of a job's model: ``embedding``, ``block.0``, ..., ``head``.
 
     Args:
@@ -49,7 +49,7 @@ def _mask_traffic(width: int) -> int:
     return hashing + 3 + 1 + width + 2 * width + 3 * width
 
 
-def _block(model: ModelSpec, dtype: str, fused: bool) -> LayerWork:
+def _block(model: GptSpec, dtype: str, fused: bool) -> LayerWork:
     s, h, heads = model.sequence, model.hidden, model.heads
     e, m, stat = WIDTH[dtype], _master(dtype), STATISTIC[dtype]
     stream = s * h  # values of the residual stream, of one sample
@@ -93,7 +93,7 @@ def _block(model: ModelSpec, dtype: str, fused: bool) -> LayerWork:
     )  # fmt: skip
 
 
-def _embedding(model: ModelSpec, dtype: str) -> LayerWork:
+def _embedding(model: GptSpec, dtype: str) -> LayerWork:
     s, h = model.sequence, model.hidden
     m = _master(dtype)
     table = model.vocabulary * h
@@ -111,7 +111,7 @@ def _embedding(model: ModelSpec, dtype: str) -> LayerWork:
     )  # fmt: skip
 
 
-def _head(model: ModelSpec, dtype: str) -> LayerWork:
+def _head(model: GptSpec, dtype: str) -> LayerWork:
     s, h, logits = model.sequence, model.hidden, model.sequence * model.vocabulary
     e, m, stat = WIDTH[dtype], _master(dtype), STATISTIC[dtype]
     narrow = e != m

@@ -8,11 +8,11 @@ from raypipe.cost.analytic import SIZES, analytic_profile, update_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.work import Effort, plain_layer
 from raypipe.errors import SpecError
-from raypipe.job import ModelSpec, load_cluster
+from raypipe.job import GptSpec, load_cluster
 from raypipe.job.cluster import cluster_from
 
 PRESETS = sorted(Path(__file__).parents[2].glob("cluster/*.yaml"))
-GPT = ModelSpec(layers=3, hidden=256, heads=4, sequence=128, vocabulary=1000)
+GPT = GptSpec(layers=3, hidden=256, heads=4, sequence=128, vocabulary=1000)
 MACHINE = {
     "name": "made up",
     "hosts": 2,
@@ -59,7 +59,7 @@ def test_half_of_the_efficiency_where_the_overhead_says_so():
 def test_presets_make_sensible_profiles(path):
     cluster = load_cluster(path)
     dtype = "float32" if "float32" in cluster.device.peak_tflops else "bfloat16"
-    shape = ModelSpec(layers=4, hidden=2048, heads=16, sequence=1024, vocabulary=50257)
+    shape = GptSpec(layers=4, hidden=2048, heads=16, sequence=1024, vocabulary=50257)
     profile = analytic_profile(shape, cluster, dtype)
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
     block = profile.layers[1]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.cost.gpt_work import gpt_work
-from raypipe.job import ModelSpec
+from raypipe.job import GptSpec
 from raypipe.models import gpt
 from raypipe.models.keyed_random import random_keys
 from raypipe.runtime.split_backward import WeightQueue, defer_weight_gradients
@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 def spec(**changes):
     # Heads of 32 values: the fused attention on CPU needs no padding then.
-    return ModelSpec(**{"layers": 2, "hidden": 128, "heads": 4, "sequence": 64, "vocabulary": 320, **changes})
+    return GptSpec(**{"layers": 2, "hidden": 128, "heads": 4, "sequence": 64, "vocabulary": 320, **changes})
 
 
 @pytest.mark.parametrize(
