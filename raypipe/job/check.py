@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "shard": ("none",),
     "sync": ("lazy", "eager", "eager-opt"),
-    "recompute": ("none",),
+    "recompute": ("none", "full"),
     "tensor": (1,),
 }
 """Per key of ``parallel``, the values that work today; the others are refused instead of ignored."""
@@ -77,6 +77,7 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
         if parallel.schedule == "auto":
             placement = placed(parallel.placement, parallel.shape(job.train.batch))
             yield from _depth(len(placement[0]), parallel.stages, layers)
+            yield from _keep(parallel, len(placement[0]))
             return
         schedule = base_schedule(parallel, job.train.batch)
     except ScheduleError as error:
@@ -84,6 +85,7 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
         yield Problem(f"parallel.{key if key in type(parallel).model_fields else 'schedule'}", _why(error), error.fix)
         return
     yield from _depth(schedule.stages, parallel.stages, layers)
+    yield from _keep(parallel, schedule.stages)
     if parallel.microbatch % schedule.size.denominator:
         yield Problem(
             "parallel.microbatch",
@@ -102,6 +104,11 @@ def _depth(stages: int, devices: int, layers: int) -> Iterator[Problem]:
             f"{stages} stages{each} for a model of {layers} layer{'s' * (layers > 1)}",
             f"use at most {layers} in all, or a deeper model (model.layers)",
         )
+
+
+def _keep(parallel: ParallelSpec, stages: int) -> Iterator[Problem]:
+    if parallel.keep is not None and len(parallel.keep) != stages:
+        yield Problem("parallel.keep", f"{len(parallel.keep)} shares for {stages} stages", "give one per stage")
 
 
 def _why(error: ScheduleError) -> str:

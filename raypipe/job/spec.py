@@ -136,7 +136,10 @@ class ParallelSpec(Spec):
     transport: Literal["auto", "shm", "gloo", "nccl", "ray-collective"] = "auto"
     """What carries activations. ``auto`` picks per edge what is fastest there."""
     recompute: Literal["none", "full", "auto"] = "none"
-    """Activations to compute again instead of keeping."""
+    """Activations to compute again instead of keeping, beside what the schedule recomputes by itself. ``full``: all of
+    them, while the device waits for the gradient."""
+    keep: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)] | None = None
+    """Where activations are recomputed: per stage, the share of its micro-batches that keep them all the same."""
     tensor: Positive = 1
     """Devices that share each layer."""
 

@@ -15,7 +15,7 @@ from raypipe.errors import SpecError
 from raypipe.job.spec import ParallelSpec, Spec
 from raypipe.schedule import generate
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
+from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync, replicate
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.text import from_text
 from raypipe.schedule.verify import verify
@@ -67,11 +67,19 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
         schedule = from_text(plan.order, "plan: order")
     else:
         schedule = generate(parallel.schedule, parallel.shape(batch))
+    schedule = with_recompute(schedule, parallel)
     schedule = replicate(schedule, parallel.replicas)
     schedule = place_gradient_sync(schedule, cast(Sync, parallel.sync))  # it refuses what it does not know
     schedule = add_updates(schedule)
     verify(schedule)
     return schedule
+
+
+def with_recompute(schedule: Schedule, parallel: ParallelSpec) -> Schedule:
+    """The schedule with the recomputation that ``recompute`` and ``keep`` ask for, beside its own."""
+    if parallel.recompute == "full":
+        schedule = add_recompute(schedule, "early")
+    return keep_activations(schedule, parallel.keep) if parallel.keep is not None else schedule
 
 
 def forward_only(schedule: Schedule) -> Schedule:

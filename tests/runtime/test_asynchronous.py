@@ -18,7 +18,7 @@ SGD = {"optimizer": "sgd", "lr": 0.5, "weight_decay": 0.0}
 @pytest.mark.runs
 @pytest.mark.parametrize(
     "parallel",
-    [{"stages": 2}, {"stages": 4}, {"stages": 2, "replicas": 2}, {"stages": 1}],
+    [{"stages": 2}, {"stages": 4}, {"stages": 2, "replicas": 2}, {"stages": 1, "recompute": "full"}],
     ids=lambda p: "-".join(map(str, p.values())),
 )
 def test_two_buffered_weights(parallel, stage_pool, text_folder: Path, tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ PLANS = [
     {"schedule": "zeropp", "stages": 4, "unit": 4},
     {"schedule": "early-recompute", "stages": 2},
     {"schedule": "shifted-critical-path", "stages": 4},
+    {"schedule": "1f1b", "stages": 4, "recompute": "full", "keep": [0.0, 0.4, 0.5, 1.0]},
+    {"schedule": "zb-v", "stages": 2, "recompute": "full"},
     {"schedule": "model-parallel", "stages": 4},
     {"schedule": "fast-forward", "stages": 2, "chunks": 2},
     {"schedule": "modulo", "stages": 2, "chunks": 2},

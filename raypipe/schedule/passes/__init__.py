@@ -1,7 +1,7 @@
 """Passes: plain functions ``Schedule -> Schedule``, each keeping a valid schedule valid."""
 
 from raypipe.schedule.passes.backward import fuse_backward, split_backward
-from raypipe.schedule.passes.recompute import add_recompute
+from raypipe.schedule.passes.recompute import add_recompute, keep_activations
 from raypipe.schedule.passes.replicate import replicate
 from raypipe.schedule.passes.sync import add_updates, place_gradient_sync
 
@@ -9,6 +9,7 @@ __all__ = [
     "add_recompute",
     "add_updates",
     "fuse_backward",
+    "keep_activations",
     "place_gradient_sync",
     "replicate",
     "split_backward",

@@ -5,7 +5,7 @@ import pytest
 from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.passes import add_recompute
+from raypipe.schedule.passes import add_recompute, keep_activations
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 
@@ -49,3 +49,38 @@ def test_recompute_can_be_taken_off_again() -> None:
         add_recompute(plain, stages=[3])
     with pytest.raises(ScheduleError, match="use early or late"):
         add_recompute(plain, "sometimes")  # type: ignore[arg-type]
+
+
+def test_kept_shares_save_recomputation_and_take_memory() -> None:
+    stages, count = 4, 16
+    full = generate("early-recompute", Shape(devices=stages, microbatches=count))
+    plain = generate("1f1b", Shape(devices=stages, microbatches=count))
+    assert keep_activations(full, [1.0] * stages).orders == plain.orders
+    assert keep_activations(full, [0.0] * stages).orders == full.orders
+    half = keep_activations(full, [0.25, 0.5, 0.5, 1.0])
+    verify(half)
+    kinds = [[t.kind for t in order] for order in half.orders]
+    assert [k.count("R") for k in kinds] == [12, 8, 8, 0]
+    # Of the 4, 3, 2, 1 in flight at most 1, 2, 1, 1 are kept; the one going back is one of these or recomputed.
+    assert simulate(half, CostTable.even(stages)).peak_activations == (2, 2, 2, 1)
+
+
+def test_merak_shares_make_every_stage_wait_for_as_much_recomputation() -> None:
+    """Merak section 3.4: a_i = min(1, (s-1) a_1 / (s-i)) uses the same memory on every stage: that of a_1 on the first."""
+    stages, count, first = 8, 64, 0.5
+    shares = [min(1.0, (stages - 1) * first / (stages - 1 - i)) if i < stages - 1 else 1.0 for i in range(stages)]
+    full = generate("early-recompute", Shape(devices=stages, microbatches=count))
+    kept = keep_activations(full, shares)
+    verify(kept)
+    peaks = simulate(kept, CostTable.even(stages)).peak_activations
+    assert max(peaks) <= peaks[0] + 1
+    costs = CostTable.even(stages, recompute=1)
+    assert simulate(kept, costs).makespan < simulate(full, costs).makespan * 0.9
+
+
+def test_shares_that_make_no_sense_are_refused() -> None:
+    full = generate("early-recompute", Shape(devices=2, microbatches=4))
+    with pytest.raises(ScheduleError, match="1 shares for 2 stages"):
+        keep_activations(full, [0.5])
+    with pytest.raises(ScheduleError, match="use 0 to 1"):
+        keep_activations(full, [0.5, 1.5])
