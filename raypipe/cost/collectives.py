@@ -1,0 +1,134 @@
+"""What collectives cost: the alpha-beta formulas of the usual algorithms, alone and over hosts with several devices.
+
+A message of n bytes takes ``alpha + n * beta``; a device sends and receives one at a time, both at once. Sizes: of
+the whole vector, which every device holds before or after. Sources: Thakur, Rabenseifner, Gropp 2005 (all formulas);
+Rabenseifner 2004; Li and Hoefler 2021 (Chimera), section 3.4, uses Rabenseifner's all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from raypipe.cost.profile import CollectiveFit, LinkFit, Profile
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Model = Literal["ring", "rabenseifner", "tree"]
+MODELS: tuple[Model, ...] = get_args(Model)
+
+
+class Terms(NamedTuple):
+    """A formula's coefficients: ``alphas * alpha + vectors * beta * size``."""
+
+    alphas: float
+    """Messages one after another."""
+    vectors: float
+    """Vectors' worth of bytes one after another."""
+
+    def seconds(self, link: LinkFit, size_bytes: float) -> float:
+        """Time of a vector of this size."""
+        return self.alphas * link.alpha_s + self.vectors * link.beta_s_per_byte * size_bytes
+
+
+def terms(kind: Kind, model: Model, group: int) -> Terms:
+    """Coefficients of one collective over ``group`` devices.
+
+    ``ring``: r - 1 steps of 1/r each way. ``rabenseifner``: recursive halving and doubling, log2(r) steps of halves;
+    where r is no power of two, the devices too many hand their vector to a neighbour first and get the result back.
+    ``tree``: binomial trees that carry whole vectors (all-reduce: to the root and back; all-gather: collect, then
+    broadcast; reduce-scatter: reduce, then scatter).
+
+    >>> terms("all_reduce", "rabenseifner", 8)
+    Terms(alphas=6.0, vectors=1.75)
+    >>> terms("all_gather", "ring", 4)
+    Terms(alphas=3.0, vectors=0.75)
+    """
+    if group <= 1:
+        return Terms(0.0, 0.0)
+    halves = 2 if kind == "all_reduce" else 1  # it is a reduce-scatter and an all-gather
+    if model == "ring":
+        return Terms(float(halves * (group - 1)), halves * (group - 1) / group)
+    depth = math.ceil(math.log2(group))
+    if model == "tree":
+        whole, parts = (2 * depth, 0.0) if kind == "all_reduce" else (depth, (group - 1) / group)
+        return Terms(float(2 * depth), whole + parts)
+    even = 2 ** math.floor(math.log2(group))
+    folds = halves if even < group else 0
+    return Terms(float(halves * math.log2(even) + folds), halves * (even - 1) / even + folds)
+
+
+def best(kind: Kind, link: LinkFit, group: int, size_bytes: float) -> float:
+    """Time by the fastest of the algorithms, as a library that knows its links would choose."""
+    return min(terms(kind, model, group).seconds(link, size_bytes) for model in MODELS)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the members of a group are."""
+
+    hosts: int
+    per_host: int
+    """Members on the fullest host."""
+
+    @property
+    def group(self) -> int:
+        """Members in all, every host as full as the fullest."""
+        return self.hosts * self.per_host
+
+    @staticmethod
+    def of(devices: Sequence[int], devices_per_host: int) -> Layout:
+        """Devices are numbered host by host.
+
+        >>> Layout.of([0, 1, 8, 9], 8)
+        Layout(hosts=2, per_host=2)
+        """
+        counts = Counter(device // devices_per_host for device in set(devices))
+        return Layout(len(counts), max(counts.values(), default=0))
+
+
+def collective_seconds(profile: Profile, kind: Kind, size_bytes: float, layout: Layout, sharing: int = 1) -> float:
+    """Time of one collective: as measured on this cluster where it was, else by the formulas.
+
+    Args:
+        profile: links, hosts and measurements.
+        kind: which one.
+        size_bytes: the whole vector.
+        layout: where its members are.
+        sharing: groups that use a host's links at the same time.
+    """
+    if layout.group <= 1 or size_bytes <= 0:
+        return 0.0
+    measured = [fit for fit in profile.collectives if fit.kind == kind]
+    if measured:
+        return from_measured(measured, layout.group, size_bytes)
+    if layout.hosts == 1:
+        return best(kind, profile.inside, layout.group, size_bytes)
+    between = profile.between
+    if layout.per_host == 1:
+        return best(kind, _shared(between, sharing / profile.host_links), layout.hosts, size_bytes)
+    # Flat: a ring through all members enters each host once. In levels: inside, then 1/k of the vector for each of a
+    # host's k members between the hosts, then inside again.
+    flat = best(kind, _shared(between, sharing / profile.host_links), layout.group, size_bytes)
+    k = layout.per_host
+    part = size_bytes / k
+    levels = best(kind, _shared(between, sharing * k / profile.host_links), layout.hosts, part)
+    if kind in ("all_reduce", "reduce_scatter"):
+        levels += best("reduce_scatter", profile.inside, k, size_bytes)
+    if kind in ("all_reduce", "all_gather"):
+        levels += best("all_gather", profile.inside, k, size_bytes)
+    return min(flat, levels)
+
+
+def from_measured(measured: Sequence[CollectiveFit], group: int, size_bytes: float) -> float:
+    """Time by the measurement at the nearest group size, carried over to this one by its model's formula."""
+    fit = min(measured, key=lambda f: (abs(math.log(f.group / group)), f.group))
+    link = LinkFit(alpha_s=fit.alpha_s, beta_s_per_byte=fit.beta_s_per_byte)
+    return terms(fit.kind, fit.model, group).seconds(link, size_bytes)
+
+
+def _shared(link: LinkFit, users: float) -> LinkFit:
+    """A link whose bandwidth several senders share."""
+    return link.model_copy(update={"beta_s_per_byte": link.beta_s_per_byte * max(1.0, users)})
