@@ -1,0 +1,41 @@
+"""Times at micro-batch sizes that were not profiled."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from raypipe.cost.profile import LayerProfile, TaskTimes
+
+FIELDS = ("forward", "input_grad", "weight_grad", "joint", "recompute")
+
+
+def times_at(layer: LayerProfile, samples: float) -> TaskTimes:
+    """Task times of a layer for a micro-batch of ``samples``: measured, or on the line between its two neighbours.
+
+    Beyond the largest size on the line through the last two, as time is overhead plus work; below the smallest that
+    line would be a guess about overhead, so time is taken to stay what it is there.
+    """
+    if samples in layer.times:
+        return layer.times[int(samples)]
+    known = sorted(layer.times)
+    if samples < known[0] or len(known) == 1:
+        times = layer.times[known[0]]
+        if samples <= known[0]:
+            return times
+        factor = samples / known[0]
+        return times.model_copy(update={f: getattr(times, f) * factor for f in FIELDS})
+    right = min(max(bisect_left(known, samples), 1), len(known) - 1)
+    low, high = known[right - 1], known[right]
+    share = (samples - low) / (high - low)
+    a, b = layer.times[low], layer.times[high]
+    mixed = {f: getattr(a, f) + share * (getattr(b, f) - getattr(a, f)) for f in FIELDS}
+    # Two noisy measurements may fall; a time never comes out below the last one measured.
+    return b.model_copy(update={f: max(v, getattr(b, f)) if share > 1 else v for f, v in mixed.items()})
+
+
+def stage_times(layers: Sequence[LayerProfile], samples: float) -> TaskTimes:
+    """Task times of several layers in a row."""
+    each = [times_at(layer, samples) for layer in layers]
+    sums = {f: sum(getattr(t, f) for t in each) for f in FIELDS}
+    return TaskTimes(**sums)

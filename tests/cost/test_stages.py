@@ -1,0 +1,116 @@
+"""Stage costs by hand: sums over layers, sizes between the profiled ones, links by host, gradient sums, updates."""
+
+import pytest
+
+from raypipe.cost.sizes import times_at
+from raypipe.cost.stages import costs_of, parameters, stage_costs
+from raypipe.errors import SpecError
+from raypipe.schedule import Shape, generate
+from raypipe.schedule.passes import place_gradient_sync, replicate
+from raypipe.simulate.engine import simulate
+
+CUT = [(0, 1), (2,), (3,), (4, 5)]
+LINE = [(0, 1, 2, 3)]
+
+
+def test_tasks_are_sums_over_layers(profile):
+    costs = stage_costs(profile, CUT, 2, LINE)
+    assert costs.forward == (2 + 5, 5, 5, 2 + 6)
+    assert costs.by_kind("BW") == (2 + 10, 9, 9, 2 + 12)  # joint: one pass over both gradients
+    assert costs.recompute == costs.forward
+    apart = stage_costs(profile, CUT, 2, LINE, split=True)
+    assert apart.input_grad == (2 + 7.5, 7, 7, 2 + 9)
+    assert apart.weight_grad == (2 + 2.5, 3, 3, 2 + 3)
+    assert sum(apart.by_kind("BW")) > sum(costs.by_kind("BW"))
+
+
+def test_every_task_has_its_overhead(profile):
+    costs = stage_costs(profile.model_copy(update={"task_overhead_s": 0.25}), CUT, 2, LINE)
+    assert costs.forward[1] == 5.25
+    assert costs.by_kind("BW")[1] == pytest.approx(9.25)
+
+
+@pytest.mark.parametrize(("samples", "forward"), [(1, 3), (2, 5), (3, 7), (4, 9), (8, 17), (0.5, 3)])
+def test_sizes_that_were_not_profiled(profile, samples, forward):
+    """On the line between neighbours and beyond the largest; below the smallest, no less than it."""
+    assert times_at(profile.layers[1], samples).forward == forward
+
+
+def test_one_profiled_size_scales(profile):
+    block = profile.layers[1]
+    only = block.model_copy(update={"times": {2: block.times[2]}})
+    assert times_at(only, 4).forward == 10
+    assert times_at(only, 1).forward == 5
+
+
+def test_a_noisy_last_pair_does_not_lead_to_negative_times(profile):
+    block = profile.layers[1]
+    falling = block.model_copy(update={"times": {1: block.times[4], 2: block.times[1]}})
+    assert times_at(falling, 100).forward == block.times[1].forward
+
+
+def test_halves_of_micro_batches_are_less_efficient(profile):
+    """Two halves of 1 sample take 2 * 3, one task of 2 takes 5; the table speaks of full micro-batches."""
+    halves = stage_costs(profile, CUT, 2, LINE, size=0.5)
+    assert halves.forward[1] == 6
+    schedule = generate("chimera", Shape(devices=4, microbatches=8, concat="halving"))
+    assert costs_of(profile, CUT, 2, schedule).forward[1] == 6
+
+
+def test_links_by_host(profile):
+    """20 bytes a message of two samples: 1 + 0.2 inside a host, 5 + 2 between hosts."""
+    assert stage_costs(profile, CUT, 2, LINE).comm == (1.2, 7, 1.2, 1.2)  # the last one has no use
+    assert stage_costs(profile, CUT, 2, [(0, 1, 2, 3), (3, 2, 1, 0)]).comm == (1.2, 7, 1.2, 1.2)
+    v = stage_costs(profile, CUT, 2, [(0, 1, 1, 0)])
+    assert v.links[:3] == (1.2, 0, 1.2)
+    assert stage_costs(profile, [range(6)], 2, [(0,)]).comm == 0
+
+
+def test_gradient_sums(profile):
+    """Two hosts with a pipeline of two each: stage 0 on devices 0 and 2, so one float32 vector crosses at 0.2 s a byte
+    (two devices a host share one link), 2 * 1/2 of it, in two messages."""
+    cut = [(0, 1, 2), (3, 4, 5)]
+    costs = stage_costs(profile, cut, 2, [(0, 1), (2, 3)])
+    own = 4 * (60 + 20 + 20 - 50), 4 * (20 + 20 + 55 - 50)
+    assert costs.all_reduce == pytest.approx([2 * 5 + 0.2 * size for size in own])
+    # The tied matrix: over all four devices, after the others; then each stage updates all it holds.
+    tied = 4 * 50
+    levels = 2 * 5 + 0.2 * tied / 2 + 2 * (1 + 0.01 * tied / 2)
+    flat = 2 * 2 * 5 + 2 * 3 / 4 * 0.1 * tied
+    assert costs.update == pytest.approx([0.1 * 100 + min(levels, flat), 0.1 * 95 + min(levels, flat)])
+
+
+def test_without_replicas_only_the_tied_matrix_is_summed(profile):
+    costs = stage_costs(profile, CUT, 2, LINE)
+    assert costs.all_reduce == (0, 0, 0, 0)
+    tied = 2 * 5 + 0.1 * 200 * 2  # between hosts, whose link is shared with the two other devices
+    assert costs.update == pytest.approx([0.1 * 80 + tied, 0.1 * 20, 0.1 * 20, 0.1 * 75 + tied])
+    alone = stage_costs(profile, [range(6)], 2, [(0,)])
+    assert alone.update == pytest.approx([0.1 * (60 + 80 + 55 - 50)])
+
+
+def test_a_matrix_shared_inside_a_stage_counts_once(profile):
+    assert parameters(profile, range(6)) == 145
+    assert parameters(profile, [0, 1]) == 80
+
+
+def test_the_table_runs(profile):
+    """Costs of a replicated Chimera, end to end: gradient sums make the simulated step longer."""
+    schedule = replicate(generate("chimera", Shape(devices=4, microbatches=4)), 2)
+    costs = costs_of(profile, CUT, 2, schedule)
+    assert simulate(place_gradient_sync(schedule, "lazy", costs), costs).makespan > simulate(schedule, costs).makespan
+
+
+@pytest.mark.parametrize(
+    ("cut", "placement", "words"),
+    [
+        ([(0, 1), (2, 3)], [(0, 1)], "no cut of 6 layers"),
+        ([(0, 1, 2), (2, 3, 4, 5)], [(0, 1)], "no cut of 6 layers"),
+        ([(3, 4, 5), (0, 1, 2)], [(0, 1)], "in order"),
+        ([(0, 1, 2, 3, 4, 5), ()], [(0, 1)], "no cut of 6 layers"),
+        ([(0, 1, 2), (3, 4, 5)], [(0, 1, 2)], "3 stages for a cut into 2"),
+    ],
+)
+def test_cuts_that_are_none(profile, cut, placement, words):
+    with pytest.raises(SpecError, match=words):
+        stage_costs(profile, cut, 2, placement)
