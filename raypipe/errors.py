@@ -3,6 +3,7 @@
 RaypipeError
 ├── RequestError            the request is wrong: exit status 2
 │   ├── SpecError           a key, value or file of a job, cluster or profile
+│   ├── CaptureError        a model that cannot be captured or cut
 │   └── ScheduleError       a schedule that cannot exist or cannot run
 └── RunError                it failed while running: exit status 1
     ├── TransportError      a message that did not come, or came wrong
@@ -40,6 +41,10 @@ class RequestError(RaypipeError):
 
 class SpecError(RequestError):
     """A job, cluster, profile or plan file holds a wrong key or value."""
+
+
+class CaptureError(RequestError):
+    """A model whose operations cannot be read off, or cannot be cut into stages."""
 
 
 class ScheduleError(RequestError):

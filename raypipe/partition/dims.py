@@ -1,0 +1,117 @@
+"""Sizes that depend on the batch: a whole number, or an expression in the sizes of the model's inputs.
+
+An expression is text such as ``"s0*s1"`` or ``"(s1 - 1)//2 + 1"``, as torch's symbolic shapes print it. It is read
+by a small evaluator that knows arithmetic and nothing else, since such text also comes out of files.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+from raypipe.errors import RequestError
+
+Dim = int | str
+"""One size of a tensor."""
+Sizes = Mapping[str, int]
+"""What each symbol stands for."""
+
+_BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+    ast.Pow: lambda a, b: a**b,
+}
+_CALLS: dict[str, Callable[..., int]] = {
+    "Max": max,
+    "Min": min,
+    "Mod": lambda a, b: a % b,
+    "FloorDiv": lambda a, b: a // b,
+    "CeilDiv": lambda a, b: -(-a // b),
+    "PythonMod": lambda a, b: a % b,
+}
+
+
+def evaluate(dim: Dim, sizes: Sizes) -> int:
+    """The number a size stands for.
+
+    Raises:
+        RequestError: a symbol without a value, or text that is no arithmetic.
+
+    >>> evaluate("(s1 - 1)//2 + 1", {"s1": 8})
+    4
+    """
+    return dim if isinstance(dim, int) else _value(_parsed(dim), sizes, dim)
+
+
+def evaluate_all(shape: Sequence[Dim], sizes: Sizes) -> tuple[int, ...]:
+    """A whole shape."""
+    return tuple(evaluate(dim, sizes) for dim in shape)
+
+
+def count(shape: Sequence[Dim], sizes: Sizes) -> int:
+    """Number of values in a tensor of this shape."""
+    return math.prod(evaluate_all(shape, sizes))
+
+
+def symbols(dim: Dim) -> frozenset[str]:
+    """Names of the sizes that a size depends on.
+
+    >>> sorted(symbols("s0*(s1 + 1)"))
+    ['s0', 's1']
+    """
+    if isinstance(dim, int):
+        return frozenset()
+    functions = {id(node.func) for node in ast.walk(_parsed(dim)) if isinstance(node, ast.Call)}
+    return frozenset(n.id for n in ast.walk(_parsed(dim)) if isinstance(n, ast.Name) and id(n) not in functions)
+
+
+def bind(declared: Mapping[str, Sequence[Dim]], actual: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The sizes that make the declared shapes of inputs the actual ones.
+
+    Raises:
+        RequestError: an input that is missing, of another rank, or of a size that the model was not captured for.
+    """
+    found: dict[str, int] = {}
+    for name, shape in declared.items():
+        if name not in actual:
+            raise RequestError(name, "this input of the model was not given", "give every input it was captured with")
+        given = tuple(actual[name])
+        if len(given) != len(shape):
+            raise RequestError(name, f"has shape {given}, captured as {tuple(shape)}", "give it as it was captured")
+        for dim, size in zip(shape, given, strict=True):
+            if isinstance(dim, str) and dim.isidentifier():
+                if found.setdefault(dim, size) != size:
+                    raise RequestError(name, f"shape {given} does not fit the other inputs", "give inputs of one size")
+            elif isinstance(dim, int) and dim != size:
+                why = f"has shape {given}, but the model was captured for {tuple(shape)} only"
+                raise RequestError(name, why, f"give size {dim} there, or capture again with that size")
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:
+        raise RequestError(text, "is no size of a tensor", "capture the model again") from None
+
+
+def _value(node: ast.expr, sizes: Sizes, text: str) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.Name):
+        if node.id not in sizes:
+            raise RequestError(text, f"the size {node.id} depends on values, not on shapes", "cut the model elsewhere")
+        return sizes[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, sizes, text)
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        return _BINARY[type(node.op)](_value(node.left, sizes, text), _value(node.right, sizes, text))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLS:
+        return _CALLS[node.func.id](*(_value(arg, sizes, text) for arg in node.args))
+    raise RequestError(text, "is no size of a tensor", "capture the model again")

@@ -1,0 +1,74 @@
+"""Build a module without the memory of its parameters, which then are meta tensors; its buffers hold real values.
+
+Buffers (rotary frequencies, position ids, running statistics) are small, and nothing but the constructor knows their
+values. Parameters are what makes models large, and their start values are drawn elsewhere, by key.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_UNINITIALISED = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_permuted.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+_patching = threading.RLock()
+
+
+def build_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
+    """Run a constructor; its parameters come out on the meta device, whatever device it asks for.
+
+    Uninitialised memory is meta from the start - parameters are made of it, buffers with a value are not - and what
+    else becomes a parameter is moved there at once, so at most one parameter is held at a time. torch's global random
+    generator is left as it was.
+    """
+    with _patching, torch.random.fork_rng(devices=[]), _meta_parameters(), _MetaForUninitialised():  # type: ignore[no-untyped-call]
+        return build()
+
+
+class _MetaForUninitialised(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Uninitialised memory is asked for on the meta device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _UNINITIALISED:
+            kwargs |= {"device": torch.device("meta"), "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _meta_parameters() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
+    """The names of each parameter of a module, in the order of its first name: several where it is tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(_identity(parameter), []).append(name)
+    return [tuple(group) for group in names.values()]
+
+
+def _identity(parameter: Tensor) -> int:
+    return id(parameter)

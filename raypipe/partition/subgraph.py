@@ -1,0 +1,102 @@
+"""Build the module that runs some consecutive operations of a captured model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from raypipe.partition.capture import Captured
+from raypipe.partition.encode import Plain, resolve
+from raypipe.partition.liveness import crossing, needed_anew, replicated
+from raypipe.partition.operations import Operation
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """A run of a model's operations as a module."""
+
+    module: fx.GraphModule
+    """Called with ``arrives`` and then ``inputs``; returns the tuple ``leaves``. Its parameters are on the meta device
+    and have the names they have in the model; a tied one has its owner's."""
+    arrives: tuple[Operation, ...]
+    """What crosses the cut before it."""
+    inputs: tuple[str, ...]
+    """Raw inputs of the model that it reads."""
+    leaves: tuple[Operation, ...]
+    """What crosses the cut behind it; at the model's end, what the model returns."""
+
+
+def build_subgraph(captured: Captured, span: range, device: torch.device | str = "cpu") -> Subgraph:
+    """Build the module of the operations ``span``; nothing is allocated but copies of the buffers they read.
+
+    What arrives only to be passed on is returned as it came. Operations that each stage computes anew are included.
+    ``device`` is where the graph makes new tensors, and where the buffers are.
+    """
+    graph = captured.graph
+    total = len(graph.operations)
+    anew = replicated(graph)
+    arriving, leaving = crossing(graph, [span.start, span.stop])
+    if span.stop == total:
+        leaving = tuple(graph.outputs.values())
+    own = {n for n in span if not anew[n]}
+    again = set(needed_anew(graph, [*own, *leaving])) | {n for n in leaving if anew[n]}
+    order = sorted(own | again)
+    operations = [graph.operations[n] for n in order]
+
+    root = nn.Module()
+    made = fx.Graph()
+    nodes: dict[int | str, fx.Node] = {n: made.placeholder(graph.operations[n].name) for n in arriving}
+    read = list(dict.fromkeys(name for operation in operations for name in operation.sources))
+    inputs = tuple(name for name in graph.inputs if name in read)
+    nodes |= {name: made.placeholder(name) for name in inputs}
+    for name in read:
+        if name not in inputs:
+            _hold(root, name, captured, torch.device(device))
+            nodes[name] = made.get_attr(name)
+    for number, operation in zip(order, operations, strict=True):
+        call = captured.calls[number]
+        args = tuple(_value(arg, nodes, device) for arg in call.args)
+        kwargs = {key: _value(arg, nodes, device) for key, arg in call.kwargs.items()}
+        nodes[number] = made.create_node("call_function", resolve(operation.target), args, kwargs, operation.name)
+    made.output(tuple(nodes[n] for n in leaving))
+    return Subgraph(
+        fx.GraphModule(root, made),
+        tuple(graph.operations[n] for n in arriving),
+        inputs,
+        tuple(graph.operations[n] for n in leaving),
+    )
+
+
+def _hold(root: nn.Module, name: str, captured: Captured, device: torch.device) -> None:
+    """Put a parameter or buffer where its path says."""
+    *parents, leaf = name.split(".")
+    owner = root
+    for parent in parents:
+        if parent not in owner._modules:
+            owner.add_module(parent, nn.Module())
+        owner = owner._modules[parent]  # type: ignore[assignment]
+    source = captured.graph.sources[name]
+    if source.kind != "parameter":
+        owner.register_buffer(leaf, captured.values[name].to(device, copy=True))
+        return
+    shape = [int(d) for d in source.type.shape]
+    empty = torch.empty(shape, dtype=getattr(torch, source.type.dtype), device="meta")
+    owner.register_parameter(leaf, nn.Parameter(empty, source.requires_grad))
+
+
+def _value(value: Plain, nodes: dict[int | str, fx.Node], device: torch.device | str) -> fx.node.Argument:
+    """From plain data back to an argument."""
+    if isinstance(value, list):
+        return [_value(item, nodes, device) for item in value]
+    if not isinstance(value, dict):
+        return value  # type: ignore[no-any-return]
+    ((key, content),) = value.items()
+    if key in ("op", "of"):
+        return nodes[content]
+    if key == "float":
+        return float(content)
+    if key == "device":
+        return torch.device(device)
+    return getattr(torch, content)  # type: ignore[no-any-return]
