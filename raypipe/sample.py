@@ -8,7 +8,7 @@ import torch
 
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.errors import SpecError
-from raypipe.job.spec import ModelSpec
+from raypipe.job import GptSpec, ModelSpec
 from raypipe.models import StageBody, build_layers
 from raypipe.train import saved_model
 
@@ -36,6 +36,10 @@ def load_model(directory: Path) -> tuple[ModelSpec, StageBody]:
 def sample_text(directory: Path, prompt: str, length: int, temperature: float, seed: int) -> str:
     """``prompt`` and ``length`` more bytes drawn from the model, as text; what cannot be shown is U+FFFD."""
     model, network = load_model(directory)
+    if not isinstance(model, GptSpec):
+        raise SpecError(
+            str(directory), "only the built-in GPT writes text here", "`raypipe export` it for transformers"
+        )
     torch.set_num_threads(1)  # one short window at a time: more threads only wait for each other
     tokens = list(prompt.encode()) or [0]
     if max(tokens) >= model.vocabulary:

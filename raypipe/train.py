@@ -14,8 +14,9 @@ from typing import Any
 from raypipe.auto import search
 from raypipe.auto.placements import placed
 from raypipe.errors import CheckpointError, RunError, SpecError
+from raypipe.job.model_spec import ModelSpec, read_model
 from raypipe.job.order import base_schedule, is_file
-from raypipe.job.spec import JobSpec, ModelSpec
+from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.observe.summary import summarise
 from raypipe.plan.plan import Plan, build_schedule, load_plan
@@ -43,9 +44,10 @@ def make_plan(job: JobSpec) -> Plan:
         SpecError: more stages than layers.
         ScheduleError: the schedule does not exist for this shape.
     """
+    from raypipe.data import declared_fields
     from raypipe.models import build_layers, split_layers
 
-    layers = build_layers(job.model)
+    layers = build_layers(job.model, declared_fields(job.data))
     parallel = job.parallel
     order: str | None
     if parallel.schedule == "auto":
@@ -86,15 +88,15 @@ def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: P
         _check_cut(plan, job, plan_file)
     else:
         plan = (_searched_before(job, directory) if resume else None) or make_plan(job)
-    from raypipe.data import prepare
-    from raypipe.data.corpus import META
+    from raypipe.data import declared_fields, is_prepared, prepare_data
+    from raypipe.models import build_layers
 
     where = _directory(job, directory, resume)
     if resume:
         _check_resume(job, where)
     try:
-        if not (resume and (where / "data" / META).exists()):  # a resumed run goes on with the text it began with
-            prepare(job.data, job.model.sequence, where / "data")
+        if not (resume and is_prepared(where / "data")):  # a resumed run goes on with the data it began with
+            prepare_data(job, build_layers(job.model, declared_fields(job.data)).task, where / "data")
         plan.save(where / "plan.json")
         (where / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -118,7 +120,7 @@ def saved_model(directory: Path) -> ModelSpec:
     """
     path = directory / JOB_FILE
     try:
-        return ModelSpec.model_validate(json.loads(path.read_text(encoding="utf-8"))["model"])
+        return read_model(json.loads(path.read_text(encoding="utf-8"))["model"])
     except FileNotFoundError:
         raise SpecError(str(directory), "holds no run", "give the --run-dir of a `raypipe train`") from None
     except (OSError, ValueError, KeyError, TypeError):
@@ -126,10 +128,11 @@ def saved_model(directory: Path) -> ModelSpec:
 
 
 def _check_cut(plan: Plan, job: JobSpec, plan_file: Path) -> None:
+    from raypipe.data import declared_fields
     from raypipe.models import build_layers
 
     layers = [i for stage in plan.cut for i in stage]
-    expected = build_layers(job.model).count
+    expected = build_layers(job.model, declared_fields(job.data)).count
     if layers != list(range(expected)):
         raise SpecError(
             f"{plan_file}: cut", f"holds layers {layers} of a model with layers 0 to {expected - 1}",

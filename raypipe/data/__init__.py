@@ -1,7 +1,19 @@
-"""Training data: found and packed once by the driver, read by each actor row by row."""
+"""Training data: found, checked and laid out once by the driver, read by each actor row by row."""
 
+from raypipe.data.arrays import Arrays, declared_fields, known_fields, prepare_arrays
 from raypipe.data.corpus import Corpus
-from raypipe.data.dataset import Dataset, open_data
+from raypipe.data.dataset import Dataset, is_prepared, open_data, prepare_data
 from raypipe.data.prepare import prepare
 
-__all__ = ["Corpus", "Dataset", "open_data", "prepare"]
+__all__ = [
+    "Arrays",
+    "Corpus",
+    "Dataset",
+    "declared_fields",
+    "is_prepared",
+    "known_fields",
+    "open_data",
+    "prepare",
+    "prepare_arrays",
+    "prepare_data",
+]

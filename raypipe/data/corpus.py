@@ -58,17 +58,23 @@ class Corpus:
     def samples(self, split: Split, seed: int, step: int, first: int, count: int, batch: int) -> tuple[Tensor, Tensor]:
         """Samples ``first`` to ``first + count - 1`` of a step's mini-batch of ``batch``.
 
-        Returns tokens and targets, each int64 ``[count, sequence]``. Held-out samples don't depend on the seed, so
-        that validation losses of all runs compare.
+        Returns tokens and targets, each int64 ``[count, sequence]``.
+        """
+        rows = self.rows(split, seed, step, first, count, batch)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def rows(self, split: Split, seed: int, step: int, first: int, count: int, batch: int) -> Tensor:
+        """The same as int64 ``[count, sequence + 1]``.
+
+        Held-out samples don't depend on the seed, so that validation losses of all runs compare.
         """
         rows = np.empty((count, self.sequence + 1), dtype=np.int64)
         array, sequence, windows = self.arrays[split], self.sequence, self.windows(split)
         for row in range(count):
             epoch, position = divmod(step * batch + first + row, windows)
-            start = permuted(_key(split, seed if split == "train" else 0, epoch), windows, position) * sequence
+            start = permuted(order_key(split, seed if split == "train" else 0, epoch), windows, position) * sequence
             rows[row] = array[start : start + sequence + 1]
-        both = torch.from_numpy(rows)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        return torch.from_numpy(rows)
 
     def batch(self, split: Split, seed: int, step: int, batch: int) -> tuple[Tensor, Tensor]:
         """The whole mini-batch of a step: tokens and targets, int64 ``[batch, sequence]``."""
@@ -76,7 +82,7 @@ class Corpus:
 
 
 @lru_cache(maxsize=16)
-def _key(split: Split, seed: int, epoch: int) -> int:
+def order_key(split: Split, seed: int, epoch: int) -> int:
     """The 64-bit name of an epoch's order; built-in ``hash`` would differ between processes."""
     digest = hashlib.sha256(f"{split}/{seed}/{epoch}".encode()).digest()
     return int.from_bytes(digest[:8], "little")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from raypipe.data.atomic import digest, replace_file
 from raypipe.data.corpus import META, SPLITS, Corpus
 from raypipe.data.files import Found, TextFile, find_text
 from raypipe.errors import SpecError
@@ -51,9 +51,9 @@ def prepare(data: DataSpec, sequence: int, directory: Path) -> Corpus:
         "bytes": dict(zip(SPLITS, lengths, strict=True)),
         "files": {name: len(parts[name]) for name in SPLITS},
         "skipped": {"binary": found.binary, "empty": found.empty},
-        "sha256": {name: _digest(directory / f"{name}.npy") for name in SPLITS},
+        "sha256": {name: digest(directory / f"{name}.npy") for name in SPLITS},
     }
-    _replace(directory / META, json.dumps(meta, indent=1).encode())
+    replace_file(directory / META, json.dumps(meta, indent=1).encode())
     return Corpus.open(directory)
 
 
@@ -97,22 +97,3 @@ def _write(path: Path, pieces: Sequence[Piece]) -> int:
             out.write(content[start:stop] + END)
     partial.replace(path)
     return length
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    partial.replace(path)
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as content:
-        blocks: Iterable[bytes] = iter(lambda: content.read(1 << 20), b"")
-        for block in blocks:
-            digest.update(block)
-    return digest.hexdigest()

@@ -2,12 +2,16 @@
 
 from raypipe.job.cluster import ClusterSpec, load_cluster
 from raypipe.job.load import job_from, load_job
-from raypipe.job.spec import DataSpec, GptSpec, JobSpec, ModelSpec, ParallelSpec, TrainSpec
+from raypipe.job.model_spec import CapturedSpec, GptSpec, HfSpec, ImportSpec, ModelSpec
+from raypipe.job.spec import DataSpec, JobSpec, ParallelSpec, TrainSpec
 
 __all__ = [
+    "CapturedSpec",
     "ClusterSpec",
     "DataSpec",
     "GptSpec",
+    "HfSpec",
+    "ImportSpec",
     "JobSpec",
     "ModelSpec",
     "ParallelSpec",

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from raypipe.auto.placements import placed
 from raypipe.errors import ScheduleError
+from raypipe.job.model_spec import CapturedSpec, GptSpec
 from raypipe.job.order import base_schedule
 
 if TYPE_CHECKING:
-    from raypipe.job.spec import JobSpec, ModelSpec, ParallelSpec, TrainSpec
+    from raypipe.job.spec import DataSpec, JobSpec, ParallelSpec, TrainSpec
 
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "shard": ("none",),
@@ -31,16 +32,23 @@ class Problem(NamedTuple):
 
 def problems(job: JobSpec) -> Iterator[Problem]:
     """All broken rules, the most basic first."""
-    yield from _model(job.model)
-    if job.model.vocabulary < 256:
-        yield Problem("model.vocabulary", f"{job.model.vocabulary}, but bytes take 256 values", "use 256")
+    if isinstance(job.model, GptSpec):
+        yield from _gpt(job.model, job.data)
+    else:
+        yield from _captured(job.model, job.data)
+    if job.data.held_out is not None and job.data.type != "arrays":
+        yield Problem("data.held_out", "text is split by file", "leave it out")
     yield from _train(job.train)
     yield from _available(job.parallel)
     yield from _batch(job)
     yield from _schedule(job)
 
 
-def _model(model: ModelSpec) -> Iterator[Problem]:
+def _gpt(model: GptSpec, data: DataSpec) -> Iterator[Problem]:
+    if data.type != "bytes":
+        yield Problem("data.type", f"the built-in GPT reads bytes, not {data.type}", "use bytes, or another model")
+    if model.vocabulary < 256:
+        yield Problem("model.vocabulary", f"{model.vocabulary}, but bytes take 256 values", "use 256")
     if model.hidden % model.heads:
         low, high = neighbours(model.hidden, model.heads)
         yield Problem(
@@ -48,6 +56,14 @@ def _model(model: ModelSpec) -> Iterator[Problem]:
             f"{model.hidden} is not divisible by heads = {model.heads}",
             f"use {_either(low, high)}, or another number of heads",
         )
+
+
+def _captured(model: CapturedSpec, data: DataSpec) -> Iterator[Problem]:
+    if data.type == "bytes":
+        if model.sequence is None:
+            yield Problem("model.sequence", "missing: how many bytes a sample holds", "add it, for example 128")
+        if model.task in ("classification", "regression"):
+            yield Problem("model.task", f"{model.task} needs labels, bytes have none", "use data: {type: arrays, ...}")
 
 
 def _train(train: TrainSpec) -> Iterator[Problem]:
@@ -70,7 +86,9 @@ KEYS = {"devices": "stages", "microbatches": "microbatch"}
 
 def _schedule(job: JobSpec) -> Iterator[Problem]:
     """What the schedule itself refuses: its name, its shape, an option it has no use for."""
-    parallel, layers = job.parallel, job.model.layers
+    parallel = job.parallel
+    # How many sub-graphs a captured model has is known once it is captured.
+    layers = job.model.layers if isinstance(job.model, GptSpec) else None
     if parallel.placement != "line" and parallel.schedule != "auto":
         yield Problem("parallel.placement", f"{parallel.schedule} has its own", "leave it out, or use schedule: auto")
     try:
@@ -96,8 +114,8 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
         yield from _stash(job)
 
 
-def _depth(stages: int, devices: int, layers: int) -> Iterator[Problem]:
-    if stages > layers:
+def _depth(stages: int, devices: int, layers: int | None) -> Iterator[Problem]:
+    if layers is not None and stages > layers:
         each = f" ({devices} devices with {stages // devices} each)" if stages > devices else ""
         yield Problem(
             "parallel.stages",
@@ -128,7 +146,7 @@ def _stash(job: JobSpec) -> Iterator[Problem]:
             "train.clip", "pipedream never has all stages' gradients at one time, so there is no global norm",
             "set it to null, or use schedule: pipedream-2bw",
         )  # fmt: skip
-    if job.model.tie_embeddings and job.parallel.stages > 1:
+    if isinstance(job.model, GptSpec) and job.model.tie_embeddings and job.parallel.stages > 1:
         yield Problem(
             "model.tie_embeddings", "pipedream updates first and last stage at different times: copies would differ",
             "set it to false, or use schedule: pipedream-2bw",

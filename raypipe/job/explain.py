@@ -23,29 +23,36 @@ WANTED = {
 }
 """Pydantic's words for what belongs in a field, as a writer of YAML would say them."""
 
-Planned = Mapping[tuple[str, ...], tuple[str, str]]
-"""Keys that do not work yet: (why, fix)."""
+Kinds = Mapping[str, Mapping[str, type[BaseModel]]]
+"""Sections that come in several kinds: section -> kind -> spec."""
 
 
 def first_problem(
-    invalid: ValidationError, root: type[BaseModel], example: str, planned: Planned | None = None
+    invalid: ValidationError, root: type[BaseModel], example: str, kinds: Kinds | None = None
 ) -> tuple[str, str, str]:
     """(key path, why, fix) of the most basic problem: unknown keys come first, as they often explain the rest.
 
-    ``root`` is the spec of the whole file, ``example`` a file that shows how it should look.
+    ``root`` is the spec of the whole file, ``example`` a file that shows how it should look; ``kinds`` are the
+    sections that pydantic tells apart by a tag.
     """
     found = sorted(invalid.errors(), key=lambda e: e["type"] not in UNKNOWN)
-    return _explain(found[0], root, example, planned or {})
+    return _explain(found[0], root, example, kinds or {})
 
 
-def _explain(error: ErrorDetails, root: type[BaseModel], example: str, planned: Planned) -> tuple[str, str, str]:
+def _explain(error: ErrorDetails, root: type[BaseModel], example: str, kinds: Kinds) -> tuple[str, str, str]:
     loc = tuple(str(part) for part in error["loc"])
+    options = kinds.get(loc[0], {})
+    chosen = loc[1] if options and len(loc) > 1 else None
+    if chosen is not None:  # pydantic names the kind of section too, which the file does not
+        loc = (loc[0], *loc[2:])
     key, kind, given = ".".join(loc), error["type"], error["input"]
     if kind in UNKNOWN:
-        if loc in planned:
-            return key, *planned[loc]
-        owner = _spec_at(loc[:-1], root)
-        return key, "unknown key", nearest(loc[-1], owner.model_fields)
+        elsewhere = [k for k, spec in options.items() if k != chosen and loc[-1] in _keys(spec)]
+        if elsewhere:
+            why = f"unknown key: a {loc[0]} of kind {chosen} has none, one of kind {elsewhere[0]} has"
+            return key, why, "leave it out"
+        owner = options[chosen] if chosen is not None else _spec_at(loc[:-1], root)
+        return key, "unknown key", nearest(loc[-1], _keys(owner))
     if kind == "string_too_short":
         return key, "is empty", "give a value"
     if kind == "missing" and loc[-1].isdigit():
@@ -56,10 +63,10 @@ def _explain(error: ErrorDetails, root: type[BaseModel], example: str, planned: 
     why = f"is {describe(given)}"
     if kind == "literal_error":
         expected = str(error.get("ctx", {}).get("expected", ""))
-        options = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
+        words = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
         if loc[-1] == "[key]":  # a table's key, not a value
-            return ".".join(loc[:-2]), f'has the unknown key "{given}"', nearest(str(given), options)
-        return key, why, nearest(given, options) if isinstance(given, str) else "use " + ", ".join(options)
+            return ".".join(loc[:-2]), f'has the unknown key "{given}"', nearest(str(given), words)
+        return key, why, nearest(given, words) if isinstance(given, str) else "use " + ", ".join(words)
     if kind in ("model_type", "dict_type"):
         return key, why, f"give keys and values, as in {example}"
     if kind == "string_pattern_mismatch":
@@ -67,6 +74,10 @@ def _explain(error: ErrorDetails, root: type[BaseModel], example: str, planned: 
     if kind.startswith(("greater_than", "less_than")):
         return key, why, f"give a value {wanted}"
     return key, why, f"give {WANTED.get(wanted, wanted)}"
+
+
+def _keys(spec: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in spec.model_fields.items()]
 
 
 def _noun(root: type[BaseModel]) -> str:

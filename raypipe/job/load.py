@@ -9,15 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from raypipe.errors import SpecError, nearest
-from raypipe.job.explain import Planned, describe, first_problem
+from raypipe.job.explain import describe, first_problem
+from raypipe.job.model_spec import MODEL_KINDS
 from raypipe.job.spec import JobSpec
 from raypipe.job.yaml_text import parse_yaml
-
-PLANNED: Planned = {
-    ("model", "hf"): ("Hugging Face models are not available yet", "use model: {type: gpt, ...}"),
-    ("model", "config"): ("Hugging Face models are not available yet", "use model: {type: gpt, ...}"),
-}
-"""Keys that CONTRACT.md promises and that do not work yet: (why, fix)."""
 
 EXAMPLE = "jobs/quickstart.yaml"
 """A whole job, for whoever wonders how one looks."""
@@ -66,7 +61,7 @@ def job_from(mapping: object, where: str = "job", overrides: Sequence[str] = ())
     except SpecError as error:
         raise SpecError(place(error.where), error.why, error.fix) from None
     except ValidationError as invalid:
-        key, why, fix = first_problem(invalid, JobSpec, EXAMPLE, PLANNED)
+        key, why, fix = first_problem(invalid, JobSpec, EXAMPLE, {"model": MODEL_KINDS})
         raise SpecError(place(key), why, fix) from None
 
 

@@ -8,54 +8,29 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from raypipe.errors import SpecError
+from raypipe.job.base import Count, Positive, Share, Spec
+from raypipe.job.model_spec import ModelSpec
 from raypipe.schedule.shape import Shape
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Spec(BaseModel):
-    """Strict and frozen: a misspelt key, or a string where a number belongs, is an error and not a guess."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class GptSpec(Spec):
-    """The built-in GPT, and its shape."""
-
-    type: Literal["gpt"] = "gpt"
-    """Family. ``gpt``: decoder-only transformer with pre-norm blocks and learned positions."""
-    layers: Positive
-    """Transformer blocks; embedding and head come on top."""
-    hidden: Positive
-    """Width of the residual stream; a multiple of ``heads``."""
-    heads: Positive
-    """Attention heads."""
-    sequence: Positive
-    """Tokens a sample holds."""
-    vocabulary: Positive = 256
-    """Distinct tokens; byte data needs 256."""
-    dropout: Share = 0.0
-    """Share of values dropped after the embedding and on both residual branches; 0 <= p < 1."""
-    tie_embeddings: bool = True
-    """Use the token embedding's matrix as the head's as well."""
-
-
-ModelSpec = GptSpec
-"""Any model."""
+__all__ = ["Count", "DataSpec", "JobSpec", "ParallelSpec", "Positive", "Share", "Spec", "TrainSpec"]
 
 
 class DataSpec(Spec):
     """What to train on."""
 
-    type: Literal["bytes"] = "bytes"
-    """``bytes``: text files read as bytes, one token each."""
+    type: Literal["bytes", "arrays"] = "bytes"
+    """``bytes``: text files read as bytes, one token each. ``arrays``: a file of named arrays, one row per sample; the
+    names are those of the model's arguments, and ``labels``."""
     path: Annotated[str, Field(min_length=1)]
-    """``stdlib`` (this Python's own library sources), or a file, a folder or a glob of text."""
+    """``stdlib`` (this Python's own library sources), or a file, a folder or a glob of text; for arrays, an ``.npz`` or
+    ``.safetensors`` file."""
+    held_out: Annotated[str, Field(min_length=1)] | None = None
+    """A second file of arrays to validate on; without it, a tenth of the samples is held out."""
+    mask: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of the bytes that a masked language model is to guess."""
 
 
 class TrainSpec(Spec):
@@ -169,6 +144,11 @@ class JobSpec(Spec):
     data: DataSpec
     train: TrainSpec
     parallel: ParallelSpec = ParallelSpec()
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """What throughput counts: the tokens of a sample of text; 1 for a sample of arrays."""
+        return (self.model.sequence or 1) if self.data.type == "bytes" else 1
 
     @property
     def microbatches(self) -> int:

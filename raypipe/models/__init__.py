@@ -5,7 +5,7 @@ from raypipe.models.gpt_layers import GptLayers, join_tied
 from raypipe.models.keyed_random import KeyedDropout, random_keys
 from raypipe.models.layered import CutTensor, Inputs, LayeredModel, StageBody, TiedGroup
 from raypipe.models.split import split_layers
-from raypipe.models.task import Task, token_cross_entropy
+from raypipe.models.task import Task, cross_entropy
 
 __all__ = [
     "CutTensor",
@@ -17,8 +17,8 @@ __all__ = [
     "Task",
     "TiedGroup",
     "build_layers",
+    "cross_entropy",
     "join_tied",
     "random_keys",
     "split_layers",
-    "token_cross_entropy",
 ]

@@ -1,4 +1,4 @@
-"""What a model is trained for: which raw inputs the loss reads, and its value as a sum.
+"""What a model is trained for: which raw inputs the loss reads, its value as a sum, and how bytes become raw inputs.
 
 Sums, because a mini-batch's mean needs the targets of the whole mini-batch: the runtime divides by their number, which
 every device can count from the data. So a loss is the same whatever the micro-batches.
@@ -7,51 +7,190 @@ every device can count from the data. So a loss is the same whatever the micro-b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raypipe.errors import SpecError
+from raypipe.models.keyed_random import random_halves
+
 IGNORED = -100
 """Label of what is not to be predicted, PyTorch's and Hugging Face's convention."""
+BYTES = 256
+"""Tokens that text read as bytes has."""
+
+Inputs = Mapping[str, Tensor]
+"""Raw inputs of some samples by name, one row per sample."""
+
+
+class Field(NamedTuple):
+    """What a raw input is, for one sample."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Task(ABC):
-    """A loss."""
+    """A loss, and the raw inputs it takes."""
 
     reads: frozenset[str]
-    """Raw inputs it reads."""
+    """Raw inputs that the loss reads."""
 
     @abstractmethod
-    def loss(self, output: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Scalar sum over all targets; computed in float32 at least, whatever precision the output comes in."""
 
     @abstractmethod
-    def targets(self, inputs: Mapping[str, Tensor]) -> int:
+    def targets(self, inputs: Inputs) -> int:
         """Number of targets that ``loss`` sums over."""
 
+    def window(self, sequence: int) -> int:
+        """Bytes of text that a sample takes, beside the one that follows it."""
+        return sequence
 
-class NextToken(Task):
-    """``-log p(label)`` in nats of the token that ``shift_labels`` gives for each place; no label is left out."""
+    def from_text(self, rows: Tensor, keys: Sequence[int]) -> dict[str, Tensor]:
+        """Raw inputs from bytes, int64 ``[samples, window + 1]``; ``keys``: a 64-bit random number per sample.
 
-    reads = frozenset({"shift_labels"})
+        Raises:
+            SpecError: bytes are nothing for this task.
+        """
+        raise SpecError("data.type", "bytes have no labels for this model's task", "use data: {type: arrays, ...}")
 
-    def loss(self, output: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def complete(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The user's arrays with what follows from them."""
+        return dict(inputs)
+
+    def text_fields(self, sequence: int) -> dict[str, Field]:
+        """What ``from_text`` makes, for one sample."""
+        made = self.from_text(torch.zeros(1, self.window(sequence) + 1, dtype=torch.int64), [0])
+        return {name: Field(tuple(values.shape[1:]), values.dtype) for name, values in made.items()}
+
+
+class Labels(Task):
+    """``-log p(label)`` in nats, summed over all labels but those that are ``IGNORED``.
+
+    Output ``[..., classes]``, ``labels`` int64 ``[...]``: one per sample, or one per token.
+    """
+
+    reads = frozenset({"labels"})
+
+    def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
+        """Sum over the labels."""
+        return cross_entropy(output, inputs["labels"])
+
+    def targets(self, inputs: Inputs) -> int:
+        """Labels that count."""
+        return int((inputs["labels"] != IGNORED).sum())
+
+
+class NextToken(Labels):
+    """Labels of the following token: ``shift_labels`` gives each place its own; ``labels`` are the tokens themselves.
+
+    The first is what packed text gives: every place has a target. The second is Hugging Face's convention for samples
+    of their own: the last place has none, nor has what is ``IGNORED``.
+    """
+
+    def __init__(self, fields: Collection[str] = ("shift_labels",)) -> None:
+        self.shifted = "shift_labels" in fields
+        self.reads = frozenset({"shift_labels" if self.shifted else "labels"})
+
+    def _pair(self, output: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        if self.shifted:
+            return output, inputs["shift_labels"]
+        return output[:, :-1], inputs["labels"][:, 1:]
+
+    def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Logits ``[batch, sequence, vocabulary]``, labels int64 ``[batch, sequence]``."""
-        return token_cross_entropy(output, inputs["shift_labels"])
+        return cross_entropy(*self._pair(output, inputs))
 
-    def targets(self, inputs: Mapping[str, Tensor]) -> int:
-        """Every token."""
-        return inputs["shift_labels"].numel()
+    def targets(self, inputs: Inputs) -> int:
+        """Tokens that have one after them."""
+        labels = inputs["shift_labels"] if self.shifted else inputs["labels"][:, 1:]
+        return int((labels != IGNORED).sum())
+
+    def from_text(self, rows: Tensor, keys: Sequence[int]) -> dict[str, Tensor]:
+        """The bytes, and the same shifted by one."""
+        return {"input_ids": rows[:, :-1].contiguous(), "shift_labels": rows[:, 1:].contiguous()}
 
 
-def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum over all tokens of ``-log p(target)``, in nats, as a scalar.
+class MaskedToken(Labels):
+    """Guess the masked tokens from all others.
 
-    ``logits`` ``[batch, sequence, vocabulary]``, ``targets`` int64 ``[batch, sequence]``. Computed in float32 at
-    least, whatever precision the logits come in; float64 stays float64.
+    Of text, each byte is masked with probability ``share``, by the sample's key alone. Devlin et al. 2018 (BERT)
+    leave a tenth of the masked ones as they are and replace another tenth at random; here all are masked.
+    """
+
+    def __init__(self, mask_token: int, share: float) -> None:
+        self.mask_token, self.share = mask_token, share
+
+    def from_text(self, rows: Tensor, keys: Sequence[int]) -> dict[str, Tensor]:
+        """Masked bytes, and labels where they were."""
+        tokens = rows[:, :-1]
+        # A half hash is uniform over 16 bits, the lowest of them are masked.
+        below = round(self.share * 65536) - 32768
+        masked = random_halves(keys, tokens.shape[1], tokens.device) < below
+        return {
+            "input_ids": tokens.masked_fill(masked, self.mask_token),
+            "labels": tokens.masked_fill(~masked, IGNORED),
+        }
+
+
+class Sequences(Labels):
+    """Tokens of one sequence from another one (encoder and decoder).
+
+    Of text, the decoder is to write what follows the encoder's part. The decoder reads the labels shifted to the
+    right by one, behind ``start_token``.
+    """
+
+    def __init__(self, start_token: int, padding: int) -> None:
+        self.start_token, self.padding = start_token, padding
+
+    def window(self, sequence: int) -> int:
+        """The encoder's part and the decoder's, equally long."""
+        return 2 * sequence
+
+    def from_text(self, rows: Tensor, keys: Sequence[int]) -> dict[str, Tensor]:
+        """First half and second half."""
+        read, written = rows[:, :-1].chunk(2, dim=1)
+        return self.complete({"input_ids": read.contiguous(), "labels": written.contiguous()})
+
+    def complete(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``decoder_input_ids`` from the labels, where they are not given."""
+        if "decoder_input_ids" in inputs or "labels" not in inputs:
+            return dict(inputs)
+        labels = inputs["labels"]
+        shifted = torch.cat([torch.full_like(labels[:, :1], self.start_token), labels[:, :-1]], dim=1)
+        return {**inputs, "decoder_input_ids": shifted.masked_fill(shifted == IGNORED, self.padding)}
+
+
+class Values(Task):
+    """Squared error, summed over all values: output and float ``labels`` of one shape, a last 1 aside."""
+
+    reads = frozenset({"labels"})
+
+    def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
+        """Sum over the values."""
+        labels = inputs["labels"]
+        if output.dim() == labels.dim() + 1:
+            output = output.squeeze(-1)
+        if output.dtype != torch.float64:
+            output = output.float()
+        return (output - labels.to(output.dtype)).square().sum()
+
+    def targets(self, inputs: Inputs) -> int:
+        """All values."""
+        return inputs["labels"].numel()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of ``-log p(label)``, in nats, as a scalar, without the labels that are ``IGNORED``.
+
+    ``logits`` ``[..., classes]``, ``labels`` int64 ``[...]``. Computed in float32 at least, whatever precision the
+    logits come in; float64 stays float64.
     """
     if logits.dtype != torch.float64:
         logits = logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED)

@@ -60,7 +60,7 @@ class Stage:
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.links = links = Links(setup.rank, setup.wiring, self._backend(setup.wiring))
-        plan = build_layers(job.model)
+        plan = build_layers(job.model, setup.fields)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): StageModule(
@@ -82,8 +82,9 @@ class Stage:
             for key, kept in versions.items():
                 kept.restore(read_previous(checkpoint, self.modules[key], setup.tied))
         feed = Feed(
-            open_data(job, setup.data), plan.task, {name for m in self.modules.values() for name in m.reads},
+            open_data(setup.data, plan.task), plan.task, {name for m in self.modules.values() for name in m.reads},
             job.train.seed, job.train.batch, setup.samples_per_microbatch, self.device,
+            DTYPES[job.train.dtype],
         )  # fmt: skip
         settings = StepSettings(
             seed=job.train.seed, microbatches=setup.microbatches,

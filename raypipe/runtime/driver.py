@@ -17,9 +17,10 @@ from typing import Any
 import ray
 
 from raypipe.checkpoint import commit, step_directory
+from raypipe.data import known_fields
 from raypipe.errors import DivergenceError
 from raypipe.job.spec import JobSpec
-from raypipe.models import build_layers
+from raypipe.models import LayeredModel, build_layers
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import Plan, build_schedule, forward_only
 from raypipe.runtime.actor import DTYPES
@@ -61,7 +62,7 @@ class Driver:
         self.job, self.plan, self.directory = job, plan, directory
         self.log, self.saved = log, saved
         self.schedule = self.first_schedule = build_schedule(plan, job.train.batch)
-        self.tokens_per_step = job.train.batch * job.model.sequence
+        self.tokens_per_step = job.train.batch * job.tokens_per_sample
         self.clock = StepClock(self.schedule)
         # An order that was searched on analytic costs is searched again on measured ones.
         self.replanner = Replanner(plan, job.train.batch) if plan.parallel.schedule == "auto" else None
@@ -86,11 +87,12 @@ class Driver:
 
     def _setup(self, fleet: Fleet, checkpoint: Path | None) -> None:
         job, schedule = self.job, self.schedule
-        layers = build_layers(job.model)
+        fields = known_fields(self.directory / "data")
+        layers = build_layers(job.model, fields)
         samples = int(self.plan.parallel.microbatch * schedule.size)
         train = step_programs(schedule)
         evaluate = programs(forward_only(schedule))
-        tied = tied_holders(self.plan, schedule, job)
+        tied = tied_holders(self.plan, schedule, layers)
         setup = Setup(
             rank=0,
             job=job.model_copy(update={"parallel": self.plan.parallel}),
@@ -113,6 +115,7 @@ class Driver:
             train={},
             evaluate=evaluate[0],
             data=self.directory / "data",
+            fields=fields,
             checkpoint=checkpoint,
         )
         held = ray.get(
@@ -234,7 +237,7 @@ class Driver:
                 self.log.event("realised", step=step, gain=gain)
 
 
-def tied_holders(plan: Plan, schedule: Schedule, job: JobSpec) -> tuple[TiedHolders, ...]:
+def tied_holders(plan: Plan, schedule: Schedule, model: LayeredModel) -> tuple[TiedHolders, ...]:
     """Tied groups of the model with the devices that hold them under a plan."""
     stage_of = {layer: stage for stage, layers in enumerate(plan.cut) for layer in layers}
     return tuple(
@@ -243,5 +246,5 @@ def tied_holders(plan: Plan, schedule: Schedule, job: JobSpec) -> tuple[TiedHold
             members=tuple(dict.fromkeys(name for _, name in group.members)),
             ranks=tuple(sorted({held[stage_of[layer]] for held in schedule.placement for layer, _ in group.members})),
         )
-        for group in build_layers(job.model).tied
+        for group in model.tied
     )

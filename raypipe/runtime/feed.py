@@ -15,15 +15,17 @@ from raypipe.models import Inputs, Task
 class Feed:
     """Reads a step's samples together, which is far cheaper than one micro-batch at a time.
 
+    Floating-point inputs come in ``dtype``, the parameters'.
+
     Every device reads for itself what its stages need; a device whose stages need nothing is never asked.
     """
 
     def __init__(
         self, data: Dataset, task: Task, fields: Iterable[str], seed: int, batch: int, samples: int,
-        device: torch.device,
+        device: torch.device, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.data, self.task, self.fields = data, task, frozenset(fields)
-        self.seed, self.batch, self.samples, self.device = seed, batch, samples, device
+        self.seed, self.batch, self.samples, self.device, self.dtype = seed, batch, samples, device, dtype
         self._steps: dict[tuple[Split, int], dict[str, Tensor]] = {}
 
     def _step(self, split: Split, step: int) -> dict[str, Tensor]:
@@ -33,9 +35,12 @@ class Feed:
             while len(self._steps) > 1:
                 del self._steps[next(iter(self._steps))]
             read = self.data.batch(split, self.seed, step, self.batch)
-            held = {name: read[name].to(self.device) for name in self.fields}
+            held = {name: self._placed(read[name]) for name in self.fields}
             self._steps[(split, step)] = held
         return held
+
+    def _placed(self, values: Tensor) -> Tensor:
+        return values.to(self.device, self.dtype if values.is_floating_point() else None)
 
     def inputs(self, split: Split, step: int, mb: int) -> Inputs:
         """Raw inputs of micro-batch ``mb`` of a step, on the device."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypipe.job.spec import JobSpec
+from raypipe.models.task import Field
 from raypipe.runtime.gradients import TiedHolders
 from raypipe.runtime.links import Wiring
 from raypipe.runtime.transport.channel import Wire
@@ -35,6 +36,8 @@ class Setup:
     """This device's step programs, by how a step begins and ends."""
     evaluate: Program
     data: Path
-    """Folder of the prepared corpus."""
+    """Folder of the prepared data."""
+    fields: dict[str, Field] | None
+    """Raw inputs that the data's arrays give; None for text."""
     checkpoint: Path | None
     """Where to read parameters and optimizer state from; None to start afresh."""

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.data import Corpus
 from raypipe.job.spec import JobSpec
-from raypipe.models import build_layers, token_cross_entropy
+from raypipe.models import build_layers, cross_entropy
 from tests.bench.blocks import Order, RankReport
 
 
@@ -60,7 +60,7 @@ def _steps(order: Order, model: nn.Module, share: int, shares: int) -> RankRepor
             tokens, targets = corpus.samples("train", seed, step, first, size, batch)
             more = first != firsts[-1] and isinstance(model, DistributedDataParallel)
             with model.no_sync() if more else nullcontext():
-                loss = token_cross_entropy(model(tokens), targets) / tokens_per_batch
+                loss = cross_entropy(model(tokens), targets) / tokens_per_batch
                 (loss * shares).backward()  # DistributedDataParallel takes the mean over the ranks
             total += loss.detach()
         optimizer.step()

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from raypipe.data import Corpus
-from raypipe.models import build_layers, token_cross_entropy
+from raypipe.models import build_layers, cross_entropy
 from raypipe.plan.plan import build_schedule
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.torch_csv import to_torch_csv
@@ -100,7 +100,7 @@ def pipeline_steps(order: Order) -> RankReport:
     ]
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return token_cross_entropy(logits, targets) / tokens_per_batch
+        return cross_entropy(logits, targets) / tokens_per_batch
 
     schedule = make_schedule(ours.name, ours, stages, ours.microbatches, loss)
     optimizer = adamw(job, modules)

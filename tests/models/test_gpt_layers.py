@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from raypipe.job import GptSpec
-from raypipe.models import build_layers, join_tied, random_keys, token_cross_entropy
+from raypipe.models import build_layers, cross_entropy, join_tied, random_keys
 
 MODEL = GptSpec(layers=3, hidden=32, heads=4, sequence=16, vocabulary=256, dropout=0.1)
 
@@ -131,9 +131,9 @@ def test_loss_is_a_sum_and_in_float32_under_bfloat16():
     logits = torch.randn(2, 3, 256)
     targets = torch.randint(256, (2, 3))
     expected = -logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).sum()
-    torch.testing.assert_close(token_cross_entropy(logits, targets), expected)
-    assert token_cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
-    assert token_cross_entropy(logits.double(), targets).dtype == torch.float64
+    torch.testing.assert_close(cross_entropy(logits, targets), expected)
+    assert cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
+    assert cross_entropy(logits.double(), targets).dtype == torch.float64
 
 
 def test_under_autocast_what_travels_between_layers_stays_float32():
@@ -146,7 +146,7 @@ def test_under_autocast_what_travels_between_layers_stays_float32():
             assert x.dtype == torch.float32
         logits = plan.build(4, seed=0)(x)
         assert logits.dtype == torch.bfloat16
-        assert token_cross_entropy(logits, torch.zeros(2, 16, dtype=torch.int64)).dtype == torch.float32
+        assert cross_entropy(logits, torch.zeros(2, 16, dtype=torch.int64)).dtype == torch.float32
 
 
 def test_sequences_may_be_shorter_than_the_models():

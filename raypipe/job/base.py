@@ -1,0 +1,17 @@
+"""What all parts of a job file share: how strict they are, and the usual kinds of numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Spec(BaseModel):
+    """Strict and frozen: a misspelt key, or a string where a number belongs, is an error and not a guess."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True)

@@ -1,0 +1,86 @@
+"""Which model to train: the built-in GPT, any Hugging Face model, or what a function of the user's returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
+
+from raypipe.job.base import Positive, Share, Spec
+
+TaskName = Literal["causal-lm", "masked-lm", "seq2seq", "classification", "regression"]
+
+
+class GptSpec(Spec):
+    """The built-in GPT, and its shape."""
+
+    type: Literal["gpt"] = "gpt"
+    """Family. ``gpt``: decoder-only transformer with pre-norm blocks and learned positions."""
+    layers: Positive
+    """Transformer blocks; embedding and head come on top."""
+    hidden: Positive
+    """Width of the residual stream; a multiple of ``heads``."""
+    heads: Positive
+    """Attention heads."""
+    sequence: Positive
+    """Tokens a sample holds."""
+    vocabulary: Positive = 256
+    """Distinct tokens; byte data needs 256."""
+    dropout: Share = 0.0
+    """Share of values dropped after the embedding and on both residual branches; 0 <= p < 1."""
+    tie_embeddings: bool = True
+    """Use the token embedding's matrix as the head's as well."""
+
+
+class CapturedSpec(Spec):
+    """A PyTorch model that is captured as it is and cut by its operations."""
+
+    sequence: Positive | None = None
+    """Tokens a sample of text holds; with ``data.type: arrays`` the arrays say it."""
+    task: TaskName | None = None
+    """What it is trained for; by default what its architecture, or else the data's labels, suggest."""
+    batch_norm: Literal["frozen"] | None = None
+    """``frozen`` normalises with the running statistics the model starts with, and leaves them as they are. Statistics
+    of each micro-batch would make the result depend on the plan: without this key, such a model is refused."""
+
+
+class HfSpec(CapturedSpec):
+    """A model of Hugging Face transformers."""
+
+    hf: Annotated[str, Field(min_length=1)]
+    """A model type such as ``gpt2``, built with random weights, or a local directory in Hugging Face's format."""
+    config: dict[str, JsonValue] = Field(default_factory=dict)
+    """Changes to the type's default configuration, by its own keys."""
+
+
+class ImportSpec(CapturedSpec):
+    """A model that a function builds."""
+
+    function: Annotated[str, Field(alias="import", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """``package.module:build``; the function returns a ``torch.nn.Module``."""
+    args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+def model_kind(model: object) -> str:
+    """Which spec a model given as plain data, or as a spec, means."""
+    if isinstance(model, BaseModel):
+        return next(name for name, spec in MODEL_KINDS.items() if isinstance(model, spec))
+    keys = set(model) if isinstance(model, Mapping) else set()
+    return "hf" if "hf" in keys else "import" if "import" in keys else "gpt"
+
+
+MODEL_KINDS: dict[str, type[Spec]] = {"gpt": GptSpec, "hf": HfSpec, "import": ImportSpec}
+"""By the name that says in a job file which one it is."""
+
+ModelSpec = Annotated[
+    Annotated[GptSpec, Tag("gpt")] | Annotated[HfSpec, Tag("hf")] | Annotated[ImportSpec, Tag("import")],
+    Discriminator(model_kind),
+]
+"""Any model."""
+
+
+def read_model(data: Any) -> GptSpec | HfSpec | ImportSpec:
+    """A model from plain data, as a job's record holds it; raises pydantic's ValidationError."""
+    return MODEL_KINDS[model_kind(data)].model_validate(data)  # type: ignore[return-value]
