@@ -13,7 +13,8 @@ from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.cost.work import LayerWork
 from raypipe.errors import SpecError, nearest
 from raypipe.job.cluster import ClusterSpec, DeviceModel, LinkModel
-from raypipe.job.spec import GptSpec, TrainSpec
+from raypipe.job.model_spec import GptSpec
+from raypipe.job.spec import TrainSpec
 
 GIB = 2**30
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raypipe.cost.work import Effort, LayerWork
-from raypipe.job.spec import GptSpec
+from raypipe.job.model_spec import GptSpec
 
 WIDTH = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 """Bytes of a value that products compute with."""

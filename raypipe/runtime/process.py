@@ -27,7 +27,7 @@ def settle(device: torch.device) -> None:
 class _MallInfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
             "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"

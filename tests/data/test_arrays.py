@@ -123,7 +123,7 @@ def test_what_is_no_file_of_arrays_is_one_error(name, tmp_path):
     (tmp_path / "noise.safetensors").write_bytes(b"\xff" * 64)
     np.save(tmp_path / "single.npy", np.zeros((3, 2)))
     np.savez(tmp_path / "pickled.npz", x=np.array([{"code": 1}, {}], dtype=object))
-    with pytest.raises(SpecError, match="data.path"):
+    with pytest.raises(SpecError, match=r"data\.path"):
         prepare_arrays(spec(tmp_path / name), tmp_path / "data")
-    with pytest.raises(SpecError, match="data.path"):
+    with pytest.raises(SpecError, match=r"data\.path"):
         declared_fields(spec(tmp_path / name))

@@ -66,7 +66,7 @@ def test_kept_shares_save_recomputation_and_take_memory() -> None:
 
 
 def test_merak_shares_make_every_stage_wait_for_as_much_recomputation() -> None:
-    """Merak section 3.4: a_i = min(1, (s-1) a_1 / (s-i)) uses the same memory on every stage: that of a_1 on the first."""
+    """Merak section 3.4: a_i = min(1, (s-1) a_1 / (s-i)) uses on every stage the memory of a_1 on the first."""
     stages, count, first = 8, 64, 0.5
     shares = [min(1.0, (stages - 1) * first / (stages - 1 - i)) if i < stages - 1 else 1.0 for i in range(stages)]
     full = generate("early-recompute", Shape(devices=stages, microbatches=count))
