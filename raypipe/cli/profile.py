@@ -50,15 +50,13 @@ def profile(
         from raypipe.runtime.profiling import measure_profile
 
         found = measure_profile(spec, sizes, devices, quick=quick, say=lambda text: console.print(text, style="dim"))
-    for notice in found.notices:
-        console.print(notice)
     if out is not None:
-        out.write_text(found.profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
     if json:
-        print(json_module.dumps(found.profile.model_dump(mode="json")))
+        print(json_module.dumps(found.model_dump(mode="json")))
         return
     from rich.console import Console
 
-    Console(width=max(WIDTH, Console().width)).print(profile_tables(found.profile))
+    Console(width=max(WIDTH, Console().width)).print(profile_tables(found))
     if out is not None:
         print(f"written to {out}")

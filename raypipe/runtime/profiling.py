@@ -56,23 +56,10 @@ QUICK = Effort(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A profile, and what of the measurement it has no place for."""
-
-    profile: Profile
-    layers: LayerBench
-    """Medians and spreads of every kind of task."""
-    messages: list[Timed]
-    """Inside a host."""
-    collectives: list[TimedCollective]
-    notices: list[str]
-
-
 def measure_profile(
     job: JobSpec, microbatches: Sequence[int], devices: int | None = None, *, quick: bool = False,
     data: Path | None = None, say: Say = lambda _: None,
-) -> Measured:  # fmt: skip
+) -> Profile:  # fmt: skip
     """Measure the job's model on the devices of the Ray cluster (a local Ray is started where there is none).
 
     Args:
@@ -81,7 +68,7 @@ def measure_profile(
         devices: how many measure at the same time; default, all that the cluster has.
         quick: a few seconds instead of about half a minute: fewer repeats, and sums as the only collective.
         data: folder of the prepared data, where there is one already.
-        say: told what is being measured.
+        say: told what is being measured, and what is left out.
 
     Raises:
         SpecError: no such number of devices, or a model of which not even one layer of each kind fits.
@@ -120,7 +107,7 @@ def _folder(job: JobSpec, model: LayeredModel, data: Path | None) -> Iterator[Pa
         yield Path(name)
 
 
-def _measure(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) -> Measured:
+def _measure(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) -> Profile:
     fleet, model = bench.fleet, bench.model
     facts: list[DeviceFacts] = ray.get(fleet.call("facts"))
     per_host = max(sum(one.node == other.node for other in facts) for one in facts)
@@ -129,10 +116,9 @@ def _measure(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) 
         memory /= per_host  # its devices share a host's
     base = fmean(one.base_bytes for one in facts)
     bench.check_room(memory - base)
-    notices = []
     for size in sizes:
         if bench.times and not bench.fits(size, memory - base):
-            notices.append(f"micro-batches from {size} on do not fit a device: left out")
+            say(f"micro-batches from {size} on do not fit a device: left out")
             break
         say(f"micro-batches of {size}: {len(bench.here)} of {model.count} layers on each of {len(facts)} devices")
         bench.measure(size, effort.steps, effort.budget_s)
@@ -148,7 +134,7 @@ def _measure(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) 
         for kind in effort.collectives:
             for size in links.groups:
                 sums += links.collective(kind, size, effort.collective_bytes, effort.repeats)
-    profile = Profile(
+    return Profile(
         source="measured",
         device=facts[0].name,
         dtype=bench.job.train.dtype,
@@ -164,7 +150,6 @@ def _measure(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) 
         between=_link(between or inside),
         collectives=fit(sums),
     )
-    return Measured(profile, bench, inside, sums, notices)
 
 
 def _link(samples: list[Timed]) -> LinkFit:

@@ -98,8 +98,7 @@ def test_bytes_come_back() -> None:
 def test_a_job_is_measured(local_ray, text_folder: Path) -> None:
     job = small_job(text_folder, {}, MODEL, dtype="float32", clip=1.0)
     sizes = [4, 2]
-    found = measure_profile(job, sizes, 2, quick=True)
-    profile = found.profile
+    profile = measure_profile(job, sizes, 2, quick=True)
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
     model = build_layers(job.model)
     plain = [model.build(i, 0) for i in range(model.count)]
