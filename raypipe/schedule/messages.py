@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from raypipe.schedule.ahead import tasks_ahead
 from raypipe.schedule.endless import Part, parts
 from raypipe.schedule.ir import BACKWARD, Schedule, Task
 
@@ -39,6 +40,14 @@ class Action(NamedTuple):
     sends: tuple[Message, ...]
 
 
+class Ahead(NamedTuple):
+    """The head of a program: what may run before the last step's update is certain (``schedule.ahead``)."""
+
+    tasks: int
+    arrivals: dict[int, int]
+    """Per source device, how many of its messages a head may need: those that come from heads, or all (2BW)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """What one device does in one step."""
@@ -53,13 +62,18 @@ class Program:
     """(stage, micro-batch) whose W comes before its B (out of order)."""
     drains: bool = True
     """Nothing is in flight at its end; an asynchronous step's program may leave the next step's forwards."""
+    ahead: Ahead | None = None
+    """None: an update is certain before the next step begins."""
 
 
-def programs(schedule: Schedule, drains: bool = True) -> list[Program]:
+def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> list[Program]:
     """Lower a schedule to one program per device; linear in tasks.
 
-    A gradient is received by the first task that needs it: B or BW, or a W that comes before.
+    A gradient is received by the first task that needs it: B or BW, or a W that comes before. ``ahead`` lets devices
+    run into a step before the last update is certain.
     """
+    heads = tasks_ahead(schedule) if ahead else [0] * schedule.devices
+    early: list[dict[int, int]] = [{} for _ in schedule.orders]
     inputs, outputs = schedule.graph.inputs(), schedule.graph.outputs()
     arrivals: list[dict[int, list[Message]]] = [{} for _ in schedule.orders]
     lowered: list[tuple[tuple[Action, ...], frozenset[tuple[int, int]], frozenset[tuple[int, int]]]] = []
@@ -68,7 +82,7 @@ def programs(schedule: Schedule, drains: bool = True) -> list[Program]:
         begun: set[tuple[int, int]] = set()  # backwards, by B, BW or W
         weights_first: set[tuple[int, int]] = set()
         recomputed: set[tuple[int, int]] = set()
-        for task in order:
+        for position, task in enumerate(order):
             receives: list[Message] = []
             sends: list[Message] = []
             held, s = schedule.placement[task.replica], task.stage
@@ -90,17 +104,23 @@ def programs(schedule: Schedule, drains: bool = True) -> list[Program]:
             for message in sends:
                 if not message.local:
                     arrivals[message.dst_device].setdefault(device, []).append(message)
+                    if position < heads[device] or schedule.versions == "2bw":
+                        at = early[message.dst_device]
+                        at[device] = at.get(device, 0) + 1
         with_b = {(t.stage, mb) for t in order if t.kind == "B" for mb in t.mbs}
         lowered.append((tuple(actions), frozenset(recomputed), frozenset(weights_first & with_b)))
     return [
-        Program(d, actions, {src: tuple(m) for src, m in arrivals[d].items()}, recomputed, weights_first, drains)
+        Program(
+            d, actions, {src: tuple(m) for src, m in arrivals[d].items()}, recomputed, weights_first, drains,
+            Ahead(heads[d], early[d]) if ahead else None,
+        )
         for d, (actions, recomputed, weights_first) in enumerate(lowered)
-    ]
+    ]  # fmt: skip
 
 
-def step_programs(schedule: Schedule) -> dict[Part, list[Program]]:
+def step_programs(schedule: Schedule, ahead: bool = False) -> dict[Part, list[Program]]:
     """The programs of every kind of step, per device: one kind if the schedule flushes, see ``endless``."""
-    return {part: programs(one, drains=part[1]) for part, one in parts(schedule).items()}
+    return {part: programs(one, drains=part[1], ahead=ahead) for part, one in parts(schedule).items()}
 
 
 def edges(schedule: Schedule) -> tuple[tuple[int, int], ...]:

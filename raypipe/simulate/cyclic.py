@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from raypipe.errors import ScheduleError
+from raypipe.schedule.ahead import tasks_ahead
 from raypipe.schedule.collector import no_collection
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
@@ -14,6 +17,10 @@ from raypipe.schedule.ir import Kind, Schedule, Task
 from raypipe.schedule.latency import Comm, delays
 from raypipe.schedule.unroll import unroll
 from raypipe.schedule.walk import walk
+
+Norm = Literal["free", "wait", "ahead"]
+"""What an update has to do with the global gradient norm: nothing; it waits for it; or it is made at once, and the
+next step's first task that is no forward waits instead (``schedule.ahead``)."""
 
 
 @dataclass(slots=True)
@@ -34,19 +41,52 @@ class CyclicGraph:
 
 
 @no_collection()
-def cyclic(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None) -> CyclicGraph:
+def cyclic(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None, norm: Norm = "free") -> CyclicGraph:
     """Build the repeating graph of a schedule.
 
     Synchronous: a device starts its next step when its own order is done, and a stage's next forwards wait for its
     weights: for its update where there is one, else its all-reduce, else the last gradient on every replica.
-    Asynchronous: the endless order of ``unroll``; forwards never wait for weights.
+    Asynchronous: the endless order of ``unroll``; forwards never wait for weights, nor (2BW) updates for the norm.
 
     Raises:
-        ScheduleError: the schedule cannot run.
+        ScheduleError: the schedule cannot run; or ``norm`` where devices have no updates (``passes.add_updates``).
     """
     if schedule.versions == "flush":
-        return _flushed(schedule, costs, link(schedule) if graph is None else graph)
+        graph = link(schedule) if graph is None else graph
+        turn = _flushed(schedule, costs, graph)
+        if norm != "free":
+            _await_norm(turn, graph, norm, max(costs.links, default=0.0))
+        return turn
     return _endless(schedule, costs)
+
+
+def _await_norm(turn: CyclicGraph, graph: TaskGraph, norm: Norm, lag: float) -> None:
+    """Add the waits for the global norm, known ``lag`` after the last device's gradients are complete."""
+    schedule, devices = graph.schedule, range(graph.schedule.devices)
+    complete: list[list[int]] = []  # per device, the last tasks that its gradients wait for
+    updates: list[list[int]] = []
+    for d in devices:
+        own = range(graph.first[d], graph.first[d + 1])
+        last: dict[bool, int] = {}
+        for i in own:
+            if graph.tasks[i].kind != "U":
+                last[graph.tasks[i].kind == "AR"] = i
+        complete.append(list(last.values()))
+        updates.append([i for i in own if graph.tasks[i].kind == "U"])
+    if not all(updates):
+        raise ScheduleError("schedule", "a device has no update that could wait for the norm", "add_updates() first")
+    heads = tasks_ahead(schedule)
+    for d in devices:
+        away = [(i, lag) for e in devices if e != d for i in complete[e]]
+        if norm == "wait":
+            first = updates[d][0]
+            turn.local[first] = [*turn.local[first], *complete[d]]
+            turn.remote[first] = [*turn.remote[first], *away]
+        else:
+            waiting = graph.first[d] + heads[d]
+            turn.carried[waiting] = [*turn.carried.get(waiting, []), *away]
+    late = {i for row in updates for i in row}
+    turn.order[:] = [i for i in turn.order if i not in late] + sorted(late)
 
 
 def _flushed(schedule: Schedule, costs: CostTable, graph: TaskGraph) -> CyclicGraph:

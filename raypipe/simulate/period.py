@@ -10,21 +10,23 @@ ends when no other origin would make a time later, so the rate is no more.
 from __future__ import annotations
 
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.deps import TaskGraph
+from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule
-from raypipe.simulate.cyclic import CyclicGraph, cyclic
+from raypipe.simulate.cyclic import CyclicGraph, Norm, cyclic
+from raypipe.simulate.engine import simulate
 
 
-def period(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None) -> float:
+def period(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None, norm: Norm = "free") -> float:
     """Steady time per step, in the cost table's unit.
 
     A device begins its next step as soon as its own order is done; a stage's next forward waits for its weights (see
-    ``cyclic``). Zero-bubble methods improve this, not the makespan.
+    ``cyclic``). Zero-bubble methods improve this, not the makespan. ``norm`` says what updates have to do with the
+    global gradient norm; with ``wait`` every synchronous step takes its makespan.
 
     Raises:
-        ScheduleError: the schedule cannot run.
+        ScheduleError: the schedule cannot run; or ``norm`` for one without updates.
     """
-    turn = cyclic(schedule, costs, graph)
+    turn = cyclic(schedule, costs, graph, norm)
     sources = sorted({j for waits in turn.carried.values() for j, _ in waits})
     if not sources:
         return 0.0
@@ -48,6 +50,18 @@ def period(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None)
             state[j] = max(state[j], after[j] - rate)
         _follow(origin, weight, rate, circle, state)
     return rate / turn.steps
+
+
+def gains_ahead(schedule: Schedule, costs: CostTable) -> bool:
+    """Whether steps follow one another faster when devices run ahead of the global gradient norm than when they wait.
+
+    ``schedule`` with its updates. False for PipeDream, whose updates know no global norm. The latency of the norm
+    itself, which every schedule could hide, is left out: it does not pay for the copies that running ahead takes.
+    """
+    if schedule.versions != "flush":
+        return schedule.versions == "2bw"
+    graph = link(schedule)
+    return period(schedule, costs, graph, "ahead") < simulate(schedule, costs, graph).makespan * (1 - 1e-9)
 
 
 def _one_step(turn: CyclicGraph, state: dict[int, float]) -> tuple[dict[int, float], dict[int, int]]:

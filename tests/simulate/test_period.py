@@ -4,17 +4,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypipe.schedule import Shape, generate, stages_of
+from raypipe.errors import ScheduleError
+from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
+from raypipe.schedule.ahead import tasks_ahead
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, split_backward
+from raypipe.simulate.cyclic import Norm
 from raypipe.simulate.engine import simulate
-from raypipe.simulate.period import period
+from raypipe.simulate.period import gains_ahead, period
 
 
-def naive_period(schedule: Schedule, costs: CostTable, steps: int = 120) -> float:
+def naive_period(schedule: Schedule, costs: CostTable, steps: int = 120, norm: Norm = "free") -> float:
     """Time per step late in a long run: sweep over the tasks until no start moves, step by step."""
+    heads, complete = tasks_ahead(schedule), [0.0] * schedule.devices
+    lag = max(costs.links)
     graph = link(schedule)
     time = costs.durations(schedule, graph.tasks)
     kinds = [t.kind for t in graph.tasks]
@@ -35,6 +40,10 @@ def naive_period(schedule: Schedule, costs: CostTable, steps: int = 120) -> floa
                         task = graph.tasks[i]
                         late = costs.comm if kinds[i] != "AR" else 0.0
                         needs = [end[p] + (late if graph.device[p] != d else 0.0) for p in graph.preds[i]]
+                        if norm == "wait" and task.kind == "U":
+                            needs += [e + lag * (graph.device[p] != d) for p, e in enumerate(end) if kinds[p] != "U"]
+                        if norm == "ahead" and i == graph.first[d] + heads[d]:
+                            needs += [c + lag for e, c in enumerate(complete) if e != d]
                         start = max([at, *needs])
                         if task.kind == "AR":
                             start = max(start, net)
@@ -53,6 +62,8 @@ def naive_period(schedule: Schedule, costs: CostTable, steps: int = 120) -> floa
                 network_free[d] = max(network_free[d], end[i])
             else:
                 device_free[d] = max(device_free[d], end[i])
+        for d in range(schedule.devices):
+            complete[d] = max(end[i] for i in range(graph.first[d], graph.first[d + 1]) if kinds[i] != "U")
         for stage in range(schedule.stages):
             gradients = [end[i] for i, t in enumerate(graph.tasks) if t.stage == stage and t.kind in ("W", "BW")]
             ready = max(gradients)
@@ -86,6 +97,43 @@ def test_period_agrees_with_a_long_run(
         schedule = add_updates(place_gradient_sync(schedule, "eager", costs))
     # A transient may leave a constant behind and the run may alternate between two lengths of step.
     assert period(schedule, costs) == pytest.approx(naive_period(schedule, costs), rel=0.01)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(["gpipe", "1f1b", "zb-h2", "zb-v", "zeropp", "chimera"]), depth=st.sampled_from([2, 4]),
+    count=st.integers(1, 5), copies=st.integers(1, 2), norm=st.sampled_from(["wait", "ahead"]), data=st.data(),
+)  # fmt: skip
+def test_period_with_a_global_norm_agrees_with_a_long_run(
+    name: str, depth: int, count: int, copies: int, norm: Norm, data: st.DataObject
+) -> None:
+    shape = Shape(devices=depth, microbatches=count)
+    stages = stages_of(name, shape)
+    draw = lambda: tuple(data.draw(st.integers(1, 5)) for _ in range(stages))  # noqa: E731
+    costs = CostTable(
+        forward=draw(), input_grad=draw(), weight_grad=draw(), recompute=(0,) * stages, all_reduce=draw(),
+        update=draw(), comm=data.draw(st.sampled_from([0, 1])),
+    )  # fmt: skip
+    schedule = replicate(generate(name, shape, costs), copies)
+    schedule = add_updates(place_gradient_sync(schedule, "lazy", costs))
+    assert period(schedule, costs, norm=norm) == pytest.approx(naive_period(schedule, costs, norm=norm), rel=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"pipedream", "pipedream-2bw", "auto"}))
+def test_running_ahead_of_the_norm_takes_no_longer_than_needing_none(name: str) -> None:
+    """With even costs; waiting for it makes every step as long as its makespan, which is what zero-bubble avoids."""
+    base = generate(name, Shape(devices=4, microbatches=8))
+    schedule, costs = add_updates(place_gradient_sync(base, "lazy")), CostTable.even(base.stages)
+    free, wait, ahead = (period(schedule, costs, norm=norm) for norm in ("free", "wait", "ahead"))
+    assert wait == simulate(schedule, costs).makespan
+    assert ahead == free
+    gains = name in ("zb-h2", "zb-v", "zeropp", "fast-forward", "modulo")
+    assert gains_ahead(schedule, costs) == (free < wait) == gains
+
+
+def test_a_norm_needs_updates_to_wait_for_it() -> None:
+    with pytest.raises(ScheduleError, match="no update"):
+        period(generate("1f1b", Shape(devices=2, microbatches=2)), CostTable.even(2), norm="wait")
 
 
 def test_period_lies_between_the_busiest_device_and_the_makespan() -> None:
