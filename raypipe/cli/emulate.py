@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -31,8 +31,9 @@ from raypipe.cli._options import (
     Unit,
 )
 from raypipe.cli._values import optional_value
-from raypipe.errors import RequestError
+from raypipe.errors import RequestError, nearest
 from raypipe.schedule.costs import CostTable
+from raypipe.simulate.cyclic import Norm
 
 
 def prepare(argv: Sequence[str]) -> list[str]:
@@ -67,6 +68,10 @@ def emulate(
     latency_us: Annotated[float, typer.Option(metavar="US", min=0.0, help="Latency of a link, beside --comm.")] = 0.0,
     message_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of an activation.")] = 0.0,
     grad_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of a stage's gradients.")] = 0.0,
+    norm: Annotated[
+        Text, typer.Option(metavar="HOW", help="What updates do about a global norm: free, wait, ahead [free].")
+    ] = "free",
+    clip_every: Annotated[int, typer.Option(metavar="K", min=0, help="ahead: undo each K-th step's update.")] = 0,
     json_file: Annotated[File, typer.Option("--json", metavar="[FILE]", help="The result as one JSON object.")] = None,
     trace: Annotated[File, typer.Option(metavar="FILE", help="Trace of the last step, for ui.perfetto.dev.")] = None,
 ) -> None:
@@ -75,6 +80,10 @@ def emulate(
         raise RequestError("raypipe emulate", "needs one schedule", "give a NAME or --load FILE")
     if bandwidth < 0 or (bandwidth == 0 and (message_mb or grad_mb)):
         raise RequestError("--bandwidth", f"{bandwidth:g} gigabytes a second carry nothing", "give one above 0")
+    if norm not in get_args(Norm):
+        raise RequestError("--norm", f'"{norm}" is unknown', nearest(str(norm), get_args(Norm)))
+    if clip_every and norm != "ahead":
+        raise RequestError("--clip-every", "there is nothing to undo", "add --norm ahead")
     shape = {
         "devices": devices, "microbatches": microbatches, "chunks": chunks, "unit": unit, "pipelines": pipelines,
         "concat": concat, "memory_limit": memory_limit,
@@ -97,7 +106,7 @@ def emulate(
         gradient_bytes=grad_mb * 1e6,
     )
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
-        found = emulate(made.schedule, _in_seconds(made.costs), links, steps, replicas)
+        found = emulate(made.schedule, _in_seconds(made.costs), links, steps, replicas, cast(Norm, norm), clip_every)
     if trace is not None:
         from raypipe.observe.perfetto import write_trace
 

@@ -108,6 +108,10 @@ class ParallelSpec(Spec):
     sync: Literal["lazy", "eager", "eager-opt", "wait-free", "prioritised", "reverse-first-k"] = "lazy"
     """When gradients are summed over replicas. ``lazy``: after the device's last backward;
     ``eager``: as soon as the stage's own gradients are complete; ``eager-opt``: so where the device would idle."""
+    update: Literal["auto", "wait", "optimistic"] = "auto"
+    """What a weight update does about ``train.clip``'s global norm. ``wait``: wait for it; ``optimistic``: made at
+    once, and undone should the norm turn out too large; ``auto``: optimistic where steps follow one another
+    faster for it and the last norm was within the limit. The results are the same."""
     transport: Literal["auto", "shm", "gloo", "nccl", "ray-collective"] = "auto"
     """What carries activations. ``auto`` picks per edge what is fastest there."""
     recompute: Literal["none", "full", "auto"] = "none"

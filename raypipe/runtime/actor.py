@@ -21,6 +21,7 @@ from raypipe.runtime.executor import Executor
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.links import Links, Location, Wiring, locate
+from raypipe.runtime.norm import Shares
 from raypipe.runtime.optimizer import learning_rate, make_optimizer
 from raypipe.runtime.process import heap_bytes, settle
 from raypipe.runtime.setup import Setup
@@ -89,12 +90,12 @@ class Stage:
         settings = StepSettings(
             seed=job.train.seed, microbatches=setup.microbatches,
             samples_per_microbatch=setup.samples_per_microbatch,
-            clip=job.train.clip, timeout_s=job.train.message_timeout_s, device=self.device,
+            clip=job.train.clip, update=job.parallel.update, timeout_s=job.train.message_timeout_s, device=self.device,
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None,
         )  # fmt: skip
-        sync = GradientSync(setup.rank, self.modules, setup.placement, setup.tied, links.groups, links.world)
+        sync = GradientSync(setup.rank, self.modules, setup.placement, setup.tied, links.groups)
         self.executor = Executor(
-            settings, self.modules, self.optimizers, plan.task, feed, sync,
+            settings, self.modules, self.optimizers, plan.task, feed, sync, Shares(links.world),
             links.senders, links.receivers, setup.wire, versions,
         )  # fmt: skip
         # What was built lives as long as the run: keep the collector from walking it again and again.
@@ -128,6 +129,7 @@ class Stage:
 
     def save(self, directory: Path) -> ShardInfo | None:
         """Write the parameters and optimizer state this device is the first holder of; None if there are none."""
+        self.executor.settle()
         tensors = {}
         for key in owned_keys(self.rank, self.modules, self.setup_data.placement):
             tensors.update(state_tensors(self.modules[key], self.optimizers[key], self.setup_data.tied))

@@ -28,14 +28,17 @@ from raypipe.runtime.gradients import TiedHolders, shared_groups
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring, rendezvous_of
 from raypipe.runtime.measure import Prediction, StepClock
+from raypipe.runtime.norm import clip_factor, norm_of
 from raypipe.runtime.optimizer import learning_rate
 from raypipe.runtime.replan import Replanner, Swap
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shapes import wires
 from raypipe.runtime.step import StepResult
+from raypipe.schedule.costs import CostTable
 from raypipe.schedule.endless import WHOLE, Part
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.messages import edges, programs, step_programs
+from raypipe.schedule.messages import Program, edges, programs, step_programs
+from raypipe.simulate.period import gains_ahead
 
 AHEAD = 2
 """Steps queued with the actors beyond the one being collected."""
@@ -90,8 +93,7 @@ class Driver:
         fields = known_fields(self.directory / "data")
         layers = build_layers(job.model, fields)
         samples = int(self.plan.parallel.microbatch * schedule.size)
-        train = step_programs(schedule)
-        evaluate = programs(forward_only(schedule))
+        train, evaluate = self._lower(schedule)
         tied = tied_holders(self.plan, schedule, layers)
         setup = Setup(
             rank=0,
@@ -136,6 +138,14 @@ class Driver:
             ],
             resumed_from=self.resumed_from,
         )
+
+    def _lower(self, schedule: Schedule) -> tuple[dict[Part, list[Program]], list[Program]]:
+        """Every device's programs: of training steps, by how they begin and end, and of validation."""
+        rule = self.plan.parallel.update
+        ahead = self.job.train.clip is not None and (
+            rule == "optimistic" or (rule == "auto" and gains_ahead(schedule, CostTable.even(schedule.stages)))
+        )
+        return step_programs(schedule, ahead), programs(forward_only(schedule))
 
     def _loop(self, fleet: Fleet, done: int) -> None:
         train = self.job.train
@@ -186,8 +196,7 @@ class Driver:
 
     def _swap(self, fleet: Fleet, swap: Swap, step: int) -> None:
         """Run the better order from ``step`` on: every device gets its new programs between two steps."""
-        evaluate = programs(forward_only(swap.schedule))
-        train = step_programs(swap.schedule)
+        train, evaluate = self._lower(swap.schedule)
         for rank, actor in enumerate(fleet.actors):
             actor.install.remote({part: rows[rank] for part, rows in train.items()}, evaluate[rank])
         self.schedule, self.plan = swap.schedule, swap.plan
@@ -208,9 +217,9 @@ class Driver:
             raise DivergenceError(
                 f"step {step}", f"the training loss is {loss}", "lower train.lr, or set train.clip or a longer warm-up"
             )
-        norm = results[0].norm
-        if norm is None:
-            norm = math.sqrt(math.fsum(r.norm_squared for r in results))
+        norm = norm_of(r.norm_squared for r in results)
+        if results[0].optimistic and clip_factor(self.job.train.clip or math.inf, norm) < 1.0:
+            self.log.event("undone", step=step, grad_norm=norm)
         step_s, bubble_ratio = ticket.clock.add(ticket.part, [r.times for r in results])
         self.counts["p2p"] = sum(r.received for r in results)
         self.counts["all_reduce"] = round(math.fsum(r.all_reduces for r in results))

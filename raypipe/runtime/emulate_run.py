@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from raypipe.errors import ScheduleError
 from raypipe.runtime.cluster import connect
 from raypipe.runtime.driver import AHEAD
 from raypipe.runtime.emulation import EmulatedSetup, EmulatedStage
@@ -23,6 +24,7 @@ from raypipe.schedule.ir import Schedule
 from raypipe.schedule.messages import edges, step_programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.verify import verify
+from raypipe.simulate.cyclic import Norm
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
 from raypipe.simulate.timeline import Timeline
@@ -71,18 +73,27 @@ class Emulated:
     """The last step as measured."""
 
 
-def emulate(base: Schedule, costs: CostTable, links: Links, steps: int, replicas: int) -> Emulated:
+def emulate(
+    base: Schedule, costs: CostTable, links: Links, steps: int, replicas: int, norm: Norm = "free", clip_every: int = 0
+) -> Emulated:
     """Run ``steps`` steps of ``replicas`` data-parallel copies of ``base`` on emulated devices.
 
     ``costs`` are in seconds. Stages with several holders sum their gradients lazily, then update; steps follow one
-    another without a global barrier.
+    another without a global barrier, but for a global gradient ``norm`` that updates wait for. Where they run ahead of
+    it, every ``clip_every``-th step's update is undone and the forwards since then run again; the prediction leaves
+    that out.
 
     Raises:
-        ScheduleError: the schedule cannot run.
+        ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
         SpecError: more devices than Ray can give.
     """
     schedule = add_updates(place_gradient_sync(replicate(base, replicas), "lazy", costs))
     verify(schedule)
+    if (
+        norm
+        not in {"flush": ("free", "wait", "ahead"), "2bw": ("free", "ahead"), "stash": ("free",)}[schedule.versions]
+    ):
+        raise ScheduleError("norm", f"{schedule.name}'s updates wait for none", "use free, or with 2BW ahead")
     holders = [len({held[s] for held in schedule.placement}) for s in range(schedule.stages)]
     costs = replace(
         costs,
@@ -93,12 +104,12 @@ def emulate(base: Schedule, costs: CostTable, links: Links, steps: int, replicas
     fleet = start_fleet(schedule, replicas, request, EmulatedStage)
     clock = StepClock(schedule)
     try:
-        _setup(fleet, schedule, costs, links)
+        _setup(fleet, schedule, costs, links, norm, clip_every if schedule.versions == "flush" else 0)
         measured = _steps(fleet, clock, schedule, steps)
     finally:
         fleet.stop()
     whole = simulate(schedule, costs)
-    steady = period(schedule, costs) if steps > 1 else whole.makespan
+    steady = period(schedule, costs, norm=norm) if steps > 1 else whole.makespan
     last = clock.measured()
     assert last is not None
     later = measured[1:] or measured
@@ -113,7 +124,7 @@ def emulate(base: Schedule, costs: CostTable, links: Links, steps: int, replicas
     )
 
 
-def _setup(fleet: Any, schedule: Schedule, costs: CostTable, links: Links) -> None:
+def _setup(fleet: Any, schedule: Schedule, costs: CostTable, links: Links, norm: Norm, clip_every: int) -> None:
     wiring = Wiring(
         peers=tuple(x.peer for x in fleet.locations),
         rendezvous=rendezvous_of(fleet.locations),
@@ -123,7 +134,7 @@ def _setup(fleet: Any, schedule: Schedule, costs: CostTable, links: Links) -> No
         run_id=fleet.run_id,
     )
     ways = parts(schedule)
-    lowered = step_programs(schedule)
+    lowered = step_programs(schedule, ahead=norm == "ahead")
     times = {part: [tuple(costs.durations(one, list(order))) for order in one.orders] for part, one in ways.items()}
     ray.get(
         [
@@ -137,6 +148,8 @@ def _setup(fleet: Any, schedule: Schedule, costs: CostTable, links: Links) -> No
                     durations={part: rows[rank] for part, rows in times.items()},
                     latency_s=tuple(c - links.seconds_per_message for c in costs.links),
                     seconds_per_message=links.seconds_per_message,
+                    norm=norm,
+                    clip_every=clip_every,
                 )
             )
             for rank, actor in enumerate(fleet.actors)

@@ -19,12 +19,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from raypipe.runtime.links import Links, Location, Wiring, locate
+from raypipe.runtime.norm import Shares
 from raypipe.runtime.process import settle
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.transport.channel import Receiver, Sender, TensorSpec, Wire
 from raypipe.schedule.endless import Part
 from raypipe.schedule.latency import Comm, latency
 from raypipe.schedule.messages import Action, Message, Program
+from raypipe.simulate.cyclic import Norm
 
 OVERSHOOT_S = 0.0002
 """``time.sleep`` comes back this late at times; the rest of a wait is spent giving up the processor."""
@@ -47,6 +49,10 @@ class EmulatedSetup:
     """Of messages between devices, beside their bytes; per link as in a cost table."""
     seconds_per_message: float
     """A message's bytes over the link's bandwidth; 0 for links without a limit."""
+    norm: Norm = "free"
+    """What updates have to do with a global gradient norm."""
+    clip_every: int = 0
+    """Every so many steps the norm is too large, and with ``norm="ahead"`` the update is undone; 0 for never."""
 
 
 class EmulatedRunner(ProgramRunner):
@@ -54,19 +60,21 @@ class EmulatedRunner(ProgramRunner):
 
     def __init__(
         self, setup: EmulatedSetup, senders: Mapping[int, Sender], receivers: Mapping[int, Receiver],
-        groups: Mapping[str, dist.ProcessGroup],
+        groups: Mapping[str, dist.ProcessGroup], world: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
         wire = dict.fromkeys(range(setup.stages), STAMP)
         super().__init__(setup.microbatches, timeout_s=300.0, senders=senders, receivers=receivers, wire=wire)
         self.setup = setup
         self.groups = groups
+        self.shares = Shares(world)
+        self._waits_for: int | None = None
         self._link_free: dict[int, float] = {}
         self._joined: list[tuple[int, torch.Tensor, dist.Work | None]] = []
 
     def run(self, part: Part, step: int) -> NDArray[np.float64]:
         """Run one step; returns ``[tasks, 2]`` start and end."""
-        self._durations = iter(self.setup.durations[part])
-        self._index = -1
+        self._part = part
+        self.forget()
         times = self.walk(self.setup.programs[part], step)
         self._finish(times)  # all-reduces that no update waited for
         return times
@@ -105,9 +113,42 @@ class EmulatedRunner(ProgramRunner):
         work = dist.all_reduce(joined, dist.ReduceOp.MAX, group=group, async_op=True) if group is not None else None
         self._joined.append((self._index, joined, work))
 
-    def before_updates(self, program: Program, times: NDArray[np.float64]) -> None:
-        """Wait for the all-reduces."""
+    def before_updates(self, times: NDArray[np.float64]) -> None:
+        """Wait for the all-reduces, then for the global norm or not."""
         self._finish(times)
+        if self.setup.norm == "free":
+            return
+        self.shares.start(time.monotonic())
+        if self.program.ahead is None:
+            wait_until(self._known_at())
+        else:
+            self._waits_for = self.step
+
+    def uncertain(self) -> bool:
+        """See ProgramRunner.uncertain."""
+        return self._waits_for is not None
+
+    def settle(self, wait: bool = True) -> bool | None:
+        """See ProgramRunner.settle."""
+        if self._waits_for is None:
+            return True
+        if not wait and not (self.shares.ready() and time.monotonic() >= self._known_at()):
+            return None
+        wait_until(self._known_at())
+        done, self._waits_for = self._waits_for + 1, None
+        return self.setup.clip_every == 0 or done % self.setup.clip_every > 0
+
+    def _known_at(self) -> float:
+        """The norm is known a link's latency after the last of the other devices was through."""
+        through = self.shares.wait(self.outgoing.push)
+        slowest = self.setup.latency_s
+        lag = (max(slowest) if isinstance(slowest, tuple) else slowest) + self.setup.seconds_per_message
+        return max((at + lag for rank, at in enumerate(through) if rank != self.setup.rank), default=0.0)
+
+    def forget(self) -> None:
+        """See ProgramRunner.forget."""
+        self._durations = iter(self.setup.durations[self._part])
+        self._index = -1
 
     def _finish(self, times: NDArray[np.float64]) -> None:
         for index, joined, work in self._joined:
@@ -149,7 +190,7 @@ class EmulatedStage:
         if self.links is not None:
             self.links.close()
         self.links = links = Links(setup.rank, setup.wiring, "gloo")
-        self.runner = EmulatedRunner(setup, links.senders, links.receivers, links.groups)
+        self.runner = EmulatedRunner(setup, links.senders, links.receivers, links.groups, links.world)
 
     def run_step(self, step: int, part: Part) -> NDArray[np.float64]:
         """Run one step; returns ``[tasks, 2]`` start and end of each task."""

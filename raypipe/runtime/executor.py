@@ -14,10 +14,12 @@ from raypipe.data.corpus import Split
 from raypipe.models import Inputs, Task, random_keys
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
+from raypipe.runtime.norm import Shares
 from raypipe.runtime.runner import Payload, ProgramRunner
 from raypipe.runtime.stage import Live, StageModule
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.transport.channel import Receiver, Sender, Wire
+from raypipe.runtime.updates import Updates
 from raypipe.runtime.versions import Snapshot, WeightVersions, run_with
 from raypipe.schedule.messages import Action, Program
 
@@ -33,19 +35,20 @@ class Executor(ProgramRunner):
         task: Task,
         feed: Feed,
         sync: GradientSync,
+        shares: Shares,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
         wire: Mapping[int, Wire],
         versions: Mapping[StageKey, WeightVersions],
     ) -> None:
-        super().__init__(settings.microbatches, settings.timeout_s, senders, receivers, wire)
+        super().__init__(settings.microbatches, settings.timeout_s, senders, receivers, wire, settings.device)
         self.settings = settings
         self.modules = modules
-        self.optimizers = optimizers
         self.task = task
         self.feed = feed
         self.sync = sync
         self.versions = versions
+        self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update)
         # By micro-batch ids that count on over the steps, as in ``mail``.
         self._live: dict[tuple[int, int], Live] = {}
         self._fed: dict[int, Inputs] = {}
@@ -65,7 +68,8 @@ class Executor(ProgramRunner):
         """
         self.split, self.training, self.lr = split, split == "train", lr
         self._squares: list[float] = []
-        self._norm: float | None = None
+        if not self.training:
+            self.settle()
         with torch.enable_grad() if self.training else torch.no_grad():
             times = self.walk(program, step)
         return self._end(times)
@@ -206,33 +210,36 @@ class Executor(ProgramRunner):
         if used is not None:
             self.versions[key].collect(used)
 
-    def before_updates(self, program: Program, times: NDArray[np.float64]) -> None:
-        """Wait for the gradient sums, then, when clipping, for the global norm."""
+    def before_updates(self, times: NDArray[np.float64]) -> None:
+        """Wait for the gradient sums; then, when clipping, for the global norm or not (``updates``)."""
         if self._stashes:
             return
         for key in self.modules:
             self._collect(key)
-        completed = self.sync.finish()
-        for i, action in enumerate(program.actions):  # an all-reduce lasts until it is complete, beside compute
+        completed = self.sync.finish(self.outgoing.push)
+        for i, action in enumerate(self.program.actions):  # an all-reduce lasts until it is complete, beside compute
             if action.task.kind == "AR" and (action.task.stage, action.task.replica) in completed:
                 times[i, 1] = completed[(action.task.stage, action.task.replica)]
-        share = self.sync.norm_squared()
-        self._squares.append(float(share))
-        if self.settings.clip is not None:
-            self._norm = self.sync.clip(self.settings.clip, share)
+        self._squares.append(self.updates.begin(self.program.ahead is not None, self.outgoing.push))
 
     def _update(self, key: StageKey) -> None:
-        versions = self.versions.get(key)
-        if versions is not None and versions.rule == "stash":
+        if self._stashes:
             self._collect(key)
             self._squares.append(float(self.sync.norm_squared()))
-        optimizer = self.optimizers[key]
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if versions is not None:
-            versions.updated()
+        self.updates.make(key, self.lr)
+
+    def uncertain(self) -> bool:
+        """See ProgramRunner.uncertain."""
+        return self.updates.pending
+
+    def settle(self, wait: bool = True) -> bool | None:
+        """See ProgramRunner.settle; also before anything but the next step reads weights or optimizer state."""
+        return self.updates.settle(self.outgoing.push, wait)
+
+    def forget(self) -> None:
+        """See ProgramRunner.forget."""
+        self._live.clear()
+        self._losses.clear()
 
     def _end(self, times: NDArray[np.float64]) -> StepResult:
         losses = self._losses.pop(self.step, [])
@@ -248,4 +255,4 @@ class Executor(ProgramRunner):
         self._fed = {at: held for at, held in self._fed.items() if at >= until}
         # Of several updates in a step (PipeDream), the mean square.
         square = sum(self._squares) / max(1, len(self._squares))
-        return StepResult(loss, square, self._norm, times, self.received, reduced)
+        return StepResult(loss, square, times, self.received, reduced, self.updates.optimistic)

@@ -1,4 +1,4 @@
-"""Gradients that several devices share: stage replicas, tied parameters, and the global norm.
+"""Gradients that several devices share: stage replicas and tied parameters; and their share of the global norm.
 
 Sums, never means: every micro-batch's loss is already divided by the tokens of the whole mini-batch, so the sum
 over replicas is the mini-batch gradient whatever the plan.
@@ -7,15 +7,14 @@ over replicas is the mini-batch gradient whatever the plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raypipe.errors import TransportError
+from raypipe.runtime.collective import Push, wait_for
 from raypipe.runtime.stage import StageModule
 
 StageKey = tuple[int, int]
@@ -57,9 +56,7 @@ class GradientSync:
         placement: tuple[tuple[int, ...], ...],
         tied: tuple[TiedHolders, ...],
         groups: Mapping[str, dist.ProcessGroup],
-        world: dist.ProcessGroup | None,
     ) -> None:
-        self.world = world
         self.groups = groups
         self.all_reduces = 0.0
         """Gradient all-reduces since the last reset; each of a group's members counts its share of one."""
@@ -100,14 +97,17 @@ class GradientSync:
         self._pending[key] = (work, flat)
         self.all_reduces += 1 / group.size()
 
-    def finish(self) -> dict[StageKey, float]:
+    def finish(self, push: Push) -> dict[StageKey, float]:
         """Wait for every started sum, then sum the tied parameters over all their copies.
 
         Returns when each sum was seen to be complete, on this host's monotonic clock in seconds.
+
+        Raises:
+            TransportError: another holder did not join in time.
         """
         completed: dict[StageKey, float] = {}
         for key, (work, flat) in self._pending.items():
-            _patiently(f"gradient sum of stage {key[0]}", work.wait)
+            wait_for(f"gradient sum of stage {key[0]}", work, push)
             completed[key] = time.monotonic()
             offset = 0
             for p in self._own[key]:
@@ -121,7 +121,9 @@ class GradientSync:
             group = self.groups.get(f"tied {tie.name}")
             if group is not None:
                 total = total.contiguous()
-                _patiently(f"gradient sum of tied {tie.name}", partial(dist.all_reduce, total, group=group))
+                sum_ = dist.all_reduce(total, group=group, async_op=True)
+                assert sum_ is not None
+                wait_for(f"gradient sum of tied {tie.name}", sum_, push)
                 self.all_reduces += 1 / group.size()
             for copy in copies:
                 copy.grad = total if copy is copies[0] else total.clone()
@@ -135,29 +137,9 @@ class GradientSync:
         norms = torch.stack(list(torch._foreach_norm(grads)))
         return norms.double().square().sum().cpu()
 
-    def clip(self, limit: float, norm_squared: Tensor) -> float:
-        """Scale all gradients so that their global norm is at most ``limit``; returns the norm before.
-
-        Same rule as ``torch.nn.utils.clip_grad_norm_``. One scalar travels between all devices.
-        """
-        if self.world is not None:
-            norm_squared = norm_squared.clone()
-            _patiently("global gradient norm", partial(dist.all_reduce, norm_squared, group=self.world))
-        norm = float(norm_squared.sqrt())
-        factor = limit / (norm + 1e-6)
-        if factor < 1.0:
-            torch._foreach_mul_([p.grad for p in self._all if p.grad is not None], factor)
-        return norm
-
-
-def _patiently(what: str, wait: Callable[[], object]) -> None:
-    """Wait for a collective; Gloo's own error after the timeout names neither what was waited for nor for whom."""
-    try:
-        wait()
-    except RuntimeError as error:
-        raise TransportError(
-            what, f"another holder did not join: {error}", "see which stage failed or hangs; train.message_timeout_s"
-        ) from error
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        torch._foreach_mul_([p.grad for p in self._all if p.grad is not None], factor)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

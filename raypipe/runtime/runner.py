@@ -2,6 +2,11 @@
 
 What a task does is a subclass's business: kernels on tensors (``executor``) or timed waits (``emulation``).
 
+Where the update before a step is not certain yet (``updates``), the head of the program runs on it all the same and
+then settles it. If it had to be undone, what the heads of all devices have sent is stale: every device takes out of its
+channels what it has not read of that, and begins the step again as attempt 1. Which messages these are is known
+beforehand: every device sends all of its head's, if only blank ones, and no head waits for more than other heads.
+
 Hot path: everything that can be decided before the step is decided before it (what is posted, who waits for whom), so
 that between two tasks there is only the message and a few dictionary look-ups.
 """
@@ -13,15 +18,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, TensorSpec, Wire
-from raypipe.schedule.messages import Action, Message, Program
+from raypipe.runtime.transport.progress import Progress
+from raypipe.schedule.messages import Action, Ahead, Message, Program
 
 Payload = tuple[Tensor, ...]
 """The tensors one stage hands to another for one micro-batch."""
+NOTHING_AHEAD = Ahead(0, {})
+CPU = torch.device("cpu")
 
 
 class ProgramRunner(ABC):
@@ -34,12 +43,17 @@ class ProgramRunner(ABC):
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
         wire: Mapping[int, Wire],
+        device: torch.device = CPU,
     ) -> None:
         self.microbatches = microbatches
         self.timeout_s = timeout_s
         self.senders = senders
         self.receivers = receivers
+        self.outgoing = Progress()
+        for sender in senders.values():
+            self.outgoing.add(sender)
         self.wire = wire
+        self.device = device
         # Micro-batch ids below count on over the steps (step * N + id): an asynchronous program reaches into the next.
         self.mail: dict[tuple[str, int, int, int], Payload] = {}
         self.received = 0
@@ -49,8 +63,23 @@ class ProgramRunner(ABC):
         """Do one task; leave what it sends in ``mail``."""
 
     @abstractmethod
-    def before_updates(self, program: Program, times: NDArray[np.float64]) -> None:
+    def before_updates(self, times: NDArray[np.float64]) -> None:
         """Called before the first U of a step: wait for what other devices contribute. Part of no task."""
+
+    @abstractmethod
+    def uncertain(self) -> bool:
+        """Whether the last update may still be undone, or has yet to be made."""
+
+    @abstractmethod
+    def settle(self, wait: bool = True) -> bool | None:
+        """Make the last update certain. False if it was undone and made again: what ran since ran on wrong weights.
+
+        None if that is not known yet and not to be waited for.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop what the head of the step has left behind, but for ``mail``."""
 
     def walk(self, program: Program, step: int) -> NDArray[np.float64]:
         """Run a whole program; returns ``[tasks, 2]`` start and end in seconds on this host's monotonic clock.
@@ -59,20 +88,74 @@ class ProgramRunner(ABC):
             TransportError: a message did not come in time; names task, peer and micro-batch.
         """
         self.step, self.base, self.program = step, step * self.microbatches, program
-        self.received = 0
-        for source, messages in program.arrivals.items():
-            self.receivers[source].post([Expected(self._label(m), self._specs(m)) for m in messages])
+        self.attempt = self.received = 0
         times = np.empty((len(program.actions), 2))
+        begin = 0
+        if self.uncertain():
+            begin = self._run_head(times)
+        else:
+            self._post({})
+        self._run(times, begin, len(program.actions))
+        for sender in self.senders.values():
+            sender.flush(self.timeout_s)
+        return times
+
+    def _run_head(self, times: NDArray[np.float64]) -> int:
+        """Run ahead of the last update, then settle it; returns the task to go on with."""
+        head = self.program.ahead or NOTHING_AHEAD
+        for source, count in head.arrivals.items():
+            self._announce(source, 0, count)
+        ran, stands = 0, None
+        while ran < head.tasks and stands is not False:
+            stands = stands or self.settle(wait=False)
+            if stands is not False:
+                self._run(times, ran, ran + 1)
+                ran += 1
+        if stands is None:
+            stands = self.settle()
+        if stands:
+            self._post(head.arrivals)
+            return head.tasks
+        self._break_off(ran, head)
+        self.mail.clear()
+        self.forget()
+        self.attempt, self.received = 1, 0
+        self._post({})
+        return 0
+
+    def _break_off(self, ran: int, head: Ahead) -> None:
+        """Leave nothing of attempt 0 in any channel: send what is still expected, read what is still due."""
+        actions = self.program.actions
+        for message in (m for action in actions[ran : head.tasks] for m in action.sends if not m.local):
+            # Nobody uses what is in them; zeros, because a stage may take some for indices.
+            blank = [torch.zeros(s.shape, dtype=s.dtype, device=self.device) for s in self._specs(message)]
+            self.senders[message.dst_device].send(self._label(message), blank)
+        used = {m for action in actions[:ran] for m in action.receives}
+        for source, count in head.arrivals.items():
+            for message in self.program.arrivals[source][:count]:
+                if message not in used:
+                    self.receivers[source].recv(self._label(message), self.timeout_s)
+
+    def _post(self, announced: Mapping[int, int]) -> None:
+        """Announce all messages of the step but for the first ones ``announced`` per source."""
+        for source, messages in self.program.arrivals.items():
+            self._announce(source, announced.get(source, 0), len(messages))
+
+    def _announce(self, source: int, begin: int, end: int) -> None:
+        messages = self.program.arrivals[source][begin:end]
+        self.receivers[source].post([Expected(self._label(m), self._specs(m)) for m in messages])
+
+    def _run(self, times: NDArray[np.float64], begin: int, end: int) -> None:
         clock = time.monotonic
         senders = tuple(self.senders.values())
         waits = True
-        for i, action in enumerate(program.actions):
+        for i, action in enumerate(self.program.actions[begin:end], begin):
             for message in action.receives:
                 if message.src_device != message.dst_device:
                     self.receive(message, action)
             if waits and action.task.kind == "U":
                 waits = False
-                self.before_updates(program, times)
+                self.before_updates(times)
             times[i, 0] = clock()
             self.run_task(action)
             times[i, 1] = clock()
@@ -81,9 +164,6 @@ class ProgramRunner(ABC):
                     self._send(message)
             for sender in senders:
                 sender.progress()
-        for sender in senders:
-            sender.flush(self.timeout_s)
-        return times
 
     def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
         # A gradient belongs to the output of the stage it goes to.
@@ -93,7 +173,7 @@ class ProgramRunner(ABC):
 
     def _label(self, m: Message) -> Label:
         ahead, mb = divmod(m.mb, self.microbatches)
-        return Label(m.direction, m.src_stage, m.dst_stage, mb, self.step + ahead)
+        return Label(m.direction, m.src_stage, m.dst_stage, mb, self.step + ahead, self.attempt)
 
     def receive(self, m: Message, action: Action) -> None:
         """Take one message into ``mail``."""

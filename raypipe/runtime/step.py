@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raypipe.runtime.norm import UpdateRule
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -16,15 +18,15 @@ class StepResult:
     loss_sum: float
     """Sum of the losses of the micro-batches whose last stage is here, over the targets of the mini-batch."""
     norm_squared: float
-    """This device's share of the squared gradient norm (all of it, already rooted, when clipping: see ``norm``)."""
-    norm: float | None
-    """Global gradient norm before clipping, where clipping computed it."""
+    """This device's share of the squared global gradient norm, before clipping."""
     times: NDArray[np.float64]
     """``[tasks, 2]`` start and end of every task, on this host's monotonic clock in seconds."""
     received: int
     """Messages that came from other devices."""
     all_reduces: float
     """Gradient all-reduces; each of a group's members counts its share of one."""
+    optimistic: bool
+    """The update was made before the global norm was known; undone and made again if that turned out too large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,7 @@ class StepSettings:
     """Micro-batch ids of a step, over all replicas."""
     samples_per_microbatch: int
     clip: float | None
+    update: UpdateRule
     timeout_s: float
     autocast: torch.dtype | None
     device: torch.device

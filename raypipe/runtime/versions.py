@@ -44,9 +44,13 @@ class WeightVersions:
             self.paths[path].grad = leaf.grad
             leaf.grad = None
 
+    def expect(self) -> None:
+        """The optimizer is about to change the parameters, now or later: the newest version becomes the one before."""
+        self.older = self.newest
+
     def updated(self) -> None:
         """The optimizer has changed the parameters: they are a new version."""
-        self.older, self.newest = self.newest, self._snapshot()
+        self.newest = self._snapshot()
 
     def previous(self) -> dict[str, Tensor]:
         """What a checkpoint needs beside the parameters: w(t-1) of 2BW, by parameter path; nothing after a flush."""

@@ -10,6 +10,7 @@ import math
 
 import pytest
 
+from raypipe.errors import ScheduleError
 from raypipe.runtime.calibrate import message_delays
 from raypipe.runtime.emulate_run import Links, emulate
 from raypipe.schedule import Shape, generate
@@ -52,6 +53,24 @@ def test_no_step_is_faster_than_predicted(local_ray, name, shape, links, steps, 
                 assert end - start >= 2 * MS * EXACT
     if period_ms is not None:
         assert found.predicted_s == pytest.approx(period_ms * MS)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(("norm", "clip_every", "period_ms"), [("wait", 0, 14), ("ahead", 2, 12)])
+def test_no_step_that_clips_is_faster_than_predicted(local_ray, norm, clip_every, period_ms) -> None:
+    """Two devices, three tasks of four micro-batches: 12 units busy, one more and the norm's latency if it waits."""
+    base = generate("zb-h2", Shape(devices=2, microbatches=4))
+    costs = CostTable.even(2, 1 * MS, 1 * MS, 1 * MS)
+    found = emulate(base, costs, Links(latency_s=0.5 * MS), 5, 1, norm, clip_every)
+    assert found.predicted_s == pytest.approx((period_ms + (norm == "ahead")) * MS)
+    assert sum(found.measured_s) >= 4 * found.predicted_s * EXACT
+
+
+def test_updates_that_know_no_norm_cannot_wait_for_it() -> None:
+    costs = CostTable.even(2, MS, MS, MS)
+    for name, norm in (("pipedream", "ahead"), ("pipedream-2bw", "wait")):
+        with pytest.raises(ScheduleError, match="norm: "):
+            emulate(generate(name, Shape(devices=2, microbatches=4)), costs, Links(), 2, 1, norm)
 
 
 def test_all_reduce_follows_rabenseifner() -> None:
@@ -100,6 +119,8 @@ def test_the_command_prints_one_object(local_ray, capsys) -> None:
         (["1f1b", "--grad-mb", "4"], "carry nothing"),
         (["1f1b", "--bandwidth", "-1"], "carry nothing"),
         (["1f1b", "--devices", "0"], "is not a count"),
+        (["1f1b", "--norm", "waits"], 'did you mean "wait"'),
+        (["1f1b", "--clip-every", "2"], "nothing to undo"),
         (["1f2b"], 'did you mean "1f1b"'),
     ],
 )

@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport import gloo, ray_collective
-from raypipe.runtime.transport.channel import Peer, Receiver
+from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.memory import Allocate
-from raypipe.runtime.transport.progress import OutgoingChannel, Progress
+from raypipe.runtime.transport.progress import Progress
 from raypipe.runtime.transport.shm_receive import ShmReceiver
 from raypipe.runtime.transport.shm_send import ShmSender
 
 Edge = tuple[int, int]
 Base = Literal["shm", "gloo", "ray"]
-Ends = tuple[dict[int, OutgoingChannel], dict[int, Receiver]]
+Ends = tuple[dict[int, Sender], dict[int, Receiver]]
 
 
 def open_base(
@@ -34,7 +34,7 @@ def open_base(
 
     Raises TransportError when another device does not open its end in time.
     """
-    out: dict[int, OutgoingChannel] = {}
+    out: dict[int, Sender] = {}
     into: dict[int, Receiver] = {}
     edges = {base: [edge for edge, kind in kinds.items() if kind == base] for base in ("shm", "gloo", "ray")}
     # The two groups are joined by every device of the run, also by those without such an edge.

@@ -26,10 +26,13 @@ class Label(NamedTuple):
     dst_stage: int
     mb: int
     step: int
+    attempt: int = 0
+    """1 where the step was begun again, because the update before it was undone: what attempt 0 sent is stale."""
 
     def __str__(self) -> str:
         what = "activation" if self.direction == "act" else "gradient"
-        return f"{what} of micro-batch {self.mb}, stage {self.src_stage} -> {self.dst_stage}, step {self.step}"
+        at = f"step {self.step}" + (", begun again" if self.attempt else "")
+        return f"{what} of micro-batch {self.mb}, stage {self.src_stage} -> {self.dst_stage}, {at}"
 
 
 class TensorSpec(NamedTuple):
@@ -86,6 +89,10 @@ class Sender(Protocol):
 
     def send(self, label: Label, tensors: Sequence[Tensor]) -> None:
         """Snapshot the tensors and return: the caller may overwrite them at once. Never waits for the peer."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether ``progress`` still has something to push out."""
 
     def progress(self) -> None:
         """Push out what could not be sent at once, as far as that goes without waiting."""

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport import wire
-from raypipe.runtime.transport.channel import Expected, Label, Peer, Receiver, TensorSpec
+from raypipe.runtime.transport.channel import Expected, Label, Peer, Receiver, Sender, TensorSpec
 from raypipe.runtime.transport.inbox import Inbox, who
-from raypipe.runtime.transport.progress import OutgoingChannel
 from raypipe.runtime.transport.side_stream import Mark, Side, snapshot
 
 _ENVELOPE = TensorSpec((1024,), torch.uint8)
@@ -78,7 +77,7 @@ def warm_up(link: Link, sends: bool, device: torch.device) -> None:
 class NcclSender:
     """Sends over ``link``; ``base`` carries the envelopes and is owned."""
 
-    def __init__(self, peer: Peer, link: Link, base: OutgoingChannel, side: Side) -> None:
+    def __init__(self, peer: Peer, link: Link, base: Sender, side: Side) -> None:
         self._peer, self._link, self._base, self._side = peer, link, base, side
         self._flying: deque[tuple[Label, list[Tensor], Mark]] = deque()
 

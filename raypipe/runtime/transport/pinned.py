@@ -14,17 +14,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.channel import Expected, Label, Peer, Receiver
+from raypipe.runtime.transport.channel import Expected, Label, Peer, Receiver, Sender
 from raypipe.runtime.transport.inbox import who
 from raypipe.runtime.transport.memory import Allocate, empty_pinned
-from raypipe.runtime.transport.progress import OutgoingChannel
 from raypipe.runtime.transport.side_stream import Mark, Side, snapshot
 
 
 class PinnedSender:
     """Sends CUDA tensors over ``base``, which it owns."""
 
-    def __init__(self, peer: Peer, base: OutgoingChannel, side: Side, allocate: Allocate = empty_pinned) -> None:
+    def __init__(self, peer: Peer, base: Sender, side: Side, allocate: Allocate = empty_pinned) -> None:
         self._peer, self._base, self._side, self._allocate = peer, base, side, allocate
         self._copying: deque[tuple[Label, list[Tensor], Mark]] = deque()
 

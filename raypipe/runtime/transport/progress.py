@@ -6,29 +6,19 @@ waits pushes its own queues meanwhile.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from raypipe.runtime.transport.channel import Sender
 
 PUSH_EVERY_S = 0.0002
 """How often a waiting receiver looks after its own device's stuck messages, while there are any."""
 
 
-class OutgoingChannel(Sender, Protocol):
-    """A sender that says whether it needs pushing; all of ours do."""
-
-    @property
-    def pending(self) -> bool:
-        """Whether ``progress`` still has something to push out."""
-
-
 class Progress:
     """All senders of a device; receivers call ``push`` while they wait."""
 
     def __init__(self) -> None:
-        self._senders: list[OutgoingChannel] = []
+        self._senders: list[Sender] = []
 
-    def add(self, sender: OutgoingChannel) -> None:
+    def add(self, sender: Sender) -> None:
         """Take a sender into care."""
         self._senders.append(sender)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Direction, Expected, Label, TensorSpec
 
-_LABEL = struct.Struct("<Bqqqq")
+_LABEL = struct.Struct("<Bqqqqq")
 _COUNT = struct.Struct("<I")
 _TENSOR = struct.Struct("<BB")
 _DIRECTIONS: tuple[Direction, ...] = ("act", "grad")
@@ -34,8 +34,8 @@ def pack(label: Label, specs: Iterable[tuple[Sequence[int], torch.dtype]]) -> by
     Raises:
         TransportError: a dtype that cannot travel.
     """
-    direction, src, dst, mb, step = label
-    return _LABEL.pack(direction == "grad", src, dst, mb, step) + _pack_specs(tuple(specs))
+    direction, src, dst, mb, step, attempt = label
+    return _LABEL.pack(direction == "grad", src, dst, mb, step, attempt) + _pack_specs(tuple(specs))
 
 
 def pack_tensors(label: Label, tensors: Iterable[Tensor]) -> bytes:
@@ -61,7 +61,7 @@ def unpack(head: bytes | bytearray | memoryview) -> Expected:
     Bytes after the header are ignored. Raises TransportError when these are no header.
     """
     try:
-        grad, src, dst, mb, step = _LABEL.unpack_from(head, 0)
+        grad, src, dst, mb, step, attempt = _LABEL.unpack_from(head, 0)
         (count,) = _COUNT.unpack_from(head, _LABEL.size)
         at = _LABEL.size + _COUNT.size
         specs = []
@@ -73,7 +73,7 @@ def unpack(head: bytes | bytearray | memoryview) -> Expected:
             shape = struct.unpack_from(f"<{ndim}q", head, at + _TENSOR.size)
             specs.append(TensorSpec(shape, dtype))
             at += _TENSOR.size + 8 * ndim
-        return Expected(Label(_DIRECTIONS[grad], src, dst, mb, step), tuple(specs))
+        return Expected(Label(_DIRECTIONS[grad], src, dst, mb, step, attempt), tuple(specs))
     except (struct.error, IndexError) as error:
         raise TransportError("message", f"unreadable header ({error})", "run one raypipe everywhere") from None
 

@@ -14,7 +14,7 @@ from raypipe.runtime.transport.inbox import Inbox
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.uint16, torch.float8_e5m2]
 number = st.integers(min_value=-1, max_value=2**40)
-labels = st.builds(Label, st.sampled_from(["act", "grad"]), number, number, number, number)
+labels = st.builds(Label, st.sampled_from(["act", "grad"]), number, number, number, number, number)
 specs = st.builds(TensorSpec, st.lists(st.integers(0, 2**40), max_size=5).map(tuple), st.sampled_from(DTYPES))
 messages = st.builds(Expected, labels, st.lists(specs, max_size=4).map(tuple))
 
