@@ -28,14 +28,25 @@ def connect(devices: int, dashboard_port: int | None = None, emulated: bool = Fa
         SpecError: the cluster can never give that many devices, RAY_ADDRESS names one that does not answer, or the
             dashboard's port is taken.
     """
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    if not ray.is_initialized() and not _join_running(quiet):
-        _start_local(devices, dashboard_port, quiet)
+    _join(devices, dashboard_port)
     resources = ray.cluster_resources()
     if emulated:
         return DeviceRequest(cpus=min(1.0, resources.get("CPU", 1.0) / devices), gpus=0.0)
     return request_devices(devices, resources)
+
+
+def connect_all() -> int:
+    """Connect to Ray as ``connect`` does; returns how many devices there are: GPUs, or CPUs where there are none."""
+    _join(1, None)
+    resources = ray.cluster_resources()
+    return int(resources.get("GPU", 0.0)) or max(1, int(resources.get("CPU", 1.0)))
+
+
+def _join(devices: int, dashboard_port: int | None) -> None:
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    if not ray.is_initialized() and not _join_running(quiet):
+        _start_local(devices, dashboard_port, quiet)
 
 
 def _join_running(quiet: dict[str, Any]) -> bool:

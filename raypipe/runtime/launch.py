@@ -59,22 +59,30 @@ def device_title(schedule: Schedule, device: int, copies: int) -> str:
 def start_fleet(
     schedule: Schedule, copies: int, request: DeviceRequest, actor_class: type = Stage, timeout_s: float = 120.0
 ) -> Fleet:
-    """Reserve the devices and start an actor on each: ``actor_class(rank, title)``.
+    """Reserve the devices of a schedule and start an actor on each: ``actor_class(rank, title)``.
+
+    Raises:
+        RunError: the devices were not free within ``timeout_s``.
+    """
+    titles = [device_title(schedule, d, copies) for d in range(schedule.devices)]
+    return start_actors(titles, request, actor_class, timeout_s)
+
+
+def start_actors(titles: list[str], request: DeviceRequest, actor_class: type, timeout_s: float = 120.0) -> Fleet:
+    """Reserve a device for each title and start ``actor_class(rank, title)`` on it.
 
     Raises:
         RunError: the devices were not free within ``timeout_s``.
     """
     run_id = uuid.uuid4().hex[:8]
-    bundles = [request.bundle() for _ in range(schedule.devices)]
-    group = placement_group(bundles, strategy="PACK", name=f"raypipe {run_id}")
+    group = placement_group([request.bundle() for _ in titles], strategy="PACK", name=f"raypipe {run_id}")
     if not group.wait(timeout_s):
         remove_placement_group(group)
         raise RunError(
             "devices",
-            f"{schedule.devices} x {request.describe()} were not free within {timeout_s:.0f} s",
+            f"{len(titles)} x {request.describe()} were not free within {timeout_s:.0f} s",
             "wait for other jobs to end, or ask for fewer stages or replicas",
         )
-    titles = [device_title(schedule, d, copies) for d in range(schedule.devices)]
     # One compute thread per device: stages share the host's cores with each other, not with a thread pool.
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if request.gpus == 0 else {}
     actors = [

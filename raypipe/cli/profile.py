@@ -1,0 +1,62 @@
+"""``raypipe profile JOB.yaml``: measure what a model costs on the devices of the cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raypipe.cli._values import comma_list
+from raypipe.errors import RequestError, SpecError
+
+WIDTH = 110
+"""Columns that the table needs; a narrower terminal wraps lines, which still reads better than cut figures."""
+
+
+def profile(
+    job: Annotated[Path, typer.Argument(help="Job file, such as jobs/quickstart.yaml.")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Where the profile goes.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="key.path=value over the job file; repeatable.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, metavar="P", help="Devices that measure [all there are].")
+    ] = None,
+    microbatches: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Micro-batch sizes [powers of two up to 16, and the job's].")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: fewer repeats.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
+) -> None:
+    """Measure a job's layers, optimizer, messages and collectives through Ray, on the devices that will train it."""
+    from raypipe.job import load_job
+    from raypipe.observe.profile_table import profile_tables
+    from raypipe.observe.progress import stderr_console
+
+    spec = load_job(job, override or ())
+    most = max(1, spec.train.batch)
+    default = sorted({2**k for k in range(5) if 2**k <= most} | {spec.parallel.microbatch})
+    sizes = comma_list("--microbatches", microbatches, int) if microbatches is not None else default
+    if (wrong := next((n for n in sizes if not 1 <= n <= most), None)) is not None:
+        raise RequestError("--microbatches", f"{wrong} for a mini-batch of {most}", f"give sizes from 1 to {most}")
+    if out is not None and not out.parent.is_dir():
+        raise SpecError(str(out), "there is no such folder", "make it, or give another file")
+    console = stderr_console()
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
+        from raypipe.runtime.profiling import measure_profile
+
+        found = measure_profile(spec, sizes, devices, quick=quick, say=lambda text: console.print(text, style="dim"))
+    if out is not None:
+        out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    if json:
+        print(json_module.dumps(found.model_dump(mode="json")))
+        return
+    from rich.console import Console
+
+    Console(width=max(WIDTH, Console().width)).print(profile_tables(found))
+    if out is not None:
+        print(f"written to {out}")

@@ -1,0 +1,78 @@
+"""A profile as tables for the terminal."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raypipe.cost.profile import LayerProfile, LinkFit, Profile
+
+
+def profile_tables(profile: Profile) -> RenderableType:
+    """Layers with their task times by micro-batch size, then links, collectives and the rest."""
+    return Group(_layers(profile), *map(Text, _notes(profile)))
+
+
+def _layers(profile: Profile) -> Table:
+    title = f"{profile.device}, {profile.dtype}: milliseconds of each task by micro-batch size n"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("layer", "values", "kept", "waiting", "n", "F", "±", "B", "W", "BW", "R"):
+        table.add_column(name, justify="left" if name == "layer" else "right", no_wrap=True)
+    for _, run in groupby(profile.layers, key=lambda layer: layer.model_copy(update={"name": ""})):
+        layers = list(run)
+        for row, (size, t) in enumerate(sorted(layers[0].times.items())):
+            about = _about(layers) if row == 0 else ("",) * 4
+            times = (f"{1e3 * x:.3g}" for x in (t.input_grad, t.weight_grad, t.joint, t.recompute))
+            table.add_row(*about, str(size), f"{1e3 * t.forward:.3g}", f"{t.spread:.0%}", *times)
+    return table
+
+
+def _about(layers: list[LayerProfile]) -> tuple[str, str, str, str]:
+    first, last = layers[0], layers[-1]
+    waiting = first.kept_bytes if first.waiting_bytes is None else first.waiting_bytes
+    name = first.name if len(layers) == 1 else f"{first.name} - {last.name}"
+    return name, f"{first.parameters:,}", size_text(first.kept_bytes), size_text(waiting)
+
+
+def _notes(profile: Profile) -> list[str]:
+    lines = [
+        "kept: of a sample, from its forward to its backward; waiting: from B to W where the backward is split;",
+        "±: half the range between the quartiles of F, over its median",
+        f"{profile.devices} devices, {profile.devices_per_host} a host; {size_text(profile.memory_bytes)} each, of "
+        f"which an empty process takes {size_text(profile.base_bytes)}",
+        f"optimizer {profile.update_s_per_parameter * 1e9:.2f} ns a value; between two tasks "
+        f"{profile.task_overhead_s * 1e6:.0f} us",
+    ]
+    if profile.devices > 1:
+        lines.append(f"messages inside a host: {_link(profile.inside)}")
+    if profile.devices > profile.devices_per_host:
+        lines.append(f"messages between hosts: {_link(profile.between)}")
+    for c in profile.collectives:
+        cost = f"alpha {c.alpha_s * 1e6:.0f} us, {_rate(c.beta_s_per_byte)}"
+        lines.append(f"{c.kind} over {c.group}: {c.model}, {cost}, off by at most {c.error:.0%}")
+    return lines
+
+
+def _link(fit: LinkFit) -> str:
+    return f"{fit.alpha_s * 1e6:.0f} us + {_rate(fit.beta_s_per_byte)}, off by at most {fit.error:.0%}"
+
+
+def _rate(seconds_per_byte: float) -> str:
+    return f"bytes / {1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte else "no time per byte"
+
+
+def size_text(size: float) -> str:
+    """Bytes in words.
+
+    >>> size_text(1536), size_text(3 << 30)
+    ('1.5 KiB', '3.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

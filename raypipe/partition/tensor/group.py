@@ -1,0 +1,113 @@
+"""The tensor group that this device belongs to, and what its members exchange.
+
+A process is one device, and the devices that share a stage's layers share all the stages a device holds, so one group
+serves the whole process. Operations look it up when they run: a captured graph knows neither group nor rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raypipe.errors import RunError
+
+Wait = Callable[[], object]
+
+
+class TensorGroup(Protocol):
+    """Some devices that compute together, each on its share of the same layers."""
+
+    rank: int
+    size: int
+
+    def start_all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Wait:
+        """Begin to combine ``x`` over all members, in place; it holds the result once what is returned was called."""
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """What each member gave, all of one shape, in the order of their ranks."""
+
+
+class Alone:
+    """A group of one, for which nothing travels."""
+
+    rank = 0
+    size = 1
+
+    def start_all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Wait:
+        """Nothing to add."""
+        return lambda: None
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """What was given."""
+        return [x]
+
+
+class ProcessGroup:
+    """Members in processes of their own, over ``torch.distributed``."""
+
+    def __init__(self, group: dist.ProcessGroup, timed: Callable[[str, Wait], object]) -> None:
+        """``timed`` runs a wait and turns a failure of the collective, by its name, into an error for people."""
+        self.rank, self.size = group.rank(), group.size()
+        self._group, self._timed = group, timed
+
+    def start_all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Wait:
+        """Runs beside what this device computes meanwhile."""
+        op = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
+        work = dist.all_reduce(x, op, group=self._group, async_op=True)
+        assert work is not None
+        return lambda: self._timed("tensor all-reduce", work.wait)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Blocks until all have come."""
+        shares = [torch.empty_like(x) for _ in range(self.size)]
+        self._timed("tensor all-gather", lambda: dist.all_gather(shares, x, group=self._group))
+        return shares
+
+
+class _Here(threading.local):
+    group: TensorGroup | None = None
+
+
+_here = _Here()
+_everywhere: TensorGroup = Alone()
+
+
+def current_group() -> TensorGroup:
+    """This thread's group, or else the process's; a group of one where none was set."""
+    return _here.group or _everywhere
+
+
+def set_group(group: TensorGroup) -> None:
+    """Make this the group of the whole process."""
+    global _everywhere
+    _everywhere = group
+
+
+@contextmanager
+def group_of_thread(group: TensorGroup) -> Iterator[None]:
+    """Make this the group of what the calling thread does inside."""
+    before, _here.group = _here.group, group
+    try:
+        yield
+    finally:
+        _here.group = before
+
+
+def require_size(size: int) -> TensorGroup:
+    """The current group, which must have ``size`` members.
+
+    Raises:
+        RunError: it has another number: what runs was divided for a different group.
+    """
+    group = current_group()
+    if group.size != size:
+        raise RunError(
+            "tensor group", f"has {group.size} members, the layers were divided over {size}", "set the group"
+        )
+    return group

@@ -1,0 +1,135 @@
+"""Feature tables: which layers of a family of models are divided over a tensor group, and along which side.
+
+A table is a YAML file. Those of the families that raypipe knows are beside this module; ``parallel.tensor_table``
+names another.
+
+Source: Merak section 4.1 (a dictionary of features per projection); transformers' ``base_model_tp_plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from raypipe.errors import SpecError
+from raypipe.job.yaml_text import parse_yaml
+
+Kind = Literal["column", "row", "vocabulary", "head", "shared"]
+FOLDER = Path(__file__).parent / "tables"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Feature(_Strict):
+    """How one layer is divided."""
+
+    kind: Kind
+    """``column``: outputs; ``row``: inputs, with a sum behind; ``vocabulary``: an embedding's rows; ``head``: outputs,
+    gathered again; ``shared``: not divided, but used between column and row, so its gradients are summed."""
+    units: tuple[str, ...] = ()
+    """Of a column: keys of the model's configuration that count what must stay whole (heads). Several for a fused
+    layer, whose parts lie behind one another: query, key and value."""
+
+
+def _feature(value: object) -> object:
+    """The short forms ``row`` and ``{column: [num_attention_heads]}``."""
+    if isinstance(value, str):
+        return {"kind": value}
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((kind, units),) = value.items()
+        return {"kind": kind, "units": [units] if isinstance(units, str) else units}
+    return value
+
+
+def _names(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class FeatureTable(_Strict):
+    """The divided layers of one family of models."""
+
+    family: Annotated[str, Field(min_length=1)]
+    model_types: Annotated[tuple[str, ...], BeforeValidator(_names)]
+    """Values of ``model_type`` in the configurations that the table is for."""
+    modules: dict[str, Annotated[Feature, BeforeValidator(_feature)]]
+    """By the end of a module's path; ``*`` stands for anything within one of its parts."""
+    attributes: dict[str, Annotated[tuple[str, ...], BeforeValidator(_names)]] = {}
+    """Numbers that modules hold and that become a T-th: heads, lengths of fused parts. Paths as in ``modules``."""
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a path ends in what a pattern says.
+
+    >>> matches("h.*.attn.c_attn", "transformer.h.11.attn.c_attn"), matches("fc1", "layers.0.not_fc1")
+    (True, False)
+    """
+    wanted, parts = pattern.split("."), path.split(".")
+    if len(wanted) > len(parts):
+        return False
+    return all(fnmatchcase(part, want) for part, want in zip(parts[-len(wanted) :], wanted, strict=True))
+
+
+def load_table(path: Path) -> FeatureTable:
+    """Read a table.
+
+    Raises:
+        SpecError: the file is missing or is no table.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpecError(
+            str(path), f"cannot be read: {error.strerror}", "give a feature table; docs/tensor.md"
+        ) from None
+    try:
+        return FeatureTable.model_validate(parse_yaml(text, str(path)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        kinds = ", ".join(get_args(Kind))
+        raise SpecError(
+            f"{path}: {key}" if key else str(path), first["msg"], f"kinds are {kinds}; docs/tensor.md shows a table"
+        ) from None
+
+
+@lru_cache(maxsize=1)
+def known_tables() -> dict[str, FeatureTable]:
+    """The tables that come with raypipe, by model type."""
+    tables = [load_table(path) for path in sorted(FOLDER.glob("*.yaml"))]
+    return {kind: table for table in tables for kind in table.model_types}
+
+
+def table_for(model_type: str, own: Path | None = None) -> FeatureTable:
+    """The table of a family, or the one that was given.
+
+    Raises:
+        SpecError: a family that raypipe has no table for.
+    """
+    if own is not None:
+        return load_table(own)
+    tables = known_tables()
+    if model_type not in tables:
+        raise SpecError(
+            "parallel.tensor", f"there is no feature table for {model_type}; known: {', '.join(sorted(tables))}",
+            "write one (docs/tensor.md) and give it as parallel.tensor_table, or use tensor: 1",
+        )  # fmt: skip
+    return tables[model_type]
+
+
+def number(config: Any, key: str, path: str) -> int:
+    """A count from a model's configuration.
+
+    Raises:
+        SpecError: it holds no such number.
+    """
+    value = getattr(config, key, None)
+    if not isinstance(value, int) or value < 1:
+        raise SpecError(path, f"the model's configuration has no number {key}", "correct the table's units")
+    return value

@@ -1,0 +1,61 @@
+"""Memory of a device's process: what its allocator has handed out, and what is resident."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raypipe.runtime.process import heap_bytes
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes in use: on a GPU what torch's allocator has handed out, else what malloc has.
+
+    Where the C library cannot tell, the resident set, which moves in pages and seldom falls.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return heap_bytes()
+    except (OSError, AttributeError):
+        return resident_bytes()
+
+
+class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the block, the most memory in use after any operator; on a GPU, the allocator's own peak.
+
+    What a kernel needs for itself and gives back before it returns is seen on GPUs only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.before = self.peak = 0
+
+    def __enter__(self) -> PeakMeter:
+        self.before = self.peak = allocated_bytes(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.device.type == "cuda":
+            self.peak = torch.cuda.max_memory_allocated(self.device)
+            return
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, allocated_bytes(self.device))
+        return out
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

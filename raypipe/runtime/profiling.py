@@ -1,0 +1,157 @@
+"""``raypipe profile``: what a model's layers, the optimizer and the links cost on the devices that will train it.
+
+All devices measure at the same time: stages that compute beside each other share memory bandwidth and caches, and are
+slower than one alone. Times come from the executor that trains, in actors set up as for training.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import ray
+
+from raypipe.cost.collectives import Kind
+from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
+from raypipe.cost.profile import LinkFit, Profile
+from raypipe.data import declared_fields, prepare_data
+from raypipe.errors import RunError, SpecError
+from raypipe.job.spec import JobSpec
+from raypipe.models import LayeredModel, build_layers
+from raypipe.runtime.cluster import connect, connect_all
+from raypipe.runtime.launch import start_actors
+from raypipe.runtime.profiling_device import DeviceFacts, ProfilingStage
+from raypipe.runtime.profiling_layers import LayerBench
+from raypipe.runtime.profiling_links import LinkBench
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure."""
+
+    steps: int
+    """At most, of each order of tasks."""
+    budget_s: float
+    """For each order, beyond three steps."""
+    message_bytes: tuple[int, ...]
+    collective_bytes: tuple[int, ...]
+    repeats: int
+    collectives: tuple[Kind, ...]
+
+
+THOROUGH = Effort(
+    steps=40, budget_s=2.0, message_bytes=(1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23),
+    collective_bytes=(1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25), repeats=15,
+    collectives=("all_reduce", "all_gather", "reduce_scatter"),
+)  # fmt: skip
+QUICK = Effort(
+    steps=10, budget_s=0.3, message_bytes=(1 << 12, 1 << 17, 1 << 21), collective_bytes=(1 << 17, 1 << 22), repeats=7,
+    collectives=("all_reduce",),
+)  # fmt: skip
+
+
+def measure_profile(
+    job: JobSpec, microbatches: Sequence[int], devices: int | None = None, *, quick: bool = False,
+    data: Path | None = None, say: Say = lambda _: None,
+) -> Profile:  # fmt: skip
+    """Measure the job's model on the devices of the Ray cluster (a local Ray is started where there is none).
+
+    Args:
+        job: model, optimizer, arithmetic; its ``parallel`` keys play no part.
+        microbatches: sizes in samples.
+        devices: how many measure at the same time; default, all that the cluster has.
+        quick: a few seconds instead of about half a minute: fewer repeats, and sums as the only collective.
+        data: folder of the prepared data, where there is one already.
+        say: told what is being measured, and what is left out.
+
+    Raises:
+        SpecError: no such number of devices, or a model of which not even one layer of each kind fits.
+        RunError: a device died, for example because it ran out of memory.
+    """
+    sizes = sorted(set(microbatches))
+    if not sizes or sizes[0] < 1:
+        raise SpecError("microbatches", f"{list(microbatches)} are no micro-batch sizes", "give sizes from 1")
+    if devices is not None and devices < 1:
+        raise SpecError("devices", f"{devices} devices measure nothing", "give 1 or more, or leave it out for all")
+    model = build_layers(job.model, declared_fields(job.data))
+    count = devices if devices is not None else connect_all()
+    request = connect(count)
+    with _folder(job, model, data) as folder:
+        say(f"starting {count} device actor{'s' * (count > 1)}")
+        fleet = start_actors([f"profile · device {rank}" for rank in range(count)], request, ProfilingStage)
+        try:
+            return _measure(LayerBench(job, model, fleet, folder), sizes, QUICK if quick else THOROUGH, say)
+        except ray.exceptions.RayActorError as error:
+            raise RunError(
+                "profile", f"a device died: {str(error).strip().splitlines()[0]}",
+                "if it ran out of memory: profile smaller micro-batches, or with fewer devices a host",
+            ) from None  # fmt: skip
+        finally:
+            fleet.stop()
+
+
+@contextmanager
+def _folder(job: JobSpec, model: LayeredModel, data: Path | None) -> Iterator[Path]:
+    """Where the data is: the given folder, or a new one that goes away again."""
+    if data is not None:
+        yield data
+        return
+    with tempfile.TemporaryDirectory(prefix="raypipe-profile-") as name:
+        prepare_data(job, model.task, Path(name))
+        yield Path(name)
+
+
+def _measure(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) -> Profile:
+    fleet, model = bench.fleet, bench.model
+    facts: list[DeviceFacts] = ray.get(fleet.call("facts"))
+    per_host = max(sum(one.node == other.node for other in facts) for one in facts)
+    memory = min(one.memory_bytes for one in facts)
+    if all(at.peer.device == "cpu" for at in fleet.locations):
+        memory /= per_host  # its devices share a host's
+    base = fmean(one.base_bytes for one in facts)
+    bench.check_room(memory - base)
+    for size in sizes:
+        if bench.times and not bench.fits(size, memory - base):
+            say(f"micro-batches from {size} on do not fit a device: left out")
+            break
+        say(f"micro-batches of {size}: {len(bench.here)} of {model.count} layers on each of {len(facts)} devices")
+        bench.measure(size, effort.steps, effort.budget_s)
+    inside: list[Timed] = []
+    between: list[Timed] = []
+    sums: list[TimedCollective] = []
+    if len(facts) > 1:
+        say("messages and collectives")
+        links = LinkBench(fleet)
+        links.connect()
+        inside = links.messages(links.inside, effort.message_bytes, effort.repeats)
+        between = links.messages(links.between, effort.message_bytes, effort.repeats)
+        for kind in effort.collectives:
+            for size in links.groups:
+                sums += links.collective(kind, size, effort.collective_bytes, effort.repeats)
+    return Profile(
+        source="measured",
+        device=facts[0].name,
+        dtype=bench.job.train.dtype,
+        devices=len(facts),
+        devices_per_host=per_host,
+        memory_bytes=memory,
+        base_bytes=base,
+        layers=bench.profiles(),
+        tied_parameters=bench.tied_parameters(),
+        update_s_per_parameter=bench.update_s_per_parameter(),
+        task_overhead_s=median(bench.overheads),
+        inside=_link(inside or between),
+        between=_link(between or inside),
+        collectives=fit(sums),
+    )
+
+
+def _link(samples: list[Timed]) -> LinkFit:
+    """The fit; of a single device, which has nobody to talk to, a link that costs nothing."""
+    return fit_link(samples) if samples else LinkFit(alpha_s=0.0, beta_s_per_byte=0.0)

@@ -1,0 +1,211 @@
+"""Measure every kind of layer on all devices at once, one micro-batch size after another."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import ray
+
+from raypipe.cost.profile import LayerProfile, TaskTimes
+from raypipe.data import known_fields
+from raypipe.errors import SpecError
+from raypipe.job.spec import JobSpec
+from raypipe.models import LayeredModel
+from raypipe.runtime.actor import DTYPES
+from raypipe.runtime.launch import Fleet
+from raypipe.runtime.links import Wiring
+from raypipe.runtime.profiling_steps import (
+    AFTER,
+    ALIVE,
+    BEFORE,
+    MICROBATCHES,
+    WORST,
+    Samples,
+    Taken,
+    Way,
+    alike,
+    fixed_and_each,
+    grown_bytes,
+    measured_layers,
+    measured_step,
+    overhead_seconds,
+    task_times,
+    update_seconds,
+)
+from raypipe.runtime.setup import Setup
+from raypipe.runtime.shapes import wires
+from raypipe.runtime.transport.channel import TensorSpec
+from raypipe.schedule.endless import WHOLE
+from raypipe.schedule.ir import Kind
+from raypipe.schedule.messages import Program, programs
+
+COPIES = 4
+"""A parameter, its gradient and Adam's two moments."""
+MEMORY: tuple[tuple[str, Way, Kind, int, int], ...] = (
+    ("F", "joint", "F", BEFORE, AFTER),
+    ("BW", "joint", "BW", BEFORE, WORST),
+    ("B", "split", "B", BEFORE, WORST),
+    ("W", "split", "W", AFTER, BEFORE),
+)
+"""What memory is looked at: its name, in which step, of which task, from when to when."""
+WAYS: tuple[Way, ...] = ("joint", "recompute", "split")
+
+
+@dataclass(slots=True)
+class LayerBench:
+    """The layers of a model, on devices that measure them."""
+
+    job: JobSpec
+    model: LayeredModel
+    fleet: Fleet
+    data: Path
+    """Folder of the prepared data."""
+    groups: list[int] = field(init=False)
+    """Per layer, the first one like it."""
+    here: list[int] = field(init=False)
+    """Layers that are built and measured."""
+    times: dict[int, dict[tuple[Kind, int], Taken]] = field(default_factory=dict)
+    """By micro-batch size; then by kind of task and kind of layer."""
+    grown: dict[str, dict[int, dict[int, float]]] = field(default_factory=lambda: defaultdict(dict))
+    """Bytes by what of, micro-batch size and kind of layer."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Values of each parameter that is built, by name."""
+    updates: list[float] = field(default_factory=list)
+    """Seconds of each measurement's update of all that is built."""
+    overheads: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.groups = alike(self.model)
+        self.here = measured_layers(self.groups)
+
+    def check_room(self, room: float) -> None:
+        """Refuse a model of which one layer of each kind does not fit a device with ``room`` bytes.
+
+        Raises:
+            SpecError: naming the largest layer.
+        """
+        width = DTYPES[self.job.train.dtype].itemsize
+        need = {i: float(COPIES * width * self.model.parameters(i)) for i in self.here}
+        if sum(need.values()) > room:
+            largest = max(need, key=lambda i: need[i])
+            raise SpecError(
+                "model",
+                f"layers {', '.join(self.model.names[i] for i in self.here)} with gradients and optimizer state take "
+                f"{_gib(sum(need.values()))} ({self.model.names[largest]} alone {_gib(need[largest])}), a device has "
+                f"{_gib(room)}",
+                "profile on devices with more memory, or fewer of them a host, or a smaller model",
+            )
+
+    def fits(self, size: int, room: float) -> bool:
+        """Whether the activations of micro-batches of ``size`` fit, as far as known from a smaller size."""
+        width = DTYPES[self.job.train.dtype].itemsize
+        weights = COPIES * width * sum(self.model.parameters(i) for i in self.here)
+        alive = ALIVE * size * sum(max(t[self.groups[i]] / n for n, t in self.grown["F"].items()) for i in self.here)
+        return weights + 1.5 * alive <= room  # a task's temporaries beside what it keeps
+
+    def measure(self, size: int, steps: int, budget_s: float) -> None:
+        """Times of every task at this micro-batch size; the memory that layers keep, too."""
+        found: dict[Way, list[Samples]] = {}
+        for way in WAYS:
+            if way != "recompute":  # the same modules as joint
+                self._hold(size, way)
+            program = self._program(way)
+            found[way] = ray.get(self.fleet.call("run_layers", program, steps, budget_s))
+        times = task_times(found["joint"], self.groups)
+        times |= {key: t for key, t in task_times(found["recompute"], self.groups).items() if key[0] == "R"}
+        times |= {key: t for key, t in task_times(found["split"], self.groups).items() if key[0] in ("B", "W")}
+        self.times[size] = times
+        for what, way, kind, since, until in MEMORY:
+            self.grown[what][size] = grown_bytes(found[way], kind, self.groups, since, until)
+        self.updates.append(update_seconds(found["joint"]))
+        self.overheads.append(overhead_seconds(found["joint"], self.here))
+
+    def _program(self, way: Way) -> Program:
+        return programs(measured_step(self.model.count, self.here, way))[0]
+
+    def _hold(self, size: int, way: Way) -> None:
+        model, job = self.model, self.job
+        step = measured_step(model.count, self.here, way)
+        cut = tuple((i,) for i in range(model.count))
+        setup = Setup(
+            rank=0,
+            job=job.model_copy(update={"train": job.train.model_copy(update={"batch": size * MICROBATCHES})}),
+            cut=cut,
+            placement=step.placement,
+            wiring=Wiring(peers=(self.fleet.locations[0].peer,), rendezvous="", edges=(), groups={},
+                          transport="auto", run_id=self.fleet.run_id),
+            tied=(),
+            wire=wires(model, cut, size, DTYPES[job.train.dtype]),
+            samples_per_microbatch=size,
+            microbatches=MICROBATCHES,
+            versions="flush",
+            train={WHOLE: self._program(way)},
+            evaluate=self._program(way),
+            data=self.data,
+            fields=known_fields(self.data),
+            checkpoint=None,
+        )  # fmt: skip
+        peers = [location.peer for location in self.fleet.locations]
+        held = ray.get(
+            [
+                actor.hold.remote(replace(setup, wiring=replace(setup.wiring, peers=(replace(peer, rank=0),))))
+                for actor, peer in zip(self.fleet.actors, peers, strict=True)
+            ]
+        )
+        self.sizes |= held[0]
+
+    def profiles(self) -> tuple[LayerProfile, ...]:
+        """All layers of the model; alike ones share their figures."""
+        return tuple(self._profile(i, kind) for i, kind in enumerate(self.groups))
+
+    def _profile(self, i: int, kind: int) -> LayerProfile:
+        def times(size: int) -> TaskTimes:
+            found = self.times[size]
+            f, b, w, bw, r = (found[task, kind].seconds for task in ("F", "B", "W", "BW", "R"))
+            return TaskTimes(
+                forward=f, input_grad=b, weight_grad=w, joint=bw, recompute=r, spread=found["F", kind].spread
+            )
+
+        def memory(what: str, cross: float = 0.0) -> tuple[float, float]:
+            by_size = {size: max(0.0, of[kind] + size * cross) for size, of in self.grown[what].items()}
+            return fixed_and_each(list(by_size), list(by_size.values()))
+
+        # A forward leaves its output behind, which is the next layer's to count, and keeps its input.
+        kept_fixed, kept = memory("F", self._crossing(i - 1) - self._crossing(i))
+        fixed, each = memory("BW")
+        return LayerProfile(
+            name=self.model.names[i],
+            parameters=self.model.parameters(i),
+            times={size: times(size) for size in self.times},
+            kept_bytes=kept,
+            kept_fixed_bytes=kept_fixed,
+            waiting_bytes=memory("W")[1],
+            output_bytes=self._crossing(i),
+            workspace_bytes=each,
+            workspace_fixed_bytes=fixed,
+            split_workspace_bytes=memory("B")[1],
+        )
+
+    def _crossing(self, i: int) -> float:
+        """Bytes of one sample that cross a cut behind a layer; 0 before the first and behind the last."""
+        if not 0 <= i < self.model.count - 1:
+            return 0.0
+        crossing = self.model.crossing(i, 1, DTYPES[self.job.train.dtype])
+        return float(sum(TensorSpec(t.shape, t.dtype).nbytes for t in crossing))
+
+    def update_s_per_parameter(self) -> float:
+        """Norm, clipping and optimizer, of each value."""
+        values = sum(self.model.parameters(i) for i in self.here)
+        return median(self.updates) / values if values else 0.0
+
+    def tied_parameters(self) -> int:
+        """Values that are counted in more than one layer."""
+        holders = [(group, {layer for layer, _ in group.members}) for group in self.model.tied]
+        return sum((len(layers) - 1) * self.sizes.get(group.name, 0) for group, layers in holders)
+
+
+def _gib(size: float) -> str:
+    return f"{size / (1 << 30):.2f} GiB"
