@@ -7,7 +7,7 @@ import pytest
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec
 from raypipe.models import build_layers, split_layers
-from raypipe.models.split import contiguous_split
+from raypipe.partition.balance import contiguous_split
 
 
 def plan(layers, **changes):

@@ -1,0 +1,99 @@
+"""What every run of consecutive pieces costs and needs: the tables that dealing pieces to stages works on.
+
+Tables are [i, j] for pieces i to j-1, (n+1) x (n+1); infinite where that is no run, since no stage is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]
+ROUNDING = 1e-12
+"""Relative error of a sum: the same numbers added in another order are taken to be equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What pieces need on a device, and how much there is."""
+
+    limit_bytes: float
+    """Of one device."""
+    weights: Sequence[Mapping[str, float]]
+    """Per piece, the bytes of each parameter with its gradient and optimizer state. One that two pieces on a device
+    share is held once."""
+    kept_bytes: Sequence[float]
+    """Per piece, what is kept for the backward of one micro-batch."""
+    live: Sequence[float]
+    """Per stage, how many micro-batches it keeps at once; ``live_microbatches`` knows 1F1B's."""
+
+
+def live_microbatches(stages: int, microbatches: int) -> tuple[float, ...]:
+    """Micro-batches that each stage keeps at once under 1F1B: those that went in before the first came back.
+
+    >>> live_microbatches(4, 8)
+    (4.0, 3.0, 2.0, 1.0)
+    """
+    return tuple(float(min(stages - s, microbatches)) for s in range(stages))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The tables of one problem."""
+
+    costs: tuple[float, ...]
+    cost: Table
+    before: Table
+    """[i]: cost of the pieces before i."""
+    weights: Table | None
+    """Bytes of parameters."""
+    kept: Table | None
+    """Bytes kept for one micro-batch."""
+    live: tuple[float, ...]
+    limit: float
+
+    @staticmethod
+    def of(costs: Sequence[float], memory: Memory | None = None) -> Runs:
+        """The tables of pieces with these costs."""
+        before = np.array([0.0, *accumulate(costs)])
+        tables = (None, None, (), np.inf) if memory is None else (
+            _together(memory.weights), _sums(memory.kept_bytes), tuple(memory.live), memory.limit_bytes,
+        )  # fmt: skip
+        return Runs(tuple(costs), _sums(costs), before, *tables)
+
+    @property
+    def count(self) -> int:
+        """Number of pieces."""
+        return len(self.costs)
+
+    def bytes(self, stage: int) -> Table | None:
+        """What each run needs as this stage; None where memory does not matter."""
+        if self.weights is None or self.kept is None:
+            return None
+        return self.weights + self.live[stage] * self.kept
+
+
+def _sums(values: Sequence[float]) -> Table:
+    total = np.array([0.0, *accumulate(values)])
+    table: Table = total[None, :] - total[:, None]
+    table[np.tril_indices(len(total))] = np.inf
+    return table
+
+
+def _together(weights: Sequence[Mapping[str, float]]) -> Table:
+    """Bytes of each run's parameters, each counted once."""
+    n = len(weights)
+    table = np.full((n + 1, n + 1), np.inf)
+    for i in range(n):
+        seen: set[str] = set()
+        held = 0.0
+        for j in range(i, n):
+            new = weights[j].keys() - seen
+            held += sum(weights[j][name] for name in sorted(new))
+            seen |= new
+            table[i, j + 1] = held
+    return table
