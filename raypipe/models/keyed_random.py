@@ -76,6 +76,18 @@ def random_keys(seed: int, step: int, samples: Sequence[int] | Tensor, training:
         _current = outer
 
 
+def current_keys() -> RandomKeys | None:
+    """What ``random_keys`` set; None outside of it."""
+    return _current
+
+
+def swap_keys(keys: RandomKeys | None) -> RandomKeys | None:
+    """Make these the keys; returns what they were. For who interleaves two forwards, each within its own keys."""
+    global _current
+    before, _current = _current, keys
+    return before
+
+
 def _signed(value: int) -> int:
     """The 32-bit two's complement number with these low bits."""
     return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypipe.partition.tensor.group import current_group
+from raypipe.partition.tensor.group import all_reduced, current_group
 
 
 @torch.library.custom_op("raypipe::copy_to_group", mutates_args=())
@@ -50,9 +50,7 @@ def rows_of_member(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def summed(x: Tensor) -> Tensor:
     """The sum over the group, in new memory."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    current_group().start_all_reduce(total)()
-    return total
+    return all_reduced(x.clone(memory_format=torch.contiguous_format))
 
 
 @copy_to_group.register_fake

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypipe.errors import RunError
-
 Wait = Callable[[], object]
 
 
@@ -72,6 +70,7 @@ class ProcessGroup:
 
 class _Here(threading.local):
     group: TensorGroup | None = None
+    meanwhile: Callable[[], None] | None = None
 
 
 _here = _Here()
@@ -99,15 +98,20 @@ def group_of_thread(group: TensorGroup) -> Iterator[None]:
         _here.group = before
 
 
-def require_size(size: int) -> TensorGroup:
-    """The current group, which must have ``size`` members.
+@contextmanager
+def meanwhile(call: Callable[[], None]) -> Iterator[None]:
+    """Have ``call`` made in this thread whenever a collective has begun and nothing else can be done before its end."""
+    before, _here.meanwhile = _here.meanwhile, call
+    try:
+        yield
+    finally:
+        _here.meanwhile = before
 
-    Raises:
-        RunError: it has another number: what runs was divided for a different group.
-    """
-    group = current_group()
-    if group.size != size:
-        raise RunError(
-            "tensor group", f"has {group.size} members, the layers were divided over {size}", "set the group"
-        )
-    return group
+
+def all_reduced(x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
+    """``x`` combined over the group, in place; what ``meanwhile`` names goes on while it is under way."""
+    wait = current_group().start_all_reduce(x, operation)
+    if _here.meanwhile is not None:
+        _here.meanwhile()
+    wait()
+    return x

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypipe.partition.tensor.group import current_group
+from raypipe.partition.tensor.group import all_reduced, current_group
 
 
 def divided_cross_entropy(logits: Tensor, targets: Tensor, vocabulary: int, ignored: int) -> Tensor:
@@ -26,13 +26,12 @@ def divided_cross_entropy(logits: Tensor, targets: Tensor, vocabulary: int, igno
 class _DividedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, ignored: int) -> Tensor:
-        group = current_group()
         rows = logits.shape[-1]
-        first = group.rank * rows
+        first = current_group().rank * rows
         shifted = logits.clone()
         shifted[:, max(0, vocabulary - first) :] = -torch.inf
         largest = shifted.amax(-1)
-        group.start_all_reduce(largest, "max")()
+        all_reduced(largest, "max")
         shifted -= largest.unsqueeze(-1)
         local = targets - first
         held = (local >= 0) & (local < rows)
@@ -40,7 +39,7 @@ class _DividedCrossEntropy(torch.autograd.Function):
         hit = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~held, 0.0)
         powers = shifted.exp_()
         sums = torch.stack([powers.sum(-1), hit])
-        group.start_all_reduce(sums)()
+        all_reduced(sums)
         kept = targets != ignored
         ctx.save_for_backward(powers.div_(sums[0].unsqueeze(-1)), local, held, kept)
         return (sums[0].log() - sums[1]).masked_fill(~kept, 0.0).sum()
