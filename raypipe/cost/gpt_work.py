@@ -137,7 +137,8 @@ def _head(model: GptSpec, dtype: str) -> LayerWork:
         kept_fixed_bytes=matrix * e if narrow else 0,
         waiting_bytes=e * (s * h + logits),
         output_bytes=0,
-        workspace_bytes=2.0 * stat * logits,  # gradients of the log-probabilities and of the logits
-        workspace_fixed_bytes=matrix * (m + e if narrow else m),
+        # Gradients of the log-probabilities and of the logits; the matrix's comes when they are gone again.
+        workspace_bytes=2.0 * stat * logits,
+        workspace_fixed_bytes=max(0.0, matrix * (m + e if narrow else m) - 2.0 * stat * logits),
         split_workspace_bytes=2.0 * stat * logits,
     )  # fmt: skip

@@ -26,6 +26,7 @@ def stage_costs(
     microbatch: int,
     placement: Sequence[Sequence[int]],
     *,
+    copies: int = 1,
     size: float = 1.0,
     split: bool = False,
 ) -> CostTable:
@@ -35,8 +36,9 @@ def stage_costs(
         profile: costs of the layers and links.
         cut: layers of each stage, each layer exactly once.
         microbatch: samples of a full micro-batch.
-        placement: device of each stage, per replica: of one pipeline, or of all data-parallel copies. Devices are
-            numbered host by host. Gradients are summed over all devices that hold a stage.
+        placement: device of each stage, per replica. Devices are numbered host by host.
+        copies: how often that placement stands side by side, each time on devices of its own. Gradients are summed
+            over all devices that hold a stage.
         size: share of a micro-batch that one id stands for (1/2 in backward halving): smaller kernels, less efficient.
         split: the schedule has B and W apart; else BW is charged what a joint backward costs.
 
@@ -44,6 +46,7 @@ def stage_costs(
         SpecError: the cut does not hold every layer once, or a placement for another number of stages.
     """
     check_cut(profile, cut, placement)
+    placement = side_by_side(placement, copies)
     samples = microbatch * size
     times = [stage_times([profile.layers[i] for i in layers], samples) for layers in cut]
     extra = profile.task_overhead_s
@@ -76,6 +79,18 @@ def costs_of(profile: Profile, cut: Cut, microbatch: int, schedule: Schedule) ->
     """``stage_costs`` with placement, size and split read off a schedule."""
     split = any(task.kind == "W" for task in schedule.tasks())
     return stage_costs(profile, cut, microbatch, schedule.placement, size=float(schedule.size), split=split)
+
+
+def side_by_side(placement: Sequence[Sequence[int]], copies: int) -> Sequence[Sequence[int]]:
+    """The placement of all data-parallel copies, numbered as ``passes.replicate`` does.
+
+    >>> side_by_side([(0, 1)], 2)
+    [(0, 1), (2, 3)]
+    """
+    if copies == 1:
+        return placement
+    width = 1 + max(device for row in placement for device in row)
+    return [tuple(copy * width + device for device in row) for copy in range(copies) for row in placement]
 
 
 def check_cut(profile: Profile, cut: Cut, placement: Sequence[Sequence[int]]) -> None:

@@ -51,6 +51,8 @@ class WeightVersions:
     def updated(self) -> None:
         """The optimizer has changed the parameters: they are a new version."""
         self.newest = self._snapshot()
+        if self.rule == "stash":
+            self.older = self.newest  # nothing runs on the one before: do not keep it
 
     def previous(self) -> dict[str, Tensor]:
         """What a checkpoint needs beside the parameters: w(t-1) of 2BW, by parameter path; nothing after a flush."""

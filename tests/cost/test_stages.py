@@ -80,6 +80,12 @@ def test_gradient_sums(profile):
     assert costs.update == pytest.approx([0.1 * 100 + min(levels, flat), 0.1 * 95 + min(levels, flat)])
 
 
+def test_copies_of_one_pipeline_are_its_replicas(profile):
+    schedule = replicate(generate("chimera", Shape(devices=4, microbatches=4)), 2)
+    one = generate("chimera", Shape(devices=4, microbatches=4)).placement
+    assert stage_costs(profile, CUT, 2, one, copies=2) == costs_of(profile, CUT, 2, schedule)
+
+
 def test_without_replicas_only_the_tied_matrix_is_summed(profile):
     costs = stage_costs(profile, CUT, 2, LINE)
     assert costs.all_reduce == (0, 0, 0, 0)

@@ -1,0 +1,335 @@
+"""What a device holds, term by term, at its fullest moment.
+
+Follows the runtime: float32 (or float64) weights whatever the arithmetic, a full set of weights, gradients and
+optimizer state for every stage replica, what autograd and the deferred weight gradients keep of each micro-batch in
+flight, one flat vector per stage whose gradients are being summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+from raypipe.cost.profile import LayerProfile, Profile
+from raypipe.cost.stages import Cut, check_cut, gradient_width, parameters
+from raypipe.errors import SpecError, nearest
+from raypipe.schedule.ahead import tasks_ahead
+from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.memory import recomputed
+from raypipe.schedule.passes.sync import held
+from raypipe.schedule.versions import weight_versions
+
+Shard = Literal["none", "zero1", "zero2", "zero3"]
+SHARDS: tuple[Shard, ...] = get_args(Shard)
+STATES = {"adamw": 2, "adam": 2, "sgd": 0}
+"""Values of optimizer state per parameter; SGD with momentum has one."""
+
+WORDS = {
+    "base": ("the process itself and what no tensor can fill", "devices with more memory"),
+    "weights": ("weights", "more stages, or shard: zero3"),
+    "gradients": ("gradients", "more stages, or shard: zero2"),
+    "optimizer": ("optimizer state", "more stages, shard: zero1, or a simpler optimizer"),
+    "versions": ("older versions of the weights", "a schedule that flushes"),
+    "undo": ("copies that can undo an update made before the gradient norm", "update: wait"),
+    "replicas": ("further stage replicas with their gradients and optimizer state", "a schedule of one direction"),
+    "activations": ("activations of micro-batches in flight", "recompute, or smaller or fewer micro-batches in flight"),
+    "workspace": ("temporary memory of one backward", "smaller micro-batches"),
+    "messages": ("messages to and from neighbours", "smaller micro-batches"),
+    "communication": ("buffers of gradient sums and gathers", "more stages, or sync: lazy"),
+}
+"""Per term: what it is, and what makes it smaller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Bytes of one device at its fullest moment, by what they are for."""
+
+    base: float = 0.0
+    """What the process takes before the model."""
+    weights: float = 0.0
+    """Of the stages it holds for one direction."""
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    versions: float = 0.0
+    """Snapshots of weights that forwards in flight used (PipeDream, PipeDream-2BW)."""
+    undo: float = 0.0
+    """What an update overwrote that was made before the global gradient norm was known, and its gradients."""
+    replicas: float = 0.0
+    """Stages of further directions (Chimera, GEMS), each with gradients and optimizer state of its own."""
+    activations: float = 0.0
+    """What micro-batches in flight keep."""
+    workspace: float = 0.0
+    """Of the task that runs at that moment."""
+    messages: float = 0.0
+    """A stage's incoming gradient and the one it sends on."""
+    communication: float = 0.0
+    """Flat vectors of gradient sums in progress; a stage's gathered weights where they are sharded."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.terms().values())
+
+    def terms(self) -> dict[str, float]:
+        """Bytes by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def largest(self) -> str:
+        """Name of the largest term."""
+        return max(self.terms().items(), key=lambda item: item[1])[0]
+
+    def sentence(self, capacity: float | None = None) -> str:
+        """What takes most, and with a capacity that does not suffice: by how much, and what would help.
+
+        >>> print(DeviceMemory(weights=2**30, activations=3 * 2**30).sentence(2 * 2**30))
+        needs 4.00 GiB, 2.00 GiB more than there are: activations of micro-batches in flight take 3.00 GiB; recompute, \
+or smaller or fewer micro-batches in flight would lower them
+        """
+        name = self.largest
+        what, remedy = WORDS[name]
+        most = f"{what} take {_gib(self.terms()[name])}"
+        if capacity is None or self.total <= capacity:
+            return f"needs {_gib(self.total)}: {most}"
+        over = f"{_gib(self.total - capacity)} more than there are"
+        return f"needs {_gib(self.total)}, {over}: {most}; {remedy} would lower them"
+
+
+def device_memory(
+    profile: Profile,
+    cut: Cut,
+    schedule: Schedule,
+    microbatch: int,
+    *,
+    copies: int = 1,
+    optimizer: str = "adamw",
+    momentum: bool = False,
+    shard: Shard = "none",
+    ahead: bool = False,
+) -> tuple[DeviceMemory, ...]:
+    """Memory of each device of a schedule.
+
+    Args:
+        profile: what layers keep.
+        cut: layers of each stage.
+        schedule: placement, orders, recomputation, weight versions. Where it has AR tasks they say when gradients are
+            summed; else this happens at the end.
+        microbatch: samples of a full micro-batch.
+        copies: data-parallel copies of the whole schedule, on devices of their own.
+        optimizer: ``train.optimizer``.
+        momentum: whether ``sgd`` has any.
+        shard: what the holders of a stage split between them: optimizer state (``zero1``), gradients too (``zero2``),
+            weights too (``zero3``, with one stage's weights gathered at a time). Rajbhandari et al. 2020 (ZeRO),
+            section 5; ZeroPP, section 3.4, for the gathered stage.
+        ahead: devices run ahead of the global gradient norm (``train.clip``, ``parallel.update``) and can undo.
+
+    Raises:
+        SpecError: not a cut of this model, or an unknown optimizer.
+    """
+    check_cut(profile, cut, schedule.placement)
+    if optimizer not in STATES:
+        raise SpecError("train.optimizer", f'"{optimizer}" is unknown', nearest(optimizer, STATES))
+    states = STATES[optimizer] + (1 if optimizer == "sgd" and momentum else 0)
+    stages = _stages(profile, cut, schedule, microbatch)
+    holders = [copies * len({row[s] for row in schedule.placement}) for s in range(schedule.stages)]
+    again = recomputed(schedule)
+    versions = weight_versions(schedule) if schedule.versions != "flush" else None
+    own = held(schedule)
+    heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
+    return tuple(
+        _device(
+            schedule, device, profile.base_bytes, stages, holders, again, own[device], states, shard,
+            versions[device] if versions is not None else 0, heads[device],
+        )
+        for device in range(schedule.devices)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Bytes of one stage replica; of one micro-batch id where that matters."""
+
+    weights: float
+    summed: float
+    """Its gradients as one flat vector; a tied matrix is summed without."""
+    kept: float
+    waiting: float
+    """From B to W."""
+    arrived: float
+    """What the stage before sent: all that a recomputed micro-batch keeps."""
+    handed: float
+    """As much of ``kept`` as is the very tensor that the stage before, on the same device, keeps as its output."""
+    messages: float
+    workspace: float
+    casts: float
+    """Narrow copies of the weights, alive until the end of a forward even where the backward does not need them."""
+
+
+def _stages(profile: Profile, cut: Cut, schedule: Schedule, microbatch: int) -> list[_Stage]:
+    samples = microbatch * float(schedule.size)
+    width = gradient_width(profile.dtype)
+    split = {t.stage for t in schedule.tasks() if t.kind == "W"}
+    found = []
+    for s, numbers in enumerate(cut):
+        layers = [profile.layers[i] for i in numbers]
+        # The executor holds a stage's output, with its graph, until the backward; the last stage's is a number.
+        leaving = layers[-1].output_bytes * samples
+        arriving = profile.layers[numbers[0] - 1].output_bytes * samples if numbers[0] else 0.0
+        kept = sum(layer.kept_bytes for layer in layers) * samples + leaving
+        casts = sum(layer.kept_fixed_bytes for layer in layers)
+        local = s > 0 and all(row[s] == row[s - 1] for row in schedule.placement)
+        own = parameters(profile, numbers)
+        ends = {0, len(profile.layers) - 1} & set(numbers)
+        tied = float(profile.tied_parameters * width) if len(ends) == 2 else 0.0
+        found.append(
+            _Stage(
+                weights=float(own * width), summed=float((own - (profile.tied_parameters if ends else 0)) * width),
+                kept=kept + (casts if s not in split else 0.0),
+                waiting=sum(_waiting(layer) for layer in layers) * samples,
+                arrived=arriving, handed=arriving if local else 0.0, messages=arriving + leaving,
+                workspace=_workspace(layers, samples, s in split, tied), casts=casts if s in split else 0.0,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _waiting(layer: LayerProfile) -> float:
+    return layer.kept_bytes if layer.waiting_bytes is None else layer.waiting_bytes
+
+
+def _workspace(layers: Sequence[LayerProfile], samples: float, split: bool, tied: float) -> float:
+    """The worst moment of a stage's backward beside all that is kept at its start.
+
+    By the time it reaches an earlier layer, what later ones kept is gone. ``tied`` bytes are the gradient of a matrix
+    that first and last layer share: autograd holds the last layer's until it can add the first one's to it.
+    """
+    worst = freed = 0.0
+    for k, layer in enumerate(reversed(layers)):
+        if split:
+            own = layer.workspace_bytes if layer.split_workspace_bytes is None else layer.split_workspace_bytes
+            worst = max(worst, own * samples - freed)
+            freed += (layer.kept_bytes - _waiting(layer)) * samples
+        else:
+            fixed = layer.workspace_fixed_bytes
+            if tied and k == len(layers) - 1:
+                fixed = max(fixed, 2 * tied)  # its own, and the sum
+            worst = max(worst, layer.workspace_bytes * samples + fixed - freed)
+            freed += layer.kept_bytes * samples + layer.kept_fixed_bytes - (tied if k == 0 else 0.0)
+    return worst
+
+
+class _Fullest:
+    """Plays one device's order and remembers the fullest moment."""
+
+    def __init__(
+        self,
+        static: DeviceMemory,
+        stages: Sequence[_Stage],
+        gradients: Sequence[float],
+        primary: int,
+        with_b: set[tuple[int, int]],
+    ) -> None:
+        self.static, self.stages, self.gradients, self.primary = static, stages, gradients, primary
+        self.with_b = with_b
+        """(stage, micro-batch) that have a B on this device: its W does not end them if it comes first."""
+        self.alive: dict[tuple[int, int], float] = {}
+        self.ran: set[tuple[int, int]] = set()
+        """(stage, micro-batch) whose backward ran and whose B or W is still to come."""
+        self.graded: set[tuple[int, int]] = set()
+        self.reduced: set[tuple[int, int]] = set()
+        self.unsettled = 0.0
+        self.best = static
+
+    def moment(self, workspace: float = 0.0, messages: float = 0.0) -> None:
+        """Is it now?"""
+        mine = sum(self.gradients[s] for s, r in self.graded if r == self.primary)
+        others = sum(self.gradients[s] for s, r in self.graded if r != self.primary)
+        now = replace(
+            self.static, gradients=mine, replicas=self.static.replicas + others, activations=sum(self.alive.values()),
+            workspace=workspace, messages=messages, undo=self.unsettled,
+            communication=self.static.communication + sum(self.stages[s].summed for s, _ in self.reduced),
+        )  # fmt: skip
+        if now.total > self.best.total:
+            self.best = now
+
+    def task(self, task: Task, again: set[tuple[int, int]]) -> None:
+        """One task of the order."""
+        kind, s, mbs, replica = task
+        if kind == "AR":
+            self.reduced.add((s, replica))
+            self.moment()
+        stage = self.stages[s]
+        for mb in mbs:
+            key = (s, mb)
+            if kind == "F":
+                handed = 0.0 if (s - 1, mb) in again else stage.handed
+                self.alive[key] = stage.arrived if key in again else stage.kept - handed
+                self.moment(stage.casts)
+            elif kind == "R":
+                self.alive[key] = stage.kept
+                self.moment(stage.casts)
+            elif key in self.ran:
+                self.ran.discard(key)
+                self.alive.pop(key)
+            else:
+                self.moment(stage.workspace, stage.messages)
+                if kind == "BW" or (kind == "W" and key not in self.with_b):
+                    self.alive.pop(key)
+                else:  # a W that ran the backward leaves B the gradient to send
+                    self.alive[key] = stage.waiting if kind == "B" else stage.arrived
+                    self.ran.add(key)
+            if kind in ("W", "BW"):
+                self.graded.add((s, replica))
+            if kind in ("B", "BW"):
+                self.moment(messages=stage.messages)
+
+
+def _device(
+    schedule: Schedule,
+    device: int,
+    base: float,
+    stages: Sequence[_Stage],
+    holders: Sequence[int],
+    again: set[tuple[int, int]],
+    own: Sequence[tuple[int, int]],
+    states: int,
+    shard: Shard,
+    versions: int,
+    head: int,
+) -> DeviceMemory:
+    level = SHARDS.index(shard)
+    primary = own[0][1] if own else 0
+
+    def share(stage: int, from_level: int) -> float:
+        return stages[stage].weights / (holders[stage] if level >= from_level else 1)
+
+    first = [s for s, replica in own if replica == primary]
+    more = [s for s, replica in own if replica != primary]
+    fullest = _Fullest(
+        DeviceMemory(
+            base=base,
+            weights=sum(share(s, 3) for s in first),
+            optimizer=sum(states * share(s, 1) for s in first),
+            versions=sum(versions * stages[s].weights for s, _ in own),
+            replicas=sum(share(s, 3) + states * share(s, 1) for s in more),
+            communication=max((stages[s].weights for s, _ in own), default=0.0) if level == 3 else 0.0,
+        ),
+        stages, [share(s, 2) for s in range(len(stages))], primary,
+        {(t.stage, mb) for t in schedule.orders[device] if t.kind == "B" for mb in t.mbs},
+    )  # fmt: skip
+    # In the head of its order the last update may be undone; of 2BW it has yet to be made.
+    copies = 0.0 if schedule.versions == "2bw" else sum(share(s, 3) + states * share(s, 1) for s, _ in own)
+    unsettled = copies + sum(share(s, 2) for s, _ in own)
+    for position, task in enumerate(schedule.orders[device]):
+        fullest.unsettled = unsettled if position < head else 0.0
+        fullest.task(task, again)
+    fullest.unsettled = 0.0
+    if not fullest.reduced and level < 2:  # sharded gradients are summed piece by piece
+        fullest.reduced.update(key for key in own if holders[key[0]] > 1)
+        fullest.moment()
+    return fullest.best
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,216 @@
+"""Memory by hand, term by term, on the made-up profile: float32, so 4 bytes a value; blocks keep 100 bytes a sample,
+80 from B to W, send 10, and hold 20 values."""
+
+import pytest
+
+from raypipe.cost.memory import DeviceMemory, device_memory
+from raypipe.errors import SpecError
+from raypipe.schedule import SCHEDULES, Shape, generate
+from raypipe.schedule.memory import peak_activations
+from raypipe.schedule.passes import add_recompute, place_gradient_sync, replicate
+
+CUT = [(0, 1), (2,), (3,), (4, 5)]
+MB = 2
+BLOCK, OUT = 100 * MB, 10 * MB
+PARAMETERS = [60 + 20, 20, 20, 20 + 55]
+
+
+def memory(profile, name, count, cut=CUT, **options):
+    shape = {k: options.pop(k) for k in ("chunks", "pipelines", "concat") if k in options}
+    devices = len(cut) // shape.get("chunks", 1)
+    schedule = generate(name, Shape(devices=devices, microbatches=count, **shape))
+    return device_memory(profile, cut, schedule, MB, **options)
+
+
+def test_one_f_one_b(profile):
+    found = memory(profile, "1f1b", 8)
+    # A stage keeps its layers' activations and its output (the last one's is a number) of min(D - s, N) micro-batches.
+    each = [5 * MB + BLOCK + OUT, BLOCK + OUT, BLOCK + OUT, BLOCK + 100 * MB]
+    for s, device in enumerate(found):
+        assert device.base == 1000
+        assert device.weights == 4 * PARAMETERS[s]
+        assert device.gradients == 4 * PARAMETERS[s]
+        assert device.optimizer == 8 * PARAMETERS[s]
+        assert device.activations == (4 - s) * each[s]
+        assert device.messages == {0: OUT, 3: OUT}.get(s, 2 * OUT)  # the gradient that comes and the one that goes
+        assert (device.versions, device.replicas, device.communication) == (0, 0, 0)
+        assert device.total == sum(device.terms().values())
+
+
+def test_gpipe_is_fullest_before_it_has_any_gradients(profile):
+    """All eight micro-batches are alive when the first backward begins; then each frees more than a gradient takes."""
+    first = memory(profile, "gpipe", 8)[1]
+    assert (first.activations, first.gradients) == (8 * (BLOCK + OUT), 0)
+    big = profile.model_copy(
+        update={"layers": tuple(x.model_copy(update={"parameters": 10_000}) for x in profile.layers)}
+    )
+    late = memory(big, "gpipe", 8)[1]  # gradients outweigh a micro-batch: fullest right after the first one
+    assert (late.activations, late.gradients) == (7 * (BLOCK + OUT), 40_000)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_even_stages_agree_with_the_count_of_activations(profile, name):
+    """Where all stages keep the same, nothing crosses and B frees nothing, bytes are the schedule's own count."""
+    family = SCHEDULES[name]
+    chunks = family.fixed_chunks or (2 if "chunks" in family.options else 1)
+    stages = 4 * chunks
+    block = profile.layers[1].model_copy(update={"output_bytes": 0.0, "waiting_bytes": 100.0, "parameters": 0})
+    even = profile.model_copy(update={"layers": (block,) * stages, "tied_parameters": 0})
+    schedule = generate(name, Shape(devices=4, microbatches=8, chunks=chunks))
+    found = device_memory(even, [(s,) for s in range(stages)], schedule, MB)
+    size = float(schedule.size)
+    if schedule.rules.skip_first_b or schedule.rules.w_dep == "grad":  # W may run the backward and end an activation
+        assert all(d.activations <= p * BLOCK for d, p in zip(found, peak_activations(schedule), strict=True))
+        return
+    assert [d.activations for d in found] == pytest.approx([p * BLOCK for p in peak_activations(schedule)]), size
+
+
+def test_split_backwards_keep_what_waits_for_w(profile):
+    """From B to W a block keeps 80 of its 100 bytes, and no output."""
+    found = device_memory(profile, CUT, generate("zb-h2", Shape(devices=4, microbatches=8)), MB)[2]
+    whole, rest = BLOCK + OUT, 80 * MB
+    assert any(found.activations == a * whole + b * rest for a in range(9) for b in range(1, 9))
+
+
+def test_recomputed_micro_batches_keep_what_arrived(profile):
+    schedule = add_recompute(generate("gpipe", Shape(devices=4, microbatches=8)), "late")
+    found = device_memory(profile, CUT, schedule, MB)
+    # Fullest in the second backward, when there are gradients: one is rebuilt, six wait as inputs.
+    assert (found[1].activations, found[1].gradients) == (6 * OUT + BLOCK + OUT, 80)
+    assert found[0].activations == 5 * MB + BLOCK + OUT  # the first stage reads the data again
+
+
+def test_two_directions_hold_two_replicas(profile):
+    down, up = [0, 1, 2, 3], [3, 2, 1, 0]
+    for d, device in enumerate(memory(profile, "chimera", 4)):
+        low, high = sorted((down[d], up[d]))
+        assert device.weights == 4 * PARAMETERS[low]
+        # A replica has weights, two of optimizer state, and its gradients unless the fullest moment comes before them.
+        assert device.replicas in (12 * PARAMETERS[high], 16 * PARAMETERS[high])
+
+
+def test_more_pipelines_hold_more_replicas(profile):
+    stages = [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7,)]
+    even = profile.model_copy(update={"layers": (profile.layers[1],) * 8, "tied_parameters": 0})
+    two = memory(even, "chimera", 8, cut=stages)
+    four = memory(even, "chimera", 8, cut=stages, pipelines=4)
+    assert {d.weights for d in two} == {d.weights for d in four} == {80}
+    at_least = [d.replicas / 80 for d in four]
+    assert all(3 * 3 <= r <= 3 * 4 for r in at_least)
+    assert all(3 <= d.replicas / 80 <= 4 for d in two)
+
+
+def test_weight_versions(profile):
+    """The optimizer's own weights come on top of the snapshots that forwards run on."""
+    stash = memory(profile, "pipedream", 8)
+    assert [d.versions for d in stash] == [4 * (4 - s) * PARAMETERS[s] for s in range(4)]
+    two = memory(profile, "pipedream-2bw", 8)
+    assert [d.versions for d in two] == [4 * 2 * PARAMETERS[s] for s in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "momentum", "values"), [("adamw", False, 2), ("sgd", False, 0), ("sgd", True, 1)]
+)
+def test_optimizer_state(profile, optimizer, momentum, values):
+    found = memory(profile, "1f1b", 8, optimizer=optimizer, momentum=momentum)
+    assert [d.optimizer for d in found] == [4 * values * p for p in PARAMETERS]
+
+
+def test_wide_weights(profile):
+    wide = memory(profile.model_copy(update={"dtype": "float64"}), "1f1b", 8)
+    half = memory(profile.model_copy(update={"dtype": "bfloat16"}), "1f1b", 8)
+    assert [d.weights for d in wide] == [8 * p for p in PARAMETERS]
+    assert [d.weights for d in half] == [4 * p for p in PARAMETERS]
+
+
+def test_shards(profile):
+    """Four holders of each stage: optimizer state, gradients, weights split among them, one stage's gathered."""
+    plain, one, two, three = (
+        memory(profile, "1f1b", 8, copies=4, shard=shard) for shard in ("none", "zero1", "zero2", "zero3")
+    )
+    for s, p in enumerate(PARAMETERS):
+        assert [d[s].optimizer for d in (plain, one, two, three)] == [8 * p, 2 * p, 2 * p, 2 * p]
+        assert [d[s].gradients for d in (plain, one, two, three)] == [4 * p, 4 * p, p, p]
+        assert [d[s].weights for d in (plain, one, two, three)] == [4 * p, 4 * p, 4 * p, p]
+        assert [d[s].communication for d in (two, three)] == [0, 4 * p]
+
+
+def test_flat_gradients_while_they_are_summed(profile):
+    """Lazily, after the activations are gone; eagerly, beside what is still alive."""
+    nothing = {"kept_bytes": 0.0, "output_bytes": 0.0}
+    big = profile.model_copy(update={"layers": tuple(x.model_copy(update=nothing) for x in profile.layers)})
+    end = memory(big, "1f1b", 8, copies=2)
+    # Without activations the end is the fullest moment; the tied matrix is summed apart, in place.
+    assert [d.communication for d in end] == [4 * (p - 50 * (s in (0, 3))) for s, p in enumerate(PARAMETERS)]
+    busy = memory(profile, "gpipe", 8, copies=2)
+    assert all(d.communication == 0 for d in busy)  # the fullest moment is long before
+    whole = replicate(generate("chimera", Shape(devices=4, microbatches=4)), 2)
+    eager = device_memory(profile, CUT, place_gradient_sync(whole, "eager"), MB)
+    lazy = device_memory(profile, CUT, place_gradient_sync(whole, "lazy"), MB)
+    assert all(a.total >= b.total for a, b in zip(eager, lazy, strict=True))
+
+
+def test_running_ahead_of_the_gradient_norm_takes_copies(profile):
+    """Weights, two of optimizer state and the gradients, while a device warms up; 2BW's update itself can wait."""
+    schedule = generate("1f1b", Shape(devices=4, microbatches=8))
+    big = profile.model_copy(
+        update={"layers": tuple(x.model_copy(update={"parameters": 10_000}) for x in profile.layers)}
+    )
+    waits, ahead = device_memory(big, CUT, schedule, MB), device_memory(big, CUT, schedule, MB, ahead=True)
+    assert [d.undo for d in waits] == [0] * 4
+    assert [d.undo for d in ahead] == [16 * 20_000, 16 * 10_000, 16 * 10_000, 16 * 20_000]
+    assert ahead[0].activations == 4 * (5 * MB + BLOCK + OUT)  # at the end of the warm-up
+    assert ahead[0].gradients == 0  # the new ones: the old ones are part of what can be undone
+    delayed = device_memory(big, CUT, generate("pipedream-2bw", Shape(devices=4, microbatches=8)), MB, ahead=True)
+    assert [d.undo for d in delayed] == [4 * 20_000, 4 * 10_000, 4 * 10_000, 4 * 20_000]
+
+
+def test_narrow_copies_live_until_a_joint_backward(profile):
+    """Autocast's copies: one set a micro-batch where the backward is joint, one forward long where it is split."""
+    casts = profile.model_copy(
+        update={"layers": tuple(x.model_copy(update={"kept_fixed_bytes": 7.0}) for x in profile.layers)}
+    )
+    plain, joint = memory(profile, "1f1b", 8), memory(casts, "1f1b", 8)
+    assert [b.activations - a.activations for a, b in zip(plain, joint, strict=True)] == [4 * 14, 3 * 7, 2 * 7, 14]
+    plain, split = memory(profile, "zb-h1", 8), memory(casts, "zb-h1", 8)
+    assert [b.activations - a.activations for a, b in zip(plain, split, strict=True)] == [0, 0, 0, 0]
+
+
+def test_the_workspace_is_that_of_the_worst_layer_less_what_later_ones_freed(profile):
+    layers = [x.model_copy(update={"workspace_bytes": 30.0}) for x in profile.layers]
+    layers[0] = layers[0].model_copy(update={"workspace_bytes": 400.0, "workspace_fixed_bytes": 11.0})
+    layers[5] = layers[5].model_copy(update={"workspace_fixed_bytes": 5.0})
+    found = memory(profile.model_copy(update={"layers": tuple(layers)}), "1f1b", 8)
+    assert found[1].workspace == 30 * MB
+    assert found[3].workspace == 30 * MB + 5  # the head's; the block's comes when the head's 100 a sample are gone
+    assert found[0].workspace == 400 * MB + 11 - BLOCK  # the embedding's, after the block's backward
+
+
+def test_stages_of_one_device_share_what_they_hand_over(profile):
+    """A V: stages 1 and 2 on the last device; the output of one is the input of the other, the same tensor."""
+    four = memory(profile, "zb-v", 8, chunks=2)
+    assert len(four) == 2
+    chain = memory(profile, "gpipe", 1)
+    v = generate("zb-v", Shape(devices=2, microbatches=1, chunks=2))
+    last = device_memory(profile, CUT, v, MB)[1]
+    apart = chain[1].activations + chain[2].activations
+    assert last.activations == apart - OUT
+
+
+def test_what_takes_most(profile):
+    device = DeviceMemory(base=1, weights=5 * 2**30, activations=7 * 2**30)
+    assert device.largest == "activations"
+    assert "activations of micro-batches in flight take 7.00 GiB" in device.sentence()
+    tight = device.sentence(10 * 2**30)
+    assert "2.00 GiB more than there are" in tight
+    assert "recompute" in tight
+    assert "more than" not in device.sentence(13 * 2**30)
+    for name in device.terms():
+        assert DeviceMemory(**{name: 1.0}).sentence(0.5)
+
+
+def test_bad_requests(profile):
+    with pytest.raises(SpecError, match="no cut of 6 layers"):
+        memory(profile, "1f1b", 8, cut=[(0,), (1,)])
+    with pytest.raises(SpecError, match='did you mean "adamw"'):
+        memory(profile, "1f1b", 8, optimizer="adamww")

@@ -1,0 +1,137 @@
+"""Predicted memory against every byte that torch's allocator hands out while the runtime runs a real step.
+
+One device runs whole schedules, with two stages on it where the schedule has chunks. What two devices would add
+(messages, gradient sums) is left to the runs in tests/runtime.
+"""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.memory import device_memory
+from raypipe.job import GptSpec
+from raypipe.job.cluster import cluster_from
+from raypipe.job.spec import TrainSpec
+from raypipe.models import build_layers
+from raypipe.runtime.executor import Executor
+from raypipe.runtime.feed import Feed
+from raypipe.runtime.gradients import GradientSync, TiedHolders
+from raypipe.runtime.norm import Shares
+from raypipe.runtime.optimizer import make_optimizer
+from raypipe.runtime.shapes import wires
+from raypipe.runtime.stage import StageModule
+from raypipe.runtime.step import StepSettings
+from raypipe.runtime.versions import WeightVersions
+from raypipe.schedule import Shape, generate
+from raypipe.schedule.endless import WHOLE, parts
+from raypipe.schedule.messages import programs
+from raypipe.schedule.passes import add_recompute, add_updates
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two would wait for each other on a busy machine; the bytes are the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+LINK = {"latency_us": 1, "bandwidth_gb_s": 1}
+MACHINE = cluster_from(
+    {
+        "name": "any", "hosts": 1, "inside": LINK, "between": LINK,
+        "device": {
+            "name": "any", "memory_gib": 1, "usable": 1, "memory_gb_s": 1, "efficiency": 1,
+            "peak_tflops": {"float32": 1, "float64": 1, "bfloat16": 1},
+        },
+    }
+)  # fmt: skip
+
+
+class Noise:
+    """Random tokens."""
+
+    def __init__(self, spec):
+        self.spec = spec
+
+    def batch(self, split, seed, step, batch):
+        tokens = torch.randint(self.spec.vocabulary, (batch, self.spec.sequence))
+        return {"input_ids": tokens, "shift_labels": tokens}
+
+
+def executor(spec, schedule, cut, microbatch, dtype):
+    """The runtime's own executor over all stages, as a stage actor would make it."""
+    cpu, weights = torch.device("cpu"), torch.float64 if dtype == "float64" else torch.float32
+    model, samples = build_layers(spec), int(microbatch * schedule.size)
+    train = TrainSpec(steps=3, batch=samples * schedule.microbatches)
+    split = any(task.kind == "W" for task in schedule.tasks())
+    modules = {(s, 0): StageModule(model, list(part), 0, weights, cpu, split) for s, part in enumerate(cut)}
+    tied = [TiedHolders(g.name, tuple(n for _, n in g.members), (0,)) for g in model.tied] if len(cut) > 1 else []
+    settings = StepSettings(
+        seed=0, microbatches=schedule.microbatches, samples_per_microbatch=samples, clip=None, update="wait",
+        timeout_s=10, device=cpu,
+        autocast=torch.bfloat16 if dtype == "bfloat16" else None,
+    )  # fmt: skip
+    sync = GradientSync(0, modules, schedule.placement, tuple(tied), {})
+    reads = {name for module in modules.values() for name in module.reads}
+    return Executor(
+        settings, modules, {k: make_optimizer(train, m.named.values()) for k, m in modules.items()}, model.task,
+        Feed(Noise(spec), model.task, reads, 0, train.batch, samples, cpu, weights),
+        sync, Shares(None), {}, {}, wires(model, cut, samples, weights),
+        {k: WeightVersions(m, schedule.versions) for k, m in modules.items()} if schedule.versions != "flush" else {},
+    )  # fmt: skip
+
+
+def measured(runner, schedule):
+    """Most bytes allocated at once: the step's own, and what lives from step to step."""
+    program = programs(parts(add_updates(schedule))[WHOLE])[0]
+    runner.run(program, 0, 1e-3)  # the optimizer makes its state
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        runner.run(program, 1, 1e-3)
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    values = [t for m in runner.modules.values() for t in m.named.values()]
+    values += [t for o in runner.updates.optimizers.values() for state in o.state.values() for t in state.values()]
+    kept = {id(t): t for v in runner.versions.values() for t in (*v.older.values(), *v.newest.values())}
+    return most + sum(t.numel() * t.element_size() for t in (*values, *kept.values()))
+
+
+ONE, TWO = [range(6)], [range(3), range(3, 6)]
+CASES = [
+    ("gpipe", ONE, "float32", None, {}),
+    ("1f1b", ONE, "float32", None, {"dropout": 0.1}),
+    ("1f1b", ONE, "bfloat16", None, {"dropout": 0.1}),
+    ("gpipe", ONE, "float64", None, {}),
+    ("zb-h1", ONE, "float32", None, {"dropout": 0.1}),
+    ("zb-h1", ONE, "bfloat16", None, {}),
+    ("interleaved-1f1b", TWO, "float32", None, {}),
+    ("bfs", TWO, "bfloat16", None, {}),
+    ("zeropp", TWO, "float32", None, {"dropout": 0.1}),
+    ("zb-v", TWO, "float32", None, {"vocabulary": 3000}),
+    ("fast-forward", TWO, "float32", None, {}),
+    ("gpipe", ONE, "float32", "late", {}),
+    ("bfs", TWO, "float32", "early", {}),
+    ("1f1b", ONE, "float32", None, {"vocabulary": 3000, "sequence": 32}),
+    ("1f1b", ONE, "float32", None, {"hidden": 256, "sequence": 32}),
+    ("pipedream", ONE, "float32", None, {"tie_embeddings": False}),
+    ("pipedream-2bw", ONE, "float32", None, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "cut", "dtype", "recompute", "changes"), CASES)
+def test_every_byte_is_accounted_for(name, cut, dtype, recompute, changes):
+    spec = GptSpec(
+        **{"layers": 4, "hidden": 128, "heads": 4, "sequence": 128, "vocabulary": 256, "dropout": 0.0, **changes}
+    )
+    microbatch = 2
+    schedule = generate(name, Shape(devices=1, microbatches=4, chunks=len(cut)))
+    if recompute:
+        schedule = add_recompute(schedule, recompute)
+    (predicted,) = device_memory(analytic_profile(spec, MACHINE, dtype, [microbatch]), cut, schedule, microbatch)
+    found = measured(executor(spec, schedule, cut, microbatch, dtype), schedule)
+    assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
