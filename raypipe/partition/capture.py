@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from raypipe.errors import CaptureError, nearest
+from raypipe.partition.calls import Call
 from raypipe.partition.empty import tied_names
-from raypipe.partition.encode import Call, encode
+from raypipe.partition.encode import encode
 from raypipe.partition.export import export
 from raypipe.partition.operations import OperationGraph
 

@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -20,12 +20,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from raypipe.errors import CaptureError
+from raypipe.partition.calls import Call, Plain
 from raypipe.partition.dims import Dim
 from raypipe.partition.export import module_of
 from raypipe.partition.operations import GETITEM, Operation, OperationGraph, Source, TensorType
 
-Plain = Any
-"""What JSON can hold."""
 PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"operator.{n}": getattr(operator, n) for n in (
         "getitem", "add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv", "eq", "ne", "lt", "le", "gt", "ge",
@@ -46,13 +45,6 @@ _VIEWS = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.defaul
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _DROPOUT = "aten.dropout.default"
 _BATCH_NORM = "aten.batch_norm.default"
-
-
-class Call(NamedTuple):
-    """The arguments of one operation as plain data; operands are ``{"op": number}`` and ``{"of": source}``."""
-
-    args: list[Plain]
-    kwargs: dict[str, Plain]
 
 
 @dataclass
@@ -213,7 +205,8 @@ class _Encoder:
         self, node: fx.Node, target: str, args: list[Plain], kwargs: dict[str, Plain], kind: TensorType | None,
         suffix: str = "",
     ) -> Plain:  # fmt: skip
-        operands = tuple(_operands([args, list(kwargs.values())]))
+        call = Call(args, kwargs)
+        operands = call.operands()
         path, _ = module_of(node)
         operation = Operation(
             name=node.name + suffix, target=target, operands=operands, type=kind, module=path, source=_place(node),
@@ -221,7 +214,7 @@ class _Encoder:
             equation=args[0] if target.startswith("aten.einsum") else "",
         )  # fmt: skip
         self.operations.append(operation)
-        self.calls.append(Call(args, kwargs))
+        self.calls.append(call)
         self.tracked.append(
             target != "aten.detach.default"
             and (kind is None or kind.floating)
@@ -304,7 +297,7 @@ class _Encoder:
             )
             for n in order
         )
-        calls = tuple(Call(*(_renumbered(part, new) for part in self.calls[n])) for n in order)
+        calls = tuple(self.calls[n].renumbered(new) for n in order)
         read = {name for operation in operations for name in operation.sources}
         graph = OperationGraph(
             operations=operations,
@@ -323,25 +316,6 @@ class _Encoder:
             readers = (n for n, o in enumerate(self.operations) if operation.mutates[0] in o.sources and n != number)
             return max([*readers, *operation.inputs]), 1
         return number, 0
-
-
-def _renumbered(value: Plain, new: Mapping[int, int]) -> Plain:
-    if isinstance(value, list):
-        return [_renumbered(item, new) for item in value]
-    if isinstance(value, dict):
-        if "op" in value:
-            return {"op": new[value["op"]]}
-        return {key: _renumbered(item, new) for key, item in value.items()}
-    return value
-
-
-def _operands(value: Plain) -> list[int | str]:
-    """The operations and sources in a call's arguments, in order."""
-    if isinstance(value, list):
-        return [operand for item in value for operand in _operands(item)]
-    if isinstance(value, dict):
-        return [value["op"]] if "op" in value else [value["of"]] if "of" in value else []
-    return []
 
 
 def _draws(target: str, args: Sequence[Plain], kwargs: Mapping[str, Plain]) -> bool:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from raypipe.partition.calls import Plain
 from raypipe.partition.capture import Captured
-from raypipe.partition.encode import Plain, resolve
+from raypipe.partition.encode import resolve
 from raypipe.partition.liveness import crossing, needed_anew, replicated
 from raypipe.partition.operations import Operation
 

@@ -1,0 +1,100 @@
+"""One number for everything that what is captured follows from: model code, configuration, versions, options.
+
+Code is taken by content, so that an edited model is captured again. Nothing is imported to find it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+OWN_CODE = Path(__file__).parent
+"""What captures: a change here may change what comes out."""
+
+
+def fingerprint(asked: Mapping[str, Any], code: Iterable[Path], packages: Iterable[str] = ("torch",)) -> str:
+    """SHA-256 of what is asked for (plain data), of the content of these files, and of the versions of packages.
+
+    This package's own code and Python's version are always included.
+    """
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
+    digest.update(f"python {sys.version_info[:2]}".encode())
+    for package in sorted(packages):
+        digest.update(f"{package} {_version(package)}".encode())
+    for path in [*sorted(OWN_CODE.glob("*.py")), *sorted(set(code))]:
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def transformers_code(model_type: str) -> list[Path]:
+    """The files of the transformers library that a model type's forward runs through; [] without the library."""
+    found = find_spec("transformers")
+    if found is None or found.origin is None:
+        return []
+    root = Path(found.origin).parent
+    folders = [root, root / "integrations", root / "models" / model_type.replace("-", "_")]
+    return [path for folder in folders for path in sorted(folder.glob("*.py"))]
+
+
+def module_code(name: str) -> list[Path]:
+    """The file of a module and of every module it imports, however far away, that belongs to no installed package.
+
+    Installed ones are known by their versions. [] if there is no such module.
+    """
+    seen: dict[Path, None] = {}
+    todo = [name]
+    tried: set[str] = set()
+    while todo:
+        module = todo.pop()
+        if module in tried:
+            continue
+        tried.add(module)
+        path = _own_file(module)
+        if path is None or path in seen:
+            continue
+        seen[path] = None
+        todo.extend(_imports(path, module))
+    return list(seen)
+
+
+def _own_file(module: str) -> Path | None:
+    try:
+        found = find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        return None
+    path = Path(found.origin).resolve()
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")}
+    return None if any(folder in path.parents for folder in installed) else path
+
+
+def _imports(path: Path, module: str) -> list[str]:
+    """Modules that a file may import: every dotted prefix, and each imported name, which may be a module."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            found.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found.extend([base, *(f"{base}.{alias.name}" for alias in node.names)])
+    return [name for name in found if name]
