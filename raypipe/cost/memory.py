@@ -234,53 +234,86 @@ class _Fullest:
         self.with_b = with_b
         """(stage, micro-batch) that have a B on this device: its W does not end them if it comes first."""
         self.alive: dict[tuple[int, int], float] = {}
+        # Sums that every task changes a little, kept up to date: there are as many moments as tasks.
+        self.activations = self.mine = self.others = self.summed = 0.0
         self.ran: set[tuple[int, int]] = set()
         """(stage, micro-batch) whose backward ran and whose B or W is still to come."""
         self.graded: set[tuple[int, int]] = set()
         self.reduced: set[tuple[int, int]] = set()
         self.unsettled = 0.0
-        self.best = static
+        self._most = 0.0
+        self._terms: tuple[float, ...] = (0.0,) * 7
 
     def moment(self, workspace: float = 0.0, messages: float = 0.0) -> None:
         """Is it now?"""
-        mine = sum(self.gradients[s] for s, r in self.graded if r == self.primary)
-        others = sum(self.gradients[s] for s, r in self.graded if r != self.primary)
-        now = replace(
-            self.static, gradients=mine, replicas=self.static.replicas + others, activations=sum(self.alive.values()),
-            workspace=workspace, messages=messages, undo=self.unsettled,
-            communication=self.static.communication + sum(self.stages[s].summed for s, _ in self.reduced),
+        changing = self.activations + self.mine + self.others + self.summed + self.unsettled + workspace + messages
+        if changing > self._most:
+            self._most = changing
+            self._terms = (
+                self.activations, self.mine, self.others, self.summed, self.unsettled, workspace, messages,
+            )  # fmt: skip
+
+    @property
+    def best(self) -> DeviceMemory:
+        """The fullest moment so far."""
+        activations, mine, others, summed, unsettled, workspace, messages = self._terms
+        return replace(
+            self.static, gradients=mine, replicas=self.static.replicas + others, activations=activations,
+            workspace=workspace, messages=messages, undo=unsettled,
+            communication=self.static.communication + summed,
         )  # fmt: skip
-        if now.total > self.best.total:
-            self.best = now
+
+    def hold(self, key: tuple[int, int], size: float) -> None:
+        """A micro-batch keeps so much from now on; 0 for the end of its life."""
+        self.activations += size - self.alive.pop(key, 0.0)
+        if size:
+            self.alive[key] = size
+        elif not self.alive:
+            self.activations = 0.0  # and no rounding goes on
+
+    def grade(self, stage: int, replica: int) -> None:
+        """A stage replica has gradients from now on."""
+        if (stage, replica) not in self.graded:
+            self.graded.add((stage, replica))
+            if replica == self.primary:
+                self.mine += self.gradients[stage]
+            else:
+                self.others += self.gradients[stage]
+
+    def reduce(self, stage: int, replica: int) -> None:
+        """The sum of a stage replica's gradients is under way."""
+        if (stage, replica) not in self.reduced:
+            self.reduced.add((stage, replica))
+            self.summed += self.stages[stage].summed
 
     def task(self, task: Task, again: set[tuple[int, int]]) -> None:
         """One task of the order."""
         kind, s, mbs, replica = task
         if kind == "AR":
-            self.reduced.add((s, replica))
+            self.reduce(s, replica)
             self.moment()
         stage = self.stages[s]
         for mb in mbs:
             key = (s, mb)
             if kind == "F":
                 handed = 0.0 if (s - 1, mb) in again else stage.handed
-                self.alive[key] = stage.arrived if key in again else stage.kept - handed
+                self.hold(key, stage.arrived if key in again else stage.kept - handed)
                 self.moment(stage.casts)
             elif kind == "R":
-                self.alive[key] = stage.kept
+                self.hold(key, stage.kept)
                 self.moment(stage.casts)
             elif key in self.ran:
                 self.ran.discard(key)
-                self.alive.pop(key)
+                self.hold(key, 0.0)
             else:
                 self.moment(stage.workspace, stage.messages)
                 if kind == "BW" or (kind == "W" and key not in self.with_b):
-                    self.alive.pop(key)
+                    self.hold(key, 0.0)
                 else:  # a W that ran the backward leaves B the gradient to send
-                    self.alive[key] = stage.waiting if kind == "B" else stage.arrived
+                    self.hold(key, stage.waiting if kind == "B" else stage.arrived)
                     self.ran.add(key)
             if kind in ("W", "BW"):
-                self.graded.add((s, replica))
+                self.grade(s, replica)
             if kind in ("B", "BW"):
                 self.moment(messages=stage.messages)
 
@@ -326,7 +359,9 @@ def _device(
         fullest.task(task, again)
     fullest.unsettled = 0.0
     if not fullest.reduced and level < 2:  # sharded gradients are summed piece by piece
-        fullest.reduced.update(key for key in own if holders[key[0]] > 1)
+        for stage, replica in own:
+            if holders[stage] > 1:
+                fullest.reduce(stage, replica)
         fullest.moment()
     return fullest.best
 

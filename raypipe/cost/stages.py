@@ -137,18 +137,24 @@ def group_seconds(
 ) -> float:
     """All-reduce over some devices while the groups of all other devices of their hosts are at work too."""
     layout = Layout.of(holders, profile.devices_per_host)
-    busy = min(profile.devices_per_host, len({device for row in placement for device in row}))
+    busy = _busy(placement, profile.devices_per_host)
     sharing = max(1, busy // max(1, layout.per_host))
     return collective_seconds(profile, "all_reduce", size_bytes, layout, sharing)
+
+
+def _busy(placement: Sequence[Sequence[int]], most: int) -> int:
+    """Devices of a placement, counted no further than ``most``."""
+    seen: set[int] = set()
+    for row in placement:
+        seen.update(row)
+        if len(seen) >= most:
+            return most
+    return len(seen)
 
 
 def _message(profile: Profile, cut: Cut, placement: Sequence[Sequence[int]], stage: int, samples: float) -> float:
     """Latency of the link behind a stage: of its slowest replica's."""
     size_bytes = profile.layers[cut[stage][-1]].output_bytes * samples
-    slowest = 0.0
-    for row in placement:
-        a, b = row[stage], row[stage + 1]
-        if a != b:
-            same = a // profile.devices_per_host == b // profile.devices_per_host
-            slowest = max(slowest, (profile.inside if same else profile.between).seconds(size_bytes))
-    return slowest
+    host = profile.devices_per_host
+    pairs = {(row[stage] // host == row[stage + 1] // host) for row in placement if row[stage] != row[stage + 1]}
+    return max(((profile.inside if same else profile.between).seconds(size_bytes) for same in pairs), default=0.0)
