@@ -216,7 +216,7 @@ class Executor(ProgramRunner):
             return
         for key in self.modules:
             self._collect(key)
-        completed = self.sync.finish(self.outgoing.push)
+        completed = self.sync.finish(self.outgoing.push, self.clock)
         for i, action in enumerate(self.program.actions):  # an all-reduce lasts until it is complete, beside compute
             if action.task.kind == "AR" and (action.task.stage, action.task.replica) in completed:
                 times[i, 1] = completed[(action.task.stage, action.task.replica)]

@@ -6,7 +6,6 @@ over replicas is the mini-batch gradient whatever the plan.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raypipe.runtime.clock import Clock, Mark
 from raypipe.runtime.collective import Push, wait_for
 from raypipe.runtime.stage import StageModule
 
@@ -97,18 +97,18 @@ class GradientSync:
         self._pending[key] = (work, flat)
         self.all_reduces += 1 / group.size()
 
-    def finish(self, push: Push) -> dict[StageKey, float]:
+    def finish(self, push: Push, clock: Clock) -> dict[StageKey, Mark]:
         """Wait for every started sum, then sum the tied parameters over all their copies.
 
-        Returns when each sum was seen to be complete, on this host's monotonic clock in seconds.
+        Returns when each sum was seen to be complete.
 
         Raises:
             TransportError: another holder did not join in time.
         """
-        completed: dict[StageKey, float] = {}
+        completed: dict[StageKey, Mark] = {}
         for key, (work, flat) in self._pending.items():
             wait_for(f"gradient sum of stage {key[0]}", work, push)
-            completed[key] = time.monotonic()
+            completed[key] = clock.mark()
             offset = 0
             for p in self._own[key]:
                 p.grad = flat[offset : offset + p.numel()].view_as(p)

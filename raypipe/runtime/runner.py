@@ -13,7 +13,6 @@ that between two tasks there is only the message and a few dictionary look-ups.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.errors import TransportError
+from raypipe.runtime.clock import clock_for
 from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, TensorSpec, Wire
 from raypipe.runtime.transport.progress import Progress
 from raypipe.schedule.messages import Action, Ahead, Message, Program
@@ -54,6 +54,7 @@ class ProgramRunner(ABC):
             self.outgoing.add(sender)
         self.wire = wire
         self.device = device
+        self.clock = clock_for(device)
         # Micro-batch ids below count on over the steps (step * N + id): an asynchronous program reaches into the next.
         self.mail: dict[tuple[str, int, int, int], Payload] = {}
         self.received = 0
@@ -64,7 +65,10 @@ class ProgramRunner(ABC):
 
     @abstractmethod
     def before_updates(self, times: NDArray[np.float64]) -> None:
-        """Called before the first U of a step: wait for what other devices contribute. Part of no task."""
+        """Called before the first U of a step: wait for what other devices contribute. Part of no task.
+
+        ``times`` holds marks of ``clock``.
+        """
 
     @abstractmethod
     def uncertain(self) -> bool:
@@ -98,7 +102,7 @@ class ProgramRunner(ABC):
         self._run(times, begin, len(program.actions))
         for sender in self.senders.values():
             sender.flush(self.timeout_s)
-        return times
+        return self.clock.resolve(times)
 
     def _run_head(self, times: NDArray[np.float64]) -> int:
         """Run ahead of the last update, then settle it; returns the task to go on with."""
@@ -146,7 +150,7 @@ class ProgramRunner(ABC):
         self.receivers[source].post([Expected(self._label(m), self._specs(m)) for m in messages])
 
     def _run(self, times: NDArray[np.float64], begin: int, end: int) -> None:
-        clock = time.monotonic
+        mark = self.clock.mark
         senders = tuple(self.senders.values())
         waits = True
         for i, action in enumerate(self.program.actions[begin:end], begin):
@@ -156,9 +160,9 @@ class ProgramRunner(ABC):
             if waits and action.task.kind == "U":
                 waits = False
                 self.before_updates(times)
-            times[i, 0] = clock()
+            times[i, 0] = mark()
             self.run_task(action)
-            times[i, 1] = clock()
+            times[i, 1] = mark()
             for message in action.sends:
                 if message.src_device != message.dst_device:
                     self._send(message)
