@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from raypipe.errors import CaptureError, nearest
+from raypipe.partition.blame import StoppedError, blame
+from raypipe.partition.cache import Notify, to_stderr
 from raypipe.partition.calls import Call
 from raypipe.partition.empty import tied_names
 from raypipe.partition.encode import encode
@@ -35,6 +38,7 @@ def capture(
     *,
     outputs: Sequence[str] | None = None,
     dynamic: Mapping[str, tuple[int, ...]] | None = None,
+    notify: Notify = to_stderr,
 ) -> Captured:
     """Capture the forward of a module on example inputs, in the mode (training or not) that it is in.
 
@@ -46,8 +50,10 @@ def capture(
 
     The dtypes of the parameters are part of what is captured: a model is captured in the precision it runs in.
 
+    A module inside the model whose forward cannot be captured becomes one operation, and ``notify`` is told so.
+
     Raises:
-        CaptureError: the model cannot be captured, naming the operation and its place.
+        CaptureError: the model cannot be captured, naming the module, the file, the line and what stopped it there.
     """
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     if dynamic is None:
@@ -56,14 +62,52 @@ def capture(
         }
     ties = tied_names(module)
     classes = {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in module.named_modules()}
-    program = export(module, inputs, dynamic)
-    encoded = encode(program, ties, _wanted(program, outputs), classes)
+    opaque: list[str] = []
+    while True:
+        try:
+            program = export(module, inputs, dynamic, opaque)
+            encoded = encode(program, ties, _wanted(program, outputs), classes)
+            break
+        except CaptureError:
+            raise
+        except Exception as error:  # whatever a model's own code may raise when it is traced
+            found = error.blame if isinstance(error, StoppedError) else blame(module, error)
+            alike = _alike(module, found.module)
+            if not found.module or any(
+                path == done or path.startswith(f"{done}.") for path in alike for done in opaque
+            ):
+                raise found.error from error
+            notify(f"{_listed(alike)} as it is, for it cannot be captured: {found.error.where}: {found.error.why}")
+            opaque = [done for done in opaque if not any(done.startswith(f"{path}.") for path in alike)] + alike
+    _check_ties(ties, opaque)
     values = {}
     held = dict(module.named_buffers()) | {k: v for k, v in program.constants.items() if isinstance(v, Tensor)}
     for name, source in encoded.graph.sources.items():
         if source.kind in ("buffer", "constant"):
             values[name] = _real(name, held)
     return Captured(encoded.graph, encoded.calls, values)
+
+
+def _alike(module: nn.Module, path: str) -> list[str]:
+    """The modules of the same class as the one at a path, in the same place of every repeated block."""
+    kind, place = type(module.get_submodule(path)), re.sub(r"\d+", "0", path)
+    return [p for p, part in module.named_modules() if type(part) is kind and re.sub(r"\d+", "0", p) == place]
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return f"module {paths[0]} runs" if len(paths) == 1 else f"each of {paths[0]} .. {paths[-1]} runs"
+
+
+def _check_ties(ties: Sequence[tuple[str, ...]], opaque: Sequence[str]) -> None:
+    """An opaque module holds its parameters itself, so none of them can be another module's."""
+    for path in opaque:
+        for group in ties:
+            inside = [name for name in group if name.startswith(f"{path}.")]
+            if inside and len(inside) < len(group):
+                other = next(name for name in group if name not in inside)
+                raise CaptureError(
+                    f"module {path}", f"cannot be captured, and shares {inside[0]} with {other}", "untie them"
+                )
 
 
 def _real(name: str, held: Mapping[str, Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ know); regions without gradients (inlined, their results detached).
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import re
@@ -20,9 +21,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from raypipe.errors import CaptureError
+from raypipe.partition.blame import Blame, StoppedError
 from raypipe.partition.calls import Call, Plain
 from raypipe.partition.dims import Dim
 from raypipe.partition.export import module_of
+from raypipe.partition.opaque import TARGET as OPAQUE
 from raypipe.partition.operations import GETITEM, Operation, OperationGraph, Source, TensorType
 
 PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -64,7 +67,8 @@ def encode(
     what the program returns; ``classes`` the class of each module by path.
 
     Raises:
-        CaptureError: an operation that cannot be cut or moved, naming it and its place in the model's code.
+        StoppedError: an operation that cannot be taken over.
+        CaptureError: an output that is no tensor of the model's own.
     """
     encoder = _Encoder(program, tied, classes)
     encoder.returned = encoder.walk(program.graph, {})
@@ -322,6 +326,8 @@ def _draws(target: str, args: Sequence[Plain], kwargs: Mapping[str, Plain]) -> b
     """Whether a call draws random numbers; attention without dropout does not, although torch marks it so."""
     if target == _ATTENTION:
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+    if target == OPAQUE:
+        return bool(json.loads(args[1])["draws"])
     called = resolve(target)
     return isinstance(called, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in called.tags
 
@@ -387,7 +393,6 @@ def _place(node: fx.Node) -> str:
 
 
 def _stop(node: fx.Node, why: str, fix: str) -> NoReturn:
-    place = _place(node)
     path, _ = module_of(node)
-    where = ", ".join(part for part in (f"operation {node.name}", path and f"module {path}", place) if part)
-    raise CaptureError(where, why, fix)
+    where = ", ".join(part for part in (f"operation {node.name}", path and f"module {path}", _place(node)) if part)
+    raise StoppedError(Blame(path, CaptureError(where, why, fix)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch
@@ -13,17 +15,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from raypipe.partition.opaque import opaque_modules
 
-def export(module: nn.Module, inputs: Mapping[str, object], dynamic: Mapping[str, tuple[int, ...]]) -> ExportedProgram:
+
+def export(
+    module: nn.Module, inputs: Mapping[str, object], dynamic: Mapping[str, tuple[int, ...]], opaque: Sequence[str] = ()
+) -> ExportedProgram:
     """Export a module as it trains, or as it evaluates: whichever mode it is in.
+
+    The modules at the paths ``opaque`` are not looked into.
 
     ``inputs`` are the forward's arguments by name, tensors or plain values; ``dynamic`` the dimensions of each that
     may differ at run time. The module's parameters may be on the meta device; nothing is allocated for them. In-place
     operations are replaced by what they compute, so that no value changes after a cut has passed it on.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with _fake_parameters(module, fake), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with opaque_modules(module, opaque), _fake_parameters(module, fake), _quiet():
         arguments = {
             k: fake.from_tensor(v, static_shapes=True) if isinstance(v, Tensor) else v for k, v in inputs.items()
         }
@@ -35,6 +42,22 @@ def export(module: nn.Module, inputs: Mapping[str, object], dynamic: Mapping[str
         if any(_writes(node) for graph in _graphs(program.graph_module) for node in graph.nodes):
             program = program.run_decompositions({})
     return program
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What the exporter says of its inner life is for its own developers; what stops it comes as an exception."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 def _writes(node: fx.Node) -> bool:

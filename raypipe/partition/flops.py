@@ -36,6 +36,11 @@ def matrix_flops(graph: OperationGraph, operation: Operation, sizes: Sizes) -> f
     if name in ("scaled_dot_product_attention", "_scaled_dot_product_attention_math"):
         *batch, queries, width = shapes[0]
         return 2.0 * prod(batch) * queries * shapes[1][-2] * (width + shapes[2][-1])
+    if operation.target == "raypipe.module.default":  # one that runs as it is: a product with each of its matrices
+        matrices = [
+            prod(s) for o, s in zip(operation.operands, shapes, strict=True) if isinstance(o, str) and len(s) > 1
+        ]
+        return 2.0 * sum(matrices) * prod(shapes[0][:-1])
     if operation.type is None:
         return None
     written = prod(evaluate_all(operation.type.shape, sizes))

@@ -23,7 +23,13 @@ def replicated(graph: OperationGraph) -> tuple[bool, ...]:
             graph.sources[n].kind in ("input", "constant") or (graph.sources[n].kind == "buffer" and n not in written)
             for n in operation.sources
         )
-        cheap = not operation.random and not operation.mutates and matrix_flops(graph, operation, smallest) is None
+        known = operation.target.startswith("aten.") or operation.target.split(".")[0] in ("operator", "torch", "math")
+        cheap = (
+            known
+            and not operation.random
+            and not operation.mutates
+            and matrix_flops(graph, operation, smallest) is None
+        )
         found.append(fixed and cheap and all(found[i] for i in operation.inputs))
     return tuple(found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -10,10 +10,13 @@ from raypipe.partition.capture import Captured
 from raypipe.partition.subgraph import Subgraph, build_subgraph
 
 
-def build_chain(captured: Captured, spans: Sequence[range], weights: Mapping[str, Tensor]) -> list[Subgraph]:
+def build_chain(
+    captured: Captured, spans: Sequence[range], weights: Mapping[str, Tensor],
+    whole: Callable[[], nn.Module] | None = None,
+) -> list[Subgraph]:  # fmt: skip
     """The modules of these spans; a parameter that several of them read is one parameter."""
     shared: dict[str, nn.Parameter] = {}
-    chain = [build_subgraph(captured, span) for span in spans]
+    chain = [build_subgraph(captured, span, whole=whole) for span in spans]
     for part in chain:
         for name, _ in list(part.module.named_parameters()):
             parent, _, leaf = name.rpartition(".")
