@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
 
 from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.profile import Profile
@@ -46,7 +48,7 @@ def stage_costs(
         SpecError: the cut does not hold every layer once, or a placement for another number of stages.
     """
     check_cut(profile, cut, placement)
-    placement = side_by_side(placement, copies)
+    placed = Placed.of(placement, copies, profile.devices_per_host)
     samples = microbatch * size
     times = [stage_times([profile.layers[i] for i in layers], samples) for layers in cut]
     extra = profile.task_overhead_s
@@ -58,20 +60,20 @@ def stage_costs(
         scale = [(t.joint + extra) / (b + w) if b + w else 1.0 for t, b, w in zip(times, inputs, weight, strict=True)]
         inputs = [b * k for b, k in zip(inputs, scale, strict=True)]
         weight = [w * k for w, k in zip(weight, scale, strict=True)]
-    tied = tied_seconds(profile, cut, placement)
+    tied = tied_seconds(profile, cut, placed)
     last = len(cut) - 1
     return CostTable(
         forward=tuple(t / size for t in forward),
         input_grad=tuple(t / size for t in inputs),
         weight_grad=tuple(t / size for t in weight),
         recompute=tuple((t.recompute + extra) / size for t in times),
-        all_reduce=tuple(_all_reduce(profile, cut, placement, s) for s in range(len(cut))),
+        all_reduce=tuple(_all_reduce(profile, cut, placed, s) for s in range(len(cut))),
         # The sum over tied copies runs after all others and before the updates; both ends wait for it.
         update=tuple(
             profile.update_s_per_parameter * parameters(profile, layers) + (tied if s in (0, last) else 0.0)
             for s, layers in enumerate(cut)
         ),
-        comm=tuple(_message(profile, cut, placement, s, samples) for s in range(last)) if last else 0.0,
+        comm=tuple(_message(profile, cut, placed, s, samples) for s in range(last)) if last else 0.0,
     )
 
 
@@ -81,16 +83,57 @@ def costs_of(profile: Profile, cut: Cut, microbatch: int, schedule: Schedule) ->
     return stage_costs(profile, cut, microbatch, schedule.placement, size=float(schedule.size), split=split)
 
 
-def side_by_side(placement: Sequence[Sequence[int]], copies: int) -> Sequence[Sequence[int]]:
-    """The placement of all data-parallel copies, numbered as ``passes.replicate`` does.
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Data-parallel copies of a placement side by side, numbered as ``passes.replicate`` does.
 
-    >>> side_by_side([(0, 1)], 2)
-    [(0, 1), (2, 3)]
+    Thousands of copies cost no more than a few: where copies begin on a host repeats after a few of them.
     """
-    if copies == 1:
-        return placement
-    width = 1 + max(device for row in placement for device in row)
-    return [tuple(copy * width + device for device in row) for copy in range(copies) for row in placement]
+
+    rows: tuple[tuple[int, ...], ...]
+    """Of the first copy: per replica, the device of each stage."""
+    copies: int
+    width: int
+    """Devices of a copy."""
+    per_host: int
+    """Devices of a host."""
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int]], copies: int, per_host: int) -> Placed:
+        """From the first copy's placement."""
+        return Placed(tuple(map(tuple, rows)), copies, 1 + max(d for row in rows for d in row), per_host)
+
+    @property
+    def turn(self) -> int:
+        """Copies after which a copy begins at the same place of a host again."""
+        return self.per_host // gcd(self.width, self.per_host)
+
+    def layout(self, devices: Collection[int]) -> Layout:
+        """Where these devices of every copy are.
+
+        >>> Placed.of([(0, 1, 2)], 5, 2).layout([0])
+        Layout(hosts=5, per_host=1)
+        >>> Placed.of([(0, 1)], 8, 8).layout([0])
+        Layout(hosts=2, per_host=4)
+        """
+        turns, rest = divmod(self.copies, self.turn)
+        parts = [self._layout(devices, self.turn)] * bool(turns) + [self._layout(devices, rest)] * bool(rest)
+        hosts = sum(n * part.hosts for n, part in zip((turns, 1) if turns else (1,), parts, strict=False))
+        return Layout(hosts, max(part.per_host for part in parts))
+
+    def _layout(self, devices: Collection[int], copies: int) -> Layout:
+        return Layout.of([copy * self.width + d for copy in range(copies) for d in devices], self.per_host)
+
+    def first_rows(self) -> Iterator[tuple[int, ...]]:
+        """Rows of the copies before the places on hosts repeat."""
+        for copy in range(min(self.copies, self.turn)):
+            for row in self.rows:
+                yield tuple(copy * self.width + d for d in row)
+
+    @property
+    def busy(self) -> int:
+        """Devices at work on a host."""
+        return min(self.per_host, self.copies * len({d for row in self.rows for d in row}))
 
 
 def check_cut(profile: Profile, cut: Cut, placement: Sequence[Sequence[int]]) -> None:
@@ -114,47 +157,33 @@ def parameters(profile: Profile, layers: Sequence[int]) -> int:
     return sum(profile.layers[i].parameters for i in layers) - (profile.tied_parameters if both_ends else 0)
 
 
-def _all_reduce(profile: Profile, cut: Cut, placement: Sequence[Sequence[int]], stage: int) -> float:
+def _all_reduce(profile: Profile, cut: Cut, placed: Placed, stage: int) -> float:
     """Sum of a stage's own gradients over its holders; tied ones are summed apart."""
-    holders = {row[stage] for row in placement}
     own = parameters(profile, cut[stage])
     ends = {0, len(profile.layers) - 1} & set(cut[stage])
     if profile.tied_parameters and ends:
         own -= profile.tied_parameters
-    return group_seconds(profile, own * gradient_width(profile.dtype), sorted(holders), placement)
+    return group_seconds(profile, own * gradient_width(profile.dtype), {row[stage] for row in placed.rows}, placed)
 
 
-def tied_seconds(profile: Profile, cut: Cut, placement: Sequence[Sequence[int]]) -> float:
+def tied_seconds(profile: Profile, cut: Cut, placed: Placed) -> float:
     """Sum of the gradients of a matrix that first and last layer share, over every device that holds either."""
     if not profile.tied_parameters:
         return 0.0
-    holders = {row[stage] for row in placement for stage in (0, len(cut) - 1)}
-    return group_seconds(profile, profile.tied_parameters * gradient_width(profile.dtype), sorted(holders), placement)
+    holders = {row[stage] for row in placed.rows for stage in (0, len(cut) - 1)}
+    return group_seconds(profile, profile.tied_parameters * gradient_width(profile.dtype), holders, placed)
 
 
-def group_seconds(
-    profile: Profile, size_bytes: float, holders: Sequence[int], placement: Sequence[Sequence[int]]
-) -> float:
-    """All-reduce over some devices while the groups of all other devices of their hosts are at work too."""
-    layout = Layout.of(holders, profile.devices_per_host)
-    busy = _busy(placement, profile.devices_per_host)
-    sharing = max(1, busy // max(1, layout.per_host))
+def group_seconds(profile: Profile, size_bytes: float, holders: Collection[int], placed: Placed) -> float:
+    """All-reduce over some devices of every copy, while the groups of all other devices of their hosts are at work."""
+    layout = placed.layout(holders)
+    sharing = max(1, placed.busy // max(1, layout.per_host))
     return collective_seconds(profile, "all_reduce", size_bytes, layout, sharing)
 
 
-def _busy(placement: Sequence[Sequence[int]], most: int) -> int:
-    """Devices of a placement, counted no further than ``most``."""
-    seen: set[int] = set()
-    for row in placement:
-        seen.update(row)
-        if len(seen) >= most:
-            return most
-    return len(seen)
-
-
-def _message(profile: Profile, cut: Cut, placement: Sequence[Sequence[int]], stage: int, samples: float) -> float:
+def _message(profile: Profile, cut: Cut, placed: Placed, stage: int, samples: float) -> float:
     """Latency of the link behind a stage: of its slowest replica's."""
     size_bytes = profile.layers[cut[stage][-1]].output_bytes * samples
-    host = profile.devices_per_host
-    pairs = {(row[stage] // host == row[stage + 1] // host) for row in placement if row[stage] != row[stage + 1]}
-    return max(((profile.inside if same else profile.between).seconds(size_bytes) for same in pairs), default=0.0)
+    host = placed.per_host
+    local = {a // host == b // host for a, b in (row[stage : stage + 2] for row in placed.first_rows()) if a != b}
+    return max(((profile.inside if same else profile.between).seconds(size_bytes) for same in local), default=0.0)

@@ -1,9 +1,13 @@
 """Stage costs by hand: sums over layers, sizes between the profiled ones, links by host, gradient sums, updates."""
 
+import random
+from itertools import pairwise
+
 import pytest
 
+from raypipe.cost.collectives import Layout
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import costs_of, parameters, stage_costs
+from raypipe.cost.stages import Placed, costs_of, parameters, stage_costs
 from raypipe.errors import SpecError
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.passes import place_gradient_sync, replicate
@@ -120,3 +124,20 @@ def test_the_table_runs(profile):
 def test_cuts_that_are_none(profile, cut, placement, words):
     with pytest.raises(SpecError, match=words):
         stage_costs(profile, cut, 2, placement)
+
+
+def test_copies_counted_by_turns_are_where_each_of_them_is() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        width, copies, per_host = rng.randint(1, 9), rng.randint(1, 40), rng.randint(1, 12)
+        row = tuple(rng.sample(range(width), width))
+        holders = rng.sample(range(width), rng.randint(1, width))
+        placed = Placed.of([row], copies, per_host)
+        everywhere = [copy * width + d for copy in range(copies) for d in holders]
+        assert placed.layout(holders) == Layout.of(everywhere, per_host)
+        crossings = {
+            (copy * width + a) // per_host == (copy * width + b) // per_host
+            for copy in range(copies)
+            for a, b in pairwise(row)
+        }
+        assert crossings == {a // per_host == b // per_host for r in placed.first_rows() for a, b in pairwise(r)}
