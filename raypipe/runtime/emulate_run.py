@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -15,18 +16,19 @@ from raypipe.runtime.cluster import connect
 from raypipe.runtime.driver import AHEAD
 from raypipe.runtime.emulation import EmulatedSetup, EmulatedStage
 from raypipe.runtime.gradients import shared_groups
-from raypipe.runtime.launch import start_fleet
+from raypipe.runtime.launch import Fleet, start_fleet
 from raypipe.runtime.links import Wiring, rendezvous_of
-from raypipe.runtime.measure import StepClock
+from raypipe.runtime.measure import StepClock, as_run
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.endless import WHOLE, Part, parts
-from raypipe.schedule.ir import Schedule
+from raypipe.schedule.ir import Schedule, Versions
 from raypipe.schedule.messages import edges, step_programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.verify import verify
 from raypipe.simulate.cyclic import Norm
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
+from raypipe.simulate.series import series
 from raypipe.simulate.timeline import Timeline
 
 
@@ -56,19 +58,86 @@ class Links:
         return 2 * math.log2(holders) * self.latency_s + share * self.gradient_bytes / self.bytes_per_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What is emulated: a whole step over all devices, and what it costs in seconds."""
+
+    schedule: Schedule
+    costs: CostTable
+    """``comm`` is latency alone; what a message's bytes take is ``seconds_per_message``."""
+    copies: int
+    seconds_per_message: float = 0.0
+    norm: Norm = "free"
+    clip_every: int = 0
+
+    def step_ends(self, steps: int) -> tuple[float, ...]:
+        """When each of the first ``steps`` steps should end."""
+        return series(self.schedule, self.costs, steps, self.seconds_per_message, self.norm)
+
+    def steady_s(self) -> float:
+        """Time per step in the long run.
+
+        Exact where messages only have a latency. Where they also hold up one another, or asynchronous steps make
+        updates, which ``period`` leaves out, the mean of many steps.
+        """
+        if self.schedule.versions == "flush" and not self.seconds_per_message:
+            return period(self.schedule, self.costs, norm=self.norm)
+        ends = self.step_ends(2 * SETTLED + 1)  # the last one drains
+        return (ends[-2] - ends[SETTLED - 1]) / SETTLED
+
+
+SETTLED = 24
+"""Steps after which a series of steps runs at its steady rate."""
+
+
+def rehearsal(
+    base: Schedule, costs: CostTable, links: Links, replicas: int, norm: Norm = "free", clip_every: int = 0
+) -> Rehearsal:
+    """``replicas`` data-parallel copies of ``base``; stages with several holders sum gradients lazily, then update.
+
+    Raises:
+        ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
+    """
+    schedule = add_updates(place_gradient_sync(replicate(as_run(base), replicas), "lazy", costs))
+    verify(schedule)
+    if norm not in NORMS[schedule.versions]:
+        raise ScheduleError("norm", f"{schedule.name}'s updates wait for none", "use free, or with 2BW ahead")
+    holders = [len({held[s] for held in schedule.placement}) for s in range(schedule.stages)]
+    return Rehearsal(
+        schedule=schedule,
+        costs=replace(
+            costs,
+            comm=tuple(c + links.latency_s for c in costs.links),
+            all_reduce=tuple(links.all_reduce_s(r) for r in holders),
+        ),
+        copies=replicas,
+        seconds_per_message=links.seconds_per_message,
+        norm=norm,
+        clip_every=clip_every if schedule.versions == "flush" else 0,
+    )
+
+
+NORMS: dict[Versions, tuple[Norm, ...]] = {
+    "flush": ("free", "wait", "ahead"),
+    "2bw": ("free", "ahead"),
+    "stash": ("free",),
+}
+"""What the updates of each kind of schedule can have to do with a global norm."""
+
+
 @dataclass(frozen=True, slots=True)
 class Emulated:
     """What an emulation showed, in seconds."""
 
     predicted_s: float
     """Steady time per step."""
-    predicted_makespan_s: float
-    """The first step alone."""
+    predicted_steps_s: list[float]
+    """Per step, as ``measured_s``: with the fill of the first and the drain of the last."""
     measured_s: list[float]
     """Per step, from the end of the one before; the first from its own start."""
     bubble_ratio: float
     dispatch_overhead_s: float
-    """Median measured step beyond the prediction."""
+    """Median measured step beyond the prediction, the first step left out."""
     timeline: Timeline
     """The last step as measured."""
 
@@ -78,53 +147,47 @@ def emulate(
 ) -> Emulated:
     """Run ``steps`` steps of ``replicas`` data-parallel copies of ``base`` on emulated devices.
 
-    ``costs`` are in seconds. Stages with several holders sum their gradients lazily, then update; steps follow one
-    another without a global barrier, but for a global gradient ``norm`` that updates wait for. Where they run ahead of
-    it, every ``clip_every``-th step's update is undone and the forwards since then run again; the prediction leaves
-    that out.
+    ``costs`` are in seconds. Steps follow one another without a global barrier, but for a global gradient ``norm`` that
+    updates wait for. Where they run ahead of it, every ``clip_every``-th step's update is undone and the forwards since
+    then run again; the prediction leaves that out.
 
     Raises:
         ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
         SpecError: more devices than Ray can give.
     """
-    schedule = add_updates(place_gradient_sync(replicate(base, replicas), "lazy", costs))
-    verify(schedule)
-    if (
-        norm
-        not in {"flush": ("free", "wait", "ahead"), "2bw": ("free", "ahead"), "stash": ("free",)}[schedule.versions]
-    ):
-        raise ScheduleError("norm", f"{schedule.name}'s updates wait for none", "use free, or with 2BW ahead")
-    holders = [len({held[s] for held in schedule.placement}) for s in range(schedule.stages)]
-    costs = replace(
-        costs,
-        comm=tuple(c + links.latency_s + links.seconds_per_message for c in costs.links),
-        all_reduce=tuple(links.all_reduce_s(r) for r in holders),
-    )
-    request = connect(schedule.devices, emulated=True)
-    fleet = start_fleet(schedule, replicas, request, EmulatedStage)
-    clock = StepClock(schedule)
+    what = rehearsal(base, costs, links, replicas, norm, clip_every)
+    request = connect(what.schedule.devices, emulated=True)
+    fleet = start_fleet(what.schedule, replicas, request, EmulatedStage)
     try:
-        _setup(fleet, schedule, costs, links, norm, clip_every if schedule.versions == "flush" else 0)
-        measured = _steps(fleet, clock, schedule, steps)
+        return run_rehearsal(what, fleet, steps)
     finally:
         fleet.stop()
-    whole = simulate(schedule, costs)
-    steady = period(schedule, costs, norm=norm) if steps > 1 else whole.makespan
+
+
+def run_rehearsal(what: Rehearsal, fleet: Fleet, steps: int) -> Emulated:
+    """Emulate on actors that are there: one for each device."""
+    schedule = what.schedule
+    clock = StepClock(schedule)
+    _setup(fleet, what)
+    measured = _steps(fleet, clock, schedule, steps)
+    ends = what.step_ends(steps)
+    predicted = [end - begin for begin, end in pairwise((0.0, *ends))]
     last = clock.measured()
     assert last is not None
-    later = measured[1:] or measured
-    busy = sum(whole.busy)
+    busy = sum(simulate(schedule, what.costs).busy)
+    over = [m - p for m, p in zip(measured, predicted, strict=True)]
     return Emulated(
-        predicted_s=steady,
-        predicted_makespan_s=whole.makespan,
+        predicted_s=what.steady_s() if steps > 1 else ends[0],
+        predicted_steps_s=predicted,
         measured_s=measured,
-        bubble_ratio=1.0 - busy / (schedule.devices * median(later)),
-        dispatch_overhead_s=median(later) - steady,
+        bubble_ratio=1.0 - busy / (schedule.devices * median(measured[1:] or measured)),
+        dispatch_overhead_s=median(over[1:] or over),
         timeline=last,
     )
 
 
-def _setup(fleet: Any, schedule: Schedule, costs: CostTable, links: Links, norm: Norm, clip_every: int) -> None:
+def _setup(fleet: Fleet, what: Rehearsal) -> None:
+    schedule, costs = what.schedule, what.costs
     wiring = Wiring(
         peers=tuple(x.peer for x in fleet.locations),
         rendezvous=rendezvous_of(fleet.locations),
@@ -134,7 +197,7 @@ def _setup(fleet: Any, schedule: Schedule, costs: CostTable, links: Links, norm:
         run_id=fleet.run_id,
     )
     ways = parts(schedule)
-    lowered = step_programs(schedule, ahead=norm == "ahead")
+    lowered = step_programs(schedule, ahead=what.norm == "ahead")
     times = {part: [tuple(costs.durations(one, list(order))) for order in one.orders] for part, one in ways.items()}
     ray.get(
         [
@@ -146,10 +209,10 @@ def _setup(fleet: Any, schedule: Schedule, costs: CostTable, links: Links, norm:
                     stages=schedule.stages,
                     programs={part: rows[rank] for part, rows in lowered.items()},
                     durations={part: rows[rank] for part, rows in times.items()},
-                    latency_s=tuple(c - links.seconds_per_message for c in costs.links),
-                    seconds_per_message=links.seconds_per_message,
-                    norm=norm,
-                    clip_every=clip_every,
+                    latency_s=costs.links,
+                    seconds_per_message=what.seconds_per_message,
+                    norm=what.norm,
+                    clip_every=what.clip_every,
                 )
             )
             for rank, actor in enumerate(fleet.actors)
@@ -157,7 +220,7 @@ def _setup(fleet: Any, schedule: Schedule, costs: CostTable, links: Links, norm:
     )
 
 
-def _steps(fleet: Any, clock: StepClock, schedule: Schedule, steps: int) -> list[float]:
+def _steps(fleet: Fleet, clock: StepClock, schedule: Schedule, steps: int) -> list[float]:
     measured: list[float] = []
     pending: deque[tuple[Part, list[Any]]] = deque()
 

@@ -1,9 +1,9 @@
 """Emulated devices: the real driver, actors, programs and messages; kernels are timed waits.
 
-A task takes its time from the cost table. A message carries the moment it was sent; the receiver holds it back for
-the link's latency and for its bytes over the link's bandwidth, one message after another on each directed link. So
-two cores can run a pipeline of sixteen devices at its true proportions, with the real overheads of dispatch and
-messages on top. DESIGN section 8.
+A task takes its time from the cost table. A message carries the moment at which the emulated link delivers it: its
+latency after its bytes have gone over, one message after another on each directed link; until then the receiver holds
+it back. So two cores can run a pipeline of sixteen devices at its true proportions, with the real overheads of
+dispatch and messages on top. DESIGN section 8.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from raypipe.runtime.emulated_sums import SumLane
 from raypipe.runtime.links import Links, Location, Wiring, locate
 from raypipe.runtime.norm import Shares
 from raypipe.runtime.process import settle
@@ -31,7 +32,7 @@ from raypipe.simulate.cyclic import Norm
 OVERSHOOT_S = 0.0002
 """``time.sleep`` comes back this late at times; the rest of a wait is spent giving up the processor."""
 STAMP = Wire((TensorSpec((1,), torch.float64),), (True,))
-"""What a message carries: when it was sent, on this host's monotonic clock."""
+"""What a message carries: when the link delivers it, on this host's monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class EmulatedSetup:
     stages: int
     programs: dict[Part, Program]
     durations: dict[Part, tuple[float, ...]]
-    """Seconds of each action of each program; of an AR, from the moment its last holder joins."""
+    """Seconds of each action of each program; of an AR, from the moment its last holder is there and free."""
     latency_s: Comm
     """Of messages between devices, beside their bytes; per link as in a cost table."""
     seconds_per_message: float
@@ -65,11 +66,10 @@ class EmulatedRunner(ProgramRunner):
         wire = dict.fromkeys(range(setup.stages), STAMP)
         super().__init__(setup.microbatches, timeout_s=300.0, senders=senders, receivers=receivers, wire=wire)
         self.setup = setup
-        self.groups = groups
+        self.sums = SumLane(groups)
         self.shares = Shares(world)
         self._waits_for: int | None = None
         self._link_free: dict[int, float] = {}
-        self._joined: list[tuple[int, torch.Tensor, dist.Work | None]] = []
 
     def run(self, part: Part, step: int) -> NDArray[np.float64]:
         """Run one step; returns ``[tasks, 2]`` start and end."""
@@ -80,38 +80,32 @@ class EmulatedRunner(ProgramRunner):
         return times
 
     def run_task(self, action: Action) -> None:
-        """Wait as long as the task takes; leave a time stamp for each message it causes."""
+        """Wait as long as the task takes; leave a time of delivery for each message it causes."""
         self._index += 1
         duration = next(self._durations)
         for message in action.receives:
             if not message.local:
                 del self.mail[self._slot(message)]
         if action.task.kind == "AR":
-            self._join(action, duration)
+            self.sums.join(self._index, action.task.stage, duration)
             return
         wait_until(time.monotonic() + duration)
-        stamp = (torch.tensor([time.monotonic()], dtype=torch.float64),)
-        for message in action.sends:
-            if not message.local:
-                self.mail[self._slot(message)] = stamp
+        now = time.monotonic()
+        for m in action.sends:
+            if not m.local:
+                gone = max(now, self._link_free.get(m.dst_device, 0.0)) + self.setup.seconds_per_message
+                self._link_free[m.dst_device] = gone
+                delivered = gone + latency(self.setup.latency_s, m.src_stage, m.dst_stage)
+                self.mail[self._slot(m)] = (torch.tensor([delivered], dtype=torch.float64),)
 
     def _slot(self, m: Message) -> tuple[str, int, int, int]:
         return (m.direction, m.src_stage, m.dst_stage, self.base + m.mb)
 
     def receive(self, m: Message, action: Action) -> None:
-        """Take the message, then hold it back until the emulated link would have delivered it."""
+        """Take the message, then hold it back until the emulated link delivers it."""
         super().receive(m, action)
-        (stamp,) = self.mail[self._slot(m)]
-        begun = max(float(stamp), self._link_free.get(m.src_device, 0.0))
-        self._link_free[m.src_device] = begun + self.setup.seconds_per_message
-        wait_until(self._link_free[m.src_device] + latency(self.setup.latency_s, m.src_stage, m.dst_stage))
-
-    def _join(self, action: Action, duration: float) -> None:
-        """An all-reduce lasts ``duration`` from the moment the last holder joins, beside compute."""
-        joined = torch.tensor([time.monotonic() + duration], dtype=torch.float64)
-        group = self.groups.get(f"stage {action.task.stage}")
-        work = dist.all_reduce(joined, dist.ReduceOp.MAX, group=group, async_op=True) if group is not None else None
-        self._joined.append((self._index, joined, work))
+        (delivered,) = self.mail[self._slot(m)]
+        wait_until(float(delivered))
 
     def before_updates(self, times: NDArray[np.float64]) -> None:
         """Wait for the all-reduces, then for the global norm or not."""
@@ -151,12 +145,13 @@ class EmulatedRunner(ProgramRunner):
         self._index = -1
 
     def _finish(self, times: NDArray[np.float64]) -> None:
-        for index, joined, work in self._joined:
-            if work is not None:
-                work.wait()
-            wait_until(float(joined))
+        for index, end in self.sums.finish():
+            wait_until(end)
             times[index, 1] = time.monotonic()
-        self._joined.clear()
+
+    def close(self) -> None:
+        """End what runs beside the programs."""
+        self.sums.close()
 
 
 def wait_until(moment: float) -> None:
@@ -176,6 +171,7 @@ class EmulatedStage:
     def __init__(self, rank: int, title: str) -> None:
         self.rank, self.title = rank, title
         self.links: Links | None = None
+        self.runner: EmulatedRunner | None = None
         settle(torch.device("cpu"))
 
     def __repr__(self) -> str:
@@ -187,6 +183,8 @@ class EmulatedStage:
 
     def setup(self, setup: EmulatedSetup) -> None:
         """Open the channels."""
+        if self.runner is not None:
+            self.runner.close()
         if self.links is not None:
             self.links.close()
         self.links = links = Links(setup.rank, setup.wiring, "gloo")
@@ -194,4 +192,5 @@ class EmulatedStage:
 
     def run_step(self, step: int, part: Part) -> NDArray[np.float64]:
         """Run one step; returns ``[tasks, 2]`` start and end of each task."""
+        assert self.runner is not None, "set up first"
         return self.runner.run(part, step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import numpy as np
@@ -94,7 +94,7 @@ class StepClock:
         if not steps:
             return None
         costs = fit_costs(steps)
-        timeline = simulate(self.schedule, costs)
+        timeline = simulate(as_run(self.schedule), costs)
         if self.schedule.versions == "flush":
             # Each calibration step timed again with its own task times: the slowest path through tasks that vary is
             # longer than the path through their means. Then the gap in which a device takes up its next call.
@@ -109,9 +109,17 @@ class StepClock:
         return self.prediction
 
 
+def as_run(schedule: Schedule) -> Schedule:
+    """The schedule under the rules that devices keep to.
+
+    A runner never makes an R wait for the incoming gradient: its device has nothing else to do meanwhile.
+    """
+    return replace(schedule, rules=replace(schedule.rules, recompute="early"))
+
+
 def retimed(measured: Timeline, costs: CostTable) -> float:
     """Makespan of a measured step's own task times, laid out by the dependency rule; nobody waits but for messages."""
-    graph = link(measured.schedule)
+    graph = link(as_run(measured.schedule))
     typical_times = costs.durations(measured.schedule, graph.tasks)
     spans = [span for device in measured.spans for span in device]
     durations = [typical_times[i] if task.kind == "AR" else end - start for i, (task, start, end) in enumerate(spans)]

@@ -1,0 +1,64 @@
+"""Emulated all-reduces: one after another on each device, beside its compute."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+
+class SumLane:
+    """The network lane of one device, as the simulator has it: a sum begins when its last holder is there and free.
+
+    A thread of its own asks the other holders; so sums go on while the device computes.
+    """
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self.groups = groups
+        self._todo: queue.SimpleQueue[tuple[int, int, float, float] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, float] | BaseException] = queue.SimpleQueue()
+        self._open = 0
+        self._thread: threading.Thread | None = None
+
+    def join(self, index: int, stage: int, duration: float) -> None:
+        """Issue the all-reduce of a stage now; ``index`` names it in ``finish``."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="raypipe-sums", daemon=True)
+            self._thread.start()
+        self._open += 1
+        self._todo.put((index, stage, time.monotonic(), duration))
+
+    def finish(self) -> list[tuple[int, float]]:
+        """Index and end of all that were issued, on this host's monotonic clock; waits until the ends are known."""
+        found = []
+        for _ in range(self._open):
+            one = self._done.get()
+            if isinstance(one, BaseException):
+                raise one
+            found.append(one)
+        self._open = 0
+        return found
+
+    def _work(self) -> None:
+        free = 0.0
+        try:
+            while (item := self._todo.get()) is not None:
+                index, stage, issued, duration = item
+                begin = torch.tensor([max(issued, free)], dtype=torch.float64)
+                group = self.groups.get(f"stage {stage}")
+                if group is not None:
+                    dist.all_reduce(begin, dist.ReduceOp.MAX, group=group)
+                free = float(begin) + duration
+                self._done.put((index, free))
+        except BaseException as error:
+            self._done.put(error)
+
+    def close(self) -> None:
+        """End the thread, once what was issued is known."""
+        self._todo.put(None)
+        if self._thread is not None:
+            self._thread.join()
