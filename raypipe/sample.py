@@ -7,30 +7,31 @@ from pathlib import Path
 import torch
 
 from raypipe.checkpoint import latest, open_checkpoint
+from raypipe.data import known_fields
 from raypipe.errors import SpecError
-from raypipe.job import GptSpec, ModelSpec
-from raypipe.models import StageBody, build_layers
-from raypipe.train import saved_model
+from raypipe.job import GptSpec, HfSpec, ImportSpec
+from raypipe.models import StageBody, build_model
+from raypipe.train import saved_job
 
 
-def load_model(directory: Path) -> tuple[ModelSpec, StageBody]:
+def load_model(directory: Path) -> tuple[GptSpec | HfSpec | ImportSpec, StageBody]:
     """The whole model of a run with the weights of its newest checkpoint, in evaluation mode.
 
     Raises:
         SpecError: the directory holds no run, or the run has no checkpoint yet.
     """
-    spec = saved_model(directory)
+    job = saved_job(directory)
     found, notices = latest(directory / "checkpoints")
     if found is None:
         raise SpecError(str(directory), "; ".join(notices) or "has no checkpoint yet", "train it first")
-    model = build_layers(spec)
+    model = build_model(job, known_fields(directory / "data"))
     body = model.build_stage(range(model.count), seed=0)
     checkpoint = open_checkpoint(found, verify=False)
     with torch.no_grad():
         for name, parameter in body.named().items():
             key = f"param/{name}"
             parameter.copy_(checkpoint.read([key])[key])
-    return spec, body.eval()
+    return job.model, body.eval()
 
 
 def sample_text(directory: Path, prompt: str, length: int, temperature: float, seed: int) -> str:

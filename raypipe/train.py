@@ -14,7 +14,6 @@ from typing import Any
 from raypipe.auto import search
 from raypipe.auto.placements import placed
 from raypipe.errors import CheckpointError, RunError, SpecError
-from raypipe.job.model_spec import ModelSpec, read_model
 from raypipe.job.order import base_schedule, is_file
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
@@ -45,9 +44,9 @@ def make_plan(job: JobSpec) -> Plan:
         ScheduleError: the schedule does not exist for this shape.
     """
     from raypipe.data import declared_fields
-    from raypipe.models import build_layers, split_layers
+    from raypipe.models import build_model, split_layers
 
-    layers = build_layers(job.model, declared_fields(job.data))
+    layers = build_model(job, declared_fields(job.data))
     parallel = job.parallel
     order: str | None
     if parallel.schedule == "auto":
@@ -89,14 +88,14 @@ def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: P
     else:
         plan = (_searched_before(job, directory) if resume else None) or make_plan(job)
     from raypipe.data import declared_fields, is_prepared, prepare_data
-    from raypipe.models import build_layers
+    from raypipe.models import build_model
 
     where = _directory(job, directory, resume)
     if resume:
         _check_resume(job, where)
     try:
         if not (resume and is_prepared(where / "data")):  # a resumed run goes on with the data it began with
-            prepare_data(job, build_layers(job.model, declared_fields(job.data)).task, where / "data")
+            prepare_data(job, build_model(job, declared_fields(job.data)).task, where / "data")
         plan.save(where / "plan.json")
         (where / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -112,15 +111,15 @@ def _searched_before(job: JobSpec, directory: Path | None) -> Plan | None:
     return plan if plan.parallel == job.parallel else None
 
 
-def saved_model(directory: Path) -> ModelSpec:
-    """The model of a run, from the record of its job.
+def saved_job(directory: Path) -> JobSpec:
+    """The job of a run, from its record.
 
     Raises:
         SpecError: the directory holds no run, or the record is damaged.
     """
     path = directory / JOB_FILE
     try:
-        return read_model(json.loads(path.read_text(encoding="utf-8"))["model"])
+        return JobSpec.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise SpecError(str(directory), "holds no run", "give the --run-dir of a `raypipe train`") from None
     except (OSError, ValueError, KeyError, TypeError):
@@ -129,10 +128,10 @@ def saved_model(directory: Path) -> ModelSpec:
 
 def _check_cut(plan: Plan, job: JobSpec, plan_file: Path) -> None:
     from raypipe.data import declared_fields
-    from raypipe.models import build_layers
+    from raypipe.models import build_model
 
     layers = [i for stage in plan.cut for i in stage]
-    expected = build_layers(job.model, declared_fields(job.data)).count
+    expected = build_model(job, declared_fields(job.data)).count
     if layers != list(range(expected)):
         raise SpecError(
             f"{plan_file}: cut", f"holds layers {layers} of a model with layers 0 to {expected - 1}",
@@ -188,7 +187,7 @@ def _check_resume(job: JobSpec, directory: Path) -> None:
         why = "; ".join(notices) if notices else "holds no checkpoint"
         raise SpecError(str(root), why, "start without --resume, in a new --run-dir")
     saved = directory / JOB_FILE
-    if saved.exists() and saved_model(directory) != job.model:
+    if saved.exists() and saved_job(directory).model != job.model:
         raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
     step = open_checkpoint(found, verify=False).step
     if step >= job.train.steps:

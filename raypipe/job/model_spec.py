@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
 
@@ -79,8 +79,3 @@ ModelSpec = Annotated[
     Discriminator(model_kind),
 ]
 """Any model."""
-
-
-def read_model(data: Any) -> GptSpec | HfSpec | ImportSpec:
-    """A model from plain data, as a job's record holds it; raises pydantic's ValidationError."""
-    return MODEL_KINDS[model_kind(data)].model_validate(data)  # type: ignore[return-value]

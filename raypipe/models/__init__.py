@@ -1,14 +1,16 @@
 """Models as layers, and what they are trained for."""
 
-from raypipe.models.build import build_layers
+from raypipe.models.build import DTYPES, build_model
 from raypipe.models.gpt_layers import GptLayers, join_tied
 from raypipe.models.keyed_random import KeyedDropout, random_keys
-from raypipe.models.layered import CutTensor, Inputs, LayeredModel, StageBody, TiedGroup
+from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
 from raypipe.models.split import split_layers
-from raypipe.models.task import Task, cross_entropy
+from raypipe.models.task import Field, Inputs, Task, cross_entropy
 
 __all__ = [
+    "DTYPES",
     "CutTensor",
+    "Field",
     "GptLayers",
     "Inputs",
     "KeyedDropout",
@@ -16,7 +18,7 @@ __all__ = [
     "StageBody",
     "Task",
     "TiedGroup",
-    "build_layers",
+    "build_model",
     "cross_entropy",
     "join_tied",
     "random_keys",

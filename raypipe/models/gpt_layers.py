@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from raypipe.job import GptSpec
 from raypipe.models import gpt
 from raypipe.models.keyed_random import fold64
-from raypipe.models.layered import CutTensor, Inputs, LayeredModel, StageBody, TiedGroup
-from raypipe.models.task import NextToken
+from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
+from raypipe.models.task import Inputs, NextToken
 
 
 class GptLayers(LayeredModel):
     """Embedding, blocks, head."""
 
-    def __init__(self, model: GptSpec) -> None:
-        self.model = model
+    def __init__(self, model: GptSpec, dtype: torch.dtype = torch.float32) -> None:
+        self.model, self.dtype = model, dtype
         self.names = ("embedding", *(f"block.{i}" for i in range(model.layers)), "head")
         head = self.count - 1
         tied = TiedGroup("0.token.weight", ((0, "0.token.weight"), (head, f"{head}.project.weight")))
@@ -40,24 +40,22 @@ class GptLayers(LayeredModel):
         """Number of values in layer ``i``'s parameters, tied ones counted in each holder."""
         return sum(torch.Size(shape).numel() for shape in gpt.parameter_shapes(self.model, i).values())
 
-    def crossing(self, i: int, samples: int, dtype: torch.dtype) -> tuple[CutTensor, ...]:
+    def crossing(self, i: int, samples: int) -> tuple[CutTensor, ...]:
         """The residual stream, which keeps the parameters' dtype under autocast too."""
-        return (CutTensor((samples, self.model.sequence, self.model.hidden), dtype, True),)
+        return (CutTensor((samples, self.model.sequence, self.model.hidden), self.dtype, True),)
 
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """The embedding reads the tokens."""
         return frozenset({"input_ids"} if 0 in layers else ())
 
-    def build(
-        self, i: int, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> nn.Module:
+    def build(self, i: int, seed: int, device: torch.device | str = "cpu") -> nn.Module:
         """Layer ``i`` with its start values.
 
         Values are drawn in float32 on the CPU and then converted, so every dtype and device starts alike.
         """
         with torch.device("meta"):
             layer = gpt.make_layer(self.model, i)
-        layer = layer.to(dtype).to_empty(device=device)
+        layer = layer.to(self.dtype).to_empty(device=device)
         with torch.no_grad():
             for path, parameter in layer.named_parameters():
                 std = gpt.init_std(self.model, path)
@@ -76,11 +74,9 @@ class GptLayers(LayeredModel):
                 return group.name
         return name
 
-    def build_stage(
-        self, layers: Sequence[int], seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> StageBody:
+    def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
         """These layers, one after the other."""
-        built = {i: self.build(i, seed, dtype, device) for i in layers}
+        built = {i: self.build(i, seed, device) for i in layers}
         join_tied(self, built)
         return GptStage(built)
 

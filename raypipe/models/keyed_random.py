@@ -45,14 +45,15 @@ def fold64(*parts: int) -> int:
 
 
 class RandomKeys:
-    """The keys of one forward: one per sample, from (seed, step, sample)."""
+    """The keys of one forward: one per sample, from (seed, step, sample), and one from (seed, step)."""
 
-    __slots__ = ("samples", "training")
+    __slots__ = ("samples", "shared", "training")
 
     def __init__(self, seed: int, step: int, samples: Sequence[int] | Tensor, training: bool) -> None:
         numbers = samples.tolist() if isinstance(samples, Tensor) else samples
         base = fold64(seed, step) if training else 0
         self.samples = [fold64(base, sample) for sample in numbers] if training else []
+        self.shared = fold64(base, -1) if training else 0
         self.training = training
 
 
@@ -86,6 +87,11 @@ def swap_keys(keys: RandomKeys | None) -> RandomKeys | None:
     global _current
     before, _current = _current, keys
     return before
+
+
+def in_training() -> bool:
+    """Whether the forward that runs is one that drops values; so is one without keys, which will be told so."""
+    return _current is None or _current.training
 
 
 def _signed(value: int) -> int:
@@ -127,36 +133,45 @@ def random_halves(keys: Sequence[int], elements: int, device: torch.device) -> T
     return h.view(torch.int16)[:, :elements]
 
 
-class KeyedDropout(nn.Module):
+def keyed_dropout(x: Tensor, p: float, site: int, batch_dim: int | None = 0) -> Tensor:
     """Zero a share ``p`` of the values and scale the rest by ``1 / (1 - p)``; the mask comes from ``random_keys``.
 
-    ``site`` numbers the layer's place in the model, so that two places never share a mask. Input and output
-    ``[batch, ...]``, one row per sample of the context. In evaluation, or with ``p = 0``, the input itself.
+    ``site`` numbers the place in the model, so that two places never share a mask. ``batch_dim`` is the dimension of
+    ``x`` that holds the samples of the context, each with the same number of rows; None where all samples share what is
+    dropped. ``x`` itself in evaluation, or with ``p = 0``; gradients pass through the same mask.
     Raises RunError when training without keys, or with keys for another number of samples.
     """
+    keys = _current
+    if not p or (keys is not None and not keys.training):
+        return x
+    if keys is None:
+        raise RunError(f"dropout site {site}", "no random keys are set", "run it within random_keys(...)")
+    keep = round((1 - p) * _LEVELS)
+    if batch_dim is None:
+        seeds = [fold64(keys.shared, site)]
+    else:
+        seeds = [fold64(key, site) for key in keys.samples]
+        if x.shape[batch_dim] % len(seeds):
+            rows = x.shape[batch_dim]
+            raise RunError(f"dropout site {site}", f"{rows} rows for {len(seeds)} samples", "one key per sample")
+    y = x.movedim(batch_dim, 0) if batch_dim else x
+    halves = random_halves(seeds, x.numel() // len(seeds), x.device)
+    # Dropped are the lowest int16 values; keep / 65536 is the exact probability, so the mean stays exact too. A mask of
+    # numbers: autograd keeps more bytes than for a mask of booleans, and a step takes a third less time.
+    mask = halves.ge(_LEVELS // 2 - keep).to(x.dtype).mul_(_LEVELS / keep).view(y.shape)
+    return y.mul(mask).movedim(0, batch_dim) if batch_dim else y * mask
+
+
+class KeyedDropout(nn.Module):
+    """``keyed_dropout`` as a layer: input and output ``[batch, ...]``, one row per sample of the context."""
 
     def __init__(self, p: float, site: int) -> None:
         super().__init__()
         self.p, self.site = p, site
-        keep = round((1 - p) * _LEVELS)
-        # Dropped are the lowest int16 values; keep / 65536 is the exact probability, so the mean stays exact too.
-        self._floor = _LEVELS // 2 - keep
-        self._scale = _LEVELS / keep
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` with its share of values dropped; gradients pass through the same mask."""
-        keys = _current
-        if not self.p or not self.training or (keys is not None and not keys.training):
-            return x
-        if keys is None:
-            raise RunError(f"dropout site {self.site}", "no random keys are set", "run it within random_keys(...)")
-        if len(keys.samples) != x.shape[0]:
-            raise RunError(
-                f"dropout site {self.site}", f"{x.shape[0]} rows for {len(keys.samples)} samples", "one key per row"
-            )
-        halves = random_halves([fold64(key, self.site) for key in keys.samples], x[0].numel(), x.device)
-        # A mask of numbers: autograd keeps more bytes than for a mask of booleans, and a step takes a third less time.
-        return x * halves.ge(self._floor).to(x.dtype).mul_(self._scale).view(x.shape)
+        """``x`` with its share of values dropped, in training."""
+        return keyed_dropout(x, self.p, self.site) if self.training else x
 
     def extra_repr(self) -> str:
         """For printing a model."""

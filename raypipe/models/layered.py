@@ -8,17 +8,14 @@ reads the data, so a stage takes them from there.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from raypipe.models.task import Task
-
-Inputs = Mapping[str, Tensor]
-"""Raw inputs of one micro-batch by name, one row per sample."""
+from raypipe.models.task import Inputs, Task
 
 
 class CutTensor(NamedTuple):
@@ -56,7 +53,7 @@ class StageBody(nn.Module, ABC):
 
 
 class LayeredModel(ABC):
-    """A model before it is cut. Making one allocates no parameters."""
+    """A model before it is cut, in the precision that it runs in. Making one allocates no parameters."""
 
     names: tuple[str, ...]
     """What each layer is called in reports."""
@@ -80,17 +77,15 @@ class LayeredModel(ABC):
         """Number of values in layer ``i``'s parameters, tied ones counted in each holder."""
 
     @abstractmethod
-    def crossing(self, i: int, samples: int, dtype: torch.dtype) -> tuple[CutTensor, ...]:
-        """What crosses a cut behind layer ``i`` for a micro-batch; ``dtype`` is the parameters'."""
+    def crossing(self, i: int, samples: int) -> tuple[CutTensor, ...]:
+        """What crosses a cut behind layer ``i`` for a micro-batch of ``samples``."""
 
     @abstractmethod
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """Raw inputs that these layers read; what the loss reads is the task's."""
 
     @abstractmethod
-    def build_stage(
-        self, layers: Sequence[int], seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> StageBody:
+    def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
         """Consecutive layers with their start values, which follow from (seed, parameter) alone.
 
         Allocates only these layers' parameters; nothing is drawn from torch's global generators.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from raypipe.checkpoint import ShardInfo, open_checkpoint, write_shard
 from raypipe.data import open_data
-from raypipe.models import build_layers
+from raypipe.models import DTYPES, build_model
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
@@ -31,8 +31,6 @@ from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.versions import WeightVersions
 from raypipe.schedule.endless import WHOLE, Part
 from raypipe.schedule.messages import Program
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 
 
 class Stage:
@@ -61,12 +59,10 @@ class Stage:
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.links = links = Links(setup.rank, setup.wiring, self._backend(setup.wiring))
-        plan = build_layers(job.model, setup.fields)
+        plan = build_model(job, setup.fields)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
-            (stage, replica): StageModule(
-                plan, setup.cut[stage], job.train.seed, DTYPES[job.train.dtype], self.device, split
-            )
+            (stage, replica): StageModule(plan, setup.cut[stage], job.train.seed, self.device, split)
             for replica, held in enumerate(setup.placement)
             for stage, device in enumerate(held)
             if device == setup.rank

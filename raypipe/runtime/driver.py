@@ -20,10 +20,9 @@ from raypipe.checkpoint import commit, step_directory
 from raypipe.data import known_fields
 from raypipe.errors import DivergenceError
 from raypipe.job.spec import JobSpec
-from raypipe.models import LayeredModel, build_layers
+from raypipe.models import LayeredModel, build_model
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import Plan, build_schedule, forward_only
-from raypipe.runtime.actor import DTYPES
 from raypipe.runtime.gradients import TiedHolders, shared_groups
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring, rendezvous_of
@@ -91,7 +90,7 @@ class Driver:
     def _setup(self, fleet: Fleet, checkpoint: Path | None) -> None:
         job, schedule = self.job, self.schedule
         fields = known_fields(self.directory / "data")
-        layers = build_layers(job.model, fields)
+        layers = build_model(job, fields)
         samples = int(self.plan.parallel.microbatch * schedule.size)
         train, evaluate = self._lower(schedule)
         tied = tied_holders(self.plan, schedule, layers)
@@ -110,7 +109,7 @@ class Driver:
                 timeout_s=job.train.message_timeout_s,
             ),
             tied=tied,
-            wire=wires(layers, self.plan.cut, samples, DTYPES[job.train.dtype]),
+            wire=wires(layers, self.plan.cut, samples),
             samples_per_microbatch=samples,
             microbatches=schedule.microbatches,
             versions=schedule.versions,

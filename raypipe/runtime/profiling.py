@@ -21,7 +21,7 @@ from raypipe.cost.profile import LinkFit, Profile
 from raypipe.data import declared_fields, prepare_data
 from raypipe.errors import RunError, SpecError
 from raypipe.job.spec import JobSpec
-from raypipe.models import LayeredModel, build_layers
+from raypipe.models import LayeredModel, build_model
 from raypipe.runtime.cluster import connect, connect_all
 from raypipe.runtime.launch import start_actors
 from raypipe.runtime.profiling_device import DeviceFacts, ProfilingStage
@@ -79,7 +79,7 @@ def measure_profile(
         raise SpecError("microbatches", f"{list(microbatches)} are no micro-batch sizes", "give sizes from 1")
     if devices is not None and devices < 1:
         raise SpecError("devices", f"{devices} devices measure nothing", "give 1 or more, or leave it out for all")
-    model = build_layers(job.model, declared_fields(job.data))
+    model = build_model(job, declared_fields(job.data))
     count = devices if devices is not None else connect_all()
     request = connect(count)
     with _folder(job, model, data) as folder:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.data import is_prepared, prepare_data
-from raypipe.models import build_layers
+from raypipe.models import build_model
 from raypipe.runtime.actor import Stage
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes, resident_bytes
 from raypipe.runtime.links import Links, Wiring
@@ -111,7 +111,7 @@ class ProfilingStage(Stage):
         if not is_prepared(setup.data):  # another host's temporary folder
             own = Path(self._folder.name)
             if not is_prepared(own):
-                prepare_data(setup.job, build_layers(setup.job.model, setup.fields).task, own)
+                prepare_data(setup.job, build_model(setup.job, setup.fields).task, own)
             setup = replace(setup, data=own)
         self.setup(setup)
         elsewhere = MadeUp(self.device)

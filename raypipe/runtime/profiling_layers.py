@@ -13,8 +13,7 @@ from raypipe.cost.profile import LayerProfile, TaskTimes
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
-from raypipe.models import LayeredModel
-from raypipe.runtime.actor import DTYPES
+from raypipe.models import DTYPES, LayeredModel
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring
 from raypipe.runtime.profiling_steps import (
@@ -138,7 +137,7 @@ class LayerBench:
             wiring=Wiring(peers=(self.fleet.locations[0].peer,), rendezvous="", edges=(), groups={},
                           transport="auto", run_id=self.fleet.run_id),
             tied=(),
-            wire=wires(model, cut, size, DTYPES[job.train.dtype]),
+            wire=wires(model, cut, size),
             samples_per_microbatch=size,
             microbatches=MICROBATCHES,
             versions="flush",
@@ -193,7 +192,7 @@ class LayerBench:
         """Bytes of one sample that cross a cut behind a layer; 0 before the first and behind the last."""
         if not 0 <= i < self.model.count - 1:
             return 0.0
-        crossing = self.model.crossing(i, 1, DTYPES[self.job.train.dtype])
+        crossing = self.model.crossing(i, 1)
         return float(sum(TensorSpec(t.shape, t.dtype).nbytes for t in crossing))
 
     def update_s_per_parameter(self) -> float:

@@ -15,7 +15,6 @@ from statistics import median, quantiles
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from raypipe.models import LayeredModel
@@ -41,7 +40,7 @@ def alike(model: LayeredModel) -> list[int]:
     first: dict[object, int] = {}
     found = []
     for i, name in enumerate(model.names):
-        crossed = [model.crossing(k, 1, torch.float32) for k in (i - 1, i) if 0 <= k < model.count - 1]
+        crossed = [model.crossing(k, 1) for k in (i - 1, i) if 0 <= k < model.count - 1]
         key = (re.sub(r"\d+", "#", name), model.flops[i], model.parameters(i), model.reads((i,)), *crossed)
         found.append(first.setdefault(key, i))
     return found

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from raypipe.models import LayeredModel
 from raypipe.runtime.transport.channel import TensorSpec, Wire
 
 
-def wires(model: LayeredModel, cut: Sequence[Sequence[int]], samples: int, dtype: torch.dtype) -> dict[int, Wire]:
-    """Per stage but the last, what it sends per micro-batch of ``samples`` and what comes back.
-
-    ``dtype`` is the parameters'.
-    """
+def wires(model: LayeredModel, cut: Sequence[Sequence[int]], samples: int) -> dict[int, Wire]:
+    """Per stage but the last, what it sends per micro-batch of ``samples`` and what comes back."""
     found = {}
     for stage, layers in enumerate(cut[:-1]):
-        crossing = model.crossing(layers[-1], samples, dtype)
+        crossing = model.crossing(layers[-1], samples)
         found[stage] = Wire(
             act=tuple(TensorSpec(t.shape, t.dtype) for t in crossing),
             differentiable=tuple(t.differentiable for t in crossing),

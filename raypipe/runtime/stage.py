@@ -43,20 +43,19 @@ class StageModule(nn.Module):
         model: LayeredModel,
         layers: Sequence[int],
         seed: int,
-        dtype: torch.dtype,
         device: torch.device,
         split: bool,
     ) -> None:
         super().__init__()
-        self.body = model.build_stage(layers, seed, dtype, device)
+        self.body = model.build_stage(layers, seed, device)
         self.named = self.body.named()
         last = layers[-1] == model.count - 1
         self.reads = model.reads(layers) | (model.task.reads if last else frozenset())
         """Raw inputs it needs."""
-        arriving = model.crossing(layers[0] - 1, 1, dtype) if layers[0] else ()
+        arriving = model.crossing(layers[0] - 1, 1) if layers[0] else ()
         self.takes_gradient = tuple(t.differentiable for t in arriving)
         """Per tensor that arrives, whether its gradient goes back."""
-        leaving = () if last else model.crossing(layers[-1], 1, dtype)
+        leaving = () if last else model.crossing(layers[-1], 1)
         self.gives_gradient = tuple(t.differentiable for t in leaving) or (True,)
         """Per output, whether a gradient comes for it; the last stage's output is the loss."""
         self.queue = WeightQueue()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.data import Corpus
 from raypipe.job.spec import JobSpec
-from raypipe.models import build_layers, cross_entropy
+from raypipe.models import GptLayers, cross_entropy
 from tests.bench.blocks import Order, RankReport
 
 
@@ -26,7 +26,7 @@ def adamw(job: JobSpec, module: nn.Module) -> torch.optim.Optimizer:
 
 def whole_model(job: JobSpec) -> nn.Sequential:
     """All layers, with the start weights every contender has."""
-    plan = build_layers(job.model)
+    plan = GptLayers(job.model)
     return nn.Sequential(*(plan.build(i, job.train.seed) for i in range(plan.count)))
 
 

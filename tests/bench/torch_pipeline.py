@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from raypipe.data import Corpus
-from raypipe.models import build_layers, cross_entropy
+from raypipe.models import GptLayers, cross_entropy
 from raypipe.plan.plan import build_schedule
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.torch_csv import to_torch_csv
@@ -87,7 +87,7 @@ class Trace:
 def pipeline_steps(order: Order) -> RankReport:
     """Run a block of steps on this rank."""
     job, rank = order.job, dist.get_rank()
-    plan = build_layers(job.model)
+    plan = GptLayers(job.model)
     ours = build_schedule(order.plan, job.train.batch)
     held = [stage for stage, device in enumerate(ours.placement[0]) if device == rank]
     tokens_per_batch = job.train.batch * job.model.sequence

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from raypipe.job import GptSpec
-from raypipe.models import build_layers, cross_entropy, join_tied, random_keys
+from raypipe.models import GptLayers, cross_entropy, join_tied, random_keys
 
 MODEL = GptSpec(layers=3, hidden=32, heads=4, sequence=16, vocabulary=256, dropout=0.1)
 
@@ -19,19 +19,19 @@ def all_layers(plan, **kwargs):
 
 
 def test_names_and_shapes():
-    plan = build_layers(MODEL)
+    plan = GptLayers(MODEL)
     assert plan.names == ("embedding", "block.0", "block.1", "block.2", "head")
     x = torch.randint(256, (2, 16))
     with random_keys(0, 0, [0, 1], training=True):
         for i, layer in enumerate(all_layers(plan, seed=0)):
             x = layer(x)
             if i < plan.count - 1:
-                assert plan.crossing(i, 2, torch.float32) == ((x.shape, x.dtype, True),)
+                assert plan.crossing(i, 2) == ((x.shape, x.dtype, True),)
             assert sum(p.numel() for p in layer.parameters()) == plan.parameters(i)
 
 
 def test_a_layer_starts_the_same_whoever_builds_it():
-    plan = build_layers(MODEL)
+    plan = GptLayers(MODEL)
     together = [layer.state_dict() for layer in all_layers(plan, seed=3)]
     torch.manual_seed(99)
     state = torch.get_rng_state()
@@ -42,15 +42,15 @@ def test_a_layer_starts_the_same_whoever_builds_it():
 
 
 def test_start_values_differ_by_seed_and_layer_and_not_by_dtype():
-    plan = build_layers(MODEL)
+    plan = GptLayers(MODEL)
     weight = plan.build(1, seed=0).qkv.weight
     assert not torch.equal(weight, plan.build(2, seed=0).qkv.weight)
     assert not torch.equal(weight, plan.build(1, seed=1).qkv.weight)
-    assert torch.equal(weight.double(), plan.build(1, seed=0, dtype=torch.float64).qkv.weight)
+    assert torch.equal(weight.double(), GptLayers(MODEL, torch.float64).build(1, seed=0).qkv.weight)
 
 
 def test_start_values_are_gpt2s():
-    plan = build_layers(MODEL)
+    plan = GptLayers(MODEL)
     block = plan.build(1, seed=0)
     assert block.mlp_in.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert block.mlp_out.weight.std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
@@ -59,7 +59,7 @@ def test_start_values_are_gpt2s():
 
 
 def test_tied_weights_start_equal_and_can_become_one():
-    plan = build_layers(MODEL)
+    plan = GptLayers(MODEL)
     layers = all_layers(plan, seed=0)
     (group,) = plan.tied
     assert group.members == ((0, "0.token.weight"), (4, "4.project.weight"))
@@ -67,15 +67,15 @@ def test_tied_weights_start_equal_and_can_become_one():
     assert torch.equal(layers[first].get_parameter(a), layers[last].get_parameter(b))
     join_tied(plan, {0: layers[0], 4: layers[4]})
     assert layers[first].get_parameter(a) is layers[last].get_parameter(b)
-    untied = build_layers(MODEL.model_copy(update={"tie_embeddings": False}))
+    untied = GptLayers(MODEL.model_copy(update={"tie_embeddings": False}))
     assert untied.tied == ()
     assert not torch.equal(untied.build(0, seed=0).token.weight, untied.build(4, seed=0).project.weight)
 
 
 def test_the_layers_are_a_plain_gpt():
     """Against the same function written out with einsum and an explicit mask, in float64."""
-    plan = build_layers(MODEL)
-    layers = all_layers(plan, seed=0, dtype=torch.float64)
+    plan = GptLayers(MODEL, torch.float64)
+    layers = all_layers(plan, seed=0)
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     y = tokens
     with random_keys(0, 0, [], training=False):
@@ -99,7 +99,7 @@ def test_the_layers_are_a_plain_gpt():
 
 
 def test_no_token_sees_a_later_one():
-    plan = build_layers(MODEL)
+    plan = GptLayers(MODEL)
     layers = all_layers(plan, seed=0)
     tokens = torch.randint(256, (1, 16))
     other = tokens.clone()
@@ -118,7 +118,7 @@ def test_no_token_sees_a_later_one():
 
 def test_flops_are_those_of_the_matrix_products():
     """Against torch's counter, which sees both halves of the scores where ours counts the causal one."""
-    plan = build_layers(MODEL)
+    plan = GptLayers(MODEL)
     half_scores = 2 * MODEL.sequence**2 * MODEL.hidden
     for i, masked in ((1, half_scores), (4, 0)):
         layer = plan.build(i, seed=0).eval()
@@ -138,7 +138,7 @@ def test_loss_is_a_sum_and_in_float32_under_bfloat16():
 
 def test_under_autocast_what_travels_between_layers_stays_float32():
     """Stages exchange float32 whatever the arithmetic inside, so a channel's message has one dtype."""
-    plan = build_layers(MODEL)
+    plan = GptLayers(MODEL)
     x = torch.randint(256, (2, 16))
     with random_keys(0, 0, [0, 1], training=True), torch.autocast("cpu", torch.bfloat16):
         for layer in all_layers(plan, seed=0)[:-1]:
@@ -151,8 +151,8 @@ def test_under_autocast_what_travels_between_layers_stays_float32():
 
 def test_sequences_may_be_shorter_than_the_models():
     """What sampling does: the first tokens' outputs don't depend on how many follow."""
-    plan = build_layers(MODEL)
-    layers = all_layers(plan, seed=0, dtype=torch.float64)
+    plan = GptLayers(MODEL, torch.float64)
+    layers = all_layers(plan, seed=0)
     tokens = torch.randint(256, (1, 16))
 
     def run(y):
@@ -166,7 +166,7 @@ def test_sequences_may_be_shorter_than_the_models():
 
 @pytest.mark.parametrize("cut", [[range(5)], [range(2), range(2, 5)], [range(1), range(1, 4), range(4, 5)]])
 def test_a_stage_is_its_layers_under_names_that_no_cut_changes(cut):
-    plan = build_layers(MODEL)
+    plan = GptLayers(MODEL)
     tokens = torch.randint(256, (2, 16))
     y = tokens
     with random_keys(0, 0, [0, 1], training=True):

@@ -6,12 +6,12 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec
-from raypipe.models import build_layers, split_layers
+from raypipe.models import GptLayers, split_layers
 from raypipe.partition.balance import contiguous_split
 
 
 def plan(layers, **changes):
-    return build_layers(GptSpec(**{"layers": layers, "hidden": 32, "heads": 4, "sequence": 16, **changes}))
+    return GptLayers(GptSpec(**{"layers": layers, "hidden": 32, "heads": 4, "sequence": 16, **changes}))
 
 
 @pytest.mark.parametrize(

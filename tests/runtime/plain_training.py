@@ -12,7 +12,7 @@ import torch
 
 from raypipe.data import Corpus
 from raypipe.job.spec import JobSpec
-from raypipe.models import build_layers, random_keys
+from raypipe.models import GptLayers, random_keys
 
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -100,8 +100,8 @@ def stashed_losses(job: JobSpec, data: Path, steps: int, cut: list[range]) -> li
 
 
 def _model(job: JobSpec) -> tuple[torch.nn.Sequential, list[torch.nn.Module]]:
-    plan = build_layers(job.model)
-    layers = [plan.build(i, job.train.seed, DTYPES[job.train.dtype]) for i in range(plan.count)]
+    plan = GptLayers(job.model, DTYPES[job.train.dtype])
+    layers = [plan.build(i, job.train.seed) for i in range(plan.count)]
     if job.model.tie_embeddings:
         layers[-1].project.weight = layers[0].token.weight
     return torch.nn.Sequential(*layers), layers

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from raypipe.checkpoint import open_checkpoint
 from raypipe.data import Corpus
 from raypipe.job.spec import JobSpec
-from raypipe.models import build_layers
+from raypipe.models import GptLayers
 from tests.runtime.small_runs import drive, small_job
 
 EVERY = {"steps": 3, "eval_every": 1, "eval_batches": 2, "checkpoint_every": 1}
@@ -19,8 +19,8 @@ EVERY = {"steps": 3, "eval_every": 1, "eval_batches": 2, "checkpoint_every": 1}
 
 def plain_validation(job: JobSpec, data: Path, checkpoint: Path) -> float:
     """Mean token loss of the held-out batches, without dropout, by PyTorch alone."""
-    plan = build_layers(job.model)
-    model = torch.nn.Sequential(*(plan.build(i, 0, torch.float64) for i in range(plan.count))).eval()
+    plan = GptLayers(job.model, torch.float64)
+    model = torch.nn.Sequential(*(plan.build(i, 0) for i in range(plan.count))).eval()
     saved = open_checkpoint(checkpoint)
     values = saved.read(k for k in saved.keys if k.startswith("param/"))
     state = {key.removeprefix("param/"): value for key, value in values.items()}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from raypipe.checkpoint import open_checkpoint
 from raypipe.data import Corpus
 from raypipe.job.spec import JobSpec, TrainSpec
-from raypipe.models import build_layers, random_keys
+from raypipe.models import GptLayers, random_keys
 from raypipe.runtime.optimizer import learning_rate, make_optimizer
 from tests.runtime.small_runs import drive, small_job
 
@@ -21,7 +21,7 @@ TWO = {"schedule": "1f1b", "stages": 2}
 
 def plain_bfloat16(job: JobSpec, data: Path) -> list[float]:
     """One process, the whole model, autocast, the same micro-batches in order."""
-    plan = build_layers(job.model)
+    plan = GptLayers(job.model)
     layers = [plan.build(i, job.train.seed) for i in range(plan.count)]
     layers[-1].project.weight = layers[0].token.weight
     model = torch.nn.Sequential(*layers)
@@ -109,7 +109,7 @@ def test_the_optimizer_uses_the_steps_learning_rate(stage_pool, text_folder, tmp
         done = drive(job, stage_pool, tmp_path / name)
         assert [row["lr"] for row in done.rows] == [learning_rate(job.train, 0)]
         key = "param/1.qkv.weight"
-        start = build_layers(job.model).build(1, job.train.seed, torch.float64).qkv.weight
+        start = GptLayers(job.model, torch.float64).build(1, job.train.seed).qkv.weight
         moved.append(open_checkpoint(done.checkpoints[1]).read([key])[key] - start.detach())
     assert float(moved[0].abs().max()) > 0
     assert torch.allclose(moved[0], 4 * moved[1], rtol=1e-9, atol=1e-12)

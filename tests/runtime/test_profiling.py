@@ -13,7 +13,7 @@ from raypipe.cost.gpt_work import gpt_work
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec
-from raypipe.models import build_layers
+from raypipe.models import GptLayers
 from raypipe.runtime.profiling import measure_profile
 from raypipe.runtime.profiling_steps import (
     AFTER,
@@ -42,7 +42,7 @@ HERE = [0, 1, 2, 5]
 
 
 def test_alike_layers_are_measured_once() -> None:
-    model = build_layers(GptSpec(layers=4, hidden=16, heads=2, sequence=8))
+    model = GptLayers(GptSpec(layers=4, hidden=16, heads=2, sequence=8))
     assert alike(model) == GROUPS
     assert measured_layers(GROUPS) == HERE
 
@@ -100,7 +100,7 @@ def test_a_job_is_measured(local_ray, text_folder: Path) -> None:
     sizes = [4, 2]
     profile = measure_profile(job, sizes, 2, quick=True)
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
-    model = build_layers(job.model)
+    model = GptLayers(job.model)
     plain = [model.build(i, 0) for i in range(model.count)]
     assert [layer.name for layer in profile.layers] == list(model.names)
     assert [layer.parameters for layer in profile.layers] == [sum(p.numel() for p in x.parameters()) for x in plain]
@@ -129,7 +129,7 @@ def test_a_model_that_fits_no_device_is_refused(text_folder: Path) -> None:
     from raypipe.runtime.profiling_layers import LayerBench
 
     job = small_job(text_folder, {}, {"hidden": 4096, "heads": 4})
-    bench = LayerBench(job, build_layers(job.model), fleet=None, data=text_folder)
+    bench = LayerBench(job, GptLayers(job.model), fleet=None, data=text_folder)
     with pytest.raises(SpecError, match=r"block.0 alone 6\.00 GiB\), a device has 1\.00 GiB"):
         bench.check_room(1 << 30)
     bench.check_room(1 << 36)

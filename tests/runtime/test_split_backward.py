@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.job.spec import GptSpec
-from raypipe.models import build_layers, join_tied, random_keys
+from raypipe.job import GptSpec
+from raypipe.models import GptLayers, join_tied, random_keys
 from raypipe.runtime.split_backward import Closure, WeightQueue, defer_weight_gradients
 
 MODEL = GptSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=32, dropout=0.1, tie_embeddings=True)
@@ -50,7 +50,7 @@ def assert_same_grads(plain: nn.Module, split: nn.Module, tolerance: float) -> N
 
 
 def gpt() -> nn.Sequential:
-    plan = build_layers(MODEL)
+    plan = GptLayers(MODEL)
     layers = [plan.build(i, seed=1) for i in range(plan.count)]
     join_tied(plan, dict(enumerate(layers)))
     return nn.Sequential(*layers)

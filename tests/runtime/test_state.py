@@ -9,8 +9,8 @@ import torch
 
 from raypipe.checkpoint import commit, open_checkpoint, write_shard
 from raypipe.errors import CheckpointError
-from raypipe.job.spec import GptSpec, TrainSpec
-from raypipe.models import build_layers
+from raypipe.job import GptSpec, TrainSpec
+from raypipe.models import GptLayers
 from raypipe.runtime.gradients import TiedHolders
 from raypipe.runtime.optimizer import make_optimizer
 from raypipe.runtime.stage import StageModule
@@ -67,7 +67,7 @@ def test_the_same_plan_goes_on_to_the_last_bit(undisturbed, stage_pool, text_fol
 @pytest.mark.runs
 def test_a_checkpoint_holds_every_parameter_once_with_its_optimizer_state(undisturbed, text_folder) -> None:
     job = small_job(text_folder, TWO)
-    plan = build_layers(job.model)
+    plan = GptLayers(job.model)
     tied_away = {name for group in plan.tied for _, name in group.members[1:]}
     names = {
         f"{i}.{path}" for i in range(plan.count) for path, _ in plan.build(i, 0).named_parameters()
@@ -102,7 +102,7 @@ TRAIN = TrainSpec(steps=1, batch=1)
 
 def stage(layers: range, hidden: int = 16, depth: int = 2) -> tuple[StageModule, torch.optim.Optimizer]:
     model = GptSpec(layers=depth, hidden=hidden, heads=2, sequence=8)
-    module = StageModule(build_layers(model), layers, 0, torch.float32, torch.device("cpu"), split=False)
+    module = StageModule(GptLayers(model), layers, 0, torch.device("cpu"), split=False)
     return module, make_optimizer(TRAIN, module.named.values())
 
 

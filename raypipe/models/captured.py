@@ -1,0 +1,137 @@
+"""Any captured module as layers: each of its sub-graphs is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, fx, nn
+
+from raypipe.errors import CaptureError
+from raypipe.models.keyed_operations import find_sites, key_random_operations
+from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
+from raypipe.models.start_values import StartValues
+from raypipe.models.task import Field, Inputs, Task
+from raypipe.partition.capture import Captured
+from raypipe.partition.dims import Sizes, evaluate_all
+from raypipe.partition.flops import forward_flops
+from raypipe.partition.operations import Operation, TensorType
+from raypipe.partition.shard import Sharding
+from raypipe.partition.subgraph import build_subgraph
+
+
+class CapturedModel(LayeredModel):
+    """The sub-graphs of a captured module.
+
+    ``fields`` says what each raw input of the model is called in the data, and its shape there. Parameters have the
+    names that the module gives them; a tied one its owner's.
+
+    Raises:
+        CaptureError: the model writes buffers, or draws random numbers in a way that no key can decide.
+    """
+
+    def __init__(
+        self, captured: Captured, sharding: Sharding, task: Task, values: StartValues,
+        fields: Mapping[str, tuple[str, Field]],
+    ) -> None:  # fmt: skip
+        self.captured, self.sharding, self.task, self.values = captured, sharding, task, values
+        self.graph = graph = captured.graph
+        self.fields = {name: fields[name] for name in graph.inputs}
+        self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
+        self.edges = (*sharding.starts, sharding.end)
+        _refuse_writes(self)
+        one = self.sizes(1)
+        self.sites = find_sites(graph, self.sizes(2), self.sizes(4))
+        self.held = tuple(
+            graph.parameters_of([graph.operations[i] for i in range(a, b)]) for a, b in pairwise(self.edges)
+        )
+        self.tied = tuple(
+            TiedGroup(name, tuple((i, name) for i in holders))
+            for name in graph.parameters
+            if len(holders := [i for i, names in enumerate(self.held) if name in names]) > 1
+        )
+        self.flops = tuple(sum(forward_flops(graph, i, one) for i in range(a, b)) for a, b in pairwise(self.edges))
+
+    def sizes(self, samples: int) -> Sizes:
+        """What the symbols in the model's shapes stand for."""
+        return self.graph.sizes({name: (samples, *field.shape) for name, (_, field) in self.fields.items()})
+
+    def parameters(self, i: int) -> int:
+        """Number of values in sub-graph ``i``'s parameters, tied ones counted in each holder."""
+        return sum(self.graph.parameters[name] for name in self.held[i])
+
+    def crossing(self, i: int, samples: int) -> tuple[CutTensor, ...]:
+        """What is live behind sub-graph ``i``."""
+        sizes = self.sizes(samples)
+        return tuple(
+            CutTensor(evaluate_all(kind.shape, sizes), getattr(torch, kind.dtype), self.graph.requires_grad[number])
+            for number, kind in ((number, _type(self.graph.operations[number])) for number in self.sharding.cuts[i])
+        )
+
+    def reads(self, layers: Sequence[int]) -> frozenset[str]:
+        """What these sub-graphs read, and what they need for operations that every stage computes anew."""
+        inputs = build_subgraph(self.captured, self._span(layers), "meta").inputs
+        return frozenset(self.fields[name][0] for name in inputs)
+
+    def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
+        """The operations of these sub-graphs as one module."""
+        part = build_subgraph(self.captured, self._span(layers), device)
+        key_random_operations(part.module, self.sites)
+        stage = CapturedStage(
+            part.module,
+            tuple(self.fields[name][0] for name in part.inputs),
+            tuple(getattr(torch, _type(operation).dtype) for operation in part.leaves),
+        )
+        stage.fill(self.values, seed, device)
+        return stage
+
+    def _span(self, layers: Sequence[int]) -> range:
+        return range(self.edges[layers[0]], self.edges[layers[-1] + 1])
+
+
+class CapturedStage(StageBody):
+    """Some consecutive sub-graphs."""
+
+    def __init__(self, graph: fx.GraphModule, reads: tuple[str, ...], leaves: tuple[torch.dtype, ...]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.arguments, self.leaves = reads, leaves
+
+    def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
+        """What leaves has the dtype it was captured with, also under autocast: so a message has one form."""
+        outputs = self.graph(*arrived, *(inputs[name] for name in self.arguments))
+        return tuple(y.to(dtype) for y, dtype in zip(outputs, self.leaves, strict=True))
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """By the module's own names."""
+        return dict(self.graph.named_parameters())
+
+    def fill(self, values: StartValues, seed: int, device: torch.device | str) -> None:
+        """Give the parameters memory and their start values."""
+        parameters, buffers = self.named(), dict(self.graph.named_buffers())
+        start = values.read(parameters, buffers, seed)
+        for name, parameter in parameters.items():
+            parent, _, leaf = name.rpartition(".")
+            value = start[name].to(device, parameter.dtype, copy=True)
+            owner = self.graph.get_submodule(parent)
+            owner._parameters[leaf] = nn.Parameter(value, parameter.requires_grad)
+        for name, buffer in buffers.items():
+            if name in start:
+                buffer.copy_(start[name])
+
+
+def _type(operation: Operation) -> TensorType:
+    assert operation.type is not None, f"{operation.name} is no tensor and cannot cross a cut"
+    return operation.type
+
+
+def _refuse_writes(model: CapturedModel) -> None:
+    for operation in model.graph.operations:
+        if operation.mutates:
+            raise CaptureError(
+                f"{operation.module or operation.name}{operation.source and ', ' + operation.source}",
+                f"{operation.target} writes {', '.join(operation.mutates)} in every forward, so results would depend "
+                "on how a mini-batch is cut",
+                "set model.batch_norm: frozen, or use a norm without running statistics (GroupNorm, LayerNorm)",
+            )

@@ -1,0 +1,104 @@
+"""The random operations of a captured model, by key: dropout, and the dropout inside attention.
+
+A site is the how-manieth random operation of the whole model it is, so that a mask depends on the model and not on the
+cut. What draws in any other way is refused: its results would depend on the process that runs it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from raypipe.errors import CaptureError
+from raypipe.models.keyed_random import in_training, keyed_dropout
+from raypipe.partition.dims import Sizes, evaluate_all
+from raypipe.partition.operations import OperationGraph
+
+DROPOUT = "aten.dropout.default"
+ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+class Site(NamedTuple):
+    """Where a random operation stands."""
+
+    number: int
+    batch_dim: int | None
+    """Dimension of what it drops from that holds the samples; None where there is none."""
+
+
+def find_sites(graph: OperationGraph, small: Sizes, large: Sizes) -> dict[str, Site]:
+    """The random operations of a model by name; ``large`` are the sizes of the inputs for twice as many samples.
+
+    Raises:
+        CaptureError: an operation that draws random numbers in a way that no key can decide.
+    """
+    found: dict[str, Site] = {}
+    for operation in graph.operations:
+        if not operation.random:
+            continue
+        if operation.target not in (DROPOUT, ATTENTION) or operation.type is None:
+            where = ", ".join(p for p in (f"operation {operation.name}", operation.module, operation.source) if p)
+            why = f"{operation.target} draws random numbers that would depend on the process that runs it"
+            raise CaptureError(where, why, "use torch.nn.Dropout, or switch it off in the model's configuration")
+        few, many = (evaluate_all(operation.type.shape, sizes) for sizes in (small, large))
+        dims = [d for d, (a, b) in enumerate(zip(few, many, strict=True)) if b == 2 * a]
+        found[operation.name] = Site(len(found), dims[0] if dims else None)
+    return found
+
+
+def key_random_operations(module: fx.GraphModule, sites: dict[str, Site]) -> None:
+    """Put the keyed operation in the place of each random one, in place."""
+    for node in module.graph.nodes:
+        site = sites.get(node.name) if node.op == "call_function" else None
+        if site is None:
+            continue
+        if node.target is torch.ops.aten.dropout.default:
+            x, p = node.args[:2]
+            node.target, node.args, node.kwargs = keyed_dropout, (x, p, site.number, site.batch_dim), {}
+        else:
+            node.target, node.kwargs = (
+                keyed_attention,
+                {**node.kwargs, "site": site.number, "batch_dim": site.batch_dim},
+            )
+    module.recompile()
+
+
+def keyed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    site: int,
+    batch_dim: int | None,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` whose dropout follows from ``random_keys``.
+
+    ``[..., queries, width]`` and ``[..., keys, width]``. No kernel takes a mask of dropout, so in training the scores
+    are held; in evaluation the kernel runs.
+    """
+    if not in_training():
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if attn_mask is not None:
+        hidden = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
+    # A row that sees nothing becomes zeros, as in the kernels.
+    weights = torch.ops.aten._safe_softmax(scores, -1)
+    return keyed_dropout(weights, dropout_p, site, batch_dim) @ value

@@ -1,0 +1,154 @@
+"""A partitioned model is the whole one: loss and every gradient, float64, 1e-9, against the eager model unmodified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypipe.job import JobSpec
+from raypipe.job.load import job_from
+from raypipe.models import LayeredModel, build_model
+from raypipe.models.task import IGNORED, Field, NextToken
+from tests.partition.models import FAMILIES, Residual
+from tests.runtime.eager_reference import keyed, with_values
+from tests.runtime.one_device import Outcome, even_cut, run_step
+
+transformers = pytest.importorskip("transformers")
+
+BATCH, SEQUENCE, MICROBATCH = 6, 12, 2
+SEED, STEP = 3, 5
+DRAW = torch.Generator().manual_seed(0)
+
+
+def tokens(extra: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Rows of unequal length, padded on the right: so labels of a micro-batch are unequally many."""
+    ids = torch.randint(3, 96, (BATCH, SEQUENCE), generator=DRAW)
+    lengths = torch.tensor([SEQUENCE, 5, 9, SEQUENCE, 2, 7]).unsqueeze(1)
+    places = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = (places < lengths).long()
+    rows = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
+    if "position_ids" in extra:
+        rows["position_ids"] = (places + torch.arange(BATCH).unsqueeze(1)) % SEQUENCE
+    if "token_type_ids" in extra:
+        rows["token_type_ids"] = (places > lengths // 2).long()
+    return rows
+
+
+def images(classes: int = 2) -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.randn(BATCH, 3, 16, 16, generator=DRAW, dtype=torch.float64),
+        "labels": torch.randint(classes, (BATCH,), generator=DRAW),
+    }
+
+
+class GroupNormNet(nn.Module):
+    """A residual net whose norms have no running statistics."""
+
+    def __init__(self, classes: int = 10, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(Residual(8, 8, 1), Residual(8, 16, 2), Residual(16, 16, 1))
+        if not batch_norm:
+            for block in self.blocks:
+                for name, part in list(block.named_children()):
+                    if isinstance(part, nn.BatchNorm2d):
+                        setattr(block, name, nn.GroupNorm(4, part.num_features))
+        self.drop = nn.Dropout(0.2)
+        self.classify = nn.Linear(16, classes)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.classify(self.drop(self.blocks(self.stem(image)).mean((2, 3))))
+
+
+def mlp(inside: int, outside: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(inside, 32), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(32, 32), nn.GELU(),
+        nn.Linear(32, 32, bias=False), nn.LayerNorm(32), nn.Linear(32, outside),
+    )  # fmt: skip
+
+
+HERE = "tests.runtime.test_any_model"
+IMAGES = images(10)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
+    **{
+        name: ({"hf": name, "config": FAMILIES[name]}, tokens(("position_ids",)))
+        for name in ("gpt2", "llama", "qwen3", "mistral", "gemma")
+    },
+    "opt": ({"hf": "opt", "config": FAMILIES["opt"]}, tokens()),
+    "bert": ({"hf": "bert", "config": FAMILIES["bert"]}, tokens(("position_ids", "token_type_ids"))),
+    "roberta": ({"hf": "roberta", "config": FAMILIES["roberta"]}, tokens()),
+    "t5": ({"hf": "t5", "config": FAMILIES["t5"]}, tokens()),
+    "vit": ({"hf": "vit", "config": {**FAMILIES["vit"], "hidden_dropout_prob": 0.1}}, images()),
+    "cnn": ({"import": f"{HERE}:GroupNormNet", "args": {"classes": 10}},
+            {"image": IMAGES["pixel_values"], "labels": IMAGES["labels"]}),
+    "frozen batch norm": ({"import": f"{HERE}:GroupNormNet", "args": {"batch_norm": True}, "batch_norm": "frozen"},
+                          {"image": IMAGES["pixel_values"], "labels": IMAGES["labels"]}),
+    "mlp": ({"import": f"{HERE}:mlp", "args": {"inside": 5, "outside": 3}},
+            {"features": torch.randn(BATCH, 5, generator=DRAW), "labels": torch.tensor([0, 1, 2, 0, 1, 2])}),
+    "regression": ({"import": f"{HERE}:mlp", "args": {"inside": 5, "outside": 1}},
+                   {"features": torch.randn(BATCH, 5, generator=DRAW), "labels": torch.randn(BATCH, generator=DRAW)}),
+}  # fmt: skip
+DROPS = {"gpt2", "opt", "bert", "roberta", "t5", "vit", "cnn", "frozen batch norm", "mlp", "regression"}
+"""Models that drop values in training; the others have no dropout of their own."""
+
+
+def job_of(model: dict[str, Any]) -> JobSpec:
+    return job_from(
+        {
+            "name": "any", "model": model, "data": {"type": "arrays", "path": "unused.npz"},
+            "train": {"steps": 1, "batch": BATCH, "dtype": "float64"},
+        }
+    )  # fmt: skip
+
+
+def fields_of(rows: dict[str, Tensor]) -> dict[str, Field]:
+    return {name: Field(tuple(values.shape[1:]), values.dtype) for name, values in rows.items()}
+
+
+_models: dict[str, LayeredModel] = {}
+
+
+def model_of(case: str) -> LayeredModel:
+    if case not in _models:
+        spec, rows = CASES[case]
+        _models[case] = build_model(job_of(spec), fields_of(rows))
+    return _models[case]
+
+
+def eager(model: LayeredModel, outcome: Outcome, rows: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Loss, as the model or PyTorch means it, and gradients of the whole eager model with the stages' values."""
+    values = {n: v.detach() + outcome.gradients[n] for stage in outcome.stages for n, v in stage.named.items()}
+    module = with_values(model.values.build(), values)
+    assert module.training
+    rows = {name: t.double() if t.is_floating_point() else t for name, t in rows.items()}
+    with keyed(SEED, STEP, BATCH):
+        if isinstance(model.task, NextToken):  # the library would take this loss in float32
+            logits = module(**{name: t for name, t in rows.items() if name != "labels"}).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows["labels"][:, 1:].flatten())
+        elif isinstance(module, transformers.PreTrainedModel):
+            loss = module(**rows).loss
+        else:
+            output = module(rows["image" if "image" in rows else "features"])
+            labels = rows["labels"]
+            floating = labels.is_floating_point()
+            loss = F.mse_loss(output.squeeze(-1), labels) if floating else F.cross_entropy(output, labels)
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in module.named_parameters(remove_duplicate=False) if p.grad is not None}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("stages", "split"), [(2, False), (4, True)], ids=["joint", "split"])
+def test_loss_and_gradients_are_the_whole_models(case: str, stages: int, split: bool) -> None:
+    model, rows = model_of(case), CASES[case][1]
+    rows = model.task.complete(rows)
+    cut = even_cut(model, min(stages, model.count))
+    outcome = run_step(model, cut, rows, torch.float64, MICROBATCH, split=split, seed=SEED, step=STEP)
+    loss, gradients = eager(model, outcome, CASES[case][1])
+    assert outcome.loss == pytest.approx(loss, abs=1e-9, rel=0)
+    for name, mine in outcome.gradients.items():
+        torch.testing.assert_close(mine, gradients[name], rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+    assert bool(model.sites) == (case in DROPS)
