@@ -53,15 +53,18 @@ def analytic_profile(
     works = tuple(model) if isinstance(model, Sequence) else gpt_work(model, dtype)
     if not works:
         raise SpecError("model", "has no layers", "give at least one")
+    shares: dict[str, float] = {str(k): v for k, v in device.efficiency_by_dtype.items()}
+    rate = peaks[dtype] * 1e12 * shares.get(dtype, device.efficiency)
     width = 4 if WIDTH[dtype] == 2 else WIDTH[dtype]
     return Profile(
         source="analytic", device=device.name, dtype=dtype,
         devices=cluster.devices, devices_per_host=cluster.devices_per_host, host_links=cluster.host_links,
         memory_bytes=device.memory_gib * GIB, base_bytes=(1 - device.usable) * device.memory_gib * GIB,
-        layers=tuple(_layer(work, device, peaks[dtype], sizes) for work in works),
+        layers=tuple(_layer(work, device, rate, sizes) for work in works),
         tied_parameters=_tied(model),
         update_s_per_parameter=update_bytes(optimizer, momentum, width) / (device.memory_gb_s * 1e9),
         inside=_link(cluster.inside), between=_link(cluster.between),
+        collective=_link(cluster.collective) if cluster.collective else None,
     )  # fmt: skip
 
 
@@ -89,8 +92,8 @@ def _link(link: LinkModel) -> LinkFit:
     return LinkFit(alpha_s=link.latency_us * 1e-6, beta_s_per_byte=1e-9 / link.bandwidth_gb_s)
 
 
-def _layer(work: LayerWork, device: DeviceModel, peak_tflops: float, sizes: Sequence[int]) -> LayerProfile:
-    rates = (device.efficiency * peak_tflops * 1e12, device.memory_gb_s * 1e9, device.layer_overhead_us * 1e-6)
+def _layer(work: LayerWork, device: DeviceModel, rate: float, sizes: Sequence[int]) -> LayerProfile:
+    rates = (rate, device.memory_gb_s * 1e9, device.layer_overhead_us * 1e-6)
     times: dict[int, TaskTimes] = {}
     for size in sorted(set(sizes)):
         f, b, w = (e.seconds(size, *rates) for e in (work.forward, work.input_grad, work.weight_grad))

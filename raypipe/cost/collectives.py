@@ -106,7 +106,7 @@ def collective_seconds(profile: Profile, kind: Kind, size_bytes: float, layout: 
         return from_measured(measured, layout.group, size_bytes)
     if layout.hosts == 1:
         return best(kind, profile.inside, layout.group, size_bytes)
-    between = profile.between
+    between = profile.collective or profile.between
     if layout.per_host == 1:
         return best(kind, _shared(between, sharing / profile.host_links), layout.hosts, size_bytes)
     # Flat: a ring through all members enters each host once. In levels: inside, then 1/k of the vector for each of a

@@ -9,7 +9,7 @@ wide under autocast; a dropout mask is a number, not a byte.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from raypipe.cost.work import Effort, LayerWork
 from raypipe.job.model_spec import GptSpec
@@ -23,37 +23,63 @@ FUSED_BACKWARD = 2.5
 2022, FlashAttention, appendix B.2)."""
 
 
-def gpt_work(model: GptSpec, dtype: str, fused_attention: bool = True) -> Sequence[LayerWork]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """How a framework runs a GPT, as far as its costs go."""
+
+    fused_attention: bool = True
+    """Else the scores of all heads are written and kept, and masked ones are computed too."""
+    keyed_dropout: bool = True
+    """raypipe's: masks hashed from keys, as wide as the values. Else one kernel and a byte a value, scores too."""
+    fused_gelu: bool = True
+    """Else written out in elementary operations, of whose results four are kept instead of one."""
+    fused_copies: bool = True
+    """Else biases and the heads' layout are written as copies of their own."""
+    autocast: bool = True
+    """16-bit products over float32 weights and stream. Else everything is as narrow as the products."""
+
+
+RAYPIPE = Software()
+PYTORCH_2020 = Software(fused_attention=False, keyed_dropout=False, fused_copies=False)
+"""PyTorch 1 with a BERT of those years; see ``tests/cost/test_published_blocks.py`` for how it fits."""
+MEGATRON = Software(keyed_dropout=False, autocast=False)
+"""Fused kernels on narrow weights, as ZeroPP's own code base must be by the memory that it takes."""
+
+
+def gpt_work(model: GptSpec, dtype: str, software: Software = RAYPIPE) -> Sequence[LayerWork]:
     """``layers + 2`` layers of a job's model: ``embedding``, ``block.0``, ..., ``head``.
 
     Args:
         model: its shape.
         dtype: ``train.dtype``; 16-bit ones are autocast over float32 weights.
-        fused_attention: False for the attention of frameworks before 2022: scores of all heads are written and kept,
-            masked ones are computed too.
+        software: what runs it.
     """
-    block = _block(model, dtype, fused_attention)
+    block = _block(model, dtype, software)
     blocks = [replace(block, name=f"block.{i}") for i in range(model.layers)]
-    return (_embedding(model, dtype), *blocks, _head(model, dtype))
+    return (_embedding(model, dtype, software), *blocks, _head(model, dtype, software))
 
 
-def _master(dtype: str) -> int:
+def _master(dtype: str, software: Software) -> int:
     """Bytes of a parameter and of a value of the residual stream."""
-    return 4 if WIDTH[dtype] == 2 else WIDTH[dtype]
+    return 4 if WIDTH[dtype] == 2 and software.autocast else WIDTH[dtype]
 
 
-def _mask_traffic(width: int) -> int:
-    """Bytes that one value of keyed dropout moves: hashing in int32, each for two values, then the mask, then the
-    product; see ``models/keyed_random.py``."""
+def _mask(width: int, software: Software) -> tuple[int, int]:
+    """Bytes that dropout moves and keeps per value.
+
+    Keyed: hashing in int32, each for two values, then the mask, then the product; see ``models/keyed_random.py``.
+    """
     hashing = 58
-    return hashing + 3 + 1 + width + 2 * width + 3 * width
+    return (hashing + 3 + 1 + width + 2 * width + 3 * width, width) if software.keyed_dropout else (2 * width + 1, 1)
 
 
-def _block(model: GptSpec, dtype: str, fused: bool) -> LayerWork:
+def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     s, h, heads = model.sequence, model.hidden, model.heads
-    e, m, stat = WIDTH[dtype], _master(dtype), STATISTIC[dtype]
+    e, m, stat = WIDTH[dtype], _master(dtype, software), STATISTIC[dtype]
     stream = s * h  # values of the residual stream, of one sample
-    drop = 2 if model.dropout else 0  # both on the stream: the runtime's attention has none of its own
+    drop = 2 if model.dropout else 0  # both on the stream
+    mask_moved, mask_kept = _mask(e, software)
+    gelu = 1 if software.fused_gelu else 4
     narrow = e != m
     matrices = 12 * h * h
 
@@ -61,11 +87,15 @@ def _block(model: GptSpec, dtype: str, fused: bool) -> LayerWork:
     linear, operands = 24.0 * stream * h, 16.0 * e * stream
     weights = float(matrices * e + (matrices * (m + e) if narrow else 0))  # autocast casts them for every micro-batch
     norm_cast = 2 * (m + e) * stream if narrow else 0
-    forward = 4 * m * stream + norm_cast + 8 * e * stream + 2 * (2 * m + e) * stream  # norms, GELU, residual sums
-    forward += drop * _mask_traffic(e) * stream
-    backward = 6 * m * stream + norm_cast + 12 * e * stream + 6 * m * stream + 3 * drop * e * stream
-    kept = (2 * m + 14 * e + drop * e) * stream + 4 * stat * s
-    if fused:
+    # Norms, GELU (in elementary operations: eight instead of one, twice as many bytes back), sums with the stream.
+    forward = 4 * m * stream + norm_cast + 8 * e * stream * (2 * gelu if gelu > 1 else 1) + 2 * (2 * m + e) * stream
+    forward += drop * mask_moved * stream
+    if not software.fused_copies:
+        forward += (2 * 9 + 2 * 4) * e * stream  # a bias into each output; queries, keys, values, heads' outputs
+    backward = 6 * m * stream + norm_cast + 12 * e * stream * (2 * gelu if gelu > 1 else 1) + 6 * m * stream
+    backward += 3 * drop * e * stream
+    kept = (2 * m + 10 * e + 4 * e * gelu + drop * mask_kept) * stream + 4 * stat * s
+    if software.fused_attention:
         attention, attention_back = 2.0 * s * stream, FUSED_BACKWARD * 2.0 * s * stream
         forward += 4 * e * stream
         backward += 8 * e * stream
@@ -75,14 +105,18 @@ def _block(model: GptSpec, dtype: str, fused: bool) -> LayerWork:
         attention, attention_back = 4.0 * s * stream, 8.0 * s * stream
         scores = heads * s * s
         # Written by the product, scaled and masked, softmax, dropout, read by the product; the way back likewise.
-        forward += (8 + (3 if drop else 0)) * e * scores
-        backward += (9 + (3 if drop else 0)) * e * scores
+        forward += 8 * e * scores + (2 * e + 1) * scores * (drop > 0)
+        backward += 9 * e * scores + (2 * e + 1) * scores * (drop > 0)
         kept += (e + (e + 1 if drop else 0)) * scores
     return LayerWork(
         name="block", parameters=matrices + 13 * h,  # biases of 3 + 1 + 4 + 1, two norms of 2 each
         forward=Effort(flops=linear + attention, operands=operands, weights=weights, traffic=forward),
-        input_grad=Effort(flops=linear + attention_back, operands=operands, weights=weights, traffic=backward),
-        weight_grad=Effort(flops=linear, operands=operands, weights=3.0 * matrices * m, traffic=9.0 * e * stream),
+        input_grad=Effort(
+            flops=linear + attention_back, operands=operands, weights=weights, traffic=backward, overhead=0.8
+        ),
+        weight_grad=Effort(
+            flops=linear, operands=operands, weights=3.0 * matrices * m, traffic=9.0 * e * stream, overhead=0.3
+        ),
         kept_bytes=kept, kept_fixed_bytes=matrices * e if narrow else 0,
         waiting_bytes=16.0 * e * stream,  # both sides of the four products
         output_bytes=m * stream,
@@ -93,27 +127,27 @@ def _block(model: GptSpec, dtype: str, fused: bool) -> LayerWork:
     )  # fmt: skip
 
 
-def _embedding(model: GptSpec, dtype: str) -> LayerWork:
+def _embedding(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     s, h = model.sequence, model.hidden
-    m = _master(dtype)
+    m = _master(dtype, software)
     table = model.vocabulary * h
-    mask = _mask_traffic(m) * s * h if model.dropout else 0
+    moved, held = _mask(m, software) if model.dropout else (0, 0)
     return LayerWork(
         name="embedding", parameters=table + s * h,
-        forward=Effort(traffic=5.0 * m * s * h + mask, overhead=0.3),
+        forward=Effort(traffic=(5.0 * m + moved) * s * h, overhead=0.3),
         input_grad=Effort(traffic=3.0 * m * s * h if model.dropout else 0.0, overhead=0.1),
         # The gradient of a look-up is a whole table of mostly zeros, added to the sum.
         weight_grad=Effort(traffic=3.0 * m * s * h, weights=4.0 * m * table, overhead=0.3),
-        kept_bytes=(m * s * h if model.dropout else 0) + 8 * s,
+        kept_bytes=held * s * h + 8 * s,
         waiting_bytes=m * s * h + 8 * s,
         output_bytes=m * s * h,
         workspace_fixed_bytes=m * table, split_workspace_bytes=0,
     )  # fmt: skip
 
 
-def _head(model: GptSpec, dtype: str) -> LayerWork:
+def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     s, h, logits = model.sequence, model.hidden, model.sequence * model.vocabulary
-    e, m, stat = WIDTH[dtype], _master(dtype), STATISTIC[dtype]
+    e, m, stat = WIDTH[dtype], _master(dtype, software), STATISTIC[dtype]
     narrow = e != m
     matrix = model.vocabulary * h
     product = Effort(

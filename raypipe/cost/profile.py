@@ -112,6 +112,8 @@ class Profile(Spec):
     """Between two devices of one host."""
     between: LinkFit
     """Between two hosts."""
+    collective: LinkFit | None = None
+    """Between hosts as collectives see it, where another path carries them than messages."""
     host_links: Annotated[int, Field(ge=1)] = 1
     """Links between hosts that one host can fill at the same time: its network cards."""
     collectives: Annotated[tuple[CollectiveFit, ...], Field(strict=False)] = ()

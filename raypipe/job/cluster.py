@@ -35,6 +35,8 @@ class DeviceModel(Spec):
     """Memory bandwidth in 10^9 bytes per second."""
     efficiency: Annotated[float, Field(gt=0, le=1)]
     """Share of the peak that large matrix products reach."""
+    efficiency_by_dtype: Annotated[dict[Dtype, Annotated[float, Field(gt=0, le=1)]], Field(default_factory=dict)]
+    """Where an arithmetic reaches another share."""
     layer_overhead_us: Annotated[float, Field(ge=0)] = 0.0
     """Fixed time of a layer's forward: launches, and products too small to fill the device. So a layer of x operations
     reaches the share x / (x + overhead * efficiency * peak) of what large ones reach."""
@@ -59,6 +61,8 @@ class ClusterSpec(Spec):
     """Between two devices of one host. May be left out where a host has one device."""
     between: LinkModel
     """Between two hosts. May be left out where there is one host."""
+    collective: LinkModel | None = None
+    """Between hosts as collectives see it, where another path carries them than messages; null: ``between``."""
     host_links: Positive = 1
     """Such links that a host can fill at the same time: its network cards."""
 

@@ -217,6 +217,12 @@ def test_over_hosts(profile):
     assert collective_seconds(profile, "all_reduce", 0, Layout(4, 8)) == 0
 
 
+def test_collectives_may_take_another_path_than_messages(profile):
+    other = profile.model_copy(update={"collective": LinkFit(alpha_s=0, beta_s_per_byte=1e-9)})
+    assert collective_seconds(other, "all_reduce", 1e9, Layout(4, 1)) == pytest.approx(2 * 3 / 4)
+    assert collective_seconds(other, "all_reduce", 1e9, Layout(1, 8)) < 0.1  # inside a host nothing changes
+
+
 def test_measurements_come_before_formulas(profile):
     slow = CollectiveFit(kind="all_reduce", group=4, model="ring", alpha_s=0.5, beta_s_per_byte=1e-6)
     measured = profile.model_copy(update={"collectives": (slow,)})

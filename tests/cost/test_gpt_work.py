@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raypipe.cost.gpt_work import gpt_work
+from raypipe.cost.gpt_work import Software, gpt_work
 from raypipe.job import GptSpec
 from raypipe.models import gpt
 from raypipe.models.keyed_random import random_keys
@@ -128,12 +128,28 @@ def test_operations_are_those_of_the_products(index):
 
 
 def test_written_scores_are_korthikantis_formula():
-    """Section 4.1: s*h*(34 + 5*a*s/h) bytes a block in 16 bits, dropout on the scores and byte masks included.
-
-    Ours keeps the same tensors apart from: masks of numbers on the stream, the wide inputs of the two norms.
-    """
+    """Section 4.1: s*h*(34 + 5*a*s/h) bytes a block in 16 bits, byte masks and dropout on the scores included."""
     shape = spec(dropout=0.1, hidden=2048, heads=16, sequence=1024)
     s, h, a = shape.sequence, shape.hidden, shape.heads
-    ours = gpt_work(shape, "bfloat16", fused_attention=False)[1].kept_bytes
-    wide_norms, masks, statistics = 2 * 2 * s * h, 2 * 1 * s * h, 4 * 4 * s
-    assert ours - wide_norms - masks - statistics == s * h * (34 + 5 * a * s / h)
+    narrow = Software(fused_attention=False, keyed_dropout=False, autocast=False)
+    statistics = 4 * 4 * s
+    assert gpt_work(shape, "bfloat16", narrow)[1].kept_bytes - statistics == s * h * (34 + 5 * a * s / h)
+
+
+def test_what_frameworks_of_2020_keep():
+    """Attention and GELU written out in elementary operations, and every tensor that autograd then saves."""
+    shape = spec(dropout=0.0)
+    b, s, h, a = SAMPLES, shape.sequence, shape.hidden, shape.heads
+    q, k, v = (torch.randn(b * a, s, h // a, requires_grad=True) for _ in range(3))
+    inner = torch.randn(b, s, 4 * h, requires_grad=True)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+        scores = q.bmm(k.transpose(1, 2)) / (h // a) ** 0.5
+        weights = torch.softmax(scores.masked_fill(torch.ones(s, s).triu(1).bool(), -1e4), -1)
+        weights.bmm(v)
+        0.5 * inner * (1 + torch.tanh(0.79788456 * (inner + 0.044715 * torch.pow(inner, 3))))
+    extra = sizes(seen, []) - s * s  # the causal mask, a byte each
+    fused = gpt_work(shape, "float32")[1].kept_bytes - 4 * a * s
+    written = gpt_work(shape, "float32", Software(fused_attention=False, fused_gelu=False))[1].kept_bytes
+    # q, k, v and GELU's own input are kept either way; so is the MLP's second input.
+    assert written - fused == pytest.approx((extra - 4 * (3 + 4) * b * s * h) / b)
