@@ -12,7 +12,7 @@ CONVOLUTION = ("conv1d", "conv2d", "conv3d", "convolution")
 
 
 def label(graph: OperationGraph, span: range) -> str:
-    """``embedding``, ``attention``, ``mlp``, ``convolution``, ``block``, ``head``, or the path of its module.
+    """``embedding``, ``stem``, ``attention``, ``mlp``, ``convolution``, ``block``, ``head``, or its module's path.
 
     A sub-graph is inside a block of the model if most of its operations with parameters are.
     """
@@ -35,7 +35,7 @@ def label(graph: OperationGraph, span: range) -> str:
 def _outside(graph: OperationGraph, span: range, holders: list[int]) -> str:
     inside = [i for i, block in enumerate(graph.blocks) if block]
     if span.start <= inside[0]:
-        return "embedding"
+        return "embedding" if any("embed" in graph.operations[i].module.lower() for i in holders) else "stem"
     return "head" if span.stop > inside[-1] else _path(graph, holders)
 
 

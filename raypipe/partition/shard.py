@@ -15,11 +15,13 @@ Source: Lai et al. 2023 (Merak), section 4.2, Algorithms 1 and 2. Where it diffe
 - What follows from raw inputs alone (attention masks) is computed anew where it is needed and ties nothing together.
 - The default share is an eighth of an average block, so that a lone norm before the head closes nothing, and an
   attention does, whatever the size of the vocabulary.
-- Two neighbours without a matrix product (token and position embedding) become one.
+- A sub-graph is also closed where the first block begins.
+- Neighbours outside the blocks, one of them without a matrix product, become one (token and position embedding).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,6 +45,8 @@ class Sharding:
     """Number of operations."""
     labels: tuple[str, ...]
     """What each sub-graph is: ``embedding``, ``attention``, ``mlp``, ``head``, or a module's path."""
+    blocks: tuple[str, ...]
+    """The repeated block of the model that each sub-graph is in, or ""."""
     cuts: tuple[tuple[int, ...], ...]
     """Before each sub-graph but the first: the operations whose results cross, in order."""
 
@@ -64,10 +68,11 @@ def shard(graph: OperationGraph, parts: int | None = None) -> Sharding:
     """
     if not graph.parameters:
         raise RequestError("model", "has no parameters", "give a model that can be trained")
-    starts = _merge_lookups(graph, _starts(graph, parts))
+    starts = _merge_light(graph, _starts(graph, parts))
     edges = [*starts, len(graph.operations)]
     labels = tuple(label(graph, range(a, b)) for a, b in pairwise(edges))
-    return Sharding(tuple(starts), len(graph.operations), labels, crossing(graph, starts[1:]))
+    blocks = tuple(_block(graph, range(a, b)) for a, b in pairwise(edges))
+    return Sharding(tuple(starts), len(graph.operations), labels, blocks, crossing(graph, starts[1:]))
 
 
 def common_operations(graph: OperationGraph) -> frozenset[int]:
@@ -90,22 +95,29 @@ def _starts(graph: OperationGraph, parts: int | None) -> list[int]:
     held: list[set[str]] = [set()]  # per sub-graph, the parameters it reads
     visited, closed = -1, False
     for number, operation in enumerate(graph.operations):
-        if anew[number] or not (graph.users[number] or number in returned):
+        if anew[number]:
             continue
-        if closed:
-            starts.append(visited + 1)
+        aside = not graph.users[number] and number not in returned  # it writes a buffer, and nothing follows from it
+        if not closed and visited >= 0 and graph.blocks[number] and not graph.blocks[visited] and held[-1]:
+            closed, outputs[-1] = True, visited  # the first block begins
+        if closed and not aside:
+            starts.append(number)
             outputs.append(-1)
             held.append(set())
+            closed = False
         farthest = len(starts) - 1
         for used in operation.inputs:
             if anew[used] or used in common or used == visited:
                 continue
             home = _home(starts, used)
             farthest = min(farthest, home + 1 if outputs[home] == used else home)
-        for lost in held[farthest + 1 :]:
-            held[farthest] |= lost
-        del starts[farthest + 1 :], outputs[farthest + 1 :], held[farthest + 1 :]
+        if farthest < len(starts) - 1:
+            held[farthest].update(*held[farthest + 1 :])
+            del starts[farthest + 1 :], outputs[farthest + 1 :], held[farthest + 1 :]
+            closed, outputs[-1] = False, -1
         held[-1].update(graph.parameters_of([operation]))
+        if aside:
+            continue
         closed = operation.type is not None and sum(graph.parameters[name] for name in held[-1]) > share
         outputs[-1] = number if closed else -1
         visited = number
@@ -131,10 +143,19 @@ def _share(graph: OperationGraph, parts: int | None) -> float:
     return sum(graph.block_parameters.values()) / (SHARES_PER_BLOCK * graph.layers)
 
 
-def _merge_lookups(graph: OperationGraph, starts: list[int]) -> list[int]:
-    """Join neighbours neither of which holds a matrix product."""
-    edges = [*starts, len(graph.operations)]
-    heavy = [
-        any(matrix_flops(graph, graph.operations[i], graph.example) for i in range(a, b)) for a, b in pairwise(edges)
+def _block(graph: OperationGraph, span: range) -> str:
+    """The block that most of a sub-graph's operations with parameters are in."""
+    holders = [graph.blocks[i] for i in span if graph.parameters_of([graph.operations[i]])]
+    return Counter(holders).most_common(1)[0][0] if holders else ""
+
+
+def _merge_light(graph: OperationGraph, starts: list[int]) -> list[int]:
+    """Join neighbours outside the blocks of which one holds no matrix product."""
+    spans = [range(a, b) for a, b in pairwise([*starts, len(graph.operations)])]
+    outside = [not _block(graph, span) for span in spans]
+    light = [not any(matrix_flops(graph, graph.operations[i], graph.example) for i in span) for span in spans]
+    return [
+        start
+        for n, start in enumerate(starts)
+        if n == 0 or not (outside[n - 1] and outside[n] and (light[n - 1] or light[n]))
     ]
-    return [start for n, start in enumerate(starts) if n == 0 or heavy[n] or heavy[n - 1]]

@@ -135,6 +135,6 @@ CASES: dict[str, Case] = {
         [*transformer(2)[:-1], "embedding", *["attention", "attention", "mlp"] * 2, "head"],
     ),
     "vit": Case(family("vit"), vit_images, transformer(2)),
-    "resnet": Case(lambda: ResNet().double(), images, [*["convolution"] * 4, "head"]),
+    "resnet": Case(lambda: ResNet().double(), images, ["stem", *["convolution"] * 4, "head"]),
     "mlp": Case(lambda: mlp().double(), rows, ["mlp"] * 4),
 }  # fmt: skip
