@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,12 @@ from raypipe.models.gpt_layers import GptLayers
 from raypipe.models.hugging_face import HuggingFace
 from raypipe.models.imported import Imported
 from raypipe.models.layered import LayeredModel
-from raypipe.models.source import ModelSource
+from raypipe.models.source import Identity, ModelSource
 from raypipe.models.task import Field, Task
-from raypipe.partition.capture import capture
+from raypipe.partition.capture import Captured, capture
 from raypipe.partition.empty import build_without_memory
+from raypipe.partition.fingerprint import fingerprint
+from raypipe.partition.kept import captured_once
 from raypipe.partition.shard import shard
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
@@ -32,7 +35,7 @@ Fields = Mapping[str, Field]
 def build_model(job: JobSpec, fields: Fields | None) -> LayeredModel:
     """The layers of a job's model; ``fields`` are the raw inputs that the data's arrays give, None for text.
 
-    A captured model is captured once in a process.
+    A model is captured once, and kept for other processes and runs: see ``partition/cache.py``.
 
     Raises:
         SpecError: the model does not exist, or does not fit its data.
@@ -61,15 +64,27 @@ def _captured(
     fields = dict(arrays) if arrays is not None else task.text_fields(_sequence(spec))
     fields |= _made(task, fields)
     build = _in_training(source.build, spec, DTYPES[dtype])
-    skeleton = build_without_memory(build)
-    arguments = _arguments(skeleton, fields, task)
-    example = {name: _example(fields[field], DTYPES[dtype]) for name, field in arguments.items()}
-    whole = capture(skeleton, example, outputs=source.outputs)
-    if len(whole.graph.outputs) > 1:
-        names = list(whole.graph.outputs)
-        whole = capture(skeleton, example, outputs=["logits" if "logits" in names else names[0]])
-    named = {name: (field, fields[field]) for name, field in arguments.items()}
-    return CapturedModel(whole, shard(whole.graph), task, source.values(build), named)
+
+    def fresh() -> Captured:
+        skeleton = build_without_memory(build)
+        arguments = _arguments(skeleton, fields, task)
+        example = {name: _example(fields[field], DTYPES[dtype]) for name, field in arguments.items()}
+        whole = capture(skeleton, example, outputs=source.outputs)
+        if len(whole.graph.outputs) > 1:
+            names = list(whole.graph.outputs)
+            whole = capture(skeleton, example, outputs=["logits" if "logits" in names else names[0]])
+        return whole
+
+    whole = captured_once(_key(source.identity(build), record, fields, dtype), fresh)
+    named = {name: _field(name, fields) for name in whole.graph.inputs}
+    return CapturedModel(whole, shard(whole.graph), task, source.values(build), named, build)
+
+
+def _key(identity: Identity, record: str, fields: Fields, dtype: str) -> str:
+    """What the captured model is kept under."""
+    given = {name: [list(field.shape), str(field.dtype)] for name, field in fields.items()}
+    asked = {"model": record, "is": identity.says, "fields": given, "dtype": dtype}
+    return fingerprint(asked, [*identity.code, *sorted(Path(__file__).parent.glob("*.py"))], identity.packages)
 
 
 def _sequence(spec: CapturedSpec) -> int:
@@ -99,6 +114,12 @@ def _example(field: Field, dtype: torch.dtype) -> Tensor:
     """Two samples; only the shape and the dtype count."""
     kind = dtype if field.dtype.is_floating_point else field.dtype
     return torch.zeros(2, *field.shape, dtype=kind)
+
+
+def _field(argument: str, fields: Fields) -> tuple[str, Field]:
+    """The field that ``_arguments`` gave an argument: its namesake, or the only one there is beside the labels."""
+    name = argument if argument in fields else next(field for field in fields if field not in LABELS)
+    return name, fields[name]
 
 
 LABELS = frozenset({"labels", "shift_labels"})
