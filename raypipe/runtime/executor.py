@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -16,11 +16,13 @@ from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.norm import Shares
 from raypipe.runtime.runner import Payload, ProgramRunner
+from raypipe.runtime.stack import stacked, stacked_inputs, unstacked
 from raypipe.runtime.stage import Live, StageModule
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.transport.channel import Receiver, Sender, Wire
 from raypipe.runtime.updates import Updates
 from raypipe.runtime.versions import Snapshot, WeightVersions, run_with
+from raypipe.schedule.ir import Task as PipelineTask
 from raypipe.schedule.messages import Action, Program
 
 
@@ -87,7 +89,7 @@ class Executor(ProgramRunner):
         elif kind == "R":
             for mb in task.mbs:
                 live = self._live[(task.stage, self.base + mb)]
-                live.outputs = self._compute(task.stage, task.replica, mb, live.inputs, live.weights)
+                live.outputs = self._compute(task.stage, task.replica, (mb,), live.inputs, live.weights)
         elif kind == "AR":
             key = (task.stage, task.replica)
             self._collect(key)
@@ -117,43 +119,61 @@ class Executor(ProgramRunner):
             scale = self._scales[step]
         return scale
 
-    def _compute(self, stage: int, replica: int, mb: int, arrived: Payload, weights: Snapshot | None) -> Payload:
-        """Outputs of a stage for one micro-batch; of the last stage, the sum of its losses."""
-        ahead, of_step = divmod(mb, self.settings.microbatches)
-        first = of_step * self.settings.samples_per_microbatch
-        samples = range(first, first + self.settings.samples_per_microbatch)
+    def _compute(
+        self, stage: int, replica: int, mbs: Sequence[int], arrived: Payload, weights: Snapshot | None
+    ) -> Payload:
+        """Outputs of a stage for some micro-batches of one step; of the last stage, the sum of their losses."""
+        ahead = mbs[0] // self.settings.microbatches
+        each = self.settings.samples_per_microbatch
+        firsts = [mb % self.settings.microbatches * each for mb in mbs]
+        samples = [sample for first in firsts for sample in range(first, first + each)]
         module = self.modules[(stage, replica)]
         with random_keys(self.settings.seed, self.step + ahead, samples, self.training), self._autocast():
-            inputs = self._inputs(mb) if module.reads else {}
+            inputs = stacked_inputs([self._inputs(mb) for mb in mbs]) if module.reads else {}
             outputs = run_with(module, weights, arrived, inputs)
             if stage not in self.wire:  # the last stage sends nothing on
                 outputs = (self.task.loss(outputs[0], inputs),)
         return outputs
 
     def _forward(self, action: Action) -> None:
+        """A forward's micro-batches, in one go where that is possible: larger kernels take less time."""
+        task = action.task
+        together = len(task.mbs) > 1 and self._keeps_nothing(task) and self.modules[(task.stage, task.replica)].stacks
+        for mbs in (task.mbs,) if together else [(mb,) for mb in task.mbs]:
+            self._forward_of(action, mbs)
+
+    def _keeps_nothing(self, task: PipelineTask) -> bool:
+        """Nothing of this forward is left for a backward, which needs each micro-batch's own: all is made again."""
+        return not self.training or all((task.stage, mb) in self.program.recomputed for mb in task.mbs)
+
+    def _forward_of(self, action: Action, mbs: Sequence[int]) -> None:
         task = action.task
         stage = task.stage
         module = self.modules[(stage, task.replica)]
         versions = self.versions.get((stage, task.replica)) if self.training else None
-        for mb in task.mbs:
-            at = self.base + mb
-            weights = versions.for_forward(mb >= self.settings.microbatches) if versions is not None else None
-            arrived = tuple(
-                t for m in action.receives if m.mb == mb for t in self.mail.pop(("act", m.src_stage, stage, at))
+        weights = versions.for_forward(mbs[0] >= self.settings.microbatches) if versions is not None else None
+        arrived = [
+            tuple(
+                t for m in action.receives if m.mb == mb
+                for t in self.mail.pop(("act", m.src_stage, stage, self.base + mb))
             )
-            if self.training:
-                module.track(arrived)
-            again = (stage, mb) in self.program.recomputed
-            with torch.no_grad() if again else nullcontext():
-                outputs = self._compute(stage, task.replica, mb, arrived, weights)
-            if stage not in self.wire:
-                of_step = self.step + mb // self.settings.microbatches
-                self._losses.setdefault(of_step, []).append(outputs[0].detach())
+            for mb in mbs
+        ]  # fmt: skip
+        if self.training:
+            for one in arrived:
+                module.track(one)
+        again = (stage, mbs[0]) in self.program.recomputed
+        with torch.no_grad() if again else nullcontext():
+            outputs = self._compute(stage, task.replica, mbs, stacked(arrived), weights)
+        if stage not in self.wire:
+            of_step = self.step + mbs[0] // self.settings.microbatches
+            self._losses.setdefault(of_step, []).append(outputs[0].detach())
+        for mb, inputs, made in zip(mbs, arrived, unstacked(outputs, len(mbs)), strict=True):
             for m in action.sends:
                 if m.mb == mb:
-                    self.mail[("act", stage, m.dst_stage, at)] = tuple(y.detach() for y in outputs)
+                    self.mail[("act", stage, m.dst_stage, self.base + mb)] = tuple(y.detach() for y in made)
             if self.training:
-                self._live[(stage, at)] = Live(arrived, () if again else outputs, weights)
+                self._live[(stage, self.base + mb)] = Live(inputs, () if again else made, weights)
 
     def _backward(self, action: Action, also_weights: bool) -> None:
         task = action.task

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from raypipe.models import Inputs, LayeredModel
 from raypipe.runtime.runner import Payload
 from raypipe.runtime.split_backward import Closure, WeightQueue, defer_weight_gradients
+from raypipe.runtime.stack import can_stack
 
 
 @dataclass(slots=True)
@@ -58,6 +59,9 @@ class StageModule(nn.Module):
         leaving = () if last else model.crossing(layers[-1], 1)
         self.gives_gradient = tuple(t.differentiable for t in leaving) or (True,)
         """Per output, whether a gradient comes for it; the last stage's output is the loss."""
+        borders = [layers[0] - 1] * bool(layers[0]) + [layers[-1]] * (not last)
+        self.stacks = all(can_stack(model.crossing(i, 1), model.crossing(i, 2)) for i in borders)
+        """Several micro-batches can run as one."""
         self.queue = WeightQueue()
         self.joint_names: list[str] = []
         """Parameters whose gradients B computes after all; vectors left out: their gradients cost next to nothing."""

@@ -53,12 +53,17 @@ def even_cut(model: LayeredModel, stages: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(begins)]
 
 
-def order(stages: int, microbatches: int, split: bool, recompute: bool = False) -> str:
-    """All forwards of two micro-batches, then their backwards: activations of several are alive at a time."""
+def order(stages: int, microbatches: int, split: bool, recompute: bool = False, pairs: bool = False) -> str:
+    """All forwards of two micro-batches, then their backwards: activations of several are alive at a time.
+
+    ``pairs``: each two forwards are one task, as in forward doubling.
+    """
     tasks = []
     for first in range(0, microbatches, 2):
         pair = range(first, min(first + 2, microbatches))
-        tasks += [f"{s}F{m}" for m in pair for s in range(stages)]
+        tasks += [
+            f"{s}F{','.join(map(str, ms))}" for ms in ([pair] if pairs else [[m] for m in pair]) for s in range(stages)
+        ]
         for m in pair:
             for s in reversed(range(stages)):
                 tasks += [f"{s}R{m}"] * recompute
@@ -70,13 +75,14 @@ def order(stages: int, microbatches: int, split: bool, recompute: bool = False) 
 
 def run_step(
     model: LayeredModel, cut: list[range], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
-    *, split: bool = False, recompute: bool = False, seed: int = 3, step: int = 5, autocast: torch.dtype | None = None,
+    *, split: bool = False, recompute: bool = False, pairs: bool = False, seed: int = 3, step: int = 5,
+    autocast: torch.dtype | None = None,
 ) -> Outcome:  # fmt: skip
     """One training step over all rows; gradients are read off a plain SGD update."""
     device = torch.device("cpu")
     batch = len(next(iter(rows.values())))
     count = batch // microbatch
-    schedule = add_updates(from_text(order(len(cut), count, split, recompute)))
+    schedule = add_updates(from_text(order(len(cut), count, split, recompute, pairs)))
     verify(schedule)
     stages = [StageModule(model, part, seed, device, split) for part in cut]
     modules = {(s, 0): stage for s, stage in enumerate(stages)}

@@ -61,6 +61,7 @@ PLANS = [
     {"schedule": "chimera", "stages": 4, "replicas": 2, "sync": "eager-opt"},
     {"schedule": "chimera", "stages": 4, "pipelines": 4},
     {"schedule": "chimera", "stages": 2, "concat": "doubling"},
+    {"schedule": "chimera", "stages": 4, "concat": "doubling"},
     {"schedule": "chimera", "stages": 4, "concat": "halving"},
     {"schedule": "chimera-tight", "stages": 4},
     {"schedule": "gems", "stages": 2},
