@@ -46,7 +46,7 @@ def make_plan(job: JobSpec) -> Plan:
     from raypipe.data import declared_fields
     from raypipe.models import build_model, split_layers
 
-    layers = build_model(job, declared_fields(job.data))
+    layers = build_model(job, declared_fields(job.data), member=0)
     parallel = job.parallel
     order: str | None
     if parallel.schedule == "auto":
@@ -131,7 +131,7 @@ def _check_cut(plan: Plan, job: JobSpec, plan_file: Path) -> None:
     from raypipe.models import build_model
 
     layers = [i for stage in plan.cut for i in stage]
-    expected = build_model(job, declared_fields(job.data)).count
+    expected = build_model(job, declared_fields(job.data), member=0).count
     if layers != list(range(expected)):
         raise SpecError(
             f"{plan_file}: cut", f"holds layers {layers} of a model with layers 0 to {expected - 1}",
@@ -208,7 +208,7 @@ def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], 
 
     directory = prepared.directory
     schedule = build_schedule(prepared.plan, prepared.job.train.batch)
-    devices = connect(schedule.devices, dashboard_port)
+    devices = connect(schedule.devices * prepared.plan.parallel.tensor, dashboard_port)
     log = RunLog(directory)
     log.event("run", resume=prepared.resume)
     log.close()

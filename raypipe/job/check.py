@@ -17,7 +17,6 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "shard": ("none",),
     "sync": ("lazy", "eager", "eager-opt"),
     "recompute": ("none", "full"),
-    "tensor": (1,),
 }
 """Per key of ``parallel``, the values that work today; the others are refused instead of ignored."""
 
@@ -40,6 +39,7 @@ def problems(job: JobSpec) -> Iterator[Problem]:
         yield Problem("data.held_out", "text is split by file", "leave it out")
     yield from _train(job.train)
     yield from _available(job.parallel)
+    yield from _tensor(job)
     yield from _batch(job)
     yield from _schedule(job)
 
@@ -77,6 +77,19 @@ def _available(parallel: ParallelSpec) -> Iterator[Problem]:
         if value not in values:
             allowed = " or ".join("null" if v is None else str(v) for v in values)
             yield Problem(f"parallel.{key}", f"{value} is not available yet", f"use {allowed}, or leave the key out")
+
+
+def _tensor(job: JobSpec) -> Iterator[Problem]:
+    """What sharing each layer between devices does not go with."""
+    parallel = job.parallel
+    if parallel.tensor == 1:
+        if parallel.tensor_table is not None:
+            yield Problem("parallel.tensor_table", "nothing is divided with tensor: 1", "leave it out, or raise tensor")
+        return
+    if parallel.update == "optimistic":
+        yield Problem(
+            "parallel.update", f"optimistic does not go with tensor: {parallel.tensor}", "use auto, which then waits"
+        )
 
 
 SHAPE_KEYS = ("schedule", "placement", "memory_limit", "chunks", "unit", "pipelines", "concat", "sync")

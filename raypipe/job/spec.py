@@ -81,7 +81,7 @@ class TrainSpec(Spec):
 
 
 class ParallelSpec(Spec):
-    """How to cut the work over devices. ``stages * replicas`` devices in all."""
+    """How to cut the work over devices. ``stages * replicas * tensor`` devices in all."""
 
     schedule: str = "1f1b"
     """Name of a pipeline schedule (``raypipe schedule --list`` describes them), a file that holds one, or ``auto``."""
@@ -121,6 +121,8 @@ class ParallelSpec(Spec):
     """Where activations are recomputed: per stage, the share of its micro-batches that keep them all the same."""
     tensor: Positive = 1
     """Devices that share each layer."""
+    tensor_table: str | None = None
+    """File that says which layers are divided (docs/tensor.md); null for the table of the model's family."""
 
     def shape(self, batch: int) -> Shape:
         """The shape of one data-parallel copy's schedule, for mini-batches of ``batch`` sequences.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,38 +14,44 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raypipe.errors import SpecError, nearest
 from raypipe.job import CapturedSpec, GptSpec, HfSpec, ImportSpec, JobSpec
-from raypipe.models.captured import CapturedModel
+from raypipe.models.captured import CapturedModel, Share
 from raypipe.models.gpt_layers import GptLayers
 from raypipe.models.hugging_face import HuggingFace
 from raypipe.models.imported import Imported
 from raypipe.models.layered import LayeredModel
-from raypipe.models.source import Identity, ModelSource
+from raypipe.models.source import ModelSource
 from raypipe.models.task import Field, Task
-from raypipe.partition.capture import Captured, capture
+from raypipe.partition.capture import capture
 from raypipe.partition.empty import build_without_memory
-from raypipe.partition.fingerprint import fingerprint
-from raypipe.partition.kept import captured_once
 from raypipe.partition.shard import shard
+from raypipe.partition.tensor import Division
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 """Of parameters, by ``train.dtype``; bfloat16 is autocast."""
 Fields = Mapping[str, Field]
 
 
-def build_model(job: JobSpec, fields: Fields | None) -> LayeredModel:
+def build_model(job: JobSpec, fields: Fields | None, member: int | None = None) -> LayeredModel:
     """The layers of a job's model; ``fields`` are the raw inputs that the data's arrays give, None for text.
 
-    A model is captured once, and kept for other processes and runs: see ``partition/cache.py``.
+    With ``member``, that member's share of a model divided as the job says (``parallel.tensor``); else the whole one.
+    A captured model is captured once in a process.
 
     Raises:
-        SpecError: the model does not exist, or does not fit its data.
+        SpecError: the model does not exist, does not fit its data, or does not divide.
         CaptureError: it cannot be captured.
     """
+    division = None
+    if member is not None and job.parallel.tensor > 1:
+        division = Division(job.parallel.tensor, member, job.parallel.tensor_table)
     if isinstance(job.model, GptSpec):
-        return GptLayers(job.model, DTYPES[job.train.dtype])
+        return GptLayers(job.model, DTYPES[job.train.dtype], division)
     kind = HfSpec if isinstance(job.model, HfSpec) else ImportSpec
     record = json.dumps(job.model.model_dump(mode="json"), sort_keys=True)
-    return _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype)
+    # Members differ in nothing that is captured.
+    common = division and replace(division, member=0)
+    model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common)
+    return model if division is None else model.share_of(division)
 
 
 def _frozen(fields: Fields | None) -> tuple[tuple[str, Field], ...] | None:
@@ -55,7 +61,7 @@ def _frozen(fields: Fields | None) -> tuple[tuple[str, Field], ...] | None:
 @lru_cache(maxsize=4)
 def _captured(
     kind: type[HfSpec] | type[ImportSpec], record: str, mask: float, given: tuple[tuple[str, Field], ...] | None,
-    dtype: str,
+    dtype: str, division: Division | None,
 ) -> CapturedModel:  # fmt: skip
     spec = kind.model_validate_json(record)
     arrays = None if given is None else dict(given)
@@ -64,27 +70,25 @@ def _captured(
     fields = dict(arrays) if arrays is not None else task.text_fields(_sequence(spec))
     fields |= _made(task, fields)
     build = _in_training(source.build, spec, DTYPES[dtype])
-
-    def fresh() -> Captured:
-        skeleton = build_without_memory(build)
-        arguments = _arguments(skeleton, fields, task)
-        example = {name: _example(fields[field], DTYPES[dtype]) for name, field in arguments.items()}
-        whole = capture(skeleton, example, outputs=source.outputs)
-        if len(whole.graph.outputs) > 1:
-            names = list(whole.graph.outputs)
-            whole = capture(skeleton, example, outputs=["logits" if "logits" in names else names[0]])
-        return whole
-
-    whole = captured_once(_key(source.identity(build), record, fields, dtype), fresh)
-    named = {name: _field(name, fields) for name in whole.graph.inputs}
-    return CapturedModel(whole, shard(whole.graph), task, source.values(build), named, build)
-
-
-def _key(identity: Identity, record: str, fields: Fields, dtype: str) -> str:
-    """What the captured model is kept under."""
-    given = {name: [list(field.shape), str(field.dtype)] for name, field in fields.items()}
-    asked = {"model": record, "is": identity.says, "fields": given, "dtype": dtype}
-    return fingerprint(asked, [*identity.code, *sorted(Path(__file__).parent.glob("*.py"))], identity.packages)
+    skeleton = build_without_memory(build)
+    arguments = _arguments(skeleton, fields, task)
+    example = {name: _example(fields[field], DTYPES[dtype]) for name, field in arguments.items()}
+    named = {name: (field, fields[field]) for name, field in arguments.items()}
+    share = None
+    if division is not None:
+        # Made before the layers are divided: what is random is compared with the whole model's.
+        undivided = _captured(kind, record, mask, given, dtype, None).graph
+        config = getattr(skeleton, "config", None)
+        share = Share(
+            division,
+            division.divide(skeleton, getattr(config, "model_type", ""), config, gather_logits=True),
+            undivided,
+        )
+    found = capture(skeleton, example, outputs=source.outputs)
+    if len(found.graph.outputs) > 1:
+        names = list(found.graph.outputs)
+        found = capture(skeleton, example, outputs=["logits" if "logits" in names else names[0]])
+    return CapturedModel(found, shard(found.graph), task, source.values(build), named, share)
 
 
 def _sequence(spec: CapturedSpec) -> int:
@@ -114,12 +118,6 @@ def _example(field: Field, dtype: torch.dtype) -> Tensor:
     """Two samples; only the shape and the dtype count."""
     kind = dtype if field.dtype.is_floating_point else field.dtype
     return torch.zeros(2, *field.shape, dtype=kind)
-
-
-def _field(argument: str, fields: Fields) -> tuple[str, Field]:
-    """The field that ``_arguments`` gave an argument: its namesake, or the only one there is beside the labels."""
-    name = argument if argument in fields else next(field for field in fields if field not in LABELS)
-    return name, fields[name]
 
 
 LABELS = frozenset({"labels", "shift_labels"})

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from raypipe.errors import CaptureError
-from raypipe.models.keyed_operations import find_sites, key_random_operations
+from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import Field, Inputs, Task
 from raypipe.partition.capture import Captured
 from raypipe.partition.dims import Sizes, evaluate_all
 from raypipe.partition.flops import forward_flops
-from raypipe.partition.liveness import inputs_read
-from raypipe.partition.operations import Operation, TensorType
+from raypipe.partition.operations import Operation, OperationGraph, TensorType
 from raypipe.partition.shard import Sharding
 from raypipe.partition.subgraph import build_subgraph
+from raypipe.partition.tensor import Division, Shard
+
+
+class Share(NamedTuple):
+    """What of a divided model this process holds."""
+
+    division: Division
+    shards: Mapping[str, Shard]
+    whole: OperationGraph
+    """The same model, not divided."""
 
 
 class CapturedModel(LayeredModel):
     """The sub-graphs of a captured module.
 
-    ``fields`` says what each raw input of the model is called in the data, and its shape there. ``build`` constructs
-    the module, for parts of it that run as they are. Parameters have the names that the module gives them; a tied one
-    its owner's.
+    ``fields`` says what each raw input of the model is called in the data, and its shape there. Parameters have the
+    names that the module gives them; a tied one its owner's.
 
     Raises:
         CaptureError: the model writes buffers, or draws random numbers in a way that no key can decide.
@@ -35,17 +45,19 @@ class CapturedModel(LayeredModel):
 
     def __init__(
         self, captured: Captured, sharding: Sharding, task: Task, values: StartValues,
-        fields: Mapping[str, tuple[str, Field]], build: Callable[[], nn.Module],
+        fields: Mapping[str, tuple[str, Field]], share: Share | None = None,
     ) -> None:  # fmt: skip
         self.captured, self.sharding, self.task, self.values = captured, sharding, task, values
-        self.build = build
         self.graph = graph = captured.graph
         self.fields = {name: fields[name] for name in graph.inputs}
         self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
         self.edges = (*sharding.starts, sharding.end)
         _refuse_writes(self)
         one = self.sizes(1)
-        self.sites = find_sites(graph, self.sizes(2), self.sizes(4))
+        whole = random_shapes(share.whole, self.sizes(2, share.whole)) if share is not None else None
+        self.sites = find_sites(graph, self.sizes(2), self.sizes(4), whole)
+        if share is not None:
+            self.division, self.shards = share.division, share.shards
         self.held = tuple(
             graph.parameters_of([graph.operations[i] for i in range(a, b)]) for a, b in pairwise(self.edges)
         )
@@ -56,9 +68,9 @@ class CapturedModel(LayeredModel):
         )
         self.flops = tuple(sum(forward_flops(graph, i, one) for i in range(a, b)) for a, b in pairwise(self.edges))
 
-    def sizes(self, samples: int) -> Sizes:
-        """What the symbols in the model's shapes stand for."""
-        return self.graph.sizes({name: (samples, *field.shape) for name, (_, field) in self.fields.items()})
+    def sizes(self, samples: int, graph: OperationGraph | None = None) -> Sizes:
+        """What the symbols in the shapes of the model, or of another graph of the same inputs, stand for."""
+        return (graph or self.graph).sizes({name: (samples, *field.shape) for name, (_, field) in self.fields.items()})
 
     def parameters(self, i: int) -> int:
         """Number of values in sub-graph ``i``'s parameters, tied ones counted in each holder."""
@@ -74,19 +86,30 @@ class CapturedModel(LayeredModel):
 
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """What these sub-graphs read, and what they need for operations that every stage computes anew."""
-        return frozenset(self.fields[name][0] for name in inputs_read(self.graph, self._span(layers)))
+        inputs = build_subgraph(self.captured, self._span(layers), "meta").inputs
+        return frozenset(self.fields[name][0] for name in inputs)
 
     def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
         """The operations of these sub-graphs as one module."""
-        part = build_subgraph(self.captured, self._span(layers), device, self.build)
+        part = build_subgraph(self.captured, self._span(layers), device)
         key_random_operations(part.module, self.sites)
         stage = CapturedStage(
             part.module,
             tuple(self.fields[name][0] for name in part.inputs),
             tuple(getattr(torch, _type(operation).dtype) for operation in part.leaves),
         )
-        stage.fill(self.values, seed, device)
+        stage.fill(self.values, seed, device, self._cut)
         return stage
+
+    def share_of(self, division: Division) -> CapturedModel:
+        """The same for another member of the group."""
+        other = copy(self)
+        other.division = division
+        return other
+
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        """What this process holds of a parameter."""
+        return whole if self.division is None else self.division.cut(self.shards.get(name), whole)
 
     def _span(self, layers: Sequence[int]) -> range:
         return range(self.edges[layers[0]], self.edges[layers[-1] + 1])
@@ -109,13 +132,15 @@ class CapturedStage(StageBody):
         """By the module's own names."""
         return dict(self.graph.named_parameters())
 
-    def fill(self, values: StartValues, seed: int, device: torch.device | str) -> None:
-        """Give the parameters memory and their start values."""
+    def fill(
+        self, values: StartValues, seed: int, device: torch.device | str, cut: Callable[[str, Tensor], Tensor]
+    ) -> None:
+        """Give the parameters memory and their start values, of which ``cut`` takes this process's share."""
         parameters, buffers = self.named(), dict(self.graph.named_buffers())
         start = values.read(parameters, buffers, seed)
         for name, parameter in parameters.items():
             parent, _, leaf = name.rpartition(".")
-            value = start[name].to(device, parameter.dtype, copy=True)
+            value = cut(name, start[name]).to(device, parameter.dtype, copy=True)
             owner = self.graph.get_submodule(parent)
             owner._parameters[leaf] = nn.Parameter(value, parameter.requires_grad)
         for name, buffer in buffers.items():

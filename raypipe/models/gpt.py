@@ -43,7 +43,7 @@ class Block(nn.Module):
     def __init__(self, model: GptSpec, index: int) -> None:
         super().__init__()
         hidden = model.hidden
-        self.heads = model.heads
+        self.head_width = hidden // model.heads
         self.attention_norm = nn.LayerNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.attention_out = nn.Linear(hidden, hidden)
@@ -55,11 +55,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """No dropout inside attention: its kernel would draw from a generator that knows the process."""
-        batch, sequence, hidden = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, hidden // self.heads)
+        batch, sequence, _ = x.shape
+        # As many heads as there are: a member of a tensor group has some of them.
+        qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, -1, self.head_width)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).reshape(batch, sequence, hidden)
+        y = y.transpose(1, 2).flatten(2)
         x = x + self.attention_dropout(self.attention_out(y))
         return x + self.mlp_dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))  # type: ignore[no-any-return]
 
@@ -95,12 +96,6 @@ def init_std(model: GptSpec, path: str) -> float | None:
     if name == "bias" or module.endswith("norm"):
         return None
     return INIT_STD / math.sqrt(2 * model.layers) if module in ("attention_out", "mlp_out") else INIT_STD
-
-
-def parameter_shapes(model: GptSpec, index: int) -> dict[str, tuple[int, ...]]:
-    """Path and shape of each parameter of a layer, without allocating it."""
-    with torch.device("meta"):
-        return {path: tuple(p.shape) for path, p in make_layer(model, index).named_parameters()}
 
 
 def forward_flops(model: GptSpec, index: int) -> float:

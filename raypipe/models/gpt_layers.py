@@ -16,19 +16,29 @@ from raypipe.models import gpt
 from raypipe.models.keyed_random import fold64
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
 from raypipe.models.task import Inputs, NextToken
+from raypipe.partition.tensor import Division
 
 
 class GptLayers(LayeredModel):
-    """Embedding, blocks, head."""
+    """Embedding, blocks, head.
 
-    def __init__(self, model: GptSpec, dtype: torch.dtype = torch.float32) -> None:
-        self.model, self.dtype = model, dtype
+    Raises:
+        SpecError: something does not divide as ``division`` says.
+    """
+
+    def __init__(self, model: GptSpec, dtype: torch.dtype = torch.float32, division: Division | None = None) -> None:
+        self.model, self.dtype, self.division = model, dtype, division
         self.names = ("embedding", *(f"block.{i}" for i in range(model.layers)), "head")
         head = self.count - 1
         tied = TiedGroup("0.token.weight", ((0, "0.token.weight"), (head, f"{head}.project.weight")))
         self.tied = (tied,) if model.tie_embeddings else ()
         self.flops = tuple(gpt.forward_flops(model, i) for i in range(self.count))
         self.task = NextToken()
+        if division is not None:
+            with torch.device("meta"):
+                whole = nn.ModuleList(gpt.make_layer(model, i) for i in range(self.count))
+            self.shards = division.divide(whole, model.type, model, gather_logits=False)
+            self.task.classes = model.vocabulary
 
     @property
     def units(self) -> tuple[range, ...]:
@@ -38,7 +48,15 @@ class GptLayers(LayeredModel):
 
     def parameters(self, i: int) -> int:
         """Number of values in layer ``i``'s parameters, tied ones counted in each holder."""
-        return sum(torch.Size(shape).numel() for shape in gpt.parameter_shapes(self.model, i).values())
+        return sum(p.numel() for p in self._empty(i).parameters())
+
+    def _empty(self, i: int) -> nn.Module:
+        """Layer ``i`` without memory."""
+        with torch.device("meta"):
+            layer = gpt.make_layer(self.model, i)
+        if self.division is not None:
+            self.division.divide(layer, self.model.type, self.model, gather_logits=False, part=True)
+        return layer
 
     def crossing(self, i: int, samples: int) -> tuple[CutTensor, ...]:
         """The residual stream, which keeps the parameters' dtype under autocast too."""
@@ -53,9 +71,7 @@ class GptLayers(LayeredModel):
 
         Values are drawn in float32 on the CPU and then converted, so every dtype and device starts alike.
         """
-        with torch.device("meta"):
-            layer = gpt.make_layer(self.model, i)
-        layer = layer.to(self.dtype).to_empty(device=device)
+        layer = self._empty(i).to(self.dtype).to_empty(device=device)
         with torch.no_grad():
             for path, parameter in layer.named_parameters():
                 std = gpt.init_std(self.model, path)
@@ -64,7 +80,10 @@ class GptLayers(LayeredModel):
                     continue
                 owner, _, owner_path = self.owner(f"{i}.{path}").partition(".")
                 generator = torch.Generator().manual_seed(_parameter_seed(seed, int(owner), owner_path))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(std))
+                shard = self.shards.get(f"{i}.{path}")
+                shape = parameter.shape if shard is None else shard.whole_shape(parameter.shape)
+                value = torch.randn(shape, generator=generator).mul_(std)
+                parameter.copy_(value if self.division is None else self.division.cut(shard, value))
         return layer
 
     def owner(self, name: str) -> str:

@@ -7,6 +7,7 @@ cut. What draws in any other way is refused: its results would depend on the pro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,10 +29,22 @@ class Site(NamedTuple):
     number: int
     batch_dim: int | None
     """Dimension of what it drops from that holds the samples; None where there is none."""
+    divided_dim: int | None = None
+    """Dimension of which a member of a tensor group has its share; None where all have the same."""
 
 
-def find_sites(graph: OperationGraph, small: Sizes, large: Sizes) -> dict[str, Site]:
+def random_shapes(graph: OperationGraph, sizes: Sizes) -> list[tuple[int, ...]]:
+    """What the random operations of a model drop from, in order."""
+    return [evaluate_all(o.type.shape, sizes) for o in graph.operations if o.random and o.type is not None]
+
+
+def find_sites(
+    graph: OperationGraph, small: Sizes, large: Sizes, whole: Sequence[tuple[int, ...]] | None = None
+) -> dict[str, Site]:
     """The random operations of a model by name; ``large`` are the sizes of the inputs for twice as many samples.
+
+    Of a divided model, ``whole`` are the ``random_shapes`` of the undivided one, of ``small`` size: where they differ,
+    a share is what there is.
 
     Raises:
         CaptureError: an operation that draws random numbers in a way that no key can decide.
@@ -46,7 +59,9 @@ def find_sites(graph: OperationGraph, small: Sizes, large: Sizes) -> dict[str, S
             raise CaptureError(where, why, "use torch.nn.Dropout, or switch it off in the model's configuration")
         few, many = (evaluate_all(operation.type.shape, sizes) for sizes in (small, large))
         dims = [d for d, (a, b) in enumerate(zip(few, many, strict=True)) if b == 2 * a]
-        found[operation.name] = Site(len(found), dims[0] if dims else None)
+        undivided = few if whole is None else whole[len(found)]
+        shares = [d for d, (a, b) in enumerate(zip(few, undivided, strict=True)) if a != b]
+        found[operation.name] = Site(len(found), dims[0] if dims else None, shares[0] if shares else None)
     return found
 
 
@@ -58,12 +73,9 @@ def key_random_operations(module: fx.GraphModule, sites: dict[str, Site]) -> Non
             continue
         if node.target is torch.ops.aten.dropout.default:
             x, p = node.args[:2]
-            node.target, node.args, node.kwargs = keyed_dropout, (x, p, site.number, site.batch_dim), {}
+            node.target, node.args, node.kwargs = keyed_dropout, (x, p, *site), {}
         else:
-            node.target, node.kwargs = (
-                keyed_attention,
-                {**node.kwargs, "site": site.number, "batch_dim": site.batch_dim},
-            )
+            node.target, node.kwargs = keyed_attention, {**node.kwargs, "site": site}
     module.recompile()
 
 
@@ -77,8 +89,7 @@ def keyed_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-    site: int,
-    batch_dim: int | None,
+    site: Site,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` whose dropout follows from ``random_keys``.
 
@@ -101,4 +112,4 @@ def keyed_attention(
         scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
     # A row that sees nothing becomes zeros, as in the kernels.
     weights = torch.ops.aten._safe_softmax(scores, -1)
-    return keyed_dropout(weights, dropout_p, site, batch_dim) @ value
+    return keyed_dropout(weights, dropout_p, *site) @ value

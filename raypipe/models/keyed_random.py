@@ -14,6 +14,7 @@ numbers: as easy as 1, 2, 3", for the idea of keyed counters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.errors import RunError
+from raypipe.partition.tensor.group import current_group
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -133,12 +135,13 @@ def random_halves(keys: Sequence[int], elements: int, device: torch.device) -> T
     return h.view(torch.int16)[:, :elements]
 
 
-def keyed_dropout(x: Tensor, p: float, site: int, batch_dim: int | None = 0) -> Tensor:
+def keyed_dropout(x: Tensor, p: float, site: int, batch_dim: int | None = 0, divided_dim: int | None = None) -> Tensor:
     """Zero a share ``p`` of the values and scale the rest by ``1 / (1 - p)``; the mask comes from ``random_keys``.
 
     ``site`` numbers the place in the model, so that two places never share a mask. ``batch_dim`` is the dimension of
     ``x`` that holds the samples of the context, each with the same number of rows; None where all samples share what is
-    dropped. ``x`` itself in evaluation, or with ``p = 0``; gradients pass through the same mask.
+    dropped. ``divided_dim`` is the dimension of which the members of a tensor group have equal shares: the mask is
+    that of the whole. ``x`` itself in evaluation, or with ``p = 0``; gradients pass through the same mask.
     Raises RunError when training without keys, or with keys for another number of samples.
     """
     keys = _current
@@ -155,10 +158,17 @@ def keyed_dropout(x: Tensor, p: float, site: int, batch_dim: int | None = 0) -> 
             rows = x.shape[batch_dim]
             raise RunError(f"dropout site {site}", f"{rows} rows for {len(seeds)} samples", "one key per sample")
     y = x.movedim(batch_dim, 0) if batch_dim else x
-    halves = random_halves(seeds, x.numel() // len(seeds), x.device)
+    shape = list(y.shape)
+    if divided_dim is not None:
+        group, length = current_group(), x.shape[divided_dim]
+        moved = divided_dim + 1 if batch_dim is not None and divided_dim < batch_dim else divided_dim
+        shape[moved] *= group.size
+    halves = random_halves(seeds, math.prod(shape) // len(seeds), x.device).reshape(shape)
+    if divided_dim is not None:
+        halves = halves.narrow(moved, group.rank * length, length)
     # Dropped are the lowest int16 values; keep / 65536 is the exact probability, so the mean stays exact too. A mask of
     # numbers: autograd keeps more bytes than for a mask of booleans, and a step takes a third less time.
-    mask = halves.ge(_LEVELS // 2 - keep).to(x.dtype).mul_(_LEVELS / keep).view(y.shape)
+    mask = halves.ge(_LEVELS // 2 - keep).to(x.dtype).mul_(_LEVELS / keep)
     return y.mul(mask).movedim(0, batch_dim) if batch_dim else y * mask
 
 

@@ -8,14 +8,16 @@ reads the data, so a stage takes them from there.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from raypipe.models.task import Inputs, Task
+from raypipe.partition.tensor import Division, Shard
 
 
 class CutTensor(NamedTuple):
@@ -61,6 +63,10 @@ class LayeredModel(ABC):
     flops: tuple[float, ...]
     """Forward floating-point operations of each layer on one sample."""
     task: Task
+    division: Division | None = None
+    """The share that this process holds of every divided parameter; None where it holds all of each."""
+    shards: Mapping[str, Shard] = MappingProxyType({})
+    """How each divided parameter is cut, by name."""
 
     @property
     def count(self) -> int:

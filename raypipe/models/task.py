@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raypipe.errors import SpecError
 from raypipe.models.keyed_random import random_halves
+from raypipe.partition.tensor.loss import divided_cross_entropy
 
 IGNORED = -100
 """Label of what is not to be predicted, PyTorch's and Hugging Face's convention."""
@@ -76,10 +77,12 @@ class Labels(Task):
     """
 
     reads = frozenset({"labels"})
+    classes: int | None = None
+    """All classes, where the output is one member's share of them (tensor parallelism); None where it is whole."""
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Sum over the labels."""
-        return cross_entropy(output, inputs["labels"])
+        return cross_entropy(output, inputs["labels"], self.classes)
 
     def targets(self, inputs: Inputs) -> int:
         """Labels that count."""
@@ -104,7 +107,7 @@ class NextToken(Labels):
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Logits ``[batch, sequence, vocabulary]``, labels int64 ``[batch, sequence]``."""
-        return cross_entropy(*self._pair(output, inputs))
+        return cross_entropy(*self._pair(output, inputs), self.classes)
 
     def targets(self, inputs: Inputs) -> int:
         """Tokens that have one after them."""
@@ -185,12 +188,14 @@ class Values(Task):
         return inputs["labels"].numel()
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, classes: int | None = None) -> Tensor:
     """Sum of ``-log p(label)``, in nats, as a scalar, without the labels that are ``IGNORED``.
 
     ``logits`` ``[..., classes]``, ``labels`` int64 ``[...]``. Computed in float32 at least, whatever precision the
-    logits come in; float64 stays float64.
+    logits come in; float64 stays float64. With ``classes``, the logits are a member's share of so many.
     """
     if logits.dtype != torch.float64:
         logits = logits.float()
+    if classes is not None:
+        return divided_cross_entropy(logits.flatten(0, -2), labels.flatten(), classes, IGNORED)
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED)

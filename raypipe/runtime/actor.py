@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,16 +18,27 @@ import torch.distributed as dist
 from raypipe.checkpoint import ShardInfo, open_checkpoint, write_shard
 from raypipe.data import open_data
 from raypipe.models import DTYPES, build_model
+from raypipe.partition.tensor import Alone, ProcessGroup, TensorGroup, set_group
+from raypipe.runtime.collective import wait_for
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.links import Links, Location, Wiring, locate
+from raypipe.runtime.members import TENSOR_GROUP, own_channels, own_groups
 from raypipe.runtime.norm import Shares
 from raypipe.runtime.optimizer import learning_rate, make_optimizer
 from raypipe.runtime.process import heap_bytes, settle
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.stage import StageModule
-from raypipe.runtime.state import owned_keys, previous_tensors, read_previous, read_state, state_tensors
+from raypipe.runtime.state import (
+    Piece,
+    joined,
+    owned_keys,
+    previous_pieces,
+    read_previous,
+    read_state,
+    state_pieces,
+)
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.versions import WeightVersions
 from raypipe.schedule.endless import WHOLE, Part
@@ -59,46 +71,61 @@ class Stage:
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.links = links = Links(setup.rank, setup.wiring, self._backend(setup.wiring))
-        plan = build_model(job, setup.fields)
+        groups = own_groups(links.groups, setup.device, setup.member, setup.tensor)
+        plan = build_model(job, setup.fields, setup.member)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): StageModule(plan, setup.cut[stage], job.train.seed, self.device, split)
             for replica, held in enumerate(setup.placement)
             for stage, device in enumerate(held)
-            if device == setup.rank
+            if device == setup.device
         }
         self.optimizers = {k: make_optimizer(job.train, m.named.values()) for k, m in self.modules.items()}
         checkpoint = None
         if setup.checkpoint is not None:
             checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
             for key, module in self.modules.items():
-                read_state(checkpoint, module, self.optimizers[key], setup.tied)
+                read_state(checkpoint, module, self.optimizers[key], setup.tied, setup.member)
         rule = setup.versions
         versions = {} if rule == "flush" else {k: WeightVersions(m, rule) for k, m in self.modules.items()}
         if checkpoint is not None:
             for key, kept in versions.items():
-                kept.restore(read_previous(checkpoint, self.modules[key], setup.tied))
+                kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.member))
         feed = Feed(
             open_data(setup.data, plan.task), plan.task, {name for m in self.modules.values() for name in m.reads},
             job.train.seed, job.train.batch, setup.samples_per_microbatch, self.device,
             DTYPES[job.train.dtype],
         )  # fmt: skip
+        senders, receivers = own_channels(links.senders, setup.tensor), own_channels(links.receivers, setup.tensor)
+        # An update that has to be undone is noticed by each process when it looks; members must do so in step.
+        update = "wait" if setup.tensor > 1 else job.parallel.update
         settings = StepSettings(
             seed=job.train.seed, microbatches=setup.microbatches,
             samples_per_microbatch=setup.samples_per_microbatch,
-            clip=job.train.clip, update=job.parallel.update, timeout_s=job.train.message_timeout_s, device=self.device,
-            autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None,
+            clip=job.train.clip, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
+            autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, member=setup.member,
         )  # fmt: skip
-        sync = GradientSync(setup.rank, self.modules, setup.placement, setup.tied, links.groups)
+        sync = GradientSync(setup.device, self.modules, setup.placement, setup.tied, groups, setup.member)
         self.executor = Executor(
             settings, self.modules, self.optimizers, plan.task, feed, sync, Shares(links.world),
-            links.senders, links.receivers, setup.wire, versions,
+            senders, receivers, setup.wire, versions,
         )  # fmt: skip
+        self.group = self._tensor_group(groups)
         # What was built lives as long as the run: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()
         joint = [name for m in self.modules.values() for name in m.joint_names]
         return sum(p.numel() for m in self.modules.values() for p in m.named.values()), joint
+
+    def _tensor_group(self, groups: Mapping[str, dist.ProcessGroup]) -> TensorGroup:
+        """Make the other members of this device known to the layers that they share."""
+        group: TensorGroup = Alone()
+        if TENSOR_GROUP in groups:
+            # Beside others, messages of this device move on while it waits: a member may wait for just those.
+            push = self.executor.outgoing.push
+            group = ProcessGroup(groups[TENSOR_GROUP], lambda what, work: wait_for(what, work, push))
+        set_group(group)
+        return group
 
     def _backend(self, wiring: Wiring) -> str:
         own_gpus = len({p.device for p in wiring.peers}) == len(wiring.peers)
@@ -124,14 +151,19 @@ class Stage:
         return self.executor.run(self.setup_data.evaluate, batch, 0.0, split="val")
 
     def save(self, directory: Path) -> ShardInfo | None:
-        """Write the parameters and optimizer state this device is the first holder of; None if there are none."""
+        """Write the parameters and optimizer state this device is the first holder of; None if there are none.
+
+        The members of a device write a part of them each, whole parameters.
+        """
         self.executor.settle()
-        tensors = {}
-        for key in owned_keys(self.rank, self.modules, self.setup_data.placement):
-            tensors.update(state_tensors(self.modules[key], self.optimizers[key], self.setup_data.tied))
+        setup = self.setup_data
+        state: list[Piece] = []
+        for key in owned_keys(setup.device, self.modules, setup.placement):
+            state += state_pieces(self.modules[key], self.optimizers[key], setup.tied)
             if key in self.executor.versions:
                 previous = self.executor.versions[key].previous()
-                tensors.update(previous_tensors(self.modules[key], previous, self.setup_data.tied))
+                state += previous_pieces(self.modules[key], previous, setup.tied)
+        tensors = joined(state, self.group)
         return write_shard(directory, f"rank-{self.rank:05d}", tensors) if tensors else None
 
     def clock(self) -> float:

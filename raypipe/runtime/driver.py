@@ -27,6 +27,7 @@ from raypipe.runtime.gradients import TiedHolders, shared_groups
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring, rendezvous_of
 from raypipe.runtime.measure import Prediction, StepClock
+from raypipe.runtime.members import member_edges, member_groups, member_of
 from raypipe.runtime.norm import clip_factor, norm_of
 from raypipe.runtime.optimizer import learning_rate
 from raypipe.runtime.replan import Replanner, Swap
@@ -88,22 +89,24 @@ class Driver:
         self.memory_bytes = ray.get(fleet.call("memory_bytes"))
 
     def _setup(self, fleet: Fleet, checkpoint: Path | None) -> None:
-        job, schedule = self.job, self.schedule
+        schedule, tensor = self.schedule, self.plan.parallel.tensor
+        job = self.job.model_copy(update={"parallel": self.plan.parallel})
         fields = known_fields(self.directory / "data")
-        layers = build_model(job, fields)
+        layers = build_model(job, fields, member=0)
         samples = int(self.plan.parallel.microbatch * schedule.size)
         train, evaluate = self._lower(schedule)
         tied = tied_holders(self.plan, schedule, layers)
         setup = Setup(
-            rank=0,
-            job=job.model_copy(update={"parallel": self.plan.parallel}),
+            device=0,
+            member=0,
+            job=job,
             cut=self.plan.cut,
             placement=schedule.placement,
             wiring=Wiring(
                 peers=tuple(x.peer for x in fleet.locations),
                 rendezvous=rendezvous_of(fleet.locations),
-                edges=edges(schedule),
-                groups=shared_groups(schedule.placement, tied),
+                edges=member_edges(edges(schedule), tensor),
+                groups=member_groups(shared_groups(schedule.placement, tied), schedule.devices, tensor),
                 transport=self.plan.parallel.transport,
                 run_id=fleet.run_id,
                 timeout_s=job.train.message_timeout_s,
@@ -119,14 +122,14 @@ class Driver:
             fields=fields,
             checkpoint=checkpoint,
         )
-        held = ray.get(
-            [
-                actor.setup.remote(
-                    replace(setup, rank=r, train={p: rows[r] for p, rows in train.items()}, evaluate=evaluate[r])
-                )
-                for r, actor in enumerate(fleet.actors)
-            ]
-        )
+        calls = []
+        for rank, actor in enumerate(fleet.actors):
+            device, member = member_of(rank, tensor)
+            own = {part: rows[device] for part, rows in train.items()}
+            calls.append(
+                actor.setup.remote(replace(setup, device=device, member=member, train=own, evaluate=evaluate[device]))
+            )
+        held = ray.get(calls)
         for name in sorted({name for _, joint in held for name in joint}):
             self.log.event("notice", message=f"the weight gradient of {name} cannot wait: it is computed in B")
         self.log.event(
@@ -197,7 +200,8 @@ class Driver:
         """Run the better order from ``step`` on: every device gets its new programs between two steps."""
         train, evaluate = self._lower(swap.schedule)
         for rank, actor in enumerate(fleet.actors):
-            actor.install.remote({part: rows[rank] for part, rows in train.items()}, evaluate[rank])
+            device, _ = member_of(rank, self.plan.parallel.tensor)
+            actor.install.remote({part: rows[device] for part, rows in train.items()}, evaluate[device])
         self.schedule, self.plan = swap.schedule, swap.plan
         self.clock = StepClock(swap.schedule)
         swap.plan.save(self.directory / "plan.json")
@@ -219,9 +223,13 @@ class Driver:
         norm = norm_of(r.norm_squared for r in results)
         if results[0].optimistic and clip_factor(self.job.train.clip or math.inf, norm) < 1.0:
             self.log.event("undone", step=step, grad_norm=norm)
-        step_s, bubble_ratio = ticket.clock.add(ticket.part, [r.times for r in results])
+        # A device's members work in step: the first one's times stand for all.
+        times = [r.times for r in results[:: self.plan.parallel.tensor]]
+        step_s, bubble_ratio = ticket.clock.add(ticket.part, times)
         self.counts["p2p"] = sum(r.received for r in results)
         self.counts["all_reduce"] = round(math.fsum(r.all_reduces for r in results))
+        if self.plan.parallel.tensor > 1:
+            self.counts["tensor_all_reduce"] = sum(r.tensor_sums for r in results) // self.plan.parallel.tensor
         self.last_metrics |= {"loss": loss}
         self.log.metric(
             {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypipe.data.corpus import Split
 from raypipe.models import Inputs, Task, random_keys
+from raypipe.partition.tensor import ProcessGroup, current_group
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.norm import Shares
@@ -265,6 +266,8 @@ class Executor(ProgramRunner):
         losses = self._losses.pop(self.step, [])
         targets = self.feed.targets(self.split, self.step) if losses else 1
         loss = float(torch.stack(losses).double().sum()) / targets if losses else 0.0
+        if self.settings.member > 0:
+            loss = 0.0
         reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
         if self.program.drains:
             left = [*self._live, *self.mail]
@@ -275,4 +278,7 @@ class Executor(ProgramRunner):
         self._fed = {at: held for at, held in self._fed.items() if at >= until}
         # Of several updates in a step (PipeDream), the mean square.
         square = sum(self._squares) / max(1, len(self._squares))
-        return StepResult(loss, square, times, self.received, reduced, self.updates.optimistic)
+        sums, group = 0, current_group()
+        if isinstance(group, ProcessGroup):
+            sums, group.sums = group.sums, 0
+        return StepResult(loss, square, times, self.received, reduced, sums, self.updates.optimistic)

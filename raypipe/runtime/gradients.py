@@ -51,12 +51,14 @@ class GradientSync:
 
     def __init__(
         self,
-        rank: int,
+        device: int,
         modules: Mapping[StageKey, StageModule],
         placement: tuple[tuple[int, ...], ...],
         tied: tuple[TiedHolders, ...],
         groups: Mapping[str, dist.ProcessGroup],
+        member: int = 0,
     ) -> None:
+        """``member``: which of its device's processes this one is; the others hold other shares of what is divided."""
         self.groups = groups
         self.all_reduces = 0.0
         """Gradient all-reduces since the last reset; each of a group's members counts its share of one."""
@@ -72,18 +74,21 @@ class GradientSync:
         self._own = {
             key: [p for name, p in module.named.items() if name not in spread] for key, module in modules.items()
         }
-        # Each gradient counts once in the norm: at the lowest rank that holds it.
-        self._counted: list[nn.Parameter] = []
+        # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
+        # every member has a share of it.
+        divided = {id(m.named[name]) for m in modules.values() for name in m.shards}
+        counted: list[nn.Parameter] = []
         for (stage, replica), parameters in self._own.items():
-            if self._is_first_holder(rank, stage, replica, placement):
-                self._counted.extend(parameters)
-        self._counted.extend(copies[0] for tie, copies in self._ties if tie.ranks[0] == rank)
+            if self._is_first_holder(device, stage, replica, placement):
+                counted.extend(parameters)
+        counted.extend(copies[0] for tie, copies in self._ties if tie.ranks[0] == device)
+        self._counted = [p for p in counted if member == 0 or id(p) in divided]
         self._all = [p for module in modules.values() for p in module.named.values()]
 
     @staticmethod
-    def _is_first_holder(rank: int, stage: int, replica: int, placement: tuple[tuple[int, ...], ...]) -> bool:
+    def _is_first_holder(device: int, stage: int, replica: int, placement: tuple[tuple[int, ...], ...]) -> bool:
         first = min((held[stage], r) for r, held in enumerate(placement))
-        return first == (rank, replica)
+        return first == (device, replica)
 
     def launch(self, key: StageKey) -> None:
         """Start summing a stage replica's gradients over its holders; ``finish`` waits for it."""

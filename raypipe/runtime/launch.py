@@ -57,14 +57,25 @@ def device_title(schedule: Schedule, device: int, copies: int) -> str:
 
 
 def start_fleet(
-    schedule: Schedule, copies: int, request: DeviceRequest, actor_class: type = Stage, timeout_s: float = 120.0
+    schedule: Schedule,
+    copies: int,
+    request: DeviceRequest,
+    actor_class: type = Stage,
+    timeout_s: float = 120.0,
+    tensor: int = 1,
 ) -> Fleet:
-    """Reserve the devices of a schedule and start an actor on each: ``actor_class(rank, title)``.
+    """Reserve the devices of a schedule and start an actor for each of their ``tensor`` members.
+
+    They are made with ``actor_class(rank, title)``.
 
     Raises:
         RunError: the devices were not free within ``timeout_s``.
     """
-    titles = [device_title(schedule, d, copies) for d in range(schedule.devices)]
+    titles = [
+        device_title(schedule, d, copies) + (f" · tensor {m}" if tensor > 1 else "")
+        for d in range(schedule.devices)
+        for m in range(tensor)
+    ]
     return start_actors(titles, request, actor_class, timeout_s)
 
 

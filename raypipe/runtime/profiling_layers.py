@@ -130,7 +130,8 @@ class LayerBench:
         step = measured_step(model.count, self.here, way)
         cut = tuple((i,) for i in range(model.count))
         setup = Setup(
-            rank=0,
+            device=0,
+            member=0,
             job=job.model_copy(update={"train": job.train.model_copy(update={"batch": size * MICROBATCHES})}),
             cut=cut,
             placement=step.placement,

@@ -9,6 +9,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.models.task import Field
 from raypipe.runtime.gradients import TiedHolders
 from raypipe.runtime.links import Wiring
+from raypipe.runtime.members import rank_of
 from raypipe.runtime.transport.channel import Wire
 from raypipe.schedule.endless import Part
 from raypipe.schedule.ir import Versions
@@ -17,9 +18,12 @@ from raypipe.schedule.messages import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything one device needs; the same on all devices except ``rank`` and the two programs."""
+    """Everything one process needs; the same on all but for ``device``, ``member`` and the two programs."""
 
-    rank: int
+    device: int
+    """Of the schedule."""
+    member: int
+    """Which of the device's processes (``members``)."""
     job: JobSpec
     cut: tuple[tuple[int, ...], ...]
     """Per stage, the model layers it holds."""
@@ -41,3 +45,13 @@ class Setup:
     """Raw inputs that the data's arrays give; None for text."""
     checkpoint: Path | None
     """Where to read parameters and optimizer state from; None to start afresh."""
+
+    @property
+    def tensor(self) -> int:
+        """Members of a device."""
+        return self.job.parallel.tensor
+
+    @property
+    def rank(self) -> int:
+        """Of this process among all of them."""
+        return rank_of(self.device, self.member, self.tensor)

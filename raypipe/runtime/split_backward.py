@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypipe.partition.tensor.layers import Row, Vocabulary, plain_product
+
 Closure = Callable[[], None]
 
 
@@ -120,6 +122,15 @@ def _defer_embedding(module: nn.Embedding, queue: WeightQueue) -> Callable[[Tens
     return lambda ids: _apply(_DeferredEmbedding, ids, module.weight, queue)
 
 
+def _defer_product(module: nn.Module, queue: WeightQueue) -> Callable[[Tensor], Tensor]:
+    """Of a divided layer: what it computes between the exchanges of its group."""
+    if isinstance(module, Vocabulary):
+        return _defer_embedding(module, queue)
+    assert isinstance(module, nn.Linear)
+    bias = None if isinstance(module, Row) else module.bias
+    return lambda x: _apply(_DeferredLinear, x, module.weight, bias, queue)
+
+
 def _deferrable(module: nn.Module) -> Callable[[Any, WeightQueue], Callable[[Tensor], Tensor]] | None:
     if type(module) is nn.Linear:
         return _defer_linear
@@ -135,6 +146,10 @@ def defer_weight_gradients(root: nn.Module, queue: WeightQueue) -> list[str]:
     """
     deferred: set[nn.Parameter] = set()
     for module in root.modules():
+        if plain_product(module) is not None:
+            module.product = _defer_product(module, queue)  # type: ignore[assignment]
+            deferred.update(p for p in module.parameters(recurse=False) if p.dim() > 1 or not isinstance(module, Row))
+            continue
         wrap = _deferrable(module)
         if wrap is not None:
             module.forward = wrap(module, queue)

@@ -50,6 +50,8 @@ class StageModule(nn.Module):
         super().__init__()
         self.body = model.build_stage(layers, seed, device)
         self.named = self.body.named()
+        self.shards = {name: model.shards[name] for name in self.named if name in model.shards}
+        """How the parameters are cut that this is one member's share of."""
         last = layers[-1] == model.count - 1
         self.reads = model.reads(layers) | (model.task.reads if last else frozenset())
         """Raw inputs it needs."""

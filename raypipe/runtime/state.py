@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from raypipe.checkpoint import Checkpoint
 from raypipe.errors import CheckpointError
+from raypipe.partition.tensor import Shard, TensorGroup
 from raypipe.runtime.gradients import StageKey, TiedHolders
 from raypipe.runtime.stage import StageModule
 
@@ -17,13 +19,13 @@ PREVIOUS = "previous"
 
 
 def owned_keys(
-    rank: int, modules: Mapping[StageKey, StageModule], placement: tuple[tuple[int, ...], ...]
+    device: int, modules: Mapping[StageKey, StageModule], placement: tuple[tuple[int, ...], ...]
 ) -> list[StageKey]:
     """The stage replicas that this device saves: those of which it is the first holder."""
     return [
         (stage, replica)
         for stage, replica in sorted(modules)
-        if (rank, replica) == min((held[stage], r) for r, held in enumerate(placement))
+        if (device, replica) == min((held[stage], r) for r, held in enumerate(placement))
     ]
 
 
@@ -34,25 +36,51 @@ def _canonical(name: str, tied: tuple[TiedHolders, ...]) -> str:
     return name
 
 
-def state_tensors(
-    module: StageModule, optimizer: torch.optim.Optimizer, tied: tuple[TiedHolders, ...]
-) -> dict[str, Tensor]:
-    """``param/<name>`` and ``optim/<name>/<key>`` of one stage; a tied parameter under its group's name only."""
+class Piece(NamedTuple):
+    """A tensor of a checkpoint, or this member's share of one."""
+
+    key: str
+    tensor: Tensor
+    shard: Shard | None
+
+
+def joined(pieces: Sequence[Piece], group: TensorGroup) -> dict[str, Tensor]:
+    """Whole tensors, of which each member of a device gets some, to write them; all members call this alike."""
     found: dict[str, Tensor] = {}
+    for number, piece in enumerate(pieces):
+        writer = number % group.size
+        if piece.shard is None:
+            whole = piece.tensor if group.rank == writer else None
+        else:
+            shares = group.gather(piece.tensor.contiguous(), writer)
+            whole = piece.shard.join([share.cpu() for share in shares]) if shares is not None else None
+        if whole is not None:
+            found[piece.key] = whole
+    return found
+
+
+def state_pieces(module: StageModule, optimizer: torch.optim.Optimizer, tied: tuple[TiedHolders, ...]) -> list[Piece]:
+    """``param/<name>`` and ``optim/<name>/<key>`` of one stage; a tied parameter under its group's name only."""
+    found: list[Piece] = []
     for name, parameter in module.named.items():
         if _canonical(name, tied) != name:
             continue  # another stage, holding the first member, saves it
-        found[f"param/{name}"] = parameter.detach()
-        for key, value in optimizer.state.get(parameter, {}).items():
+        shard = module.shards.get(name)
+        found.append(Piece(f"param/{name}", parameter.detach(), shard))
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, Tensor):
-                found[f"optim/{name}/{key}"] = value
+                found.append(Piece(f"optim/{name}/{key}", value, shard if value.shape == parameter.shape else None))
     return found
 
 
 def read_state(
-    checkpoint: Checkpoint, module: StageModule, optimizer: torch.optim.Optimizer, tied: tuple[TiedHolders, ...]
+    checkpoint: Checkpoint,
+    module: StageModule,
+    optimizer: torch.optim.Optimizer,
+    tied: tuple[TiedHolders, ...],
+    member: int = 0,
 ) -> None:
-    """Load one stage's parameters and optimizer state, whatever plan wrote them.
+    """Load one stage's parameters and optimizer state, whatever plan wrote them: a member's shares of them.
 
     Raises:
         CheckpointError: a parameter is missing or has another shape: the checkpoint is of another model.
@@ -67,39 +95,49 @@ def read_state(
     tensors = checkpoint.read({k for ks in wanted.values() for k in ks})
     for name, parameter in module.named.items():
         param_key, *optim_keys = wanted[name]
-        saved = tensors[param_key]
-        if saved.shape != parameter.shape:
+        saved, shard = tensors[param_key], module.shards.get(name)
+        whole = tuple(parameter.shape) if shard is None else shard.whole_shape(parameter.shape)
+        if tuple(saved.shape) != whole:
             raise CheckpointError(
                 str(checkpoint.path),
-                f"{param_key} has shape {tuple(saved.shape)}, the model's has {tuple(parameter.shape)}",
+                f"{param_key} has shape {tuple(saved.shape)}, the model's has {whole}",
                 "resume with the job that wrote it",
             )
         with torch.no_grad():
-            parameter.copy_(saved)
+            parameter.copy_(_own(saved, shard, member))
         if optim_keys:
+            values = {k.rsplit("/", 1)[1]: tensors[k] for k in optim_keys}
             optimizer.state[parameter] = {
-                k.rsplit("/", 1)[1]: tensors[k].clone().to(parameter.device) for k in optim_keys
+                key: _own(value, shard if tuple(value.shape) == whole else None, member).clone().to(parameter.device)
+                for key, value in values.items()
             }
 
 
-def previous_tensors(
-    module: StageModule, previous: Mapping[str, Tensor], tied: tuple[TiedHolders, ...]
-) -> dict[str, Tensor]:
+def _own(whole: Tensor, shard: Shard | None, member: int) -> Tensor:
+    return whole if shard is None else shard.cut(whole, member)
+
+
+def previous_pieces(module: StageModule, previous: Mapping[str, Tensor], tied: tuple[TiedHolders, ...]) -> list[Piece]:
     """The version before the newest, ``optim/<name>/previous``; ``previous`` is by parameter path in the module."""
     names = {id(p): name for name, p in module.named.items()}
-    found = {}
+    found = []
     for path, parameter in module.named_parameters():
         name = names[id(parameter)]
         if path in previous and _canonical(name, tied) == name:
-            found[f"optim/{name}/{PREVIOUS}"] = previous[path].detach()
+            found.append(Piece(f"optim/{name}/{PREVIOUS}", previous[path].detach(), module.shards.get(name)))
     return found
 
 
-def read_previous(checkpoint: Checkpoint, module: StageModule, tied: tuple[TiedHolders, ...]) -> dict[str, Tensor]:
-    """What ``previous_tensors`` wrote, by parameter path; empty where the checkpoint has none."""
-    names = {id(p): name for name, p in module.named.items()}
-    keys = {path: f"optim/{_canonical(names[id(p)], tied)}/{PREVIOUS}" for path, p in module.named_parameters()}
+def read_previous(
+    checkpoint: Checkpoint, module: StageModule, tied: tuple[TiedHolders, ...], member: int = 0
+) -> dict[str, Tensor]:
+    """What ``previous_pieces`` wrote, by parameter path; empty where the checkpoint has none."""
+    names = {path: name for path, p in module.named_parameters() for name, own in module.named.items() if own is p}
+    keys = {path: f"optim/{_canonical(name, tied)}/{PREVIOUS}" for path, name in names.items()}
     if not set(keys.values()) <= set(checkpoint.keys):
         return {}
     tensors = checkpoint.read(set(keys.values()))
-    return {path: tensors[key].to(module.get_parameter(path).device) for path, key in keys.items()}
+    return {
+        path: _own(tensors[key], module.shards.get(names[path]), member).to(module.get_parameter(path).device)
+        for path, key in keys.items()
+    }

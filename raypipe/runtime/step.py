@@ -16,7 +16,8 @@ class StepResult:
     """What a device reports of one step; small, since it travels through Ray."""
 
     loss_sum: float
-    """Sum of the losses of the micro-batches whose last stage is here, over the targets of the mini-batch."""
+    """Sum of the losses of the micro-batches whose last stage is here, over the targets of the mini-batch; of a tensor
+    group's members, the first one's only."""
     norm_squared: float
     """This device's share of the squared global gradient norm, before clipping."""
     times: NDArray[np.float64]
@@ -25,6 +26,8 @@ class StepResult:
     """Messages that came from other devices."""
     all_reduces: float
     """Gradient all-reduces; each of a group's members counts its share of one."""
+    tensor_sums: int
+    """All-reduces within layers, over this device's members."""
     optimistic: bool
     """The update was made before the global norm was known; undone and made again if that turned out too large."""
 
@@ -42,3 +45,5 @@ class StepSettings:
     timeout_s: float
     autocast: torch.dtype | None
     device: torch.device
+    member: int = 0
+    """Which of its device's processes this one is; losses, which all of them compute, are the first's to report."""

@@ -97,7 +97,7 @@ def driver_loop(config: dict[str, Any]) -> None:
         # As saved: an earlier attempt may have found a better order meanwhile.
         plan = load_plan(request.directory / "plan.json")
         driver = Driver(request.job, plan, request.directory, log, reporter.saved)
-        fleet = start_fleet(driver.schedule, plan.parallel.replicas, request.devices)
+        fleet = start_fleet(driver.schedule, plan.parallel.replicas, request.devices, tensor=plan.parallel.tensor)
         try:
             driver.run(fleet, checkpoint, done)
         finally:

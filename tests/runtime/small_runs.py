@@ -67,7 +67,7 @@ def drive(
             saved(fleet, step)
 
     driver = new_driver(job, directory, keep)
-    fleet = pool(driver.schedule.devices)
+    fleet = pool(driver.schedule.devices * job.parallel.tensor)
     driver.run(fleet, checkpoint, done)
     driver.log.close()
     rows = read_rows(directory / METRICS)

@@ -41,7 +41,7 @@ def pipeline_losses(job: JobSpec, pool, directory: Path) -> list[float]:
     prepare(job.data, job.model.sequence, directory / "data")
     log = RunLog(directory)
     driver = Driver(job, make_plan(job), directory, log, lambda *_: None)
-    driver.run(pool(driver.schedule.devices), None, 0)
+    driver.run(pool(driver.schedule.devices * job.parallel.tensor), None, 0)
     log.close()
     return [row["loss"] for row in read_rows(directory / METRICS) if "loss" in row]
 

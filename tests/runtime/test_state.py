@@ -11,10 +11,11 @@ from raypipe.checkpoint import commit, open_checkpoint, write_shard
 from raypipe.errors import CheckpointError
 from raypipe.job import GptSpec, TrainSpec
 from raypipe.models import GptLayers
+from raypipe.partition.tensor import Alone
 from raypipe.runtime.gradients import TiedHolders
 from raypipe.runtime.optimizer import make_optimizer
 from raypipe.runtime.stage import StageModule
-from raypipe.runtime.state import owned_keys, read_state, state_tensors
+from raypipe.runtime.state import joined, owned_keys, read_state, state_pieces
 from raypipe.runtime.train_run import describe
 from tests.runtime.small_runs import Done, drive, small_job
 
@@ -114,7 +115,8 @@ def write(directory: Path, layers: range) -> Path:
     for parameter in module.named.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return commit(directory, 1, [write_shard(directory, "rank-00000", state_tensors(module, optimizer, TIED))], {})
+    tensors = joined(state_pieces(module, optimizer, TIED), Alone())
+    return commit(directory, 1, [write_shard(directory, "rank-00000", tensors)], {})
 
 
 def test_a_model_of_another_width_is_refused_in_one_message(tmp_path) -> None:

@@ -1,12 +1,14 @@
 """Tensor parallelism: a layer's parameters divided over a group of devices that compute it together."""
 
 from raypipe.partition.tensor.divide import divide
+from raypipe.partition.tensor.division import Division
 from raypipe.partition.tensor.group import Alone, ProcessGroup, TensorGroup, current_group, group_of_thread, set_group
 from raypipe.partition.tensor.shard import Shard
 from raypipe.partition.tensor.table import FeatureTable, load_table, table_for
 
 __all__ = [
     "Alone",
+    "Division",
     "FeatureTable",
     "ProcessGroup",
     "Shard",

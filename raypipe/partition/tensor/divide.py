@@ -27,19 +27,27 @@ class _Cut(NamedTuple):
 
 
 def divide(
-    model: nn.Module, table: FeatureTable, config: Any, size: int, rank: int = 0, gather_logits: bool = True
+    model: nn.Module,
+    table: FeatureTable,
+    config: Any,
+    size: int,
+    rank: int = 0,
+    *,
+    gather_logits: bool = True,
+    part: bool = False,
 ) -> dict[str, Shard]:
     """Leave in ``model`` the share of member ``rank`` of ``size``; returns how each divided parameter was cut, by name.
 
     Parameters may be real, fake or meta tensors; of the last two all shares look alike, so one capture serves all
     members. ``config`` is what the table's units are read from. Tied parameters stay tied, under all their names.
-    With ``gather_logits=False`` the head gives this member's share, for a loss that can take it.
+    With ``gather_logits=False`` the head gives this member's share, for a loss that can take it. A ``part`` of a model
+    need not have any layer of the table.
 
     Raises:
         SpecError: the table does not fit the model, or something does not divide; says which ``size`` would.
     """
     cuts = list(_cuts(model, table, config, size))
-    if not {"column", "row"} <= {cut.feature.kind for cut in cuts}:
+    if not part and not {"column", "row"} <= {cut.feature.kind for cut in cuts}:
         raise SpecError(
             f"feature table {table.family}", f"matches no layers of {type(model).__name__}", "use its own table"
         )

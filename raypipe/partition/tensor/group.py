@@ -30,6 +30,9 @@ class TensorGroup(Protocol):
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """What each member gave, all of one shape, in the order of their ranks."""
 
+    def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
+        """What each member gave, at member ``to``; None at the others."""
+
 
 class Alone:
     """A group of one, for which nothing travels."""
@@ -45,26 +48,43 @@ class Alone:
         """What was given."""
         return [x]
 
+    def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
+        """What was given."""
+        return [x]
+
 
 class ProcessGroup:
     """Members in processes of their own, over ``torch.distributed``."""
 
-    def __init__(self, group: dist.ProcessGroup, timed: Callable[[str, Wait], object]) -> None:
-        """``timed`` runs a wait and turns a failure of the collective, by its name, into an error for people."""
+    def __init__(self, group: dist.ProcessGroup, wait: Callable[[str, dist.Work], object]) -> None:
+        """``wait(what, work)`` waits for a collective, and says what it was if it never comes."""
         self.rank, self.size = group.rank(), group.size()
-        self._group, self._timed = group, timed
+        self._group, self._wait = group, wait
+        self.sums = 0
+        """All-reduces begun."""
 
     def start_all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Wait:
         """Runs beside what this device computes meanwhile."""
         op = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
         work = dist.all_reduce(x, op, group=self._group, async_op=True)
         assert work is not None
-        return lambda: self._timed("tensor all-reduce", work.wait)
+        self.sums += 1
+        return lambda: self._wait("sum over the tensor group", work)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Blocks until all have come."""
         shares = [torch.empty_like(x) for _ in range(self.size)]
-        self._timed("tensor all-gather", lambda: dist.all_gather(shares, x, group=self._group))
+        work = dist.all_gather(shares, x, group=self._group, async_op=True)
+        assert work is not None
+        self._wait("gathering over the tensor group", work)
+        return shares
+
+    def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
+        """What each member gave, at member ``to``; None at the others."""
+        shares = [torch.empty_like(x) for _ in range(self.size)] if self.rank == to else None
+        work = dist.gather(x, shares, group=self._group, group_dst=to, async_op=True)
+        assert work is not None
+        self._wait("gathering over the tensor group", work)
         return shares
 
 

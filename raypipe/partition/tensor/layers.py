@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,11 @@ class Column(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` -> ``[..., out / T]``."""
-        y: Tensor = super().forward(entered(x))
+        return self.product(entered(x))
+
+    def product(self, x: Tensor) -> Tensor:
+        """What the class did before."""
+        y: Tensor = super().forward(x)
         return y
 
 
@@ -53,8 +57,13 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` -> ``[..., vocabulary]``."""
-        share: Tensor = super().forward(entered(x))
+        share = self.product(entered(x))
         return gathered(share, self.vocabulary) if self.gathers else share
+
+    def product(self, x: Tensor) -> Tensor:
+        """This member's logits."""
+        y: Tensor = super().forward(x)
+        return y
 
 
 class Vocabulary(nn.Embedding):
@@ -63,10 +72,14 @@ class Vocabulary(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         """int64 ``[...]`` -> ``[..., hidden]``."""
         local, held = rows_of_member(ids, self.weight.shape[0])
-        y = F.embedding(local, self.weight).masked_fill(~held.unsqueeze(-1), 0.0)
+        y = self.product(local).masked_fill(~held.unsqueeze(-1), 0.0)
         if self.padding_idx is not None:  # whose row gets no gradient, in whichever share it is
             y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)
         return left(y)
+
+    def product(self, ids: Tensor) -> Tensor:
+        """Rows of this member's share."""
+        return F.embedding(ids, self.weight)
 
 
 class Shared(nn.Module):
@@ -96,6 +109,17 @@ MIXINS: dict[str, type[nn.Module]] = {
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D: a linear layer whose weight is stored as ``[in, out]``."""
     return any(c.__name__ == "Conv1D" for c in type(module).__mro__)
+
+
+def plain_product(module: nn.Module) -> Literal["linear", "embedding"] | None:
+    """What ``product`` of a divided layer is, where it is nothing but ``F.linear`` or ``F.embedding``; else None.
+
+    A row's product has no bias: that is added to the sum.
+    """
+    if isinstance(module, Vocabulary):
+        return "embedding"
+    divided = isinstance(module, Column | Row | Head)
+    return "linear" if divided and type(module).__mro__[2] is nn.Linear else None
 
 
 def become(module: nn.Module, kind: str, path: str) -> None:

@@ -1,4 +1,8 @@
-"""A tensor group whose members are threads of one process: collectives by meeting at a barrier."""
+"""A tensor group whose members are threads of one process: collectives by meeting at a barrier.
+
+One thread runs at a time, from collective to collective, with the random keys that it set itself: a process keeps one
+set of them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from raypipe.models.keyed_random import swap_keys
 from raypipe.partition.tensor import group_of_thread
 
 T = TypeVar("T")
@@ -21,16 +26,26 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=60)
+        self.turn = threading.Lock()
         self.brought: list[Tensor] = [torch.empty(0)] * size
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
         self.brought[rank] = x.detach().clone()
-        self.barrier.wait()
+        self.wait()
         shapes = {tuple(t.shape) for t in self.brought}
         assert len(shapes) == 1, f"members bring different shapes: {shapes}"
         found = list(self.brought)
-        self.barrier.wait()
+        self.wait()
         return found
+
+    def wait(self) -> None:
+        keys = swap_keys(None)
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+        swap_keys(keys)
 
 
 class Member:
@@ -55,7 +70,7 @@ def run_members(size: int, work: Callable[[int, Member], T]) -> list[T]:
     def run(rank: int) -> T:
         member = Member(meeting, rank)
         try:
-            with group_of_thread(member):
+            with meeting.turn, group_of_thread(member):
                 return work(rank, member)
         except BaseException:
             meeting.barrier.abort()

@@ -1,0 +1,105 @@
+"""Tensor parallelism under the pipeline, with real actors: the curve of plain PyTorch; checkpoints for any T."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypipe.checkpoint import open_checkpoint
+from raypipe.errors import SpecError
+from raypipe.job.load import job_from
+from raypipe.observe.run_log import EVENTS, read_rows
+from raypipe.train import make_plan
+from tests.runtime.small_runs import drive, small_job
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory, stage_pool) -> list[float]:
+    """One device; that it gives plain PyTorch's curve is test_exactness's business."""
+    return drive(small_job(text_folder, {}, clip=0.5), stage_pool, tmp_path_factory.mktemp("alone")).losses
+
+
+HALFWAY = {"steps": STEPS, "checkpoint_every": 2, "clip": 0.5}
+
+PLANS: list[dict[str, Any]] = [
+    {"schedule": "1f1b", "stages": 1},
+    {"schedule": "1f1b", "stages": 2},
+    {"schedule": "zb-h1", "stages": 2},
+    {"schedule": "chimera", "stages": 2},
+    {"schedule": "1f1b", "stages": 2, "replicas": 2, "sync": "eager"},
+]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
+def test_the_curve_is_that_of_one_device(parallel, reference, stage_pool, text_folder, tmp_path) -> None:
+    """Tied embeddings, dropout, AdamW, split backward, both directions; clipping: the norm counts each value once."""
+    job = small_job(text_folder, {**parallel, "tensor": 2}, clip=0.5)
+    done = drive(job, stage_pool, tmp_path)
+    assert done.losses == pytest.approx(reference, abs=1e-9, rel=0)
+    counts = done.driver.counts
+    # Per micro-batch: two sums a block each way, the embedding's and none of its way back, the head's way back and the
+    # loss's two.
+    assert counts["tensor_all_reduce"] == (2 * 2 * 4 + 1 + 1 + 2) * 4
+    assert not [e for e in read_rows(tmp_path / EVENTS) if e["event"] == "notice"]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"stages": 2, "tensor": 2}, {}), ({}, {"stages": 1, "tensor": 2}), ({"tensor": 2}, {"stages": 2, "tensor": 2})],
+    ids=["joined", "divided", "moved"],
+)
+def test_a_checkpoint_is_of_whole_parameters(before, after, reference, stage_pool, text_folder, tmp_path) -> None:
+    first = drive(small_job(text_folder, before, **HALFWAY), stage_pool, tmp_path / "first")
+    checkpoint = open_checkpoint(first.checkpoints[2])
+    assert {key: tuple(t.shape) for key, t in checkpoint.read(checkpoint.keys).items() if "token" in key} == {
+        f"{key}": (256, 16) if key[-4:] != "step" else ()
+        for key in ("param/0.token.weight", *(f"optim/0.token.weight/{k}" for k in ("exp_avg", "exp_avg_sq", "step")))
+    }
+    if before.get("tensor", 1) > 1:  # the members share the work of writing
+        assert len(set(checkpoint.files.values())) == 2 * before.get("stages", 1)
+    rest = drive(
+        small_job(text_folder, after, **HALFWAY),
+        stage_pool,
+        tmp_path / "second",
+        checkpoint=first.checkpoints[2],
+        done=2,
+    )
+    assert first.losses[:2] + rest.losses == pytest.approx(reference, abs=1e-9, rel=0)
+    assert rest.val_losses == pytest.approx(first.val_losses, abs=1e-9, rel=0)
+
+
+@pytest.mark.runs
+def test_a_captured_model_is_divided_too(stage_pool, text_folder, tmp_path) -> None:
+    """With dropout of attention weights, of which each member has its heads', and a vocabulary that does not divide."""
+    model = {
+        "hf": "gpt2", "config": {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 257, "n_positions": 16,
+                                 "tie_word_embeddings": False},
+        "sequence": 16,
+    }  # fmt: skip
+
+    def run(parallel: dict[str, Any]) -> list[float]:
+        job = small_job(text_folder, {"stages": 2, **parallel}, clip=0.5, steps=2)
+        job = job_from({**job.model_dump(), "model": model})
+        return drive(job, stage_pool, tmp_path / str(len(parallel))).losses
+
+    assert run({"schedule": "zb-h1", "tensor": 2}) == pytest.approx(run({}), abs=1e-9, rel=0)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"tensor": 3}, r"1.qkv: 2 heads do not divide over tensor = 3\n  fix: use tensor: 2"),
+        ({"tensor": 2, "update": "optimistic"}, "optimistic does not go with tensor: 2"),
+        ({"tensor_table": "mine.yaml"}, "nothing is divided with tensor: 1"),
+        ({"tensor": 2, "tensor_table": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
+    ],
+)
+def test_what_does_not_go_is_refused(parallel, message, text_folder) -> None:
+    with pytest.raises(SpecError, match=message):
+        make_plan(small_job(text_folder, parallel))
