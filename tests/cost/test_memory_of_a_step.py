@@ -13,7 +13,7 @@ from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
 from raypipe.job.cluster import cluster_from
 from raypipe.job.spec import TrainSpec
-from raypipe.models import build_layers
+from raypipe.models import GptLayers
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, TiedHolders
@@ -64,10 +64,10 @@ class Noise:
 def executor(spec, schedule, cut, microbatch, dtype):
     """The runtime's own executor over all stages, as a stage actor would make it."""
     cpu, weights = torch.device("cpu"), torch.float64 if dtype == "float64" else torch.float32
-    model, samples = build_layers(spec), int(microbatch * schedule.size)
+    model, samples = GptLayers(spec, weights), int(microbatch * schedule.size)
     train = TrainSpec(steps=3, batch=samples * schedule.microbatches)
     split = any(task.kind == "W" for task in schedule.tasks())
-    modules = {(s, 0): StageModule(model, list(part), 0, weights, cpu, split) for s, part in enumerate(cut)}
+    modules = {(s, 0): StageModule(model, list(part), 0, cpu, split) for s, part in enumerate(cut)}
     tied = [TiedHolders(g.name, tuple(n for _, n in g.members), (0,)) for g in model.tied] if len(cut) > 1 else []
     settings = StepSettings(
         seed=0, microbatches=schedule.microbatches, samples_per_microbatch=samples, clip=None, update="wait",
@@ -79,7 +79,7 @@ def executor(spec, schedule, cut, microbatch, dtype):
     return Executor(
         settings, modules, {k: make_optimizer(train, m.named.values()) for k, m in modules.items()}, model.task,
         Feed(Noise(spec), model.task, reads, 0, train.batch, samples, cpu, weights),
-        sync, Shares(None), {}, {}, wires(model, cut, samples, weights),
+        sync, Shares(None), {}, {}, wires(model, cut, samples),
         {k: WeightVersions(m, schedule.versions) for k, m in modules.items()} if schedule.versions != "flush" else {},
     )  # fmt: skip
 
