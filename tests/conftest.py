@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +19,10 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 DEVICES = 8
+
+# Nothing of a test run is found by the next one, nor by the user's own runs.
+os.environ["RAYPIPE_CACHE_DIR"] = tempfile.mkdtemp(prefix="raypipe-tests-")
+atexit.register(shutil.rmtree, os.environ["RAYPIPE_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,14 @@ from raypipe.models.gpt_layers import GptLayers
 from raypipe.models.hugging_face import HuggingFace
 from raypipe.models.imported import Imported
 from raypipe.models.layered import LayeredModel
-from raypipe.models.source import ModelSource
+from raypipe.models.source import Identity, ModelSource
 from raypipe.models.task import Field, Task
-from raypipe.partition.capture import capture
+from raypipe.partition.capture import Captured, capture
 from raypipe.partition.empty import build_without_memory
+from raypipe.partition.fingerprint import OWN_CODE, fingerprint
+from raypipe.partition.kept import captured_once
 from raypipe.partition.shard import shard
-from raypipe.partition.tensor import Division
+from raypipe.partition.tensor import Division, divide_module
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 """Of parameters, by ``train.dtype``; bfloat16 is autocast."""
@@ -35,7 +38,7 @@ def build_model(job: JobSpec, fields: Fields | None, member: int | None = None) 
     """The layers of a job's model; ``fields`` are the raw inputs that the data's arrays give, None for text.
 
     With ``member``, that member's share of a model divided as the job says (``parallel.tensor``); else the whole one.
-    A captured model is captured once in a process.
+    A model is captured once, and kept for other processes and runs: see ``partition/cache.py``.
 
     Raises:
         SpecError: the model does not exist, does not fit its data, or does not divide.
@@ -69,26 +72,47 @@ def _captured(
     task = source.task(arrays, mask)
     fields = dict(arrays) if arrays is not None else task.text_fields(_sequence(spec))
     fields |= _made(task, fields)
-    build = _in_training(source.build, spec, DTYPES[dtype])
-    skeleton = build_without_memory(build)
-    arguments = _arguments(skeleton, fields, task)
-    example = {name: _example(fields[field], DTYPES[dtype]) for name, field in arguments.items()}
-    named = {name: (field, fields[field]) for name, field in arguments.items()}
+    whole = build = _in_training(source.build, spec, DTYPES[dtype])
     share = None
     if division is not None:
-        # Made before the layers are divided: what is random is compared with the whole model's.
+        build = _divided(whole, division)
         undivided = _captured(kind, record, mask, given, dtype, None).graph
-        config = getattr(skeleton, "config", None)
-        share = Share(
-            division,
-            division.divide(skeleton, getattr(config, "model_type", ""), config, gather_logits=True),
-            undivided,
-        )
-    found = capture(skeleton, example, outputs=source.outputs)
-    if len(found.graph.outputs) > 1:
-        names = list(found.graph.outputs)
-        found = capture(skeleton, example, outputs=["logits" if "logits" in names else names[0]])
-    return CapturedModel(found, shard(found.graph), task, source.values(build), named, share)
+        share = Share(division, divide_module(build_without_memory(whole), division), undivided)
+
+    def fresh() -> Captured:
+        skeleton = build_without_memory(build)
+        arguments = _arguments(skeleton, fields, task)
+        example = {name: _example(fields[field], DTYPES[dtype]) for name, field in arguments.items()}
+        found = capture(skeleton, example, outputs=source.outputs)
+        if len(found.graph.outputs) > 1:
+            names = list(found.graph.outputs)
+            found = capture(skeleton, example, outputs=["logits" if "logits" in names else names[0]])
+        return found
+
+    found = captured_once(_key(source.identity(build), record, fields, dtype, share), fresh)
+    named = {name: _field(name, fields) for name in found.graph.inputs}
+    return CapturedModel(found, shard(found.graph), task, source.values(whole), named, build, share)
+
+
+def _divided(build: Callable[[], nn.Module], division: Division) -> Callable[[], nn.Module]:
+    def divided() -> nn.Module:
+        module = build()
+        divide_module(module, division)
+        return module
+
+    return divided
+
+
+def _key(identity: Identity, record: str, fields: Fields, dtype: str, share: Share | None) -> str:
+    """What the captured model is kept under."""
+    given = {name: [list(field.shape), str(field.dtype)] for name, field in fields.items()}
+    asked = {"model": record, "is": identity.says, "fields": given, "dtype": dtype}
+    code = [*identity.code, *sorted(Path(__file__).parent.glob("*.py"))]
+    if share is not None:
+        asked["divided"] = {name: repr(cut) for name, cut in share.shards.items()}
+        own = share.division.table
+        code += [*sorted((OWN_CODE / "tensor").rglob("*.[py]*")), *([Path(own)] if own is not None else [])]
+    return fingerprint(asked, code, identity.packages)
 
 
 def _sequence(spec: CapturedSpec) -> int:
@@ -118,6 +142,12 @@ def _example(field: Field, dtype: torch.dtype) -> Tensor:
     """Two samples; only the shape and the dtype count."""
     kind = dtype if field.dtype.is_floating_point else field.dtype
     return torch.zeros(2, *field.shape, dtype=kind)
+
+
+def _field(argument: str, fields: Fields) -> tuple[str, Field]:
+    """The field that ``_arguments`` gave an argument: its namesake, or the only one there is beside the labels."""
+    name = argument if argument in fields else next(field for field in fields if field not in LABELS)
+    return name, fields[name]
 
 
 LABELS = frozenset({"labels", "shift_labels"})

@@ -18,6 +18,7 @@ from raypipe.models.task import Field, Inputs, Task
 from raypipe.partition.capture import Captured
 from raypipe.partition.dims import Sizes, evaluate_all
 from raypipe.partition.flops import forward_flops
+from raypipe.partition.liveness import inputs_read
 from raypipe.partition.operations import Operation, OperationGraph, TensorType
 from raypipe.partition.shard import Sharding
 from raypipe.partition.subgraph import build_subgraph
@@ -36,8 +37,9 @@ class Share(NamedTuple):
 class CapturedModel(LayeredModel):
     """The sub-graphs of a captured module.
 
-    ``fields`` says what each raw input of the model is called in the data, and its shape there. Parameters have the
-    names that the module gives them; a tied one its owner's.
+    ``fields`` says what each raw input of the model is called in the data, and its shape there. ``build`` constructs
+    the module, for parts of it that run as they are. Parameters have the names that the module gives them; a tied one
+    its owner's.
 
     Raises:
         CaptureError: the model writes buffers, or draws random numbers in a way that no key can decide.
@@ -45,9 +47,10 @@ class CapturedModel(LayeredModel):
 
     def __init__(
         self, captured: Captured, sharding: Sharding, task: Task, values: StartValues,
-        fields: Mapping[str, tuple[str, Field]], share: Share | None = None,
+        fields: Mapping[str, tuple[str, Field]], build: Callable[[], nn.Module], share: Share | None = None,
     ) -> None:  # fmt: skip
         self.captured, self.sharding, self.task, self.values = captured, sharding, task, values
+        self.build = build
         self.graph = graph = captured.graph
         self.fields = {name: fields[name] for name in graph.inputs}
         self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
@@ -86,12 +89,11 @@ class CapturedModel(LayeredModel):
 
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """What these sub-graphs read, and what they need for operations that every stage computes anew."""
-        inputs = build_subgraph(self.captured, self._span(layers), "meta").inputs
-        return frozenset(self.fields[name][0] for name in inputs)
+        return frozenset(self.fields[name][0] for name in inputs_read(self.graph, self._span(layers)))
 
     def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
         """The operations of these sub-graphs as one module."""
-        part = build_subgraph(self.captured, self._span(layers), device)
+        part = build_subgraph(self.captured, self._span(layers), device, self.build)
         key_random_operations(part.module, self.sites)
         stage = CapturedStage(
             part.module,

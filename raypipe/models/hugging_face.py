@@ -12,8 +12,10 @@ from torch import nn
 from raypipe.errors import SpecError
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
+from raypipe.models.source import Identity
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import BYTES, Field, Labels, MaskedToken, NextToken, Sequences, Task, Values
+from raypipe.partition.fingerprint import transformers_code
 
 CLASSES: dict[TaskName, tuple[str, ...]] = {
     "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
@@ -57,6 +59,11 @@ class HuggingFace:
         # In float32 whatever a directory's own precision is: the job says which one it runs in.
         module: nn.Module = self.kind._from_config(self.config, dtype=torch.float32)
         return module
+
+    def identity(self, build: Callable[[], nn.Module]) -> Identity:
+        """Class, configuration, and the library's code."""
+        says = [self.kind.__name__, self.config.to_dict()]
+        return Identity(says, transformers_code(self.config.model_type), ("torch", "transformers"))
 
     def task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
         """What its class is trained for."""

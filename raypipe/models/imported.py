@@ -13,8 +13,11 @@ from torch import nn
 
 from raypipe.errors import SpecError, nearest
 from raypipe.job import ImportSpec
+from raypipe.models.source import Identity
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import Field, Labels, NextToken, Task, Values
+from raypipe.partition.empty import build_without_memory
+from raypipe.partition.fingerprint import module_code, structure
 
 
 class Imported:
@@ -37,6 +40,12 @@ class Imported:
             why = f"{self.spec.function} returned {type(made).__name__}"
             raise SpecError("model.import", why, "return a torch.nn.Module")
         return made
+
+    def identity(self, build: Callable[[], nn.Module]) -> Identity:
+        """The function's code and what it imports, and the structure of what it builds."""
+        module = self.spec.function.partition(":")[0]
+        says = structure(build_without_memory(build))
+        return Identity(says, module_code(module), ("torch", module.partition(".")[0]))
 
     def task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
         """As the job says; else by the labels: numbers with a point are values, whole ones are classes."""

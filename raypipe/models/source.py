@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import Field, Task
+
+
+class Identity(NamedTuple):
+    """What a model's forward follows from: another one of any of these may compute something else."""
+
+    says: Any
+    """Its configuration or structure, as plain data."""
+    code: Sequence[Path]
+    packages: Sequence[str]
+    """Installed ones, which are known by their versions."""
 
 
 class ModelSource(Protocol):
@@ -20,6 +31,9 @@ class ModelSource(Protocol):
 
     def build(self) -> nn.Module:
         """Construct the module, in the precision and on the device it chooses itself."""
+
+    def identity(self, build: Callable[[], nn.Module]) -> Identity:
+        """All that its forward follows from, beside the job's words for it."""
 
     def task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
         """What it is trained for on these arrays, or on text where None; ``mask`` is the share a masked model guesses.

@@ -11,10 +11,14 @@ import json
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 OWN_CODE = Path(__file__).parent
 """What captures: a change here may change what comes out."""
@@ -25,7 +29,7 @@ def fingerprint(asked: Mapping[str, Any], code: Iterable[Path], packages: Iterab
 
     This package's own code and Python's version are always included.
     """
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
     digest.update(f"python {sys.version_info[:2]}".encode())
     for package in sorted(packages):
         digest.update(f"{package} {_version(package)}".encode())
@@ -72,6 +76,37 @@ def module_code(name: str) -> list[Path]:
         seen[path] = None
         todo.extend(_imports(path, module))
     return list(seen)
+
+
+def structure(module: nn.Module) -> list[Any]:
+    """What a constructed module says of itself, as plain data: classes, plain attributes, parameters' shapes, buffers.
+
+    Two modules of the same code and structure have the same forward, whatever files or variables their constructors
+    read. Values of parameters do not count, those of buffers do.
+    """
+    found: list[Any] = []
+    for path, part in module.named_modules():
+        plain = {key: said for key, value in vars(part).items() if (said := _plain(value)) is not None}
+        found.append([path, f"{type(part).__module__}.{type(part).__qualname__}", plain])
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.append([name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad])
+    for name, buffer in module.named_buffers():
+        value = "" if buffer.is_meta else hashlib.sha256(repr(buffer.tolist()).encode()).hexdigest()
+        found.append([name, list(buffer.shape), str(buffer.dtype), value])
+    return found
+
+
+def _plain(value: object) -> Any:
+    """Numbers, text and containers of these as JSON has them; None for anything else."""
+    if isinstance(value, bool | int | float | str):
+        return value if not isinstance(value, float) else repr(value)
+    if isinstance(value, tuple | list):
+        items = [_plain(item) for item in value]
+        return items if None not in items else None
+    if isinstance(value, Mapping):
+        entries = {str(key): _plain(item) for key, item in value.items()}
+        return entries if entries and None not in entries.values() else None
+    return repr(value) if is_dataclass(value) and not isinstance(value, type) else None
 
 
 def _own_file(module: str) -> Path | None:

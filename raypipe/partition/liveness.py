@@ -15,6 +15,15 @@ def replicated(graph: OperationGraph) -> tuple[bool, ...]:
     through operations that are cheap, draw nothing at random and write no buffer. Every stage is fed the raw inputs,
     so sending such a tensor (an attention mask has a value per pair of tokens) would only cost bandwidth.
     """
+    known: tuple[bool, ...] | None = graph.__dict__.get("_replicated")
+    if known is None:
+        known = graph.__dict__["_replicated"] = _replicated(
+            graph
+        )  # asked for at every cut of a graph that never changes
+    return known
+
+
+def _replicated(graph: OperationGraph) -> tuple[bool, ...]:
     written = {name for operation in graph.operations for name in operation.mutates}
     smallest = {name: 1 << 20 for name in graph.example}  # a matrix product costs at any size
     found: list[bool] = []
@@ -57,6 +66,20 @@ def needed_anew(graph: OperationGraph, numbers: Sequence[int]) -> list[int]:
     """The replicated operations that these operations need, directly or not, in order."""
     anew = replicated(graph)
     return sorted(_reached(graph.operations, numbers, anew))
+
+
+def runs_in(graph: OperationGraph, span: range) -> list[int]:
+    """The operations that a stage of these operations runs: its own, and those it computes anew, in order."""
+    anew = replicated(graph)
+    leaving = list(graph.outputs.values()) if span.stop == len(graph.operations) else []
+    own = {n for n in span if not anew[n]}
+    return sorted(own | set(needed_anew(graph, [*own, *leaving])) | {n for n in leaving if anew[n]})
+
+
+def inputs_read(graph: OperationGraph, span: range) -> tuple[str, ...]:
+    """Raw inputs of the model that a stage of these operations reads."""
+    read = {name for n in runs_in(graph, span) for name in graph.operations[n].sources}
+    return tuple(name for name in graph.inputs if name in read)
 
 
 def _reached(operations: Sequence[Operation], numbers: Sequence[int], follow: Sequence[bool]) -> set[int]:

@@ -13,7 +13,7 @@ from raypipe.partition.calls import Call, Plain
 from raypipe.partition.capture import Captured
 from raypipe.partition.empty import build_without_memory
 from raypipe.partition.encode import resolve
-from raypipe.partition.liveness import crossing, needed_anew, replicated
+from raypipe.partition.liveness import crossing, inputs_read, runs_in
 from raypipe.partition.opaque import TARGET, arguments, flat_results
 from raypipe.partition.operations import Operation
 
@@ -47,13 +47,10 @@ def build_subgraph(
     """
     graph = captured.graph
     total = len(graph.operations)
-    anew = replicated(graph)
     arriving, leaving = crossing(graph, [span.start, span.stop])
     if span.stop == total:
         leaving = tuple(graph.outputs.values())
-    own = {n for n in span if not anew[n]}
-    again = set(needed_anew(graph, [*own, *leaving])) | {n for n in leaving if anew[n]}
-    order = sorted(own | again)
+    order = runs_in(graph, span)
     operations = [graph.operations[n] for n in order]
 
     root = nn.Module()
@@ -62,7 +59,7 @@ def build_subgraph(
     read = list(dict.fromkeys(name for operation in operations for name in operation.sources))
     held = _hold_opaque(root, [captured.calls[n] for n, o in zip(order, operations, strict=True) if o.target == TARGET],
                         whole, torch.device(device))  # fmt: skip
-    inputs = tuple(name for name in graph.inputs if name in read)
+    inputs = inputs_read(graph, span)
     nodes |= {name: made.placeholder(name) for name in inputs}
     for name in read:
         if name not in inputs and name not in held:

@@ -8,10 +8,11 @@ import stat
 
 import pytest
 import torch
+from torch import nn
 
 from raypipe.partition.cache import cache_folder, load_operations
 from raypipe.partition.document import from_document, to_document
-from raypipe.partition.fingerprint import fingerprint, module_code, transformers_code
+from raypipe.partition.fingerprint import fingerprint, module_code, structure, transformers_code
 from raypipe.partition.kept import captured_once
 from raypipe.partition.shard import shard
 from tests.partition.chain import build_chain, run_chain
@@ -105,3 +106,17 @@ def test_where_it_is_kept(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "raypipe" / "captured"
     monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path / "mine"))
     assert cache_folder() == tmp_path / "mine" / "captured"
+
+
+def test_the_structure_tells_models_of_the_same_code_apart():
+    def said(module):
+        return structure(module)
+
+    assert said(nn.Linear(3, 4)) == said(nn.Linear(3, 4))
+    assert said(nn.Linear(3, 4)) != said(nn.Linear(3, 5))
+    assert said(nn.Dropout(0.1)) != said(nn.Dropout(0.2))
+    assert said(nn.Dropout(0.1)) != said(nn.Dropout(0.1).eval())
+    assert said(nn.BatchNorm1d(2)) == said(nn.BatchNorm1d(2))
+    other = nn.BatchNorm1d(2)
+    other.running_mean += 1
+    assert said(other) != said(nn.BatchNorm1d(2))

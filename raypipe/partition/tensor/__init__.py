@@ -1,7 +1,7 @@
 """Tensor parallelism: a layer's parameters divided over a group of devices that compute it together."""
 
 from raypipe.partition.tensor.divide import divide
-from raypipe.partition.tensor.division import Division
+from raypipe.partition.tensor.division import Division, divide_module
 from raypipe.partition.tensor.group import Alone, ProcessGroup, TensorGroup, current_group, group_of_thread, set_group
 from raypipe.partition.tensor.shard import Shard
 from raypipe.partition.tensor.table import FeatureTable, load_table, table_for
@@ -15,6 +15,7 @@ __all__ = [
     "TensorGroup",
     "current_group",
     "divide",
+    "divide_module",
     "group_of_thread",
     "load_table",
     "set_group",

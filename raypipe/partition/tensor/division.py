@@ -13,6 +13,16 @@ from raypipe.partition.tensor.shard import Shard
 from raypipe.partition.tensor.table import table_for
 
 
+def divide_module(module: nn.Module, division: Division) -> dict[str, Shard]:
+    """Divide a module as its own configuration's family says; its ``config`` is that of the transformers library.
+
+    Raises:
+        SpecError: there is no table, or it does not fit; something does not divide.
+    """
+    config = getattr(module, "config", None)
+    return division.divide(module, getattr(config, "model_type", type(module).__name__), config, gather_logits=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Division:
     """One member's view of a divided model."""

@@ -1,0 +1,55 @@
+"""What Chimera's paper decides with its model, decided by ours on the machine described in cluster/.
+
+The tables of ``python -m tests.bench.papers`` in short: what must not change unnoticed.
+"""
+
+import pytest
+
+from raypipe.cost.chimera_model import closed_form
+from tests.bench.paper_steps import costs, fits, pipeline, step_seconds
+from tests.bench.papers_chimera import chimera_choices, profiles, scaled
+
+
+@pytest.fixture(scope="module")
+def bert():
+    return profiles()[0]
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return profiles()[1]
+
+
+def ranked(profile, nodes, batch):
+    found = [(step_seconds(profile, config), config) for config in chimera_choices(profile, nodes, batch)]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def test_bert_48_on_32_nodes(bert):
+    """Section 4.2.2: W=8, D=4; B=8 is the largest with N >= D."""
+    _, best = ranked(bert, 32, 256)[0]
+    assert (best.width, best.depth, best.microbatch, best.recompute) == (8, 4, 8, False)
+
+
+def test_gpt_2_on_512_nodes(gpt):
+    """Section 4.2.2: W=64, D=8 with recomputation and W=16, D=32 without are 1.7 % apart, nothing is better."""
+    (first, a), (second, b), *others = ranked(gpt, 512, 512)
+    assert {(a.depth, a.recompute), (b.depth, b.recompute)} == {(8, True), (32, False)}
+    assert second / first < 1.05
+    assert all(seconds / first > 1.05 for seconds, _ in others)
+
+
+def test_the_closed_model_prefers_the_deep_pipeline(gpt):
+    """As the paper's own does, because it overestimates recomputation."""
+    deep, shallow = scaled("chimera", 512, 32, 1, 512), scaled("chimera", 512, 8, 1, 512, True)
+    times = [closed_form(pipeline(c), costs(gpt, c), c.width).step_s for c in (deep, shallow)]
+    assert times[0] < times[1]
+
+
+def test_who_needs_recomputation(bert, gpt):
+    """Section 4.2: Chimera with D=32 is the only one but GEMS that fits GPT-2 without."""
+    assert fits(gpt, scaled("chimera", 512, 32, 1, 512))
+    assert fits(gpt, scaled("gems", 512, 8, 2, 512))
+    assert not any(fits(gpt, scaled(name, 512, 16, 1, 512)) for name in ("dapple", "gpipe", "pipedream-2bw"))
+    assert not fits(bert, scaled("gpipe", 32, 4, 4, 512))
+    assert fits(bert, scaled("dapple", 32, 4, 4, 512))
