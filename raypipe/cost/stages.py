@@ -12,6 +12,7 @@ from raypipe.cost.sizes import stage_times
 from raypipe.errors import SpecError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.memory import recomputed
 
 Cut = Sequence[Sequence[int]]
 """Per stage, the layers it holds."""
@@ -31,6 +32,7 @@ def stage_costs(
     copies: int = 1,
     size: float = 1.0,
     split: bool = False,
+    together: int = 1,
 ) -> CostTable:
     """Seconds of every kind of task of every stage, for one full micro-batch.
 
@@ -43,6 +45,7 @@ def stage_costs(
             over all devices that hold a stage.
         size: share of a micro-batch that one id stands for (1/2 in backward halving): smaller kernels, less efficient.
         split: the schedule has B and W apart; else BW is charged what a joint backward costs.
+        together: micro-batches that run as one forward (2 in forward doubling): larger kernels, one overhead.
 
     Raises:
         SpecError: the cut does not hold every layer once, or a placement for another number of stages.
@@ -50,9 +53,11 @@ def stage_costs(
     check_cut(profile, cut, placement)
     placed = Placed.of(placement, copies, profile.devices_per_host)
     samples = microbatch * size
-    times = [stage_times([profile.layers[i] for i in layers], samples) for layers in cut]
+    stages = [[profile.layers[i] for i in layers] for layers in cut]
+    times = [stage_times(layers, samples) for layers in stages]
     extra = profile.task_overhead_s
-    forward = [t.forward + extra for t in times]
+    ahead = times if together == 1 else [stage_times(layers, samples * together) for layers in stages]
+    forward = [(t.forward + extra) / together for t in ahead]
     weight = [t.weight_grad + extra for t in times]
     inputs = [t.input_grad + extra for t in times]
     if not split:
@@ -77,10 +82,16 @@ def stage_costs(
     )
 
 
-def costs_of(profile: Profile, cut: Cut, microbatch: int, schedule: Schedule) -> CostTable:
-    """``stage_costs`` with placement, size and split read off a schedule."""
+def costs_of(profile: Profile, cut: Cut, microbatch: int, schedule: Schedule, copies: int = 1) -> CostTable:
+    """``stage_costs`` with placement, size, split and together read off a schedule."""
     split = any(task.kind == "W" for task in schedule.tasks())
-    return stage_costs(profile, cut, microbatch, schedule.placement, size=float(schedule.size), split=split)
+    again = recomputed(schedule)
+    # The runtime runs the micro-batches of a forward together where it keeps nothing of them.
+    runs = [len(t.mbs) for t in schedule.tasks() if t.kind == "F" and all((t.stage, mb) in again for mb in t.mbs)]
+    return stage_costs(
+        profile, cut, microbatch, schedule.placement, copies=copies, size=float(schedule.size), split=split,
+        together=max(runs, default=1),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

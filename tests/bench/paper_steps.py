@@ -10,7 +10,7 @@ from typing import Literal
 
 from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
-from raypipe.cost.stages import Cut, stage_costs
+from raypipe.cost.stages import Cut, costs_of
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
@@ -69,11 +69,8 @@ def even_cut(layers: int, stages: int) -> Cut:
 def costs(profile: Profile, config: Config, cut: Cut | None = None) -> CostTable:
     """The cost table of a configuration."""
     schedule = pipeline(config)
-    split = any(t.kind == "W" for t in schedule.tasks())
     cut = even_cut(len(profile.layers), schedule.stages) if cut is None else cut
-    return stage_costs(
-        profile, cut, config.microbatch, schedule.placement, copies=config.width, size=float(schedule.size), split=split
-    )
+    return costs_of(profile, cut, config.microbatch, schedule, config.width)
 
 
 def step_seconds(profile: Profile, config: Config, cut: Cut | None = None, table: CostTable | None = None) -> float:

@@ -61,6 +61,15 @@ def test_halves_of_micro_batches_are_less_efficient(profile):
     assert costs_of(profile, CUT, 2, schedule).forward[1] == 6
 
 
+def test_pairs_run_as_one_forward(profile):
+    """One task of 4 samples takes 9, two of 2 take 10; backwards and recomputations stay single."""
+    doubled = costs_of(profile, CUT, 2, generate("chimera", Shape(devices=4, microbatches=8, concat="doubling")))
+    assert (doubled.forward[1], doubled.recompute[1], doubled.by_kind("BW")[1]) == (4.5, 5, 9)
+    # Halves of a micro-batch, whose activations are kept, run one by one.
+    halved = costs_of(profile, CUT, 4, generate("chimera", Shape(devices=4, microbatches=8, concat="halving")))
+    assert halved.forward[1] == 2 * 5
+
+
 def test_links_by_host(profile):
     """20 bytes a message of two samples: 1 + 0.2 inside a host, 5 + 2 between hosts."""
     assert stage_costs(profile, CUT, 2, LINE).comm == (1.2, 7, 1.2, 1.2)  # the last one has no use
