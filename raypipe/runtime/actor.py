@@ -80,7 +80,7 @@ class Stage:
             for stage, device in enumerate(held)
             if device == setup.device
         }
-        self.optimizers = {k: make_optimizer(job.train, m.named.values()) for k, m in self.modules.items()}
+        self.optimizers = {k: make_optimizer(job.train, m.trained.values()) for k, m in self.modules.items()}
         checkpoint = None
         if setup.checkpoint is not None:
             checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it

@@ -31,6 +31,8 @@ class TiedHolders:
     """All names the parameter goes by."""
     ranks: tuple[int, ...]
     """Every device that holds a copy, in any replica."""
+    layer: int
+    """The layer of the first member: the stage that holds it saves the parameter."""
 
 
 def shared_groups(placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolders, ...]) -> dict[str, tuple[int, ...]]:
@@ -66,13 +68,13 @@ class GradientSync:
         self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
         spread: set[str] = set()
         for tie in tied:
-            copies = [m.named[n] for m in modules.values() for n in tie.members if n in m.named]
+            copies = [m.trained[n] for m in modules.values() for n in tie.members if n in m.trained]
             if len(tie.ranks) > 1 or len(copies) > 1:
                 spread.update(tie.members)
                 if copies:
                     self._ties.append((tie, copies))
         self._own = {
-            key: [p for name, p in module.named.items() if name not in spread] for key, module in modules.items()
+            key: [p for name, p in module.trained.items() if name not in spread] for key, module in modules.items()
         }
         # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
         # every member has a share of it.
@@ -83,7 +85,7 @@ class GradientSync:
                 counted.extend(parameters)
         counted.extend(copies[0] for tie, copies in self._ties if tie.ranks[0] == device)
         self._counted = [p for p in counted if member == 0 or id(p) in divided]
-        self._all = [p for module in modules.values() for p in module.named.values()]
+        self._all = [p for module in modules.values() for p in module.trained.values()]
 
     @staticmethod
     def _is_first_holder(device: int, stage: int, replica: int, placement: tuple[tuple[int, ...], ...]) -> bool:
@@ -144,7 +146,9 @@ class GradientSync:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
-        torch._foreach_mul_([p.grad for p in self._all if p.grad is not None], factor)
+        gradients = [p.grad for p in self._all if p.grad is not None]
+        if gradients:  # a device may hold nothing that is trained
+            torch._foreach_mul_(gradients, factor)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

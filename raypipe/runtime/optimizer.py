@@ -13,7 +13,7 @@ from raypipe.job.spec import TrainSpec
 
 def make_optimizer(train: TrainSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """``train.optimizer`` over the parameters of one stage; the fused kernels exist on CPU and CUDA alike."""
-    held = list(parameters)
+    held = [{"params": list(parameters)}]  # a group may be empty, where a stage is frozen
     if train.optimizer == "sgd":
         return torch.optim.SGD(held, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay, fused=True)
     kind = torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam

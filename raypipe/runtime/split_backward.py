@@ -6,120 +6,63 @@ order, without walking the autograd graph a second time (PyTorch's own way, whic
 functions twice). Parameters of other layers get their gradient in B, as in a joint backward; norms on purpose: one
 kernel makes both of a norm's gradients, so to split it costs more than its weight gradient is worth.
 
+In a captured graph the same is done to operations: ``linear``, ``addmm`` (transformers' Conv1D), ``embedding`` and
+convolutions, where weight and bias are parameters themselves.
+
 Source: zero-bubble pipeline parallelism (the split) and out-of-order backprop section 3 (why dW may wait).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from raypipe.partition.tensor.layers import Row, Vocabulary, plain_product
+from raypipe.runtime.deferred import (
+    Closure,
+    WeightQueue,
+    deferred_convolution,
+    deferred_embedding,
+    deferred_linear,
+    deferred_product,
+)
 
-Closure = Callable[[], None]
-
-
-class WeightQueue:
-    """Where the backward of deferred layers leaves its weight-gradient closures; one per stage."""
-
-    def __init__(self) -> None:
-        self.current: list[Closure] = []
-
-    @contextmanager
-    def collect(self, into: list[Closure]) -> Iterator[None]:
-        """Closures made inside the block land in ``into``."""
-        before, self.current = self.current, into
-        try:
-            yield
-        finally:
-            self.current = before
+__all__ = ["Closure", "WeightQueue", "defer_weight_gradients"]
+QUEUE = "_weight_queue"
+"""Attribute of a graph module that its deferred operations find their queue under."""
+aten = torch.ops.aten
 
 
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
-    else:
-        parameter.grad.add_(gradient)
+def defer_weight_gradients(root: nn.Module, queue: WeightQueue) -> list[str]:
+    """Make every layer of ``root``, and every operation of a graph in it, that can wait leave its weight gradient in
+    ``queue``.
 
-
-def _linear_weight_grad(weight: Tensor, bias: Tensor | None, x: Tensor, gy: Tensor) -> None:
-    gy2, x2 = gy.reshape(-1, gy.shape[-1]), x.reshape(-1, x.shape[-1])
-    if weight.requires_grad:
-        if weight.grad is not None and weight.grad.dtype == gy2.dtype == x2.dtype:
-            weight.grad.addmm_(gy2.t(), x2)  # one pass, no temporary of the weight's size
-        else:
-            _accumulate(weight, gy2.t().mm(x2.to(gy2.dtype)))
-    if bias is not None and bias.requires_grad:
-        _accumulate(bias, gy2.sum(0))
-
-
-class _DeferredLinear(torch.autograd.Function):
-    """``F.linear`` whose weight gradient waits in a queue."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
-        y = F.linear(x, weight, bias)
-        # Under autocast the product ran in y's dtype; keep x in it, as autograd would. Saved, not just referenced:
-        # autograd then notices when something overwrites them in place.
-        ctx.save_for_backward(x.to(y.dtype), weight)
-        ctx.x_dtype = x.dtype
-        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (gy,) = grads
-        weight, bias = ctx.weight, ctx.bias
-        x = ctx.saved_tensors[0].detach()
-        if weight.requires_grad or (bias is not None and bias.requires_grad):
-            ctx.queue.current.append(lambda: _linear_weight_grad(weight, bias, x, gy))
-        gx = None
-        if ctx.needs_input_grad[0]:
-            gx = gy.matmul(weight.to(gy.dtype)).to(ctx.x_dtype)
-        return gx, None, None, None
-
-
-class _DeferredEmbedding(torch.autograd.Function):
-    """``F.embedding`` whose weight gradient waits in a queue; token ids have no gradient of their own."""
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight, ctx.queue = weight, queue
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (gy,) = grads
-        (ids,), weight = ctx.saved_tensors, ctx.weight
-
-        def weight_grad() -> None:
-            flat = gy.reshape(-1, gy.shape[-1]).to(weight.dtype)
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            weight.grad.index_add_(0, ids.reshape(-1), flat)
-
-        if weight.requires_grad:
-            ctx.queue.current.append(weight_grad)
-        return None, None, None
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
-    return result
+    Returns the names of parameters that cannot wait: their gradients, or some of them, are computed in B.
+    """
+    deferred: set[nn.Parameter] = set()
+    for module in root.modules():
+        if plain_product(module) is not None:
+            module.product = _defer_product(module, queue)  # type: ignore[assignment]
+            deferred.update(p for p in module.parameters(recurse=False) if p.dim() > 1 or not isinstance(module, Row))
+            continue
+        wrap = _wrapper(module)
+        if wrap is not None:
+            module.forward = wrap(module, queue)
+            deferred.update(module.parameters(recurse=False))
+        elif isinstance(module, fx.GraphModule):
+            deferred |= _defer_in_graph(module, queue)
+    return [name for name, p in root.named_parameters() if p not in deferred]
 
 
 def _defer_linear(module: nn.Linear, queue: WeightQueue) -> Callable[[Tensor], Tensor]:
-    return lambda x: _apply(_DeferredLinear, x, module.weight, module.bias, queue)
+    return lambda x: deferred_linear(x, module.weight, module.bias, queue)
 
 
 def _defer_embedding(module: nn.Embedding, queue: WeightQueue) -> Callable[[Tensor], Tensor]:
-    return lambda ids: _apply(_DeferredEmbedding, ids, module.weight, queue)
+    return lambda ids: deferred_embedding(ids, module.weight, module.padding_idx, queue)
 
 
 def _defer_product(module: nn.Module, queue: WeightQueue) -> Callable[[Tensor], Tensor]:
@@ -128,30 +71,78 @@ def _defer_product(module: nn.Module, queue: WeightQueue) -> Callable[[Tensor], 
         return _defer_embedding(module, queue)
     assert isinstance(module, nn.Linear)
     bias = None if isinstance(module, Row) else module.bias
-    return lambda x: _apply(_DeferredLinear, x, module.weight, bias, queue)
+    return lambda x: deferred_linear(x, module.weight, bias, queue)
 
 
-def _deferrable(module: nn.Module) -> Callable[[Any, WeightQueue], Callable[[Tensor], Tensor]] | None:
+def _wrapper(module: nn.Module) -> Callable[[Any, WeightQueue], Callable[[Tensor], Tensor]] | None:
     if type(module) is nn.Linear:
         return _defer_linear
-    if type(module) is nn.Embedding and module.padding_idx is None and module.max_norm is None and not module.sparse:
+    if type(module) is nn.Embedding and module.max_norm is None and not module.sparse and not module.scale_grad_by_freq:
         return _defer_embedding
     return None
 
 
-def defer_weight_gradients(root: nn.Module, queue: WeightQueue) -> list[str]:
-    """Make every layer of ``root`` that can wait leave its weight gradient in ``queue``.
+def _linear(queue: WeightQueue, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return deferred_linear(x, weight, bias, queue)
 
-    Returns the names of parameters that cannot wait: their gradients are computed in B.
-    """
-    deferred: set[nn.Parameter] = set()
-    for module in root.modules():
-        if plain_product(module) is not None:
-            module.product = _defer_product(module, queue)  # type: ignore[assignment]
-            deferred.update(p for p in module.parameters(recurse=False) if p.dim() > 1 or not isinstance(module, Row))
+
+def _product(queue: WeightQueue, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return deferred_product(bias, x, weight, queue)
+
+
+def _embedding(queue: WeightQueue, weight: Tensor, ids: Tensor, padding: int = -1) -> Tensor:
+    return deferred_embedding(ids, weight, padding if padding >= 0 else None, queue)
+
+
+def _convolution(
+    queue: WeightQueue, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = (1,), padding: Any = (0,),
+    dilation: Any = (1,), groups: int = 1,
+) -> Tensor:  # fmt: skip
+    return deferred_convolution(x, weight, bias, stride, padding, dilation, groups, queue)
+
+
+OPERATIONS: dict[Any, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    aten.linear.default: (_linear, (1, 2)),
+    aten.addmm.default: (_product, (0, 2)),
+    aten.embedding.default: (_embedding, (0,)),
+    aten.conv1d.default: (_convolution, (1, 2)),
+    aten.conv2d.default: (_convolution, (1, 2)),
+    aten.conv3d.default: (_convolution, (1, 2)),
+}
+"""Per operation, what runs it deferred, and which of its arguments must be parameters (or None)."""
+
+
+def _defer_in_graph(module: fx.GraphModule, queue: WeightQueue) -> set[nn.Parameter]:
+    """Returns the parameters all of whose gradients wait."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    read = {n: parameters[str(n.target)] for n in module.graph.nodes if n.op == "get_attr" and n.target in parameters}
+    setattr(module, QUEUE, queue)
+    with module.graph.inserting_before(next(iter(module.graph.nodes))):
+        held = module.graph.create_node("get_attr", QUEUE)
+    left: set[nn.Parameter] = set()
+    for node in module.graph.nodes:
+        used = [read[n] for n in node.all_input_nodes if n in read]
+        if node.op != "call_function" or not used:
             continue
-        wrap = _deferrable(module)
-        if wrap is not None:
-            module.forward = wrap(module, queue)
-            deferred.update(module.parameters(recurse=False))
-    return [name for name, p in root.named_parameters() if p not in deferred]
+        function = _deferred(node, read)
+        if function is None:
+            left.update(used)
+        else:
+            node.target, node.args = function, (held, *node.args)
+    module.recompile()
+    return set(read.values()) - left
+
+
+def _deferred(node: fx.Node, read: dict[fx.Node, nn.Parameter]) -> Callable[..., Tensor] | None:
+    """What runs this operation deferred; None if it must stay as it is."""
+    if node.target not in OPERATIONS or node.kwargs:
+        return None
+    function, places = OPERATIONS[node.target]
+    for i, arg in enumerate(node.args):
+        if (i in places and arg is not None) != (isinstance(arg, fx.Node) and arg in read):
+            return None
+    if function is _embedding:  # gradients scaled by frequency, or sparse
+        return None if any(node.args[3:]) else function
+    if function is _product and read[node.args[0]].dim() != 1:  # type: ignore[index]
+        return None
+    return function

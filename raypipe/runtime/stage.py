@@ -48,10 +48,14 @@ class StageModule(nn.Module):
         split: bool,
     ) -> None:
         super().__init__()
+        self.layers = tuple(layers)
+        """Numbers of the layers it holds."""
         self.body = model.build_stage(layers, seed, device)
         self.named = self.body.named()
         self.shards = {name: model.shards[name] for name in self.named if name in model.shards}
         """How the parameters are cut that this is one member's share of."""
+        self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        """Those that the optimizer changes; the others are frozen."""
         last = layers[-1] == model.count - 1
         self.reads = model.reads(layers) | (model.task.reads if last else frozenset())
         """Raw inputs it needs."""
@@ -91,8 +95,9 @@ class StageModule(nn.Module):
         """
         outputs = [y for y, wanted in zip(live.outputs, self.gives_gradient, strict=True) if wanted]
         pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
-        with self.queue.collect(live.closures):
-            torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+        if pairs:  # nothing is, where all parameters so far are frozen
+            with self.queue.collect(live.closures):
+                torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
         back: list[Tensor] = []
         for x in live.inputs:
             if x.requires_grad:

@@ -36,6 +36,11 @@ def _canonical(name: str, tied: tuple[TiedHolders, ...]) -> str:
     return name
 
 
+def _saves(module: StageModule, name: str, tied: tuple[TiedHolders, ...]) -> bool:
+    """Whether this stage saves a parameter that it holds: of a tied one, the stage of its first member does."""
+    return all(name not in tie.members or tie.layer in module.layers for tie in tied)
+
+
 class Piece(NamedTuple):
     """A tensor of a checkpoint, or this member's share of one."""
 
@@ -63,8 +68,8 @@ def state_pieces(module: StageModule, optimizer: torch.optim.Optimizer, tied: tu
     """``param/<name>`` and ``optim/<name>/<key>`` of one stage; a tied parameter under its group's name only."""
     found: list[Piece] = []
     for name, parameter in module.named.items():
-        if _canonical(name, tied) != name:
-            continue  # another stage, holding the first member, saves it
+        if not _saves(module, name, tied):
+            continue
         shard = module.shards.get(name)
         found.append(Piece(f"param/{name}", parameter.detach(), shard))
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
@@ -123,7 +128,7 @@ def previous_pieces(module: StageModule, previous: Mapping[str, Tensor], tied: t
     found = []
     for path, parameter in module.named_parameters():
         name = names[id(parameter)]
-        if path in previous and _canonical(name, tied) == name:
+        if path in previous and _saves(module, name, tied):
             found.append(Piece(f"optim/{name}/{PREVIOUS}", previous[path].detach(), module.shards.get(name)))
     return found
 

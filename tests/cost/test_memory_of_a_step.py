@@ -68,7 +68,10 @@ def executor(spec, schedule, cut, microbatch, dtype):
     train = TrainSpec(steps=3, batch=samples * schedule.microbatches)
     split = any(task.kind == "W" for task in schedule.tasks())
     modules = {(s, 0): StageModule(model, list(part), 0, cpu, split) for s, part in enumerate(cut)}
-    tied = [TiedHolders(g.name, tuple(n for _, n in g.members), (0,)) for g in model.tied] if len(cut) > 1 else []
+    tied = [
+        TiedHolders(g.name, tuple(n for _, n in g.members), (0,), g.members[0][0])
+        for g in (model.tied if len(cut) > 1 else ())
+    ]
     settings = StepSettings(
         seed=0, microbatches=schedule.microbatches, samples_per_microbatch=samples, clip=None, update="wait",
         timeout_s=10, device=cpu,

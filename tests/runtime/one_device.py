@@ -87,9 +87,12 @@ def run_step(
     stages = [StageModule(model, part, seed, device, split) for part in cut]
     modules = {(s, 0): stage for s, stage in enumerate(stages)}
     optimizers: dict[Any, torch.optim.Optimizer] = {
-        key: torch.optim.SGD(m.named.values(), lr=LR) for key, m in modules.items()
+        key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR) for key, m in modules.items()
     }
-    tied = tuple(TiedHolders(g.name, tuple(dict.fromkeys(name for _, name in g.members)), (0,)) for g in model.tied)
+    tied = tuple(
+        TiedHolders(g.name, tuple(dict.fromkeys(name for _, name in g.members)), (0,), g.members[0][0])
+        for g in model.tied
+    )
     fields = {name for stage in stages for name in stage.reads}
     feed = Feed(Fixed(rows), model.task, fields, seed, batch, microbatch, device, dtype)
     executor = Executor(

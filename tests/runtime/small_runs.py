@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raypipe.data import prepare
+from raypipe.data import declared_fields, prepare_data
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
+from raypipe.models import build_model
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.launch import Fleet
@@ -50,7 +51,7 @@ class Done:
 def new_driver(job: JobSpec, directory: Path, saved: Callable[..., None] = lambda *_: None) -> Driver:
     """A driver with its data prepared, whose log is in ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
-    prepare(job.data, job.model.sequence, directory / "data")
+    prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
     return Driver(job, make_plan(job), directory, RunLog(directory), saved)
 
 

@@ -71,6 +71,14 @@ def mlp(inside: int, outside: int) -> nn.Module:
     )  # fmt: skip
 
 
+def half_frozen(inside: int) -> nn.Module:
+    """As in fine-tuning: what comes first stays as it is, and one matrix in between."""
+    made = mlp(inside, 3)
+    for part in (made[0], made[5]):
+        part.requires_grad_(False)
+    return made
+
+
 HERE = "tests.runtime.test_any_model"
 IMAGES = images(10)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
@@ -92,7 +100,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
     "regression": ({"import": f"{HERE}:mlp", "args": {"inside": 5, "outside": 1}},
                    {"features": torch.randn(BATCH, 5, generator=DRAW), "labels": torch.randn(BATCH, generator=DRAW)}),
 }  # fmt: skip
-DROPS = {"gpt2", "opt", "bert", "roberta", "t5", "vit", "cnn", "frozen batch norm", "mlp", "regression"}
+CASES["half frozen"] = ({"import": f"{HERE}:half_frozen", "args": {"inside": 5}}, CASES["mlp"][1])
+DROPS = {"gpt2", "opt", "bert", "roberta", "t5", "vit", "cnn", "frozen batch norm", "mlp", "regression", "half frozen"}
 """Models that drop values in training; the others have no dropout of their own."""
 
 
@@ -150,5 +159,9 @@ def test_loss_and_gradients_are_the_whole_models(case: str, stages: int, split: 
     loss, gradients = eager(model, outcome, CASES[case][1])
     assert outcome.loss == pytest.approx(loss, abs=1e-9, rel=0)
     for name, mine in outcome.gradients.items():
+        if name not in gradients:
+            assert not mine.any(), f"{name} is frozen"
+            continue
         torch.testing.assert_close(mine, gradients[name], rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
     assert bool(model.sites) == (case in DROPS)
+    assert len(gradients) >= len(outcome.gradients) / 2

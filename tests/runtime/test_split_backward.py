@@ -161,14 +161,15 @@ class Model(nn.Module):
         self.own = OwnLinear(4, 4)
         self.bare = nn.Parameter(torch.ones(4))
         self.recurrent = nn.GRU(4, 4, batch_first=True)
-        self.padded = nn.Embedding(3, 4, padding_idx=0)
+        self.frequent = nn.Embedding(3, 4, scale_grad_by_freq=True)
+        self.padded_waits = nn.Embedding(3, 4, padding_idx=0)
         self.also_waits = nn.Embedding(3, 4)
         self.norm = nn.LayerNorm(4)
 
 
 def test_parameters_that_cannot_wait_are_named() -> None:
     names = defer_weight_gradients(Model(), WeightQueue())
-    assert {name.split(".")[0] for name in names} == {"own", "bare", "recurrent", "padded", "norm"}
+    assert {name.split(".")[0] for name in names} == {"own", "bare", "recurrent", "frequent", "norm"}
     assert "recurrent.weight_ih_l0" in names
 
 

@@ -107,7 +107,7 @@ def stage(layers: range, hidden: int = 16, depth: int = 2) -> tuple[StageModule,
     return module, make_optimizer(TRAIN, module.named.values())
 
 
-TIED = (TiedHolders("0.token.weight", ("0.token.weight", "3.project.weight"), (0, 1)),)
+TIED = (TiedHolders("0.token.weight", ("0.token.weight", "3.project.weight"), (0, 1), 0),)
 
 
 def write(directory: Path, layers: range) -> Path:

@@ -1,0 +1,214 @@
+"""Operations on parameters whose weight gradient waits: a layer's backward returns only the gradient of its input.
+
+What is left to do for the weights it leaves as a closure in a queue; see ``split_backward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Closure = Callable[[], None]
+
+
+class WeightQueue:
+    """Where the backward of deferred layers leaves its weight-gradient closures; one per stage."""
+
+    def __init__(self) -> None:
+        self.current: list[Closure] = []
+
+    @contextmanager
+    def collect(self, into: list[Closure]) -> Iterator[None]:
+        """Closures made inside the block land in ``into``."""
+        before, self.current = self.current, into
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to a parameter's, in the parameter's dtype."""
+    if parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    else:
+        parameter.grad.add_(gradient)
+
+
+def _linear_weight_grad(weight: Tensor, bias: Tensor | None, x: Tensor, gy: Tensor) -> None:
+    gy2, x2 = gy.reshape(-1, gy.shape[-1]), x.reshape(-1, x.shape[-1])
+    if weight.requires_grad:
+        if weight.grad is not None and weight.grad.dtype == gy2.dtype == x2.dtype:
+            weight.grad.addmm_(gy2.t(), x2)  # one pass, no temporary of the weight's size
+        else:
+            accumulate(weight, gy2.t().mm(x2.to(gy2.dtype)))
+    if bias is not None and bias.requires_grad:
+        accumulate(bias, gy2.sum(0))
+
+
+class _DeferredLinear(torch.autograd.Function):
+    """``F.linear`` whose weight gradient waits in a queue."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
+        y = F.linear(x, weight, bias)
+        # Under autocast the product ran in y's dtype; keep x in it, as autograd would. Saved, not just referenced:
+        # autograd then notices when something overwrites them in place.
+        ctx.save_for_backward(x.to(y.dtype), weight)
+        ctx.x_dtype = x.dtype
+        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (gy,) = grads
+        weight, bias = ctx.weight, ctx.bias
+        x = ctx.saved_tensors[0].detach()
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            ctx.queue.current.append(lambda: _linear_weight_grad(weight, bias, x, gy))
+        gx = None
+        if ctx.needs_input_grad[0]:
+            gx = gy.matmul(weight.to(gy.dtype)).to(ctx.x_dtype)
+        return gx, None, None, None
+
+
+class _DeferredEmbedding(torch.autograd.Function):
+    """``F.embedding`` whose weight gradient waits in a queue; token ids have no gradient of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None, queue: WeightQueue) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding, ctx.queue = weight, padding, queue
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (gy,) = grads
+        (ids,), weight, padding = ctx.saved_tensors, ctx.weight, ctx.padding
+
+        def weight_grad() -> None:
+            flat = gy.reshape(-1, gy.shape[-1]).to(weight.dtype)
+            if padding is not None:  # its row has no gradient
+                flat = flat.masked_fill(ids.reshape(-1, 1) == padding, 0.0)
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad.index_add_(0, ids.reshape(-1), flat)
+
+        if weight.requires_grad:
+            ctx.queue.current.append(weight_grad)
+        return None, None, None, None
+
+
+class _DeferredProduct(torch.autograd.Function):
+    """``bias + x @ weight`` whose weight gradient waits: x ``[rows, inside]``, weight ``[inside, outside]``."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
+        y = torch.addmm(bias, x, weight)
+        # Under autocast the product ran in y's dtype; keep x in it, as autograd would.
+        ctx.save_for_backward(x.to(y.dtype), weight)
+        ctx.x_dtype = x.dtype
+        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (gy,) = grads
+        weight, bias = ctx.weight, ctx.bias
+        x = ctx.saved_tensors[0].detach()
+
+        def weight_grad() -> None:
+            if weight.requires_grad:
+                if weight.grad is not None and weight.grad.dtype == gy.dtype == x.dtype:
+                    weight.grad.addmm_(x.t(), gy)
+                else:
+                    accumulate(weight, x.t().mm(gy))
+            if bias.requires_grad:
+                accumulate(bias, gy.sum(0))
+
+        if weight.requires_grad or bias.requires_grad:
+            ctx.queue.current.append(weight_grad)
+        gx = gy.mm(weight.to(gy.dtype).t()).to(ctx.x_dtype) if ctx.needs_input_grad[1] else None
+        return None, gx, None, None
+
+
+class _DeferredConvolution(torch.autograd.Function):
+    """A convolution whose weight gradient waits; ``settings`` are stride, padding, dilation and groups."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...], queue: WeightQueue
+    ) -> Tensor:
+        stride, padding, dilation, groups = settings
+        # By the names that autocast knows.
+        y = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1](x, weight, bias, stride, padding, dilation, groups)
+        ctx.save_for_backward(x.to(y.dtype), weight)
+        ctx.x_dtype, ctx.settings = x.dtype, settings
+        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (gy,) = grads
+        weight, bias = ctx.weight, ctx.bias
+        x = ctx.saved_tensors[0].detach()
+        stride, padding, dilation, groups = ctx.settings
+
+        def gradients(want: list[bool]) -> Any:
+            sizes = None if bias is None else list(bias.shape)
+            return torch.ops.aten.convolution_backward(
+                gy, x, weight.to(gy.dtype), sizes, stride, padding, dilation, False, [0] * len(stride), groups, want
+            )
+
+        def weight_grad() -> None:
+            _, gw, gb = gradients([False, weight.requires_grad, bias is not None and bias.requires_grad])
+            if gw is not None:
+                accumulate(weight, gw)
+            if gb is not None:
+                accumulate(bias, gb)
+
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            ctx.queue.current.append(weight_grad)
+        gx = gradients([True, False, False])[0].to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+        return gx, None, None, None, None
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
+    """``F.linear(x, weight, bias)``; the gradients of weight and bias wait in ``queue``."""
+    return _apply(_DeferredLinear, x, weight, bias, queue)
+
+
+def deferred_embedding(ids: Tensor, weight: Tensor, padding: int | None, queue: WeightQueue) -> Tensor:
+    """``F.embedding(ids, weight, padding)``; the weight's gradient waits in ``queue``."""
+    return _apply(_DeferredEmbedding, ids, weight, padding, queue)
+
+
+def deferred_product(bias: Tensor, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
+    """``bias + x @ weight`` for a vector ``bias``; the gradients of weight and bias wait in ``queue``."""
+    return _apply(_DeferredProduct, bias, x, weight, queue)
+
+
+def deferred_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    queue: WeightQueue,
+) -> Tensor:
+    """``F.conv1d`` to ``F.conv3d``; the gradients of weight and bias wait in ``queue``."""
+    dims = weight.dim() - 2
+    each = tuple([values[0]] * dims if len(values) == 1 else list(values) for values in (stride, padding, dilation))
+    return _apply(_DeferredConvolution, x, weight, bias, (*each, groups), queue)
