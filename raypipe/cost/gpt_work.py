@@ -59,12 +59,12 @@ def gpt_work(model: GptSpec, dtype: str, software: Software = RAYPIPE) -> Sequen
     return (_embedding(model, dtype, software), *blocks, _head(model, dtype, software))
 
 
-def _master(dtype: str, software: Software) -> int:
+def master_width(dtype: str, software: Software) -> int:
     """Bytes of a parameter and of a value of the residual stream."""
     return 4 if WIDTH[dtype] == 2 and software.autocast else WIDTH[dtype]
 
 
-def _mask(width: int, software: Software) -> tuple[int, int]:
+def mask_bytes(width: int, software: Software) -> tuple[int, int]:
     """Bytes that dropout moves and keeps per value.
 
     Keyed: hashing in int32, each for two values, then the mask, then the product; see ``models/keyed_random.py``.
@@ -75,10 +75,10 @@ def _mask(width: int, software: Software) -> tuple[int, int]:
 
 def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     s, h, heads = model.sequence, model.hidden, model.heads
-    e, m, stat = WIDTH[dtype], _master(dtype, software), STATISTIC[dtype]
+    e, m, stat = WIDTH[dtype], master_width(dtype, software), STATISTIC[dtype]
     stream = s * h  # values of the residual stream, of one sample
     drop = 2 if model.dropout else 0  # both on the stream
-    mask_moved, mask_kept = _mask(e, software)
+    mask_moved, mask_kept = mask_bytes(e, software)
     gelu = 1 if software.fused_gelu else 4
     narrow = e != m
     matrices = 12 * h * h
@@ -129,9 +129,9 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
 
 def _embedding(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     s, h = model.sequence, model.hidden
-    m = _master(dtype, software)
+    m = master_width(dtype, software)
     table = model.vocabulary * h
-    moved, held = _mask(m, software) if model.dropout else (0, 0)
+    moved, held = mask_bytes(m, software) if model.dropout else (0, 0)
     return LayerWork(
         name="embedding", parameters=table + s * h,
         forward=Effort(traffic=(5.0 * m + moved) * s * h, overhead=0.3),
@@ -147,7 +147,7 @@ def _embedding(model: GptSpec, dtype: str, software: Software) -> LayerWork:
 
 def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     s, h, logits = model.sequence, model.hidden, model.sequence * model.vocabulary
-    e, m, stat = WIDTH[dtype], _master(dtype, software), STATISTIC[dtype]
+    e, m, stat = WIDTH[dtype], master_width(dtype, software), STATISTIC[dtype]
     narrow = e != m
     matrix = model.vocabulary * h
     product = Effort(

@@ -40,7 +40,8 @@ class Row(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in / T]`` -> ``[..., out]``."""
         y = left(self.product(x))
-        return y if self.bias is None else y + self.bias
+        # As narrow as the product, which autocast makes narrower than the bias.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """This member's part of the sum."""
