@@ -87,6 +87,13 @@ def balance(
     return _result(runs, starts, placement, bound)
 
 
+def pinned(
+    costs: Sequence[float], placement: Placement, starts: Sequence[int], memory: Memory | None = None
+) -> Balance:
+    """A given deal, to compare the best one with."""
+    return _result(Runs.of(costs, memory), list(starts), placement, 0.0)
+
+
 def line_of(stages: int) -> tuple[tuple[int, ...], ...]:
     """One stage a device, one replica."""
     return (tuple(range(stages)),)

@@ -77,14 +77,15 @@ def save(
     where = folder or cache_folder()
     document = to_document(graph, calls) | {"values": hashlib.sha256(values).hexdigest()}
     try:
-        where.mkdir(parents=True, exist_ok=True)
-        _write(where / f"{key}.safetensors", values)
-        _write(where / f"{key}.json", json.dumps(document, separators=(",", ":")).encode())
+        write_file(where / f"{key}.safetensors", values)
+        write_file(where / f"{key}.json", json.dumps(document, separators=(",", ":")).encode())
     except OSError as error:
         notify(f"the captured model is not kept: {where}: {error.strerror}")
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
+    """Write all of a file or nothing of it, making its folder where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

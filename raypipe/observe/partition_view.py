@@ -1,0 +1,96 @@
+"""A partition drawn in the terminal, from its report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raypipe.observe.profile_table import size_text
+
+COLOURS = ("bright_blue", "bright_green", "yellow", "magenta", "cyan", "bright_red")
+BAR = 12
+"""Characters of the slowest stage's bar."""
+WRAPPED = ("what they are", "crosses behind it")
+COLUMNS = ("stage", "device", "sub-graphs", WRAPPED[0], "parameters", "forward", "backward", "", WRAPPED[1])
+
+
+def partition_view(found: dict[str, Any], name: str) -> RenderableType:
+    """The sub-graphs as one strip, a row a stage with what crosses behind it, and the deal before and after."""
+    return Group(_head(found, name), _strip(found), Text(), _stages(found), *_balance(found))
+
+
+def _head(found: dict[str, Any], name: str) -> Text:
+    most = found["most_tensors_across_any_cut"]
+    tensors = f"{most} tensor{'s' * (most != 1)}"
+    count = len(found["subgraphs"])
+    return Text(f"{name}: {found['parameters']:,} parameters in {count} sub-graphs; at most {tensors} across any cut")
+
+
+def _strip(found: dict[str, Any]) -> Text:
+    """One letter per sub-graph, a bar at each cut of the balanced deal."""
+    text = Text()
+    for number, stage in enumerate(found["stages"]):
+        first, end = stage["subgraphs"]
+        if number:
+            text.append("|", "bold")
+        letters = "".join(
+            s["label"][:1].upper() if not s["block"] else s["label"][:1] for s in found["subgraphs"][first:end]
+        )
+        text.append(letters, COLOURS[number % len(COLOURS)])
+    return text
+
+
+def _stages(found: dict[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in COLUMNS:
+        right = column in ("parameters", "forward", "backward")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column not in WRAPPED)
+    slowest = max(stage["seconds"] for stage in found["stages"])
+    cuts = [*found["cuts"], None]
+    for number, (stage, cut) in enumerate(zip(found["stages"], cuts, strict=True)):
+        first, end = stage["subgraphs"]
+        colour = COLOURS[number % len(COLOURS)]
+        table.add_row(
+            Text(str(number), colour), ", ".join(map(str, stage["devices"])), f"{first}-{end - 1}",
+            _contents(found["subgraphs"][first:end]), f"{stage['parameters']:,}",
+            _time(stage["forward_s"]), _time(stage["backward_s"]),
+            Text("█" * max(1, round(BAR * stage["seconds"] / slowest)), colour),
+            "" if cut is None else "\n".join(map(_tensor, cut["tensors"])),
+        )  # fmt: skip
+    return table
+
+
+def _tensor(tensor: dict[str, Any]) -> str:
+    return f"{tensor['name']} {'x'.join(map(str, tensor['shape']))} {tensor['dtype']}, {size_text(tensor['bytes'])}"
+
+
+def _contents(subgraphs: list[dict[str, Any]]) -> str:
+    """``embedding, 13 attention, 12 mlp``."""
+    counted: dict[str, int] = {}
+    for subgraph in subgraphs:
+        counted[subgraph["label"]] = counted.get(subgraph["label"], 0) + 1
+    return ", ".join(label if n == 1 else f"{n} {label}" for label, n in counted.items())
+
+
+def _balance(found: dict[str, Any]) -> list[Text]:
+    lines = []
+    for name in ("even", "balanced"):
+        deal = found["balance"][name]
+        sizes = "/".join(str(n) for n in deal["subgraphs"])
+        lines.append(Text(f"{name:>8}: {sizes} sub-graphs, slowest device {_time(max(deal['device_seconds']))}, "
+                          f"step {_time(deal['step_s'])}"))  # fmt: skip
+    proof = "no deal has a slowest device that is faster by a measurable amount" if found["balance"]["proven"] else (
+        f"no deal can be below {_time(found['balance']['bound_s'])}"
+    )  # fmt: skip
+    lines.append(Text(f"balanced over even: {found['balance']['speedup']:.3f} times as fast; {proof}"))
+    where = f"times of a micro-batch of {found['microbatch']} on {found['device']} ({found['seconds_from']})"
+    lines.append(Text(f"{where}; a step is {found['schedule']} of {found['microbatches']}", "dim"))
+    return lines
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

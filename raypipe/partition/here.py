@@ -1,0 +1,48 @@
+"""This machine as a cluster of single cores, its rates measured in a moment: costs for whoever describes no other."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from raypipe.job.cluster import ClusterSpec, LinkModel, cluster_from
+
+SIZE = 64
+"""Rows of the matrices whose product is timed: few enough for the library to use one thread, as a stage does."""
+LARGE = 1 << 23
+"""Numbers that are copied: more than caches hold."""
+LAYER_OVERHEAD_US = 100
+"""Of a block's forward of some thirty operators, each of which torch takes a few microseconds to start."""
+CHANNEL = LinkModel(latency_us=11, bandwidth_gb_s=11)
+"""raypipe's shared-memory channel between two processes: ``python tests/bench/transport_latency.py``."""
+
+
+def this_machine(dtype: str, devices: int) -> ClusterSpec:
+    """So many devices of one processor core each, sharing the machine's memory."""
+    kind = np.float64 if dtype == "float64" else np.float32
+    a, large, other = np.ones((SIZE, SIZE), kind), np.ones(LARGE, np.float32), np.zeros(LARGE, np.float32)
+    product, copy = _seconds(lambda: a @ a, 400), _seconds(lambda: np.copyto(other, large), 2)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    link = CHANNEL.model_dump()
+    return cluster_from({
+        "name": "this machine", "hosts": 1, "devices_per_host": devices, "inside": link, "between": link,
+        "device": {
+            "name": "one core of this machine", "memory_gib": memory / devices,
+            "peak_tflops": {dtype: 2 * SIZE**3 / product / 1e12}, "efficiency": 1.0,
+            "memory_gb_s": 2 * large.nbytes / copy / 1e9, "layer_overhead_us": LAYER_OVERHEAD_US,
+        },
+    })  # fmt: skip
+
+
+def _seconds(run: Callable[[], object], times: int) -> float:
+    """Processor time, as others may be at work on the machine; the least of a few samples."""
+    samples = []
+    for _ in range(8):
+        began = time.process_time()
+        for _ in range(times):
+            run()
+        samples.append((time.process_time() - began) / times)
+    return max(min(samples), 1e-9)

@@ -1,0 +1,72 @@
+"""The partition of a job: its model, its schedule's stages, the costs asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.profile import Profile
+from raypipe.errors import SpecError
+from raypipe.job.cluster import load_cluster
+from raypipe.job.order import base_schedule
+from raypipe.job.spec import JobSpec
+from raypipe.partition.here import this_machine
+from raypipe.partition.pieces_kept import Kept, load_pieces, pieces_key, save_pieces
+from raypipe.partition.report import Partition, make_partition
+
+
+def partition_job(
+    job: JobSpec, profile: Path | None = None, cluster: Path | None = None, memory_bytes: float | None = None
+) -> Partition:
+    """Deal the sub-graphs of a job's model to the stages of its schedule.
+
+    Args:
+        job: the job.
+        profile: file with measured costs of its layers; None for computed ones.
+        cluster: file that describes the devices to compute costs for; None for this machine's.
+        memory_bytes: what a device may hold; None if that does not matter.
+
+    Raises:
+        SpecError: a file that cannot be read or is of another model, more stages than sub-graphs, too little memory.
+        CaptureError: the model cannot be captured.
+    """
+    schedule = base_schedule(job.parallel, job.train.batch)
+    described = None if cluster is None else load_cluster(cluster)
+    measured = None if profile is None else _read(profile)
+    pieces, works = _pieces(job)
+    if measured is None:
+        where = this_machine(job.train.dtype, schedule.devices) if described is None else described
+        measured = analytic_profile(works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer)
+    return make_partition(pieces, measured, schedule, job.parallel.microbatch, memory_bytes, job.train.optimizer)
+
+
+def _pieces(job: JobSpec) -> Kept:
+    """The model's pieces and their work: from the cache, or from the model itself."""
+    key = pieces_key(job)
+    kept = None if key is None else load_pieces(key)
+    if kept is not None:
+        return kept
+    from raypipe.data import declared_fields  # torch from here on
+    from raypipe.models import build_model
+    from raypipe.partition.pieces import pieces_of, works_of
+
+    model = build_model(job, declared_fields(job.data))
+    found = pieces_of(model, job.parallel.microbatch), works_of(job, model)
+    if key is not None:
+        save_pieces(key, *found)
+    return found
+
+
+def _read(path: Path) -> Profile:
+    try:
+        return Profile.model_validate_json(path.read_bytes())  # by JSON's rules: its lists are our tuples
+    except OSError as error:
+        raise SpecError(str(path), f"cannot be read: {error.strerror}", "raypipe profile JOB.yaml -o FILE") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise SpecError(
+            f"{path}: {key}" if key else str(path), first["msg"], "raypipe profile JOB.yaml -o FILE"
+        ) from None

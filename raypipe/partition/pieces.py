@@ -1,0 +1,60 @@
+"""From a job's model to pieces and their work."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from raypipe.cost.gpt_work import gpt_work
+from raypipe.cost.work import LayerWork
+from raypipe.job import GptSpec, JobSpec
+from raypipe.models import CutTensor, GptLayers, LayeredModel
+from raypipe.models.captured import CapturedModel
+from raypipe.models.gpt import make_layer
+from raypipe.partition.report import Crossing, Piece
+from raypipe.partition.work import captured_work
+
+
+def pieces_of(model: LayeredModel, microbatch: int) -> tuple[Piece, ...]:
+    """The layers of a model; what crosses is that of a micro-batch of so many samples."""
+    if isinstance(model, CapturedModel):
+        return _captured(model, microbatch)
+    assert isinstance(model, GptLayers)
+    made = []
+    for i, name in enumerate(model.names):
+        with torch.device("meta"):
+            layer = make_layer(model.model, i)
+        values = tuple((model.owner(f"{i}.{path}"), p.numel()) for path, p in layer.named_parameters())
+        behind = model.crossing(i, microbatch) if i < model.count - 1 else ()
+        crossing = tuple(_crossing("residual stream", tensor) for tensor in behind)
+        made.append(Piece(name.partition(".")[0], name if "." in name else "", values, model.flops[i], crossing))
+    return tuple(made)
+
+
+def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
+    graph, sharding = model.graph, model.sharding
+    made = []
+    for i, (a, b) in enumerate(pairwise([*sharding.starts, sharding.end])):
+        names = graph.parameters_of(graph.operations[a:b])
+        last = i == sharding.count - 1
+        behind = () if last else tuple(
+            _crossing(graph.operations[n].name, tensor)
+            for n, tensor in zip(sharding.cuts[i], model.crossing(i, microbatch), strict=True)
+        )  # fmt: skip
+        values = tuple((name, graph.parameters[name]) for name in names)
+        made.append(Piece(sharding.labels[i], sharding.blocks[i], values, model.flops[i], behind))
+    return tuple(made)
+
+
+def works_of(job: JobSpec, model: LayeredModel) -> tuple[LayerWork, ...]:
+    """The work of the same layers, for the cost model."""
+    if isinstance(model, CapturedModel):
+        return captured_work(model.graph, model.sharding, model.sizes(1))
+    assert isinstance(job.model, GptSpec)
+    return tuple(gpt_work(job.model, job.train.dtype))
+
+
+def _crossing(name: str, tensor: CutTensor) -> Crossing:
+    size = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+    return Crossing(name, tensor.shape, str(tensor.dtype).removeprefix("torch."), size)

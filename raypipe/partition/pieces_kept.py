@@ -1,0 +1,75 @@
+"""The pieces of a job's model on disk, so that its partition can be looked at again without torch.
+
+Only for models whose code and configuration can be told without running any of it: the built-in GPT needs no keeping,
+and what a function builds is known only once it has run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from raypipe.cost.work import Effort, LayerWork
+from raypipe.errors import RequestError
+from raypipe.job import HfSpec, JobSpec
+from raypipe.partition.cache import Notify, cache_folder, to_stderr, write_file
+from raypipe.partition.fingerprint import fingerprint, transformers_code
+from raypipe.partition.report import Crossing, Piece
+
+Kept = tuple[tuple[Piece, ...], tuple[LayerWork, ...]]
+MODELS = Path(__file__).parent.parent / "models"
+
+
+def pieces_key(job: JobSpec) -> str | None:
+    """What the pieces of this job's model are kept under; None if that cannot be told."""
+    if not isinstance(job.model, HfSpec) or job.data.type != "bytes":
+        return None
+    config = Path(job.model.hf) / "config.json"
+    try:
+        says = json.loads(config.read_bytes()) if config.is_file() else {"model_type": job.model.hf}
+    except (OSError, ValueError):
+        return None
+    asked = {
+        "model": job.model.model_dump(mode="json"), "config": says, "data": job.data.model_dump(mode="json"),
+        "dtype": job.train.dtype, "microbatch": job.parallel.microbatch,
+    }  # fmt: skip
+    code = [*transformers_code(str(says.get("model_type"))), *sorted(MODELS.glob("*.py"))]
+    return fingerprint(asked, code, ("torch", "transformers"))
+
+
+def load_pieces(key: str, notify: Notify = to_stderr) -> Kept | None:
+    """The pieces kept under a key, and their work; None if there are none."""
+    path = cache_folder() / f"{key}.pieces.json"
+    try:
+        pieces, works = json.loads(path.read_bytes())
+        return tuple(map(_piece, pieces)), tuple(map(_work, works))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        notify(f"passed over {path}: {error.strerror}")
+    except (KeyError, TypeError, ValueError, RequestError) as error:
+        notify(f"passed over {path}: it is damaged ({type(error).__name__}: {error})")
+    return None
+
+
+def save_pieces(key: str, pieces: Sequence[Piece], works: Sequence[LayerWork], notify: Notify = to_stderr) -> None:
+    """Keep them; a folder that can't be written is no error."""
+    content = json.dumps([[asdict(p) for p in pieces], [asdict(w) for w in works]])
+    try:
+        write_file(cache_folder() / f"{key}.pieces.json", content.encode())
+    except OSError as error:
+        notify(f"the pieces are not kept: {cache_folder()}: {error.strerror}")
+
+
+def _piece(item: dict[str, Any]) -> Piece:
+    behind = tuple(Crossing(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in item["behind"])
+    values = tuple((str(name), int(count)) for name, count in item["parameters"])
+    return Piece(**{**item, "behind": behind, "parameters": values})
+
+
+def _work(item: dict[str, Any]) -> LayerWork:
+    efforts = {key: Effort(**item[key]) for key in ("forward", "input_grad", "weight_grad")}
+    return LayerWork(**{**item, **efforts})

@@ -1,0 +1,69 @@
+"""``raypipe partition``: the JSON that checks rely on, the drawing, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from raypipe.cli import run
+
+JOB = """
+name: small
+model: {hf: gpt2, config: {n_layer: 12, n_embd: 64, n_head: 2, vocab_size: 6000}, sequence: 32}
+data: {type: bytes, path: stdlib}
+train: {steps: 1, batch: 16}
+parallel: {schedule: 1f1b, stages: 2, microbatch: 1}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB)
+    return str(file)
+
+
+def test_gpt2_is_an_embedding_attentions_mlps_and_a_head(path, capsys):
+    assert run(["partition", path, "--stages", "4", "--cluster", "cluster/a100.yaml", "--json"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])
+    assert out.count("\n") == 1
+    labels = [s["label"] for s in found["subgraphs"]]
+    assert labels == ["embedding", *["attention", "mlp"] * 12, "head"]  # 2 * layers + 2: 98 for 48 layers
+    assert found["most_tensors_across_any_cut"] == 1
+    (tensor,) = found["cuts"][0]["tensors"]
+    assert (tensor["shape"], tensor["dtype"], tensor["bytes"]) == ([1, 32, 64], "float32", 8192)
+    assert len(found["stages"]) == 4
+    assert len(found["cuts"]) == 3
+    for stage in found["stages"]:
+        first, end = stage["subgraphs"]
+        assert stage["seconds"] == pytest.approx(sum(s["seconds"] for s in found["subgraphs"][first:end]))
+    deals = found["balance"]
+    assert deals["balanced"]["step_s"] < deals["even"]["step_s"]  # the head is heavy
+    assert max(deals["balanced"]["stage_seconds"]) < max(deals["even"]["stage_seconds"])
+
+    assert run(["partition", path, "--cluster", "cluster/a100.yaml"]) == 0  # from the cache: torch is not needed
+    drawn = capsys.readouterr().out
+    parameters = 6000 * 64 + 1024 * 64 + 12 * (12 * 64**2 + 13 * 64) + 2 * 64  # the head's matrix is the embedding's
+    assert f"small: {parameters:,} parameters in 26 sub-graphs; at most 1 tensor across any cut" in drawn
+    (strip,) = (line for line in drawn.splitlines() if line.startswith("Eam"))
+    assert strip.replace("|", "").strip() == "E" + "am" * 12 + "H"
+    assert "balanced over even" in drawn
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--stages", "30"], "parallel.stages: 30 stages for a model of 26 layers\n  fix: use 1 to 26"),
+        (["--profile", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["--profile", "x.json", "--cluster", "y.yaml"], "--cluster: a profile has its devices already"),
+        (["--memory-gib", "0"], "--memory-gib: 0 GiB hold nothing"),
+        (["--memory-gib", "0.001"], "no cut into 2 stages fits the 1 MiB of a device; the leanest needs"),
+        (["--set", "model.hf=gpt3"], 'model.hf: "gpt3" is neither a model type nor a local directory'),
+        (["--set", "model.config.n_layers=3"], 'did you mean "n_layer"'),
+    ],
+)
+def test_what_is_refused(options, said, path, capsys):
+    assert run(["partition", path, *options]) == 2
+    assert said in capsys.readouterr().err
