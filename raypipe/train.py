@@ -108,7 +108,9 @@ def _searched_before(job: JobSpec, directory: Path | None) -> Plan | None:
     if job.parallel.schedule != "auto" or directory is None or not (directory / "plan.json").exists():
         return None
     plan = load_plan(directory / "plan.json")
-    return plan if plan.parallel == job.parallel else None
+    # When gradients are summed may have changed with the order (runtime.better_plan).
+    asked = plan.parallel.model_copy(update={"sync": job.parallel.sync})
+    return plan if asked == job.parallel else None
 
 
 def saved_job(directory: Path) -> JobSpec:

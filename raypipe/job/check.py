@@ -117,6 +117,11 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
         return
     yield from _depth(schedule.stages, parallel.stages, layers)
     yield from _keep(parallel, schedule.stages)
+    if parallel.replan and schedule.versions != "flush":
+        yield Problem(
+            "parallel.replan", f"{parallel.schedule} never flushes: nothing can change between two steps",
+            "leave it out, or use a synchronous schedule",
+        )  # fmt: skip
     if parallel.microbatch % schedule.size.denominator:
         yield Problem(
             "parallel.microbatch",

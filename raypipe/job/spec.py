@@ -112,6 +112,9 @@ class ParallelSpec(Spec):
     """What a weight update does about ``train.clip``'s global norm. ``wait``: wait for it; ``optimistic``: made at
     once, and undone should the norm turn out too large; ``auto``: optimistic where steps follow one another
     faster for it and the last norm was within the limit. The results are the same."""
+    replan: bool | None = None
+    """Plan again on measured task times while the job runs, and keep what makes steps shorter: another order where it
+    was searched for, else where weight gradients go and when gradients are summed. null: where it was searched."""
     transport: Literal["auto", "shm", "gloo", "nccl", "ray-collective"] = "auto"
     """What carries activations. ``auto`` picks per edge what is fastest there."""
     recompute: Literal["none", "full", "auto"] = "none"
@@ -134,6 +137,11 @@ class ParallelSpec(Spec):
             devices=self.stages, microbatches=batch // (self.microbatch * self.replicas), chunks=self.chunks,
             unit=self.unit, pipelines=self.pipelines, concat=self.concat, memory_limit=self.memory_limit,
         )  # fmt: skip
+
+    @property
+    def replans(self) -> bool:
+        """Whether a running job plans again."""
+        return self.schedule == "auto" if self.replan is None else self.replan
 
     @property
     def devices(self) -> int:

@@ -71,9 +71,13 @@ class ProgressView:
             self._predicted_bubble = row["bubble_ratio"]
             self._say(f"predicted step {row['step_s']:.4f} s, {row['bubble_ratio']:.1%} idle")
         elif kind == "replanned":
-            self._say(f"step {row['step']:>5}  better order found on measured times: {row['gain']:.1%} predicted")
+            self._say(f"step {row['step']:>5}  planned again: {row['change']}; should gain {row['gain']:.1%} a step")
         elif kind == "realised":
-            self._say(f"step {row['step']:>5}  the new order gained {row['gain']:.1%} a step")
+            back = ": going back" if row["gain"] < 0 else ""
+            self._say(f"step {row['step']:>5}  the change gained {row['gain']:.1%} a step{back}")
+        elif kind == "drifted":
+            change = f"from {row['was_s']:.4f} to {row['now_s']:.4f} s"
+            self._say(f"step {row['step']:>5}  steps went {change}: measuring again")
         elif kind == "failed":
             self._say(f"failed: {row['message']}")
         elif kind == "restarted":

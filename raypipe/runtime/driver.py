@@ -23,6 +23,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import Plan, build_schedule, forward_only
+from raypipe.runtime.better_plan import Running, runs_ahead
 from raypipe.runtime.gradients import TiedHolders, shared_groups
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring, rendezvous_of
@@ -30,7 +31,7 @@ from raypipe.runtime.measure import Prediction, StepClock
 from raypipe.runtime.members import member_edges, member_groups, member_of
 from raypipe.runtime.norm import clip_factor, norm_of
 from raypipe.runtime.optimizer import learning_rate
-from raypipe.runtime.replan import Replanner, Swap
+from raypipe.runtime.replan import Replanner
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shapes import wires
 from raypipe.runtime.step import StepResult
@@ -38,7 +39,6 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.endless import WHOLE, Part
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.messages import Program, edges, programs, step_programs
-from raypipe.simulate.period import gains_ahead
 
 AHEAD = 2
 """Steps queued with the actors beyond the one being collected."""
@@ -64,11 +64,15 @@ class Driver:
     def __init__(self, job: JobSpec, plan: Plan, directory: Path, log: RunLog, saved: Saved) -> None:
         self.job, self.plan, self.directory = job, plan, directory
         self.log, self.saved = log, saved
-        self.schedule = self.first_schedule = build_schedule(plan, job.train.batch)
+        self.schedule = build_schedule(plan, job.train.batch)
+        self._clips = job.train.clip is not None
         self.tokens_per_step = job.train.batch * job.tokens_per_sample
         self.clock = StepClock(self.schedule)
-        # An order that was searched on analytic costs is searched again on measured ones.
-        self.replanner = Replanner(plan, job.train.batch) if plan.parallel.schedule == "auto" else None
+        self.ahead = runs_ahead(plan.parallel, self._clips, self.schedule, CostTable.even(self.schedule.stages))
+        self.replanner: Replanner | None = None
+        if plan.parallel.replans:
+            present = Running(plan, self.schedule, self.ahead)
+            self.replanner = Replanner(present, job.train.batch, self._clips)
         self.last_metrics: dict[str, Any] = {}
         self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0}
         self.resumed_from: int | None = None
@@ -94,7 +98,7 @@ class Driver:
         fields = known_fields(self.directory / "data")
         layers = build_model(job, fields, member=0)
         samples = int(self.plan.parallel.microbatch * schedule.size)
-        train, evaluate = self._lower(schedule)
+        train, evaluate = self._lower()
         tied = tied_holders(self.plan, schedule, layers)
         setup = Setup(
             device=0,
@@ -141,13 +145,9 @@ class Driver:
             resumed_from=self.resumed_from,
         )
 
-    def _lower(self, schedule: Schedule) -> tuple[dict[Part, list[Program]], list[Program]]:
+    def _lower(self) -> tuple[dict[Part, list[Program]], list[Program]]:
         """Every device's programs: of training steps, by how they begin and end, and of validation."""
-        rule = self.plan.parallel.update
-        ahead = self.job.train.clip is not None and (
-            rule == "optimistic" or (rule == "auto" and gains_ahead(schedule, CostTable.even(schedule.stages)))
-        )
-        return step_programs(schedule, ahead), programs(forward_only(schedule))
+        return step_programs(self.schedule, self.ahead), programs(forward_only(self.schedule))
 
     def _loop(self, fleet: Fleet, done: int) -> None:
         train = self.job.train
@@ -159,8 +159,11 @@ class Driver:
             saves = last or bool(train.checkpoint_every and (step + 1) % train.checkpoint_every == 0)
             part = (fills, evaluates or saves) if self.schedule.versions != "flush" else WHOLE
             fills = part[1]
-            if self.replanner is not None and (swap := self.replanner.take()) is not None:
-                self._swap(fleet, swap, step)
+            if self.replanner is not None:
+                target = self.replanner.take()
+                self._tell_news(self.replanner, step)
+                if target is not None:
+                    self._swap(fleet, target)
             pending.append(_Ticket("step", step + 1, fleet.call("run_step", step, part), self.clock, part))
             if evaluates:
                 refs = [ref for batch in range(train.eval_batches) for ref in fleet.call("evaluate", batch)]
@@ -196,18 +199,20 @@ class Driver:
             self.log.event("checkpoint", step=ticket.step, path=str(path))
             self.saved(ticket.step, path, {"step": ticket.step, **self.last_metrics})
 
-    def _swap(self, fleet: Fleet, swap: Swap, step: int) -> None:
-        """Run the better order from ``step`` on: every device gets its new programs between two steps."""
-        train, evaluate = self._lower(swap.schedule)
+    def _swap(self, fleet: Fleet, target: Running) -> None:
+        """Run another plan from the next step on: every device gets its new programs between two steps."""
+        self.plan, self.schedule, self.ahead = target
+        train, evaluate = self._lower()
         for rank, actor in enumerate(fleet.actors):
             device, _ = member_of(rank, self.plan.parallel.tensor)
             actor.install.remote({part: rows[device] for part, rows in train.items()}, evaluate[device])
-        self.schedule, self.plan = swap.schedule, swap.plan
-        self.clock = StepClock(swap.schedule)
-        swap.plan.save(self.directory / "plan.json")
-        self.log.event(
-            "replanned", step=step + 1, current_s=swap.current_s, predicted_s=swap.predicted_s, gain=swap.gain
-        )
+        self.clock = StepClock(self.schedule)
+        self.plan.save(self.directory / "plan.json")
+
+    def _tell_news(self, replanner: Replanner, step: int) -> None:
+        for news in replanner.news:
+            self.log.event(news.event, step=step, **news.fields)
+        replanner.news.clear()
 
     def _tell(self, prediction: Prediction | None, step: int) -> None:
         if prediction is not None:
@@ -245,12 +250,9 @@ class Driver:
         prediction = ticket.clock.predict()
         self._tell(prediction, step)
         if self.replanner is not None:
-            swapped = ticket.clock.schedule is not self.first_schedule
-            if prediction is not None and not swapped:
-                self.replanner.start(prediction.costs)
-            gain = self.replanner.watch(step_s, swapped)
-            if gain is not None:
-                self.log.event("realised", step=step, gain=gain)
+            if ticket.clock is self.clock:  # not a step that was queued before the plan changed
+                self.replanner.saw(step_s, prediction.costs if prediction is not None else None)
+            self._tell_news(self.replanner, step)
 
 
 def tied_holders(plan: Plan, schedule: Schedule, model: LayeredModel) -> tuple[TiedHolders, ...]:

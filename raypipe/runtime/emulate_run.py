@@ -27,8 +27,7 @@ from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.verify import verify
 from raypipe.simulate.cyclic import Norm
 from raypipe.simulate.engine import simulate
-from raypipe.simulate.period import period
-from raypipe.simulate.series import series
+from raypipe.simulate.series import series, steady
 from raypipe.simulate.timeline import Timeline
 
 
@@ -75,19 +74,8 @@ class Rehearsal:
         return series(self.schedule, self.costs, steps, self.seconds_per_message, self.norm)
 
     def steady_s(self) -> float:
-        """Time per step in the long run.
-
-        Exact where messages only have a latency. Where they also hold up one another, or asynchronous steps make
-        updates, which ``period`` leaves out, the mean of many steps.
-        """
-        if self.schedule.versions == "flush" and not self.seconds_per_message:
-            return period(self.schedule, self.costs, norm=self.norm)
-        ends = self.step_ends(2 * SETTLED + 1)  # the last one drains
-        return (ends[-2] - ends[SETTLED - 1]) / SETTLED
-
-
-SETTLED = 24
-"""Steps after which a series of steps runs at its steady rate."""
+        """Time per step in the long run."""
+        return steady(self.schedule, self.costs, self.seconds_per_message, self.norm)
 
 
 def rehearsal(

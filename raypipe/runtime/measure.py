@@ -15,7 +15,7 @@ from raypipe.schedule.endless import Part, parts
 from raypipe.schedule.ir import COMPUTE, Schedule
 from raypipe.schedule.walk import walk
 from raypipe.simulate.engine import simulate
-from raypipe.simulate.period import period
+from raypipe.simulate.series import steady
 from raypipe.simulate.timeline import Span, Timeline
 
 WARM_UP, CALIBRATION = 2, 8
@@ -101,7 +101,7 @@ class StepClock:
             again = [retimed(one, costs) for one in steps]
             step_s = fmean(again) + (median(self._gaps) if self._gaps else 0.0)
         else:
-            step_s = period(self.schedule, costs)
+            step_s = steady(self.schedule, costs)
         busy = sum(timeline.busy)
         self.prediction = Prediction(costs, timeline, step_s, 1.0 - busy / (self.schedule.devices * step_s))
         self._calibration.clear()

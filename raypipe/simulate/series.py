@@ -17,6 +17,7 @@ from raypipe.schedule.endless import WHOLE, Part, parts
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.messages import Message, Program, step_programs
 from raypipe.simulate.cyclic import Norm
+from raypipe.simulate.period import period
 
 
 def series(
@@ -41,6 +42,25 @@ def series(
     world = _World(schedule, costs, occupancy, norm, order, step_programs(schedule, norm == "ahead"), durations)
     world.run()
     return tuple(world.ends)
+
+
+SETTLED = 24
+"""Steps after which a run of steps has its steady rate."""
+
+
+def steady(schedule: Schedule, costs: CostTable, occupancy: float = 0.0, norm: Norm = "free") -> float:
+    """Time per step in the long run, in the cost table's unit; arguments as ``series``.
+
+    ``period``, where that says it all; else, for links that carry one message at a time and for the updates of
+    asynchronous steps, the mean of many steps.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+    """
+    if schedule.versions == "flush" and not occupancy:
+        return period(schedule, costs, norm=norm)
+    ends = series(schedule, costs, 2 * SETTLED + 1, occupancy, norm)  # the last one drains
+    return (ends[-2] - ends[SETTLED - 1]) / SETTLED
 
 
 Waits = Generator[Hashable, None, None]

@@ -5,6 +5,7 @@ The random ones have any shape, any DAG of stages and any order that respects th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ from raypipe.schedule.passes import (
     add_recompute,
     add_updates,
     fuse_backward,
+    insert_weights,
     place_gradient_sync,
     replicate,
     split_backward,
@@ -32,6 +34,7 @@ from raypipe.simulate.critical import critical_path
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
 
+COSTS = functools.partial(CostTable.even, comm=0.5)
 Pass = Callable[[Schedule], Schedule]
 PASSES: dict[str, Pass] = {
     "split": split_backward,
@@ -45,6 +48,7 @@ PASSES: dict[str, Pass] = {
     "eager": lambda s: place_gradient_sync(s, "eager"),
     "eager-opt": lambda s: place_gradient_sync(s, "eager-opt"),
     "updates": add_updates,
+    "weights": lambda s: s if {"AR", "U"} & {t.kind for t in s.tasks()} else insert_weights(s, COSTS(s.stages)),
 }
 
 
