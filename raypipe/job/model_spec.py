@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
+from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, field_validator
 
 from raypipe.job.base import Positive, Share, Spec
 
@@ -51,7 +52,14 @@ class HfSpec(CapturedSpec):
     hf: Annotated[str, Field(min_length=1)]
     """A model type such as ``gpt2``, built with random weights, or a local directory in Hugging Face's format."""
     config: dict[str, JsonValue] = Field(default_factory=dict)
-    """Changes to the type's default configuration, by its own keys."""
+    """Changes to the type's or directory's configuration, by its own keys."""
+
+    @field_validator("hf")
+    @classmethod
+    def _absolute(cls, hf: str) -> str:
+        """A directory means the same wherever the stage actors run."""
+        path = Path(hf).expanduser()
+        return str(path.resolve()) if (path / "config.json").is_file() else hf
 
 
 class ImportSpec(CapturedSpec):

@@ -12,6 +12,7 @@ from torch import nn
 from raypipe.errors import SpecError
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
+from raypipe.models.saved_values import Saved
 from raypipe.models.source import Identity
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import BYTES, Field, Labels, MaskedToken, NextToken, Sequences, Task, Values
@@ -94,8 +95,11 @@ class HuggingFace:
             )  # fmt: skip
 
     def values(self, build: Callable[[], nn.Module]) -> StartValues:
-        """A type's are random."""
-        return Constructed(build)
+        """A type's are random, a directory's in its files."""
+        directory = Path(self.spec.hf)
+        if not directory.is_dir():
+            return Constructed(build)
+        return Saved(directory, str(self.kind.base_model_prefix), build, Constructed(build))
 
 
 def _class_and_task(config: Any, spec: HfSpec) -> tuple[Any, TaskName]:

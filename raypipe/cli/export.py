@@ -1,0 +1,18 @@
+"""``raypipe export``: a trained Hugging Face model as a directory that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run of `raypipe train` with model: {hf: ...}.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write; must not be there yet.")],
+) -> None:
+    """Write the newest checkpoint's model for transformers' from_pretrained."""
+    from raypipe.export import export as write
+
+    print(write(run_dir, output))
