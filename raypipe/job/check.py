@@ -12,6 +12,7 @@ from raypipe.job.order import base_schedule
 
 if TYPE_CHECKING:
     from raypipe.job.spec import DataSpec, JobSpec, ParallelSpec, TrainSpec
+    from raypipe.schedule.ir import Schedule
 
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "shard": ("none",),
@@ -85,6 +86,8 @@ def _tensor(job: JobSpec) -> Iterator[Problem]:
     if parallel.tensor == 1:
         if parallel.tensor_table is not None:
             yield Problem("parallel.tensor_table", "nothing is divided with tensor: 1", "leave it out, or raise tensor")
+        if parallel.sub_pipelined:
+            yield Problem("parallel.sub_pipelined", "nothing is summed with tensor: 1", "leave it out, or raise tensor")
         return
     if parallel.update == "optimistic":
         yield Problem(
@@ -128,8 +131,24 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
             f"{parallel.microbatch} sequences do not divide into {schedule.size.denominator} halves",
             f"use a multiple of {schedule.size.denominator}",
         )
+    if parallel.sub_pipelined:
+        yield from _halves(job, schedule)
     if schedule.versions == "stash":
         yield from _stash(job)
+
+
+def _halves(job: JobSpec, schedule: Schedule) -> Iterator[Problem]:
+    """Sub-pipelined tensor parallelism runs a micro-batch in two halves, on one version of the weights."""
+    unit = 2 * schedule.size.denominator
+    if job.parallel.microbatch % unit:
+        yield Problem(
+            "parallel.microbatch", f"{job.parallel.microbatch} sequences do not divide into halves (sub_pipelined)",
+            f"use a multiple of {unit}",
+        )  # fmt: skip
+    if schedule.versions != "flush":
+        yield Problem(
+            "parallel.sub_pipelined", f"{schedule.name} keeps several versions of the weights", "use a schedule without"
+        )
 
 
 def _depth(stages: int, devices: int, layers: int | None) -> Iterator[Problem]:

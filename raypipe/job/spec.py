@@ -124,6 +124,8 @@ class ParallelSpec(Spec):
     """Where activations are recomputed: per stage, the share of its micro-batches that keep them all the same."""
     tensor: Positive = 1
     """Devices that share each layer."""
+    sub_pipelined: bool = False
+    """With ``tensor``: each micro-batch in two halves, of which one computes while the other's sums are under way."""
     tensor_table: str | None = None
     """File that says which layers are divided (docs/tensor.md); null for the table of the model's family."""
 

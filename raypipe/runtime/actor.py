@@ -104,6 +104,7 @@ class Stage:
             samples_per_microbatch=setup.samples_per_microbatch,
             clip=job.train.clip, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, member=setup.member,
+            sub_pipelined=job.parallel.sub_pipelined,
         )  # fmt: skip
         sync = GradientSync(setup.device, self.modules, setup.placement, setup.tied, groups, setup.member)
         self.executor = Executor(

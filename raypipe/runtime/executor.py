@@ -13,12 +13,13 @@ from torch import Tensor
 from raypipe.data.corpus import Split
 from raypipe.models import Inputs, Task, random_keys
 from raypipe.partition.tensor import ProcessGroup, current_group
+from raypipe.runtime.alternate import Alternation
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.norm import Shares
 from raypipe.runtime.runner import Payload, ProgramRunner
 from raypipe.runtime.stack import stacked, stacked_inputs, unstacked
-from raypipe.runtime.stage import Live, StageModule
+from raypipe.runtime.stage import Half, Live, StageModule
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.transport.channel import Receiver, Sender, Wire
 from raypipe.runtime.updates import Updates
@@ -51,6 +52,7 @@ class Executor(ProgramRunner):
         self.feed = feed
         self.sync = sync
         self.versions = versions
+        self.turns = Alternation() if settings.sub_pipelined else None
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update)
         # By micro-batch ids that count on over the steps, as in ``mail``.
         self._live: dict[tuple[int, int], Live] = {}
@@ -90,7 +92,8 @@ class Executor(ProgramRunner):
         elif kind == "R":
             for mb in task.mbs:
                 live = self._live[(task.stage, self.base + mb)]
-                live.outputs = self._compute(task.stage, task.replica, (mb,), live.inputs, live.weights)
+                made = self._compute(task.stage, task.replica, (mb,), live.inputs, live.weights)
+                live.outputs, live.halves = made
         elif kind == "AR":
             key = (task.stage, task.replica)
             self._collect(key)
@@ -122,19 +125,39 @@ class Executor(ProgramRunner):
 
     def _compute(
         self, stage: int, replica: int, mbs: Sequence[int], arrived: Payload, weights: Snapshot | None
-    ) -> Payload:
-        """Outputs of a stage for some micro-batches of one step; of the last stage, the sum of their losses."""
+    ) -> tuple[Payload, tuple[Half, Half] | None]:
+        """Outputs of a stage for some micro-batches of one step; of the last stage, the sum of their losses.
+
+        With ``sub_pipelined`` also the halves that they were made in.
+        """
         ahead = mbs[0] // self.settings.microbatches
         each = self.settings.samples_per_microbatch
         firsts = [mb % self.settings.microbatches * each for mb in mbs]
         samples = [sample for first in firsts for sample in range(first, first + each)]
         module = self.modules[(stage, replica)]
-        with random_keys(self.settings.seed, self.step + ahead, samples, self.training), self._autocast():
-            inputs = stacked_inputs([self._inputs(mb) for mb in mbs]) if module.reads else {}
-            outputs = run_with(module, weights, arrived, inputs)
-            if stage not in self.wire:  # the last stage sends nothing on
-                outputs = (self.task.loss(outputs[0], inputs),)
-        return outputs
+        inputs = stacked_inputs([self._inputs(mb) for mb in mbs]) if module.reads else {}
+
+        def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
+            with random_keys(self.settings.seed, self.step + ahead, samples, self.training), self._autocast():
+                outputs = run_with(module, weights, arrived, inputs)
+                if stage not in self.wire:  # the last stage sends nothing on
+                    outputs = (self.task.loss(outputs[0], inputs),)
+            return outputs
+
+        if self.turns is None or not module.stacks:
+            return run(samples, arrived, inputs), None
+        middle = len(samples) // 2
+        first, second = (
+            tuple(x.detach()[rows].requires_grad_(x.requires_grad) for x in arrived)
+            for rows in (slice(None, middle), slice(middle, None))
+        )
+        made = self.turns.run(
+            lambda: run(samples[:middle], first, {name: t[:middle] for name, t in inputs.items()}),
+            lambda: run(samples[middle:], second, {name: t[middle:] for name, t in inputs.items()}),
+        )
+        values = [tuple(y.detach() for y in outputs) for outputs in made]
+        whole = stacked(values) if stage in self.wire else (values[0][0] + values[1][0],)
+        return whole, (Half(first, made[0]), Half(second, made[1]))
 
     def _forward(self, action: Action) -> None:
         """A forward's micro-batches, in one go where that is possible: larger kernels take less time."""
@@ -165,7 +188,7 @@ class Executor(ProgramRunner):
                 module.track(one)
         again = (stage, mbs[0]) in self.program.recomputed
         with torch.no_grad() if again else nullcontext():
-            outputs = self._compute(stage, task.replica, mbs, stacked(arrived), weights)
+            outputs, halves = self._compute(stage, task.replica, mbs, stacked(arrived), weights)
         if stage not in self.wire:
             of_step = self.step + mbs[0] // self.settings.microbatches
             self._losses.setdefault(of_step, []).append(outputs[0].detach())
@@ -174,7 +197,9 @@ class Executor(ProgramRunner):
                 if m.mb == mb:
                     self.mail[("act", stage, m.dst_stage, self.base + mb)] = tuple(y.detach() for y in made)
             if self.training:
-                self._live[(stage, self.base + mb)] = Live(inputs, () if again else made, weights)
+                live = Live(inputs, () if again else made, weights)
+                live.halves = None if again else halves
+                self._live[(stage, self.base + mb)] = live
 
     def _backward(self, action: Action, also_weights: bool) -> None:
         task = action.task
@@ -184,7 +209,7 @@ class Executor(ProgramRunner):
             at = self.base + mb
             live = self._live[(stage, at)]
             if live.back is None:
-                back = module.run_backward(live, self._gradients(action, live, mb))
+                back = module.run_backward(live, self._gradients(action, live, mb), self.turns)
                 live.ran = True
             else:  # out of order: this micro-batch's W came first and had to run the backward
                 back = live.back
@@ -203,7 +228,7 @@ class Executor(ProgramRunner):
             at = (task.stage, self.base + mb)
             live = self._live[at]
             if not live.ran:
-                live.back = module.run_backward(live, self._gradients(action, live, mb))
+                live.back = module.run_backward(live, self._gradients(action, live, mb), self.turns)
                 live.ran = True
             self._finish_weights(module, live, (task.stage, task.replica))
             if (task.stage, mb) not in self.program.weights_first:

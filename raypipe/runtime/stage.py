@@ -9,9 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.models import Inputs, LayeredModel
+from raypipe.runtime.alternate import Alternation
 from raypipe.runtime.runner import Payload
 from raypipe.runtime.split_backward import Closure, WeightQueue, defer_weight_gradients
-from raypipe.runtime.stack import can_stack
+from raypipe.runtime.stack import can_stack, stacked, unstacked
+
+
+@dataclass(slots=True)
+class Half:
+    """Half of a micro-batch, whose forward ran in turns with the other one's."""
+
+    inputs: Payload
+    """Leaves: what arrived, these rows of it."""
+    outputs: Payload
 
 
 @dataclass(slots=True)
@@ -30,6 +40,8 @@ class Live:
     """The input gradient has been computed."""
     back: Payload | None = None
     """The input gradient, kept for B where W came first."""
+    halves: tuple[Half, Half] | None = None
+    """Where the forward ran in halves: what their backwards need, instead of ``outputs``, which are only values."""
 
 
 class StageModule(nn.Module):
@@ -87,24 +99,37 @@ class StageModule(nn.Module):
             if wanted:
                 x.requires_grad_()
 
-    def run_backward(self, live: Live, gradients: Sequence[Tensor]) -> Payload:
+    def run_backward(self, live: Live, gradients: Sequence[Tensor], turns: Alternation | None = None) -> Payload:
         """Input gradients of one micro-batch; weight gradients too, unless they wait in ``live.closures``.
 
         ``gradients`` match the differentiable ones among ``live.outputs``. Returns one gradient per differentiable
-        tensor that arrived.
+        tensor that arrived. Halves take ``turns``.
         """
-        outputs = [y for y, wanted in zip(live.outputs, self.gives_gradient, strict=True) if wanted]
-        pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
+        with self.queue.collect(live.closures):
+            if live.halves is None:
+                back = self._backward(live.inputs, live.outputs, gradients)
+            else:
+                assert turns is not None
+                (a, b), (for_a, for_b) = live.halves, unstacked(tuple(gradients), 2)
+                made = turns.run(
+                    lambda: self._backward(a.inputs, a.outputs, for_a),
+                    lambda: self._backward(b.inputs, b.outputs, for_b),
+                )
+                back = stacked(made)
+        live.outputs = live.inputs = ()
+        live.halves = None
+        return back
+
+    def _backward(self, inputs: Payload, outputs: Payload, gradients: Sequence[Tensor]) -> Payload:
+        ends = [y for y, wanted in zip(outputs, self.gives_gradient, strict=True) if wanted]
+        pairs = [(y, g) for y, g in zip(ends, gradients, strict=True) if y.requires_grad]
         if pairs:  # nothing is, where all parameters so far are frozen
-            with self.queue.collect(live.closures):
-                torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
         back: list[Tensor] = []
-        for x in live.inputs:
+        for x in inputs:
             if x.requires_grad:
                 back.append(x.grad if x.grad is not None else torch.zeros_like(x))
                 x.grad = None
-        live.outputs = ()
-        live.inputs = ()
         return tuple(back)
 
     @staticmethod

@@ -45,5 +45,7 @@ class StepSettings:
     timeout_s: float
     autocast: torch.dtype | None
     device: torch.device
+    sub_pipelined: bool = False
+    """Run every micro-batch in two halves that take turns."""
     member: int = 0
     """Which of its device's processes this one is; losses, which all of them compute, are the first's to report."""
