@@ -1,3 +1,16 @@
 """raypipe plans, runs and explains pipeline-parallel training on Ray."""
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+__all__ = ["PipelineTrainer", "__version__", "init"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: they need torch and Ray, and ``import raypipe`` shall need neither.
+    if name in ("PipelineTrainer", "init"):
+        return getattr(importlib.import_module("raypipe.trainer"), name)
+    raise AttributeError(f"module 'raypipe' has no attribute '{name}'")

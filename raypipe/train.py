@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypipe.auto import search
 from raypipe.auto.placements import placed
@@ -22,6 +22,9 @@ from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.text import to_text
+
+if TYPE_CHECKING:
+    from ray.train import Result
 
 JOB_FILE = "job.json"
 
@@ -199,7 +202,12 @@ def _check_resume(job: JobSpec, directory: Path) -> None:
 
 
 def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]) -> dict[str, Any]:
-    """Run to the end and return CONTRACT.md's result; ``watch`` is called twice a second while it goes on.
+    """Run to the end and return CONTRACT.md's result; as ``run`` otherwise."""
+    return run(prepared, dashboard_port, watch)[1]
+
+
+def run(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]) -> tuple[Result, dict[str, Any]]:
+    """Run to the end and return Ray Train's result and CONTRACT.md's; ``watch`` is called twice a second meanwhile.
 
     Raises:
         SpecError: the cluster can never give what the plan needs.
@@ -216,10 +224,11 @@ def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], 
     log.close()
     request = RunRequest(prepared.job, directory, prepared.resume, devices)
     failure: list[BaseException] = []
+    results: list[Result] = []
 
     def work() -> None:
         try:
-            start_run(request)
+            results.append(start_run(request))
         except BaseException as error:
             failure.append(error)
 
@@ -241,4 +250,4 @@ def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], 
         raise RunError("run", f"{type(failure[0]).__name__}: {failure[0]}", f"see {directory}")
     p = prepared.plan.parallel
     plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
-    return summarise(directory, plan)
+    return results[0], summarise(directory, plan)

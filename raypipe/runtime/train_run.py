@@ -11,7 +11,7 @@ import queue
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.errors import CheckpointError, DivergenceError, RaypipeError, RequestError
@@ -22,6 +22,9 @@ from raypipe.plan.plan import load_plan
 from raypipe.runtime.devices import DeviceRequest
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.launch import start_fleet
+
+if TYPE_CHECKING:
+    from ray.train import Result
 
 POLL_S = "0.2"
 """How often Ray Train's controller looks at its worker; its default of 2 s is how long every report would take."""
@@ -127,7 +130,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def start_run(request: RunRequest) -> None:
+def start_run(request: RunRequest) -> Result:
     """Run to the end through Ray Train; Ray must be initialised.
 
     Raises:
@@ -150,4 +153,4 @@ def start_run(request: RunRequest) -> None:
             checkpoint_config=CheckpointConfig(num_to_keep=request.job.train.keep_checkpoints),
         ),
     )
-    trainer.fit()
+    return trainer.fit()

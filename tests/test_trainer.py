@@ -1,0 +1,139 @@
+"""PipelineTrainer: what it makes of a Trainer's arguments, and a run through it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import raypipe
+from raypipe.errors import SpecError
+
+SMALL = {
+    "vocab_size": 96,
+    "n_embd": 16,
+    "n_head": 2,
+    "n_layer": 2,
+    "n_positions": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+class Sums(torch.utils.data.Dataset):
+    """Rows of tokens that count upwards: easily learned; the last places are padding without labels."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self.rows:
+            raise IndexError
+        ids = (torch.arange(12) + index) % 90
+        mask = (torch.arange(12) < 12 - index % 4).long()
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.fixture(autouse=True)
+def degrees():
+    raypipe.init(pp=2)
+    yield
+    raypipe.init()
+
+
+def trainer(tmp_path, args=None, **more):
+    defaults = {"output_dir": str(tmp_path / "run"), "max_steps": 3}
+    given = {"model": {"hf": "gpt2", "config": SMALL}, "train_dataset": Sums(20), **more}
+    return raypipe.PipelineTrainer(args={**defaults, **(args or {})}, **given)
+
+
+def test_importing_raypipe_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, raypipe; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
+        raypipe.Trainer  # noqa: B018
+
+
+def test_a_trainers_arguments_mean_the_same_here(tmp_path) -> None:
+    utils = pytest.importorskip("transformers.trainer_utils")
+    args = {
+        "output_dir": str(tmp_path / "run"), "num_train_epochs": 2, "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2, "learning_rate": 0.01, "weight_decay": 0.1, "adam_beta2": 0.95,
+        "max_grad_norm": 0.5, "warmup_steps": 1, "lr_scheduler_type": "cosine", "seed": 7, "eval_strategy": "steps",
+        "eval_steps": 2, "save_steps": 2, "save_total_limit": 1,
+    }  # fmt: skip
+    # What a TrainingArguments holds: the library's enumerations, and much that is not read.
+    words = {"eval_strategy": utils.IntervalStrategy("steps"), "lr_scheduler_type": utils.SchedulerType("cosine")}
+    as_object = SimpleNamespace(**{**args, **words}, fp16=False, report_to=[])
+    jobs = [
+        raypipe.PipelineTrainer({"hf": "gpt2", "config": SMALL}, a, Sums(20))._job({"type": "arrays", "path": "x"})
+        for a in (args, as_object)
+    ]
+    assert jobs[0] == jobs[1]
+    train = jobs[0].train
+    assert (train.steps, train.batch, train.lr, train.weight_decay, train.betas) == (5, 8, 0.01, 0.1, (0.9, 0.95))
+    assert (train.clip, train.warmup_steps, train.lr_schedule, train.seed) == (0.5, 1, "cosine", 7)
+    assert (train.eval_every, train.checkpoint_every, train.keep_checkpoints) == (2, 2, 1)
+    assert (jobs[0].parallel.stages, jobs[0].parallel.microbatch) == (2, 2)
+
+
+def test_a_model_as_an_object_is_where_training_starts(tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from raypipe.data import declared_fields
+    from raypipe.models import build_model
+
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL))
+    prepared = trainer(tmp_path, model=model).prepare()
+    built = build_model(prepared.job, declared_fields(prepared.job.data)).build_stage([0], seed=0)
+    assert torch.equal(built.named()["transformer.wte.weight"], model.transformer.wte.weight)
+    assert not [path for path in prepared.directory.rglob("*") if path.suffix in (".pkl", ".pt", ".bin")]
+
+
+WRONG = {
+    "an argument that is not read": ({"args": {"learning_rat": 1}}, 'did you mean "learning_rate"'),
+    "another optimizer": ({"args": {"optim": "adafactor"}}, "adafactor is not available"),
+    "no output_dir": ({"args": {"output_dir": ""}}, "output_dir"),
+    "rows of two lengths": (
+        {"train_dataset": [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1], "labels": [1]}]},
+        "pad all rows",
+    ),
+    "rows of other names": ({"train_dataset": [{"input_ids": [1]}, {"ids": [1]}]}, "the same names"),
+    "text": ({"train_dataset": [{"input_ids": "abc"}, {"input_ids": "abd"}]}, "tokenize it"),
+    "rows that are tuples": ({"train_dataset": [(1, 2), (3, 4)]}, "give dicts"),
+    "no dataset": ({"train_dataset": None}, "is missing"),
+    "a module without a recipe": ({"model": torch.nn.Linear(1, 1)}, "import"),
+    "no labels": ({"train_dataset": [{"input_ids": [1, 2]}] * 20}, "labels"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_error(case, tmp_path) -> None:
+    pytest.importorskip("transformers")
+    given, words = WRONG[case]
+    with pytest.raises(SpecError, match=words):
+        trainer(tmp_path, **given).prepare()
+
+
+def test_degrees_are_counts() -> None:
+    with pytest.raises(SpecError, match="give 1 or more"):
+        raypipe.init(pp=0)
+
+
+@pytest.mark.runs
+def test_a_run_returns_ray_trains_result(local_ray, tmp_path) -> None:
+    pytest.importorskip("transformers")
+    from ray.train import Result
+
+    args = {"max_steps": 12, "learning_rate": 0.02, "save_steps": 6}
+    result = trainer(tmp_path, args, eval_dataset=Sums(6)).train()
+    assert isinstance(result, Result)
+    assert result.metrics["step"] == 12
+    assert result.metrics["val_loss"] < 4.0  # a uniform guess is 4.56
+    assert result.checkpoint is not None
+    assert result.error is None
