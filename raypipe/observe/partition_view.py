@@ -83,7 +83,7 @@ def _balance(found: dict[str, Any]) -> list[Text]:
         sizes = "/".join(str(n) for n in deal["subgraphs"])
         lines.append(Text(f"{name:>8}: {sizes} sub-graphs, slowest device {_time(max(deal['device_seconds']))}, "
                           f"step {_time(deal['step_s'])}"))  # fmt: skip
-    proof = "no deal has a slowest device that is faster by a measurable amount" if found["balance"]["proven"] else (
+    proof = "no deal has a faster slowest device" if found["balance"]["proven"] else (
         f"no deal can be below {_time(found['balance']['bound_s'])}"
     )  # fmt: skip
     lines.append(Text(f"balanced over even: {found['balance']['speedup']:.3f} times as fast; {proof}"))
