@@ -15,6 +15,7 @@ from raypipe.auto import search
 from raypipe.auto.placements import placed
 from raypipe.errors import CheckpointError, RunError, SpecError
 from raypipe.job.order import base_schedule, is_file
+from raypipe.job.recompute import named_layers
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.observe.summary import summarise
@@ -51,6 +52,9 @@ def make_plan(job: JobSpec) -> Plan:
 
     layers = build_model(job, declared_fields(job.data), member=0)
     parallel = job.parallel
+    if isinstance(parallel.recompute, tuple):
+        numbers = named_layers(parallel.recompute, layers.names)
+        parallel = parallel.model_copy(update={"recompute": numbers})
     order: str | None
     if parallel.schedule == "auto":
         placement = placed(parallel.placement, parallel.shape(job.train.batch))

@@ -7,7 +7,7 @@ flight, one flat vector per stage whose gradients are being summed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
@@ -107,6 +107,7 @@ def device_memory(
     momentum: bool = False,
     shard: Shard = "none",
     ahead: bool = False,
+    again: Collection[int] | None = None,
 ) -> tuple[DeviceMemory, ...]:
     """Memory of each device of a schedule.
 
@@ -123,6 +124,7 @@ def device_memory(
             weights too (``zero3``, with one stage's weights gathered at a time). Rajbhandari et al. 2020 (ZeRO),
             section 5; ZeroPP, section 3.4, for the gathered stage.
         ahead: devices run ahead of the global gradient norm (``train.clip``, ``parallel.update``) and can undo.
+        again: layers that an R computes again; all of its stage by default.
 
     Raises:
         SpecError: not a cut of this model, or an unknown optimizer.
@@ -131,15 +133,15 @@ def device_memory(
     if optimizer not in STATES:
         raise SpecError("train.optimizer", f'"{optimizer}" is unknown', nearest(optimizer, STATES))
     states = STATES[optimizer] + (1 if optimizer == "sgd" and momentum else 0)
-    stages = _stages(profile, cut, schedule, microbatch)
+    stages = _stages(profile, cut, schedule, microbatch, again)
     holders = [copies * len({row[s] for row in schedule.placement}) for s in range(schedule.stages)]
-    again = recomputed(schedule)
+    remade = recomputed(schedule)
     versions = weight_versions(schedule) if schedule.versions != "flush" else None
     own = held(schedule)
     heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
     return tuple(
         _device(
-            schedule, device, profile.base_bytes, stages, holders, again, own[device], states, shard,
+            schedule, device, profile.base_bytes, stages, holders, remade, own[device], states, shard,
             versions[device] if versions is not None else 0, heads[device],
         )
         for device in range(schedule.devices)
@@ -157,7 +159,9 @@ class _Stage:
     waiting: float
     """From B to W."""
     arrived: float
-    """What the stage before sent: all that a recomputed micro-batch keeps."""
+    """What the stage before sent."""
+    held: float
+    """What a recomputed micro-batch keeps: what arrived, and what layers keep that are not computed again."""
     handed: float
     """As much of ``kept`` as is the very tensor that the stage before, on the same device, keeps as its output."""
     messages: float
@@ -166,7 +170,9 @@ class _Stage:
     """Narrow copies of the weights, alive until the end of a forward even where the backward does not need them."""
 
 
-def _stages(profile: Profile, cut: Cut, schedule: Schedule, microbatch: int) -> list[_Stage]:
+def _stages(
+    profile: Profile, cut: Cut, schedule: Schedule, microbatch: int, again: Collection[int] | None
+) -> list[_Stage]:
     samples = microbatch * float(schedule.size)
     width = gradient_width(profile.dtype)
     split = {t.stage for t in schedule.tasks() if t.kind == "W"}
@@ -189,9 +195,25 @@ def _stages(profile: Profile, cut: Cut, schedule: Schedule, microbatch: int) -> 
                 waiting=sum(_waiting(layer) for layer in layers) * samples,
                 arrived=arriving, handed=arriving if local else 0.0, messages=arriving + leaving,
                 workspace=_workspace(layers, samples, s in split, tied), casts=casts if s in split else 0.0,
+                held=_held(profile, numbers, samples, arriving, again),
             )
         )  # fmt: skip
     return found
+
+
+def _held(
+    profile: Profile, numbers: Sequence[int], samples: float, arriving: float, again: Collection[int] | None
+) -> float:
+    """Bytes of a micro-batch between its F and its R."""
+    held, before = arriving, True
+    for i in numbers:
+        layer, remade = profile.layers[i], again is None or i in again
+        if not remade:
+            held += layer.kept_bytes * samples + layer.kept_fixed_bytes
+        if remade != before:  # what joins two segments is held beside what they keep
+            held += (profile.layers[i - 1].output_bytes * samples) if i > numbers[0] else 0.0
+        before = remade
+    return held
 
 
 def _waiting(layer: LayerProfile) -> float:
@@ -297,7 +319,7 @@ class _Fullest:
             key = (s, mb)
             if kind == "F":
                 handed = 0.0 if (s - 1, mb) in again else stage.handed
-                self.hold(key, stage.arrived if key in again else stage.kept - handed)
+                self.hold(key, stage.held if key in again else stage.kept - handed)
                 self.moment(stage.casts)
             elif kind == "R":
                 self.hold(key, stage.kept)

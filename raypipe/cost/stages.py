@@ -33,6 +33,7 @@ def stage_costs(
     size: float = 1.0,
     split: bool = False,
     together: int = 1,
+    again: Collection[int] | None = None,
 ) -> CostTable:
     """Seconds of every kind of task of every stage, for one full micro-batch.
 
@@ -46,6 +47,7 @@ def stage_costs(
         size: share of a micro-batch that one id stands for (1/2 in backward halving): smaller kernels, less efficient.
         split: the schedule has B and W apart; else BW is charged what a joint backward costs.
         together: micro-batches that run as one forward (2 in forward doubling): larger kernels, one overhead.
+        again: layers that an R computes again; all of its stage by default.
 
     Raises:
         SpecError: the cut does not hold every layer once, or a placement for another number of stages.
@@ -65,13 +67,16 @@ def stage_costs(
         scale = [(t.joint + extra) / (b + w) if b + w else 1.0 for t, b, w in zip(times, inputs, weight, strict=True)]
         inputs = [b * k for b, k in zip(inputs, scale, strict=True)]
         weight = [w * k for w, k in zip(weight, scale, strict=True)]
+    remade = [
+        stage_times([profile.layers[i] for i in layers if again is None or i in again], samples) for layers in cut
+    ]
     tied = tied_seconds(profile, cut, placed)
     last = len(cut) - 1
     return CostTable(
         forward=tuple(t / size for t in forward),
         input_grad=tuple(t / size for t in inputs),
         weight_grad=tuple(t / size for t in weight),
-        recompute=tuple((t.recompute + extra) / size for t in times),
+        recompute=tuple((t.recompute + extra) / size for t in remade),
         all_reduce=tuple(_all_reduce(profile, cut, placed, s) for s in range(len(cut))),
         # The sum over tied copies runs after all others and before the updates; both ends wait for it.
         update=tuple(
@@ -82,15 +87,24 @@ def stage_costs(
     )
 
 
-def costs_of(profile: Profile, cut: Cut, microbatch: int, schedule: Schedule, copies: int = 1) -> CostTable:
+def costs_of(
+    profile: Profile,
+    cut: Cut,
+    microbatch: int,
+    schedule: Schedule,
+    copies: int = 1,
+    again: Collection[int] | None = None,
+) -> CostTable:
     """``stage_costs`` with placement, size, split and together read off a schedule."""
     split = any(task.kind == "W" for task in schedule.tasks())
-    again = recomputed(schedule)
+    remade = recomputed(schedule)
+    if again is not None:  # where a stage keeps some layers, its micro-batches run one by one
+        remade = {(s, mb) for s, mb in remade if all(i in again for i in cut[s])}
     # The runtime runs the micro-batches of a forward together where it keeps nothing of them.
-    runs = [len(t.mbs) for t in schedule.tasks() if t.kind == "F" and all((t.stage, mb) in again for mb in t.mbs)]
+    runs = [len(t.mbs) for t in schedule.tasks() if t.kind == "F" and all((t.stage, mb) in remade for mb in t.mbs)]
     return stage_costs(
         profile, cut, microbatch, schedule.placement, copies=copies, size=float(schedule.size), split=split,
-        together=max(runs, default=1),
+        together=max(runs, default=1), again=again,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from raypipe.auto.placements import placed
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "shard": ("none",),
     "sync": ("lazy", "eager", "eager-opt"),
-    "recompute": ("none", "full"),
+    "recompute": ("none", "full", "stage-aware"),
 }
 """Per key of ``parallel``, the values that work today; the others are refused instead of ignored."""
 
@@ -40,6 +40,7 @@ def problems(job: JobSpec) -> Iterator[Problem]:
         yield Problem("data.held_out", "text is split by file", "leave it out")
     yield from _train(job.train)
     yield from _available(job.parallel)
+    yield from _alphas(job.parallel)
     yield from _tensor(job)
     yield from _batch(job)
     yield from _schedule(job)
@@ -75,7 +76,7 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
 def _available(parallel: ParallelSpec) -> Iterator[Problem]:
     for key, values in AVAILABLE.items():
         value = getattr(parallel, key)
-        if value not in values:
+        if value not in values and not isinstance(value, tuple):
             allowed = " or ".join("null" if v is None else str(v) for v in values)
             yield Problem(f"parallel.{key}", f"{value} is not available yet", f"use {allowed}, or leave the key out")
 
@@ -111,7 +112,7 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
         if parallel.schedule == "auto":
             placement = placed(parallel.placement, parallel.shape(job.train.batch))
             yield from _depth(len(placement[0]), parallel.stages, layers)
-            yield from _keep(parallel, len(placement[0]))
+            yield from _keep(parallel, placement)
             return
         schedule = base_schedule(parallel, job.train.batch)
     except ScheduleError as error:
@@ -119,7 +120,7 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
         yield Problem(f"parallel.{key if key in type(parallel).model_fields else 'schedule'}", _why(error), error.fix)
         return
     yield from _depth(schedule.stages, parallel.stages, layers)
-    yield from _keep(parallel, schedule.stages)
+    yield from _keep(parallel, schedule.placement)
     if parallel.replan and schedule.versions != "flush":
         yield Problem(
             "parallel.replan", f"{parallel.schedule} never flushes: nothing can change between two steps",
@@ -149,6 +150,10 @@ def _halves(job: JobSpec, schedule: Schedule) -> Iterator[Problem]:
         yield Problem(
             "parallel.sub_pipelined", f"{schedule.name} keeps several versions of the weights", "use a schedule without"
         )
+    if job.parallel.recompute not in ("none", "full"):
+        yield Problem(
+            "parallel.sub_pipelined", "halves are recomputed whole, not some of their layers", "use recompute: full"
+        )
 
 
 def _depth(stages: int, devices: int, layers: int | None) -> Iterator[Problem]:
@@ -161,9 +166,31 @@ def _depth(stages: int, devices: int, layers: int | None) -> Iterator[Problem]:
         )
 
 
-def _keep(parallel: ParallelSpec, stages: int) -> Iterator[Problem]:
-    if parallel.keep is not None and len(parallel.keep) != stages:
-        yield Problem("parallel.keep", f"{len(parallel.keep)} shares for {stages} stages", "give one per stage")
+def _keep(parallel: ParallelSpec, placement: Sequence[Sequence[int]]) -> Iterator[Problem]:
+    stages = len(placement[0])
+    for key in ("keep", "alphas"):
+        shares = getattr(parallel, key)
+        if isinstance(shares, tuple):
+            if len(shares) != stages:
+                yield Problem(f"parallel.{key}", f"{len(shares)} shares for {stages} stages", "give one per stage")
+        elif key == "alphas" and parallel.recompute == "stage-aware" and (
+            len(placement) > 1 or len(set(placement[0])) < stages
+        ):  # fmt: skip
+            yield Problem(
+                "parallel.alphas", f"{parallel.schedule} has several stages on a device: no formula for their shares",
+                f"give {stages} of them, or use a schedule with one stage a device",
+            )  # fmt: skip
+
+
+def _alphas(parallel: ParallelSpec) -> Iterator[Problem]:
+    """Shares of layers go with stage-aware recomputation."""
+    if parallel.recompute != "stage-aware":
+        if parallel.alphas is not None:
+            why = f"nothing uses them with recompute: {parallel.recompute}"
+            yield Problem("parallel.alphas", why, "use recompute: stage-aware, or leave them out")
+    elif parallel.alphas is None:
+        why = "missing: the share of layers that stage-aware recomputation leaves out"
+        yield Problem("parallel.alphas", why, "add it, 0 to 1")
 
 
 def _why(error: ScheduleError) -> str:

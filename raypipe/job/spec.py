@@ -80,6 +80,10 @@ class TrainSpec(Spec):
     """Seconds a device waits for a message before it fails with its name."""
 
 
+Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]
+Again = Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)]
+
+
 class ParallelSpec(Spec):
     """How to cut the work over devices. ``stages * replicas * tensor`` devices in all."""
 
@@ -117,10 +121,14 @@ class ParallelSpec(Spec):
     was searched for, else where weight gradients go and when gradients are summed. null: where it was searched."""
     transport: Literal["auto", "shm", "gloo", "nccl", "ray-collective"] = "auto"
     """What carries activations. ``auto`` picks per edge what is fastest there."""
-    recompute: Literal["none", "full", "auto"] = "none"
-    """Activations to compute again instead of keeping, beside what the schedule recomputes by itself. ``full``: all of
-    them, while the device waits for the gradient."""
-    keep: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)] | None = None
+    recompute: Literal["none", "full", "stage-aware", "auto"] | Again = "none"
+    """Activations to compute again instead of keeping, while the device waits for the gradient; beside what the
+    schedule recomputes by itself. ``full``: all of them. ``stage-aware``: those of a share of each stage's layers, see
+    ``alphas``. A list: those of these layers alone, by number, name or pattern (``block.*``)."""
+    alphas: Annotated[float, Field(ge=0, le=1)] | Shares | None = None
+    """With ``recompute: stage-aware``: the share of a stage's layers that keeps its activations. A list has one per
+    stage; a number is the first stage's, from which the others follow so that all use the same memory (Merak)."""
+    keep: Shares | None = None
     """Where activations are recomputed: per stage, the share of its micro-batches that keep them all the same."""
     tensor: Positive = 1
     """Devices that share each layer."""

@@ -1,6 +1,7 @@
 """Models as layers, and what they are trained for."""
 
 from raypipe.models.build import DTYPES, build_model
+from raypipe.models.chain import Chain
 from raypipe.models.gpt_layers import GptLayers, join_tied
 from raypipe.models.keyed_random import KeyedDropout, random_keys
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
@@ -9,6 +10,7 @@ from raypipe.models.task import Field, Inputs, Task, cross_entropy
 
 __all__ = [
     "DTYPES",
+    "Chain",
     "CutTensor",
     "Field",
     "GptLayers",

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, ValidationError
 
 from raypipe.errors import SpecError
+from raypipe.job.recompute import Cut, layers_again
 from raypipe.job.spec import ParallelSpec, Spec
 from raypipe.schedule import generate
 from raypipe.schedule.ir import Schedule
@@ -67,7 +68,7 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
         schedule = from_text(plan.order, "plan: order")
     else:
         schedule = generate(parallel.schedule, parallel.shape(batch))
-    schedule = with_recompute(schedule, parallel)
+    schedule = with_recompute(schedule, parallel, plan.cut)
     schedule = replicate(schedule, parallel.replicas)
     schedule = place_gradient_sync(schedule, cast(Sync, parallel.sync))  # it refuses what it does not know
     schedule = add_updates(schedule)
@@ -75,10 +76,15 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
     return schedule
 
 
-def with_recompute(schedule: Schedule, parallel: ParallelSpec) -> Schedule:
+def with_recompute(schedule: Schedule, parallel: ParallelSpec, cut: Cut) -> Schedule:
     """The schedule with the recomputation that ``recompute`` and ``keep`` ask for, beside its own."""
+    again = layers_again(parallel, cut)
     if parallel.recompute == "full":
         schedule = add_recompute(schedule, "early")
+    elif again is not None:  # these layers alone
+        schedule = add_recompute(schedule, "early", [])
+        stages = [s for s, layers in enumerate(cut) if again & set(layers)]
+        schedule = add_recompute(schedule, "early", stages) if stages else schedule
     return keep_activations(schedule, parallel.keep) if parallel.keep is not None else schedule
 
 

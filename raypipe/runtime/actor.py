@@ -75,7 +75,9 @@ class Stage:
         plan = build_model(job, setup.fields, setup.member)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
-            (stage, replica): StageModule(plan, setup.cut[stage], job.train.seed, self.device, split)
+            (stage, replica): StageModule(
+                plan, setup.cut[stage], job.train.seed, self.device, split, setup.again, setup.search_again
+            )
             for replica, held in enumerate(setup.placement)
             for stage, device in enumerate(held)
             if device == setup.device
@@ -143,9 +145,15 @@ class Stage:
         """Run training step ``step`` (from 0) and return what it took."""
         return self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
 
-    def install(self, train: dict[Part, Program], evaluate: Program) -> None:
-        """Run other programs from the next step on; same stages, same placement."""
+    def install(self, train: dict[Part, Program], evaluate: Program, again: frozenset[int] | None) -> None:
+        """Run other programs from the next step on; same stages, same placement.
+
+        ``again`` are the layers that an R computes again; others than before only after a setup that said so.
+        """
         self.setup_data = replace(self.setup_data, train=train, evaluate=evaluate)
+        if self.setup_data.search_again:
+            for module in self.modules.values():
+                module.set_again(again)
 
     def evaluate(self, batch: int) -> StepResult:
         """Run validation batch ``batch`` forward only."""

@@ -19,6 +19,7 @@ import ray
 from raypipe.checkpoint import commit, step_directory
 from raypipe.data import known_fields
 from raypipe.errors import DivergenceError
+from raypipe.job.recompute import layers_again
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.run_log import RunLog
@@ -105,6 +106,8 @@ class Driver:
             member=0,
             job=job,
             cut=self.plan.cut,
+            again=layers_again(self.plan.parallel, self.plan.cut),
+            search_again=False,
             placement=schedule.placement,
             wiring=Wiring(
                 peers=tuple(x.peer for x in fleet.locations),
@@ -205,7 +208,8 @@ class Driver:
         train, evaluate = self._lower()
         for rank, actor in enumerate(fleet.actors):
             device, _ = member_of(rank, self.plan.parallel.tensor)
-            actor.install.remote({part: rows[device] for part, rows in train.items()}, evaluate[device])
+            own = {part: rows[device] for part, rows in train.items()}
+            actor.install.remote(own, evaluate[device], layers_again(self.plan.parallel, self.plan.cut))
         self.clock = StepClock(self.schedule)
         self.plan.save(self.directory / "plan.json")
 

@@ -18,6 +18,7 @@ from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.norm import Shares
 from raypipe.runtime.runner import Payload, ProgramRunner
+from raypipe.runtime.segments import Joints, Segment, as_leaves
 from raypipe.runtime.stack import stacked, stacked_inputs, unstacked
 from raypipe.runtime.stage import Half, Live, StageModule
 from raypipe.runtime.step import StepResult, StepSettings
@@ -91,9 +92,7 @@ class Executor(ProgramRunner):
             self._weights(action)
         elif kind == "R":
             for mb in task.mbs:
-                live = self._live[(task.stage, self.base + mb)]
-                made = self._compute(task.stage, task.replica, (mb,), live.inputs, live.weights)
-                live.outputs, live.halves = made
+                self._again(task, mb)
         elif kind == "AR":
             key = (task.stage, task.replica)
             self._collect(key)
@@ -124,11 +123,17 @@ class Executor(ProgramRunner):
         return scale
 
     def _compute(
-        self, stage: int, replica: int, mbs: Sequence[int], arrived: Payload, weights: Snapshot | None
+        self,
+        stage: int,
+        replica: int,
+        mbs: Sequence[int],
+        arrived: Payload,
+        weights: Snapshot | None,
+        segment: Segment | None = None,
     ) -> tuple[Payload, tuple[Half, Half] | None]:
-        """Outputs of a stage for some micro-batches of one step; of the last stage, the sum of their losses.
+        """Outputs of a stage, or of a segment of it, for some micro-batches of one step.
 
-        With ``sub_pipelined`` also the halves that they were made in.
+        Of the last stage's end, the sum of their losses. With ``sub_pipelined`` also the halves that they were made in.
         """
         ahead = mbs[0] // self.settings.microbatches
         each = self.settings.samples_per_microbatch
@@ -139,12 +144,12 @@ class Executor(ProgramRunner):
 
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
             with random_keys(self.settings.seed, self.step + ahead, samples, self.training), self._autocast():
-                outputs = run_with(module, weights, arrived, inputs)
-                if stage not in self.wire:  # the last stage sends nothing on
+                outputs = run_with(module, weights, arrived, inputs, segment)
+                if stage not in self.wire and (segment is None or not segment.gives):  # the last stage sends nothing on
                     outputs = (self.task.loss(outputs[0], inputs),)
             return outputs
 
-        if self.turns is None or not module.stacks:
+        if self.turns is None or not module.stacks or segment is not None:
             return run(samples, arrived, inputs), None
         middle = len(samples) // 2
         first, second = (
@@ -168,7 +173,10 @@ class Executor(ProgramRunner):
 
     def _keeps_nothing(self, task: PipelineTask) -> bool:
         """Nothing of this forward is left for a backward, which needs each micro-batch's own: all is made again."""
-        return not self.training or all((task.stage, mb) in self.program.recomputed for mb in task.mbs)
+        if not self.training:
+            return True
+        again = all((task.stage, mb) in self.program.recomputed for mb in task.mbs)
+        return again and self.modules[(task.stage, task.replica)].again_whole
 
     def _forward_of(self, action: Action, mbs: Sequence[int]) -> None:
         task = action.task
@@ -186,9 +194,15 @@ class Executor(ProgramRunner):
         if self.training:
             for one in arrived:
                 module.track(one)
-        again = (stage, mbs[0]) in self.program.recomputed
-        with torch.no_grad() if again else nullcontext():
-            outputs, halves = self._compute(stage, task.replica, mbs, stacked(arrived), weights)
+        again = self.training and (stage, mbs[0]) in self.program.recomputed
+        joints = halves = None
+        if again and not module.again_whole:
+            joints = Joints()
+            outputs = self._forward_in_segments(task, mbs[0], arrived[0], weights, joints)
+            again = module.segments[-1].again
+        else:
+            with torch.no_grad() if again else nullcontext():
+                outputs, halves = self._compute(stage, task.replica, mbs, stacked(arrived), weights)
         if stage not in self.wire:
             of_step = self.step + mbs[0] // self.settings.microbatches
             self._losses.setdefault(of_step, []).append(outputs[0].detach())
@@ -197,9 +211,42 @@ class Executor(ProgramRunner):
                 if m.mb == mb:
                     self.mail[("act", stage, m.dst_stage, self.base + mb)] = tuple(y.detach() for y in made)
             if self.training:
-                live = Live(inputs, () if again else made, weights)
+                live = Live(inputs, () if again else made, weights, joints=joints)
                 live.halves = None if again else halves
                 self._live[(stage, self.base + mb)] = live
+
+    def _forward_in_segments(
+        self, task: PipelineTask, mb: int, arrived: Payload, weights: Snapshot | None, joints: Joints
+    ) -> Payload:
+        """A forward that keeps the activations of some layers; see ``segments``."""
+        x = arrived
+        for segment in self.modules[(task.stage, task.replica)].segments:
+            if not segment.again:
+                x, _ = self._compute(task.stage, task.replica, (mb,), x, weights, segment)
+                continue
+            joints.entries.append(x)
+            with torch.no_grad():
+                x, _ = self._compute(task.stage, task.replica, (mb,), x, weights, segment)
+            if segment.gives:
+                x = as_leaves(x, segment.gives)
+                joints.leaves.append(x)
+        return x
+
+    def _again(self, task: PipelineTask, mb: int) -> None:
+        """Compute again what the forward of a micro-batch has not kept."""
+        live = self._live[(task.stage, self.base + mb)]
+        if live.joints is None:
+            made, live.halves = self._compute(task.stage, task.replica, (mb,), live.inputs, live.weights)
+            live.outputs = made
+            return
+        again = [s for s in self.modules[(task.stage, task.replica)].segments if s.again]
+        for segment, entered in zip(again, live.joints.entries, strict=True):
+            made, _ = self._compute(task.stage, task.replica, (mb,), entered, live.weights, segment)
+            if segment.gives:
+                live.joints.again.append(made)
+            else:
+                live.outputs = made
+        live.joints.entries = []
 
     def _backward(self, action: Action, also_weights: bool) -> None:
         task = action.task

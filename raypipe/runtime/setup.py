@@ -45,6 +45,10 @@ class Setup:
     """Raw inputs that the data's arrays give; None for text."""
     checkpoint: Path | None
     """Where to read parameters and optimizer state from; None to start afresh."""
+    again: frozenset[int] | None = None
+    """Layers that an R computes again; None for all of its stage."""
+    search_again: bool = False
+    """That will change, and memory is measured."""
 
     @property
     def tensor(self) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from raypipe.models import Inputs, LayeredModel
+from raypipe.models import Chain, Inputs, LayeredModel, StageBody
 from raypipe.runtime.alternate import Alternation
 from raypipe.runtime.runner import Payload
+from raypipe.runtime.segments import Joints, Segment, parts_of, segments_of
 from raypipe.runtime.split_backward import Closure, WeightQueue, defer_weight_gradients
 from raypipe.runtime.stack import can_stack, stacked, unstacked
 
@@ -42,6 +43,8 @@ class Live:
     """The input gradient, kept for B where W came first."""
     halves: tuple[Half, Half] | None = None
     """Where the forward ran in halves: what their backwards need, instead of ``outputs``, which are only values."""
+    joints: Joints | None = None
+    """Where only some of its layers are computed again."""
 
 
 class StageModule(nn.Module):
@@ -49,6 +52,8 @@ class StageModule(nn.Module):
 
     A parameter's name is the same whatever the plan. Parameters tied inside the stage are one parameter under the
     group's first name; those tied across stages stay copies, kept equal by summed gradients.
+
+    ``again`` are the layers that an R of this stage computes again; None for all of them. ``finest``: they may change.
     """
 
     def __init__(
@@ -58,11 +63,19 @@ class StageModule(nn.Module):
         seed: int,
         device: torch.device,
         split: bool,
+        again: Collection[int] | None = None,
+        finest: bool = False,
     ) -> None:
         super().__init__()
         self.layers = tuple(layers)
         """Numbers of the layers it holds."""
-        self.body = model.build_stage(layers, seed, device)
+        self.parts = parts_of(layers, again, finest)
+        whole = len(self.parts) == 1
+        self.body: StageBody = (
+            model.build_stage(layers, seed, device) if whole else Chain(model, self.parts, seed, device)
+        )
+        self._gives = [tuple(t.differentiable for t in model.crossing(part[-1], 1)) for part in self.parts[:-1]]
+        self.set_again(again)
         self.named = self.body.named()
         self.shards = {name: model.shards[name] for name in self.named if name in model.shards}
         """How the parameters are cut that this is one member's share of."""
@@ -88,9 +101,21 @@ class StageModule(nn.Module):
             joint = [self.body.get_parameter(path) for path in defer_weight_gradients(self.body, self.queue)]
             self.joint_names += [names[id(parameter)] for parameter in joint if parameter.dim() > 1]
 
-    def forward(self, arrived: Payload, inputs: Inputs) -> Payload:
-        """Run the layers on one micro-batch."""
-        outputs: Payload = self.body(arrived, inputs)
+    def set_again(self, again: Collection[int] | None) -> None:
+        """Change what an R computes again: any layers of a stage that was made the finest way."""
+        self.segments = segments_of(self.parts, again, self._gives)
+        """Runs of layers that are kept or computed again, in order."""
+
+    @property
+    def again_whole(self) -> bool:
+        """An R computes all of it again."""
+        return len(self.segments) == 1 and self.segments[0].again
+
+    def forward(self, arrived: Payload, inputs: Inputs, segment: Segment | None = None) -> Payload:
+        """Run the layers on one micro-batch, or a segment of them."""
+        outputs: Payload = (
+            self.body(arrived, inputs) if segment is None else self.body(arrived, inputs, segment.begin, segment.end)
+        )
         return outputs
 
     def track(self, arrived: Payload) -> None:
@@ -107,7 +132,7 @@ class StageModule(nn.Module):
         """
         with self.queue.collect(live.closures):
             if live.halves is None:
-                back = self._backward(live.inputs, live.outputs, gradients)
+                back = self._backward(live.inputs, live.outputs, gradients, live.joints)
             else:
                 assert turns is not None
                 (a, b), (for_a, for_b) = live.halves, unstacked(tuple(gradients), 2)
@@ -117,14 +142,18 @@ class StageModule(nn.Module):
                 )
                 back = stacked(made)
         live.outputs = live.inputs = ()
-        live.halves = None
+        live.halves = live.joints = None
         return back
 
-    def _backward(self, inputs: Payload, outputs: Payload, gradients: Sequence[Tensor]) -> Payload:
+    def _backward(
+        self, inputs: Payload, outputs: Payload, gradients: Sequence[Tensor], joints: Joints | None = None
+    ) -> Payload:
         ends = [y for y, wanted in zip(outputs, self.gives_gradient, strict=True) if wanted]
         pairs = [(y, g) for y, g in zip(ends, gradients, strict=True) if y.requires_grad]
         if pairs:  # nothing is, where all parameters so far are frozen
             torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+            if joints is not None:
+                joints.backward()
         back: list[Tensor] = []
         for x in inputs:
             if x.requires_grad:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.models import Inputs
+from raypipe.runtime.segments import Segment
 from raypipe.runtime.stage import StageModule
 
 Snapshot = dict[str, Tensor]
@@ -69,10 +70,15 @@ class WeightVersions:
 
 
 def run_with(
-    module: nn.Module, weights: Snapshot | None, arrived: tuple[Tensor, ...], inputs: Inputs
+    module: nn.Module,
+    weights: Snapshot | None,
+    arrived: tuple[Tensor, ...],
+    inputs: Inputs,
+    segment: Segment | None = None,
 ) -> tuple[Tensor, ...]:
-    """Forward of a stage on a snapshot (None: on its own parameters)."""
+    """Forward of a stage, or of a segment of it, on a snapshot (None: on its own parameters)."""
+    given = (arrived, inputs) if segment is None else (arrived, inputs, segment)
     outputs: tuple[Tensor, ...] = (
-        module(arrived, inputs) if weights is None else torch.func.functional_call(module, weights, (arrived, inputs))
+        module(*given) if weights is None else torch.func.functional_call(module, weights, given)
     )
     return outputs

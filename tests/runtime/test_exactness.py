@@ -77,6 +77,8 @@ PLANS = [
     {"schedule": "shifted-critical-path", "stages": 4},
     {"schedule": "1f1b", "stages": 4, "recompute": "full", "keep": [0.0, 0.4, 0.5, 1.0]},
     {"schedule": "zb-v", "stages": 2, "recompute": "full"},
+    {"schedule": "shifted-critical-path", "stages": 2, "recompute": "stage-aware", "alphas": 0.67},
+    {"schedule": "1f1b", "stages": 2, "replicas": 2, "recompute": ["embedding", "block.[12]", 5]},
     {"schedule": "model-parallel", "stages": 4},
     {"schedule": "fast-forward", "stages": 2, "chunks": 2},
     {"schedule": "modulo", "stages": 2, "chunks": 2},

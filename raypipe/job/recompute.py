@@ -1,0 +1,63 @@
+"""Which layers a job computes again instead of keeping their activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from math import floor
+from typing import TYPE_CHECKING
+
+from raypipe.errors import SpecError, nearest
+from raypipe.schedule.alphas import alphas
+
+if TYPE_CHECKING:
+    from raypipe.job.spec import ParallelSpec
+
+Cut = Sequence[Sequence[int]]
+
+
+def layers_again(parallel: ParallelSpec, cut: Cut) -> frozenset[int] | None:
+    """Layers that an R computes again; None where ``recompute`` does not name any: all of every stage that has R.
+
+    A stage keeps its first layers and computes the later ones again, so that what has to be kept between the two
+    parts is one layer's output.
+    """
+    if isinstance(parallel.recompute, tuple):
+        return frozenset(i for i in parallel.recompute if isinstance(i, int))
+    if parallel.recompute != "stage-aware":
+        return None
+    return again_after(cut, kept_shares(parallel, len(cut)))
+
+
+def kept_shares(parallel: ParallelSpec, stages: int) -> tuple[float, ...]:
+    """``stage-aware``: the share of each stage's layers that keeps its activations; 0 on the first until searched."""
+    given = parallel.alphas
+    return given if isinstance(given, tuple) else alphas(stages, given or 0.0)
+
+
+def again_after(cut: Cut, shares: Sequence[float]) -> frozenset[int]:
+    """All but the first layers of each stage: of a share of them, rounded down."""
+    return frozenset(
+        i for layers, share in zip(cut, shares, strict=True) for i in layers[floor(share * len(layers) + 1e-9) :]
+    )
+
+
+def named_layers(wanted: Sequence[int | str], names: Sequence[str]) -> tuple[int, ...]:
+    """Numbers of the layers that are asked for by number, by name or by pattern.
+
+    Raises:
+        SpecError: one that no layer has.
+    """
+    found: set[int] = set()
+    for one in wanted:
+        if isinstance(one, int):
+            if not 0 <= one < len(names):
+                why = f"there is no layer {one}: the model has {len(names)}"
+                raise SpecError("parallel.recompute", why, f"use 0 to {len(names) - 1}")
+            found.add(one)
+            continue
+        hits = [i for i, name in enumerate(names) if fnmatchcase(name, one)]
+        if not hits:
+            raise SpecError("parallel.recompute", f'no layer is called "{one}"', nearest(one, names))
+        found.update(hits)
+    return tuple(sorted(found))

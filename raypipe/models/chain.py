@@ -1,0 +1,54 @@
+"""One stage as several bodies in a row, so that some of its layers can run without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.models.layered import LayeredModel, StageBody
+from raypipe.models.task import Inputs
+
+
+class Chain(StageBody):
+    """Consecutive layers in ``parts``; parameters tied between parts are one, as in a single body."""
+
+    def __init__(
+        self, model: LayeredModel, parts: Sequence[Sequence[int]], seed: int, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        bodies = [model.build_stage(part, seed, device) for part in parts]
+        self.parts = nn.ModuleList(bodies)
+        held = [(set(part), body.named()) for part, body in zip(parts, bodies, strict=True)]
+        for group in model.tied:
+            here = [named[name] for i, name in group.members for part, named in held if i in part and name in named]
+            for other in here[1:]:
+                if other is not here[0]:
+                    _replace(self, other, here[0])
+        self._named: dict[str, nn.Parameter] = {}
+        known: set[int] = set()
+        for body in bodies:
+            for name, parameter in body.named().items():
+                if id(parameter) not in known:
+                    known.add(id(parameter))
+                    self._named[name] = parameter
+
+    def forward(
+        self, arrived: tuple[Tensor, ...], inputs: Inputs, begin: int = 0, end: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """Run parts ``begin`` to ``end``, all by default."""
+        for part in list(self.parts)[begin:end]:
+            arrived = part(arrived, inputs)
+        return arrived
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """As of one body: a tied parameter under its owner's name."""
+        return dict(self._named)
+
+
+def _replace(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
