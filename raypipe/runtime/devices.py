@@ -45,8 +45,8 @@ def request_devices(devices: int, resources: Mapping[str, float]) -> DeviceReque
     if devices > cpus:
         raise SpecError(
             "parallel",
-            f"asks for {devices} devices (stages x replicas), but the cluster has {cpus:g} CPUs and no GPU",
-            f"use stages * replicas <= {int(cpus)}, add nodes, or set RAY_ADDRESS=local for a Ray of this run's own",
+            f"asks for {devices} devices (stages x replicas x tensor), but the cluster has {cpus:g} CPUs and no GPU",
+            f"use fewer: at most {int(cpus)}; add nodes, or set RAY_ADDRESS=local for a Ray of this run's own",
         )
     return DeviceRequest(cpus=1.0, gpus=0.0)
 
@@ -61,8 +61,8 @@ def local_cpus(devices: int, cores: int) -> int:
     if devices > most:
         raise SpecError(
             "parallel",
-            f"asks for {devices} devices (stages x replicas), but this machine's {cores} cores "
+            f"asks for {devices} devices (stages x replicas x tensor), but this machine's {cores} cores "
             f"give at most {most} stage processes",
-            f"use stages * replicas <= {most}, or connect to a Ray cluster (RAY_ADDRESS)",
+            f"use stages * replicas * tensor <= {most}, or connect to a Ray cluster (RAY_ADDRESS)",
         )
     return max(devices, cores)

@@ -284,7 +284,7 @@ def test_more_devices_than_the_cluster_has(refused, monkeypatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1.0})
     said = refused()
-    assert "asks for 2 devices (stages x replicas), but the cluster has 1 CPUs and no GPU" in said
+    assert "asks for 2 devices (stages x replicas x tensor), but the cluster has 1 CPUs and no GPU" in said
 
 
 def test_a_dashboard_port_that_is_taken_or_none(refused) -> None:
