@@ -27,6 +27,8 @@ from raypipe.schedule.text import to_text
 if TYPE_CHECKING:
     from ray.train import Result
 
+    from raypipe.models import LayeredModel
+
 JOB_FILE = "job.json"
 
 
@@ -63,10 +65,23 @@ def make_plan(job: JobSpec) -> Plan:
     else:
         schedule = base_schedule(parallel, job.train.batch)
         cut = split_layers(layers, schedule.stages)
+        if schedule.versions == "stash":
+            _refuse_copies(layers, cut)
         order = to_text(schedule) if is_file(parallel.schedule) else None
     plan = Plan(parallel=parallel, cut=tuple(tuple(part) for part in cut), order=order)
     build_schedule(plan, job.train.batch)
     return plan
+
+
+def _refuse_copies(layers: LayeredModel, cut: list[range]) -> None:
+    """PipeDream updates each stage by itself: a parameter that two stages hold would become two."""
+    stage_of = {layer: stage for stage, part in enumerate(cut) for layer in part}
+    for group in layers.tied:
+        if len({stage_of[layer] for layer, _ in group.members}) > 1:
+            raise SpecError(
+                "model", f"pipedream updates stages at different times: copies of {group.name} would differ",
+                "use schedule: pipedream-2bw, or a model that ties nothing",
+            )  # fmt: skip
 
 
 def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: list[float]) -> Schedule:

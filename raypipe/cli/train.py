@@ -25,7 +25,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model as the job file says, through Ray."""
-    from raypipe.job import load_job
+    from raypipe.job import GptSpec, load_job
     from raypipe.observe.progress import ProgressView, stderr_console
     from raypipe.observe.summary import summary_lines
     from raypipe.train import execute, prepare_run
@@ -41,10 +41,12 @@ def train(
     if json:
         print(json_module.dumps(result))
         return
-    from raypipe.sample import sample_text
-
     for line in summary_lines(result):
         print(line)
+    if not isinstance(prepared.job.model, GptSpec):
+        return
+    from raypipe.sample import sample_text
+
     print("sample")
     text = sample_text(prepared.directory, prompt="def ", length=240, temperature=0.8, seed=0)
     print("\n".join("  " + line.rstrip() for line in text.rstrip().splitlines()))

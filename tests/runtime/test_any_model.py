@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypipe.errors import CaptureError, SpecError
 from raypipe.job import JobSpec
 from raypipe.job.load import job_from
 from raypipe.models import LayeredModel, build_model
@@ -165,3 +167,59 @@ def test_loss_and_gradients_are_the_whole_models(case: str, stages: int, split: 
         torch.testing.assert_close(mine, gradients[name], rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
     assert bool(model.sites) == (case in DROPS)
     assert len(gradients) >= len(outcome.gradients) / 2
+
+
+def test_pipedream_refuses_a_parameter_on_two_stages() -> None:
+    from raypipe.train import make_plan
+
+    text = {"type": "bytes", "path": "stdlib"}
+    train = {"steps": 1, "batch": 4, "dtype": "float64"}
+
+    def job(tied: bool) -> JobSpec:
+        config = {**FAMILIES["gpt2"], "vocab_size": 256, "tie_word_embeddings": tied}
+        model = {"hf": "gpt2", "config": config, "sequence": 16}
+        parallel = {"schedule": "pipedream", "stages": 2}
+        return job_from({"name": "any", "model": model, "data": text, "train": train, "parallel": parallel})
+
+    with pytest.raises(SpecError, match=r"copies of transformer\.wte\.weight would differ"):
+        make_plan(job(tied=True))
+    assert len(make_plan(job(tied=False)).cut) == 2
+
+
+WRONG = {
+    "no such type": ({"hf": "gpt3"}, "model.hf", "did you mean"),
+    "no such key": ({"hf": "gpt2", "config": {"n_layr": 2}}, "model.config.n_layr", 'did you mean "n_layer"'),
+    "too few tokens": ({"hf": "gpt2", "config": {"vocab_size": 100}}, "model.config.vocab_size", "use 256"),
+    "no room for a mask": ({"hf": "bert", "config": {"vocab_size": 256}}, "model.config.vocab_size", "use 257"),
+    "too few positions": ({"hf": "gpt2", "config": {"n_positions": 8}}, "model.sequence", "positions for 8"),
+    "another task": ({"hf": "t5", "task": "causal-lm"}, "model.task", "can't be trained for causal-lm"),
+    "no such module": ({"import": "no.such:build"}, "model.import", "can't be imported"),
+    "no such function": ({"import": f"{HERE}:mpl"}, "model.import", 'did you mean "mlp"'),
+    "no module": ({"import": "builtins:dict"}, "model.import", "returned dict"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_built_is_one_error(case: str) -> None:
+    model, where, words = WRONG[case]
+    train = {"steps": 1, "batch": 4}
+    job = job_from({"name": "any", "model": {"sequence": 16, **model}, "data": {"path": "stdlib"}, "train": train})
+    with pytest.raises(SpecError, match=re.escape(words)) as caught:
+        build_model(job, None)
+    assert caught.value.where == where
+    assert caught.value.fix
+
+
+def test_learned_batch_statistics_are_refused_with_what_to_do() -> None:
+    rows = CASES["frozen batch norm"][1]
+    model = {"import": f"{HERE}:GroupNormNet", "args": {"batch_norm": True}}
+    with pytest.raises(CaptureError, match=r"model\.batch_norm: frozen"):
+        build_model(job_of(model), fields_of(rows))
+
+
+def test_a_missing_array_is_named() -> None:
+    rows = {"pixels": CASES["vit"][1]["pixel_values"], "labels": CASES["vit"][1]["labels"]}
+    with pytest.raises(SpecError, match="none of pixels is an argument"):
+        build_model(job_of(CASES["vit"][0]), fields_of(rows))
+    with pytest.raises(SpecError, match="holds no labels"):
+        build_model(job_of(CASES["vit"][0]), {"pixel_values": fields_of(CASES["vit"][1])["pixel_values"]})
