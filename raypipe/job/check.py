@@ -121,6 +121,11 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
         return
     yield from _depth(schedule.stages, parallel.stages, layers)
     yield from _keep(parallel, schedule.placement)
+    if parallel.memory_cap_mb is not None and schedule.versions != "flush":
+        yield Problem(
+            "parallel.memory_cap_mb", f"{parallel.schedule} never flushes: nothing can change between two steps",
+            "give alphas, or use a synchronous schedule",
+        )  # fmt: skip
     if parallel.replan and schedule.versions != "flush":
         yield Problem(
             "parallel.replan", f"{parallel.schedule} never flushes: nothing can change between two steps",
@@ -185,12 +190,15 @@ def _keep(parallel: ParallelSpec, placement: Sequence[Sequence[int]]) -> Iterato
 def _alphas(parallel: ParallelSpec) -> Iterator[Problem]:
     """Shares of layers go with stage-aware recomputation."""
     if parallel.recompute != "stage-aware":
-        if parallel.alphas is not None:
-            why = f"nothing uses them with recompute: {parallel.recompute}"
-            yield Problem("parallel.alphas", why, "use recompute: stage-aware, or leave them out")
-    elif parallel.alphas is None:
-        why = "missing: the share of layers that stage-aware recomputation leaves out"
-        yield Problem("parallel.alphas", why, "add it, 0 to 1")
+        for key in ("alphas", "memory_cap_mb"):
+            if getattr(parallel, key) is not None:
+                why = f"nothing uses it with recompute: {parallel.recompute}"
+                yield Problem(f"parallel.{key}", why, "use recompute: stage-aware, or leave it out")
+    elif parallel.alphas is None and parallel.memory_cap_mb is None:
+        why = "missing: how much memory stage-aware recomputation may fill"
+        yield Problem("parallel.memory_cap_mb", why, "add it, or give alphas")
+    elif parallel.alphas is not None and parallel.memory_cap_mb is not None:
+        yield Problem("parallel.memory_cap_mb", "nothing is raised where alphas are given", "leave one of them out")
 
 
 def _why(error: ScheduleError) -> str:

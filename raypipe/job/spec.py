@@ -127,7 +127,11 @@ class ParallelSpec(Spec):
     ``alphas``. A list: those of these layers alone, by number, name or pattern (``block.*``)."""
     alphas: Annotated[float, Field(ge=0, le=1)] | Shares | None = None
     """With ``recompute: stage-aware``: the share of a stage's layers that keeps its activations. A list has one per
-    stage; a number is the first stage's, from which the others follow so that all use the same memory (Merak)."""
+    stage; a number is the first stage's, from which the others follow so that all use the same memory (Merak). null:
+    the run raises it between steps as far as ``memory_cap_mb`` allows."""
+    memory_cap_mb: Annotated[float, Field(gt=0)] | None = None
+    """MiB that a device may have allocated at its fullest moment, up to where a run raises ``alphas``: of its process's
+    heap, on GPUs of torch's allocator."""
     keep: Shares | None = None
     """Where activations are recomputed: per stage, the share of its micro-batches that keep them all the same."""
     tensor: Positive = 1

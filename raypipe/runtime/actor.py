@@ -113,6 +113,7 @@ class Stage:
             settings, self.modules, self.optimizers, plan.task, feed, sync, Shares(links.world),
             senders, receivers, setup.wire, versions,
         )  # fmt: skip
+        self.executor.measures = setup.search_again
         self.group = self._tensor_group(groups)
         # What was built lives as long as the run: keep the collector from walking it again and again.
         gc.collect()
@@ -145,15 +146,19 @@ class Stage:
         """Run training step ``step`` (from 0) and return what it took."""
         return self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
 
-    def install(self, train: dict[Part, Program], evaluate: Program, again: frozenset[int] | None) -> None:
+    def install(
+        self, train: dict[Part, Program], evaluate: Program, again: frozenset[int] | None, measures: bool
+    ) -> None:
         """Run other programs from the next step on; same stages, same placement.
 
         ``again`` are the layers that an R computes again; others than before only after a setup that said so.
+        ``measures``: memory, in every step.
         """
         self.setup_data = replace(self.setup_data, train=train, evaluate=evaluate)
         if self.setup_data.search_again:
             for module in self.modules.values():
                 module.set_again(again)
+        self.executor.measures = measures
 
     def evaluate(self, batch: int) -> StepResult:
         """Run validation batch ``batch`` forward only."""

@@ -32,6 +32,7 @@ from raypipe.runtime.measure import Prediction, StepClock
 from raypipe.runtime.members import member_edges, member_groups, member_of
 from raypipe.runtime.norm import clip_factor, norm_of
 from raypipe.runtime.optimizer import learning_rate
+from raypipe.runtime.raise_alphas import Raiser, raises
 from raypipe.runtime.replan import Replanner
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shapes import wires
@@ -71,9 +72,11 @@ class Driver:
         self.clock = StepClock(self.schedule)
         self.ahead = runs_ahead(plan.parallel, self._clips, self.schedule, CostTable.even(self.schedule.stages))
         self.replanner: Replanner | None = None
-        if plan.parallel.replans:
+        self.raiser = Raiser(plan, job.train.batch) if raises(plan.parallel) else None
+        if plan.parallel.replans and self.raiser is None:
             present = Running(plan, self.schedule, self.ahead)
             self.replanner = Replanner(present, job.train.batch, self._clips)
+        self._settled = False
         self.last_metrics: dict[str, Any] = {}
         self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0}
         self.resumed_from: int | None = None
@@ -88,6 +91,8 @@ class Driver:
             RaypipeError: as the stage actors raise it, wrapped by Ray.
         """
         self.resumed_from = done if checkpoint is not None else None
+        if self.raiser is not None:
+            self.raiser.safe.save(self.directory / "plan.json")
         self._setup(fleet, checkpoint)
         self._loop(fleet, done)
         self._tell(self.clock.predict(at_end=True), self.job.train.steps)
@@ -107,7 +112,7 @@ class Driver:
             job=job,
             cut=self.plan.cut,
             again=layers_again(self.plan.parallel, self.plan.cut),
-            search_again=False,
+            search_again=self.raiser is not None,
             placement=schedule.placement,
             wiring=Wiring(
                 peers=tuple(x.peer for x in fleet.locations),
@@ -162,6 +167,8 @@ class Driver:
             saves = last or bool(train.checkpoint_every and (step + 1) % train.checkpoint_every == 0)
             part = (fills, evaluates or saves) if self.schedule.versions != "flush" else WHOLE
             fills = part[1]
+            if self.raiser is not None:
+                self._raise(fleet, self.raiser, step)
             if self.replanner is not None:
                 target = self.replanner.take()
                 self._tell_news(self.replanner, step)
@@ -209,9 +216,26 @@ class Driver:
         for rank, actor in enumerate(fleet.actors):
             device, _ = member_of(rank, self.plan.parallel.tensor)
             own = {part: rows[device] for part, rows in train.items()}
-            actor.install.remote(own, evaluate[device], layers_again(self.plan.parallel, self.plan.cut))
+            actor.install.remote(own, evaluate[device], layers_again(self.plan.parallel, self.plan.cut), self._measures)
         self.clock = StepClock(self.schedule)
-        self.plan.save(self.directory / "plan.json")
+        (self.plan if self.raiser is None else self.raiser.safe).save(self.directory / "plan.json")
+
+    @property
+    def _measures(self) -> bool:
+        return self.raiser is not None and not self.raiser.done
+
+    def _raise(self, fleet: Fleet, raiser: Raiser, step: int) -> None:
+        """Take up another share of layers to keep, or stop measuring once it is found."""
+        plan = raiser.take()
+        for fields in raiser.news:
+            self.log.event("recompute", step=step, **fields)
+        raiser.news.clear()
+        if plan is not None or (raiser.done and not self._settled):
+            self._settled = raiser.done
+            plan = plan or self.plan
+            schedule = build_schedule(plan, self.job.train.batch)
+            costs = CostTable.even(schedule.stages)
+            self._swap(fleet, Running(plan, schedule, runs_ahead(plan.parallel, self._clips, schedule, costs)))
 
     def _tell_news(self, replanner: Replanner, step: int) -> None:
         for news in replanner.news:
@@ -253,6 +277,8 @@ class Driver:
         )
         prediction = ticket.clock.predict()
         self._tell(prediction, step)
+        if self.raiser is not None and ticket.clock is self.clock:
+            self.raiser.saw([r.memory for r in results[:: self.plan.parallel.tensor]])
         if self.replanner is not None:
             if ticket.clock is self.clock:  # not a step that was queued before the plan changed
                 self.replanner.saw(step_s, prediction.costs if prediction is not None else None)

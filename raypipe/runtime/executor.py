@@ -13,6 +13,7 @@ from torch import Tensor
 from raypipe.data.corpus import Split
 from raypipe.models import Inputs, Task, random_keys
 from raypipe.partition.tensor import ProcessGroup, current_group
+from raypipe.runtime.allocated import PeakMeter, allocated_bytes
 from raypipe.runtime.alternate import Alternation
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
@@ -22,6 +23,7 @@ from raypipe.runtime.segments import Joints, Segment, as_leaves
 from raypipe.runtime.stack import stacked, stacked_inputs, unstacked
 from raypipe.runtime.stage import Half, Live, StageModule
 from raypipe.runtime.step import StepResult, StepSettings
+from raypipe.runtime.step_memory import StepMemory
 from raypipe.runtime.transport.channel import Receiver, Sender, Wire
 from raypipe.runtime.updates import Updates
 from raypipe.runtime.versions import Snapshot, WeightVersions, run_with
@@ -65,6 +67,8 @@ class Executor(ProgramRunner):
         self._stashes = any(v.rule == "stash" for v in versions.values())
         self._share = settings.microbatches if self._stashes else 1
         self._scales: dict[int, Tensor] = {}
+        self.measures = False
+        """Measure memory in every step."""
 
     def run(self, program: Program, step: int, lr: float, split: Split = "train") -> StepResult:
         """Run one step (``split="train"``) or one forward-only evaluation batch (``split="val"``).
@@ -76,9 +80,11 @@ class Executor(ProgramRunner):
         self._squares: list[float] = []
         if not self.training:
             self.settle()
-        with torch.enable_grad() if self.training else torch.no_grad():
+        self._again_bytes: dict[int, int] = {}
+        meter = PeakMeter(self.settings.device) if self.measures and self.training else None
+        with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext():
             times = self.walk(program, step)
-        return self._end(times)
+        return self._end(times, StepMemory(meter.peak if meter is not None else 0, self._again_bytes))
 
     def run_task(self, action: Action) -> None:
         """One task on tensors."""
@@ -92,7 +98,11 @@ class Executor(ProgramRunner):
             self._weights(action)
         elif kind == "R":
             for mb in task.mbs:
+                before = allocated_bytes(self.settings.device) if self.measures else 0
                 self._again(task, mb)
+                if self.measures:
+                    made = allocated_bytes(self.settings.device) - before
+                    self._again_bytes[task.stage] = max(made, self._again_bytes.get(task.stage, 0))
         elif kind == "AR":
             key = (task.stage, task.replica)
             self._collect(key)
@@ -334,7 +344,7 @@ class Executor(ProgramRunner):
         self._live.clear()
         self._losses.clear()
 
-    def _end(self, times: NDArray[np.float64]) -> StepResult:
+    def _end(self, times: NDArray[np.float64], memory: StepMemory) -> StepResult:
         losses = self._losses.pop(self.step, [])
         targets = self.feed.targets(self.split, self.step) if losses else 1
         loss = float(torch.stack(losses).double().sum()) / targets if losses else 0.0
@@ -353,4 +363,4 @@ class Executor(ProgramRunner):
         sums, group = 0, current_group()
         if isinstance(group, ProcessGroup):
             sums, group.sums = group.sums, 0
-        return StepResult(loss, square, times, self.received, reduced, sums, self.updates.optimistic)
+        return StepResult(loss, square, times, self.received, reduced, sums, memory, self.updates.optimistic)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypipe.runtime.norm import UpdateRule
+from raypipe.runtime.step_memory import StepMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class StepResult:
     """Gradient all-reduces; each of a group's members counts its share of one."""
     tensor_sums: int
     """All-reduces within layers, over this device's members."""
+    memory: StepMemory
+    """What was measured of it, where it was."""
     optimistic: bool
     """The update was made before the global norm was known; undone and made again if that turned out too large."""
 
