@@ -57,7 +57,7 @@ def trained(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         job, profile = Path(folder) / "job.yaml", Path(folder) / "profile.json"
         job.write_text(SMALL)
-        _raypipe("profile", str(job), "--microbatches", "4", "--devices", "2", "-o", str(profile))
+        _raypipe("profile", str(job), "--microbatches", "4", "--devices", "2", "--quick", "-o", str(profile))
         spec = load_job(job)
         found = partition_job(spec, profile)
         took: dict[str, list[float]] = {"even": [], "balanced": []}
