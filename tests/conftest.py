@@ -19,6 +19,7 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 DEVICES = 8
+"""Most that any test takes of the pool, and that any fleet has of its own beside it."""
 
 # Nothing of a test run is found by the next one, nor by the user's own runs.
 os.environ["RAYPIPE_CACHE_DIR"] = tempfile.mkdtemp(prefix="raypipe-tests-")
@@ -32,7 +33,7 @@ def local_ray() -> Iterator[None]:
     already = ray.is_initialized()
     if not already:
         ray.init(
-            address="local", num_cpus=DEVICES + 4, include_dashboard=False, log_to_driver=False,
+            address="local", num_cpus=2 * DEVICES + 1, include_dashboard=False, log_to_driver=False,
             logging_level=logging.ERROR, configure_logging=False, _node_ip_address="127.0.0.1",
         )  # fmt: skip
     yield

@@ -8,6 +8,7 @@ on the meta device they cost nothing - so a parameter starts alike whoever holds
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ class Constructed:
                 skeleton = build_without_memory(self.build)
             self._order = _order(skeleton, made)
         wanted = frozenset(self._order[name] for name in parameters)
-        with _registrations(wanted), torch.random.fork_rng(devices=[]), _KeyedDraws(seed):
+        with _registrations(wanted), torch.random.fork_rng(devices=[]), _one_draw_each(), _KeyedDraws(seed):
             module = self.build()
         held = dict(module.named_parameters(remove_duplicate=False))
         return {name: held[name].detach() for name in parameters}
@@ -87,6 +88,30 @@ def _registrations(wanted: frozenset[int] | None) -> Iterator[list[nn.Parameter]
             yield made
         finally:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def _one_draw_each() -> Iterator[None]:
+    """Make truncated normals of one draw, by the inverse of their distribution.
+
+    torch draws again until all values are within the bounds: how often follows from the values, and on the meta device
+    it draws nothing, so that every later parameter would start otherwise on another stage.
+    """
+    owner: Any = nn.init
+    rejecting = owner._no_grad_trunc_normal_
+
+    def inverted(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+        low, high = (math.erf((bound - mean) / (std * math.sqrt(2.0))) for bound in (a, b))
+        with torch.no_grad():
+            tensor.uniform_(low, high, generator=generator)
+            return tensor.erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
+
+    with _patching:
+        owner._no_grad_trunc_normal_ = inverted
+        try:
+            yield
+        finally:
+            owner._no_grad_trunc_normal_ = rejecting
 
 
 class _KeyedDraws(TorchDispatchMode):
