@@ -7,6 +7,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ class Location:
     address: str
     """IP address of its node."""
     port: int
-    """A port that was free there a moment ago; rank 0's carries the rendezvous."""
+    """Where this actor listens; rank 0's carries the rendezvous."""
     pid: int
 
 
@@ -61,7 +63,7 @@ class Links:
         # Ray's Gloo group passes its messages over the world's own group, posted long before anybody waits for them.
         messages = wiring.transport == "ray-collective"
         dist.init_process_group(
-            "gloo", init_method=wiring.rendezvous, rank=rank, world_size=len(wiring.peers),
+            "gloo", store=_meet(rank, wiring), rank=rank, world_size=len(wiring.peers),
             timeout=FOREVER if messages else timedelta(seconds=wiring.timeout_s),
         )  # fmt: skip
         try:
@@ -84,8 +86,24 @@ class Links:
             dist.destroy_process_group()
 
 
+_doors: dict[int, socket.socket] = {}
+"""The listening socket that this process last told the driver of, by port."""
+
+
+def _meet(rank: int, wiring: Wiring) -> Any:
+    """The store through which the devices find each other; rank 0 serves it."""
+    at = urlsplit(wiring.rendezvous)
+    assert at.hostname is not None
+    assert at.port is not None
+    door = _doors.pop(at.port, None) if rank == 0 else None
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        at.hostname, at.port, len(wiring.peers), is_master=rank == 0, timeout=timedelta(seconds=wiring.timeout_s),
+        master_listen_fd=door.detach() if door is not None else None,
+    )  # fmt: skip
+
+
 def locate(rank: int, title: str, device: torch.device) -> Location:
-    """Say where the calling actor runs."""
+    """Say where the calling actor runs, and listen there: nobody else can take the port before the devices meet."""
     import ray
     import ray.util
 
@@ -93,14 +111,15 @@ def locate(rank: int, title: str, device: torch.device) -> Location:
     if device.type == "cuda":
         name = f"cuda:{torch.cuda.get_device_properties(device).uuid}"
     address = ray.util.get_node_ip_address()
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port = probe.getsockname()[1]
+    for old in _doors.values():
+        old.close()
+    _doors.clear()
+    door = socket.create_server((address, 0))
+    port = door.getsockname()[1]
+    _doors[port] = door
     return Location(Peer(rank, ray.get_runtime_context().get_node_id(), name, title), address, port, os.getpid())
 
 
 def rendezvous_of(locations: list[Location]) -> str:
-    """Where the devices meet: rank 0's address, loopback when all are on one host."""
-    first = locations[0]
-    one_host = len({x.peer.node for x in locations}) == 1
-    return f"tcp://{'127.0.0.1' if one_host else first.address}:{first.port}"
+    """Where the devices meet: where rank 0 listens."""
+    return f"tcp://{locations[0].address}:{locations[0].port}"
