@@ -22,14 +22,14 @@ class Verdict(NamedTuple):
 def judge(
     placement: Sequence[Sequence[int]], count: int, forward: Sequence[int], input_grad: Sequence[int],
     weight_grad: Sequence[int], latency: int | Sequence[int], memory: int | None, split: bool = True,
-    seconds: float = 10.0, hint: int | None = None,
+    seconds: float = 10.0, hint: int | None = None, freed_by: str = "W",
 ) -> Verdict:  # fmt: skip
     """The least makespan that is found and the greatest bound that is proven (equal if solved) for a chain of stages.
 
     Whole-number costs. Micro-batch m belongs to replica m mod the number of replicas; those of one replica are alike,
     so they are taken in turn. ``latency`` is that of every message, or a list: of the link behind each stage. ``hint``
     is a makespan that is known to be possible; it is given back, without an order,
-    where the time does not suffice to find one.
+    where the time does not suffice to find one. ``freed_by``: an activation lives to the end of its W, or of its B.
     """
     model = cp_model.CpModel()
     stages, replicas = len(placement[0]), len(placement)
@@ -44,7 +44,7 @@ def judge(
         length = {"F": forward, "B": [b + w for b, w in zip(input_grad, weight_grad, strict=True)]}
     busy: list[list[cp_model.IntervalVar]] = [[] for _ in range(devices)]
     held: list[list[cp_model.IntervalVar]] = [[] for _ in range(devices)]
-    last = "W" if split else "B"
+    last = freed_by if split else "B"
     for m in range(count):
         row = placement[m % replicas]
         for s in range(stages):

@@ -1,19 +1,15 @@
 """``auto`` against exact optima on random small instances of every placement.
 
-Run: ``python tests/bench/auto_exact.py [INSTANCES] [BUDGET_S] [FIRST_SEED]``. Instances that constraint programming
+Run: ``python -m tests.bench.auto_exact [INSTANCES] [BUDGET_S] [FIRST_SEED]``. Instances that constraint programming
 does not solve in 20 s are counted against its bound, which overstates the gap.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "auto"))
-judge = importlib.import_module("judge").judge
-random_case = importlib.import_module("conftest").random_case
+from tests.bench.auto_judge import judge, random_case
 
 
 def main(instances: int = 200, budget: float = 2.5, first: int = 1000) -> None:

@@ -1,6 +1,6 @@
 """How long the search takes as steps grow, and how far from the bound it ends.
 
-Run: ``python tests/bench/auto_speed.py``. One process on one core. One pass: one list schedule; one move: of the local
+Run: ``python -m tests.bench.auto_speed``. One process on one core. One pass: one list schedule; one move: of the local
 search, heads and tails anew. Both should be linear in tasks. Then whole searches with the default budget, in 1F1B's
 memory and in half of it.
 """

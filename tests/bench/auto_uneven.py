@@ -1,6 +1,6 @@
 """Uneven stages on a line: ``auto`` against its bound and against the zero-bubble heuristic.
 
-Run: ``python tests/bench/auto_uneven.py [CASES] [BUDGET_S]``. Stages uneven by up to 25 %, D = 4..16, N = D..4D, in
+Run: ``python -m tests.bench.auto_uneven [CASES] [BUDGET_S]``. Stages uneven by up to 25 %, D = 4..16, N = D..4D, in
 1F1B's memory, in half of it and in twice as much.
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 import random
 import sys
 
-from zero_bubble_heuristic import shortest
-
 from raypipe.auto import search
 from raypipe.schedule.costs import CostTable
+from tests.bench.zero_bubble_heuristic import shortest
 
 
 def main(cases: int = 30, budget: float = 2.0) -> None:
