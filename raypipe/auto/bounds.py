@@ -1,19 +1,16 @@
-"""Lower bounds on the makespan of any order: never above the optimum, so that reaching one is a proof.
+"""Lower bounds on what any order can reach: never above the optimum, so that reaching one is a proof.
 
 Lanes may be taken in turn without loss (see ``problem``); that gives heads and tails more to hold on to than the
-dependencies alone: tasks of a lane follow one another, and where one stage has a device's memory to itself, its m-th
-forward waits for the weight gradient that frees the place.
+dependencies alone (see ``paths``).
 """
 
 from __future__ import annotations
 
 import math
 
-from raypipe.auto.problem import Problem
+from raypipe.auto.paths import Edge, all_edges, earliest, freeing, longest, rests, tasks_of
+from raypipe.auto.problem import Problem, lane_order
 from raypipe.simulate.bounds import one_machine
-
-Edge = tuple[int, int, float]
-"""(lane, how many earlier in it, latency)."""
 
 
 def lower_bound(p: Problem) -> float:
@@ -23,9 +20,9 @@ def lower_bound(p: Problem) -> float:
     tails as one preemptive machine (Carlier 1982; Jackson's rule); per device, the least memory its activations take
     up over time against what there is.
     """
-    before = _edges(p)
-    heads = _heads(p, before)
-    tails = _tails(p, before)
+    before = all_edges(p)
+    heads = earliest(p, before)
+    tails = rests(p, before)
     best = 0.0
     for d in range(p.devices):
         own = [p.base[c] + m for c in p.lanes_of[d] for m in range(p.count[c])]
@@ -41,105 +38,101 @@ def busiest(p: Problem) -> float:
     return max(math.fsum(p.time[c] * p.count[c] for c in own) for own in p.lanes_of)
 
 
-def _edges(p: Problem) -> list[list[Edge]]:
-    """Per lane, what its m-th task waits for."""
-    edges: list[list[Edge]] = [[(e, 0, lag) for e, lag in needs] for needs in p.before]
-    for c in range(len(p.kind)):
-        edges[c].append((c, 1, 0.0))
-    for d, own in enumerate(p.lanes_of):
-        takers = [c for c in own if p.takes[c]]
-        if p.cap[d] == math.inf:
-            continue
-        for c in takers:
-            # Other stages of the device hold at least nothing, so each alone keeps within the cap.
-            places = math.floor(p.cap[d] + 1e-9)
-            last = [e for e in own if p.stage[e] == p.stage[c] and p.replica[e] == p.replica[c] and p.frees[e] > 0]
-            full = [e for e in last if p.kind[e] in ("W", "BW") and p.frees[e] == 1.0]
-            if full:
-                edges[c].append((full[0], places, 0.0))
-    return edges
+def period_bound(p: Problem) -> float:
+    """No order of these tasks within this memory repeats in less.
+
+    A device begins its next step after its last task: whatever path leads from its first task to its last one is a
+    cycle. Which task comes first is known (the first micro-batch of a stage that waits for no other one here), so the
+    others have heads from there, and tails to the device's own end; with both it is one preemptive machine.
+    """
+    return _there_and_back(p, all_edges(p), None)
 
 
-def _heads(p: Problem, before: list[list[Edge]]) -> list[float]:
-    """Earliest start of each task on these edges, devices otherwise unlimited."""
-    head = [0.0] * p.tasks
-    base, time, count = p.base, p.time, p.count
-    order = _lane_order(p)
-    for m in range(max(count, default=0)):
-        for c in order:
-            if m >= count[c]:
+def span_bound(p: Problem) -> float:
+    """No order of these tasks within this memory has a shorter longest device span.
+
+    As ``period_bound``; and where a device's first start is the same in every order, heads from the start of the step
+    count too.
+    """
+    before = all_edges(p)
+    return _there_and_back(p, before, earliest(p, before))
+
+
+def _there_and_back(p: Problem, before: list[list[Edge]], heads: list[float] | None) -> float:
+    first = _first_lanes(p)
+    exact = _exact_starts(p, first)
+    work = [math.fsum(p.time[c] * p.count[c] for c in own) for own in p.lanes_of]
+    trip = [max((_trip(p, c) for c in lanes if p.count[c]), default=0.0) for lanes in first]
+    best = max(work)
+    few = max(1, _LOOKED_AT // max(1, p.tasks))
+    for d in sorted(range(p.devices), key=lambda d: -work[d] - trip[d])[:few]:
+        tails = rests(p, before, d)
+        found = []
+        for c in first[d]:
+            if not p.count[c]:
                 continue
-            start = 0.0
-            for e, back, lag in before[c]:
-                if m >= back:
-                    ready = head[base[e] + m - back] + time[e] + lag
-                    if ready > start:
-                        start = ready
-            head[base[c] + m] = start
-    return head
+            from_first = earliest(p, before, (p.base[c], d))
+            if heads is not None and c in exact:
+                from_first = [max(a, b - heads[p.base[c]]) for a, b in zip(from_first, heads, strict=True)]
+            jobs = [(from_first[t], p.time[e], tails[t]) for e in p.lanes_of[d] for t in tasks_of(p, e)]
+            found.append(one_machine(jobs))
+        best = max(best, min(found, default=0.0))
+    return best
 
 
-def _tails(p: Problem, before: list[list[Edge]]) -> list[float]:
-    """Least time from each task's end to the end of the step."""
-    tail = [0.0] * p.tasks
-    base, time, count = p.base, p.time, p.count
-    for m in reversed(range(max(count, default=0))):
-        for c in reversed(_lane_order(p)):
-            if m >= count[c]:
-                continue
-            own = tail[base[c] + m] + time[c]
-            for e, back, lag in before[c]:
-                if m >= back:
-                    t = base[e] + m - back
-                    if own + lag > tail[t]:
-                        tail[t] = own + lag
-    return tail
+_LOOKED_AT = 400_000
+"""Tasks times devices up to which every device is looked at; of a larger problem those that are likely the longest."""
 
 
-def _lane_order(p: Problem) -> list[int]:
-    """Lanes, each after those it depends on."""
-    waits = [len(b) for b in p.before]
-    ready = [c for c, k in enumerate(waits) if not k]
-    for c in ready:
-        for e, _ in p.after[c]:
-            waits[e] -= 1
-            if not waits[e]:
-                ready.append(e)
-    return ready
+def _first_lanes(p: Problem) -> list[list[int]]:
+    """Per device, the lanes whose first task may be its first: those that wait for no other lane of the device."""
+    above: list[set[int]] = [set() for _ in p.kind]
+    for c in lane_order(p):
+        for e, _ in p.before[c]:
+            above[c] |= above[e] | {p.device[e]}
+    return [[c for c in own if d not in above[c]] for d, own in enumerate(p.lanes_of)]
+
+
+def _exact_starts(p: Problem, first: list[list[int]]) -> set[int]:
+    """Lanes whose first task starts at its head in every order: alone in being first, and so is all it waits for."""
+    alone = {own[0] for own in first if len(own) == 1}
+    exact: set[int] = set()
+    for c in lane_order(p):
+        if c in alone and all(e in exact for e, _ in p.before[c]):
+            exact.add(c)
+    return exact
+
+
+def _trip(p: Problem, c: int) -> float:
+    """Longest path from a lane's task to one of the same device and micro-batch."""
+    far = [-math.inf] * len(p.kind)
+    far[c] = p.time[c]
+    for e in lane_order(p):
+        for b, lag in p.before[e]:
+            far[e] = max(far[e], far[b] + lag + p.time[e])
+    return max(far[e] for e in p.lanes_of[p.device[c]])
 
 
 def _memory(p: Problem, d: int, heads: list[float], tails: list[float]) -> float:
-    """Each activation lives at least from its taker's start to its last use; the cap limits how many do at once.
-
-    Sum over activations of the shortest life <= cap * (time from the first to the last moment any of them can live),
-    and what is outside that window comes on top.
+    """As many places as the cap, each of which holds one activation at a time, at least from its taker's start to its
+    last use: parallel machines with heads and tails (Carlier 1987). No place is used before the first heads nor after
+    the last tails, as many of each as there are places.
     """
-    cap = p.cap[d]
-    if cap == math.inf:
+    if p.cap[d] == math.inf:
         return 0.0
-    area, first, rest = 0.0, math.inf, math.inf
+    places = math.floor(p.cap[d] + 1e-9)
+    starts: list[float] = []
+    ends: list[float] = []
+    area = 0.0
     for c in p.lanes_of[d]:
         if not p.takes[c] or not p.count[c]:
             continue
-        last = [
-            e for e in p.lanes_of[d]
-            if p.stage[e] == p.stage[c] and p.replica[e] == p.replica[c] and p.kind[e] in ("W", "BW")
-        ]  # fmt: skip
-        if p.frees[last[0]] != 1.0:
+        whole = [e for e, _ in freeing(p, c, 1.0) if p.frees[e] == 1.0]
+        if not whole:
             return 0.0
-        life = _path(p, c, last[0])
-        area += life * p.count[c]
-        first = min(first, heads[p.base[c]])
-        rest = min(rest, tails[p.base[last[0]] + p.count[c] - 1])
-    return first + area / cap + rest if area else 0.0
-
-
-def _path(p: Problem, start: int, end: int) -> float:
-    """Longest path from the start of one lane's task to the end of another's, of one micro-batch."""
-    far = [-math.inf] * len(p.kind)
-    far[start] = p.time[start]
-    for c in _lane_order(p):
-        for e, lag in p.before[c]:
-            if far[e] + lag + p.time[c] > far[c]:
-                far[c] = far[e] + lag + p.time[c]
-    return far[end]
+        area += longest(p, c, whole[0]) * p.count[c]
+        starts += [heads[t] for t in tasks_of(p, c)]
+        ends += [tails[t] for t in tasks_of(p, whole[0])]
+    if len(starts) < places:
+        return 0.0
+    return (sum(sorted(starts)[:places]) + area + sum(sorted(ends)[:places])) / places

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from raypipe.auto.problem import Problem, Words
+from raypipe.auto.problem import Problem, Words, lane_order
+from raypipe.auto.safety import Safety
+
+Reserve = Literal["stages", "safe", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,10 @@ class Setting:
     """Per lane, stay idle rather than start it if a better task will arrive within this time."""
     ahead: tuple[float, ...] = ()
     """Per lane that takes memory, forwards it may run ahead of the input gradients of its stage."""
-    reserve: bool = True
-    """Keep one activation free for every later stage of the device that holds none but will: then nothing can jam."""
+    reserve: Reserve = "stages"
+    """So that no device jams: ``stages`` keeps one activation free for every later stage of the device that holds none
+    but will; ``safe`` only for those that a micro-batch under way is heading for, as long as all that is under way can
+    end in some order, which takes longer to find out; ``none`` hopes for the best."""
 
 
 class Listed(NamedTuple):
@@ -48,8 +53,17 @@ class Layout:
     """Per lane, +1 for F, -1 for the lane that ends a forward's lead, else 0."""
     later: list[list[int]]
     """Per lane that takes memory, the later such lanes of its device, which a reserve is for."""
+    others: list[list[int]]
+    """Per lane that takes memory, all other such lanes of its device."""
+    entry: list[int]
+    """Per lane, the lane with which its micro-batches begin."""
+    near: list[list[int]]
+    """Per lane, the lanes of its device that it waits for."""
+    in_turn: list[int]
+    """Lanes, each after those it waits for."""
     needs: list[int]
     """Per task, tasks it waits for."""
+    safety: Safety
 
     @staticmethod
     def of(p: Problem) -> Layout:
@@ -63,13 +77,18 @@ class Layout:
             ends = p.kind[c] in ("B", "BW") or (p.kind[c] == "W" and g not in with_b)
             lead.append(1 if p.kind[c] == "F" else -1 if ends else 0)
         later: list[list[int]] = [[] for _ in group]
+        others: list[list[int]] = [[] for _ in group]
         for c, g in enumerate(group):
             if p.takes[c]:
-                later[c] = [e for e in p.lanes_of[p.device[c]] if p.takes[e] and group[e] > g]
+                others[c] = [e for e in p.lanes_of[p.device[c]] if p.takes[e] and group[e] != g]
+                later[c] = [e for e in others[c] if group[e] > g]
+        begins = {p.replica[c]: c for c in reversed(range(len(group))) if p.kind[c] == "F"}
+        entry = [begins[r] for r in p.replica]
+        near = [[e for e, _ in p.before[c] if p.device[e] == p.device[c]] for c in range(len(group))]
         needs: list[int] = []
         for c, k in enumerate(p.count):
             needs += [len(p.before[c])] * k
-        return Layout(p, group, lead, later, needs)
+        return Layout(p, group, lead, later, others, entry, near, lane_order(p), needs, Safety(p))
 
 
 def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
@@ -79,6 +98,7 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
     takes, frees, lanes_of, cap = p.takes, p.frees, p.lanes_of, p.cap
     group, lead_step, later = layout.group, layout.lead, layout.later
     key, pace, patience, ahead, reserve = setting.key, setting.pace, setting.patience, setting.ahead, setting.reserve
+    safe, others, entry = layout.safety.safe, layout.others, layout.entry
     need, at = layout.needs[:], [0.0] * p.tasks
     nxt, free, live = [0] * len(count), [0.0] * p.devices, [0.0] * p.devices
     begun = [-1.0] * p.devices
@@ -105,7 +125,20 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
                 room = cap[d] - live[d] - taken + 1e-9
                 if room < 0 or (ahead and lead[group[c]] >= ahead[c]):
                     continue
-                if reserve and later[c]:
+                if reserve == "safe":
+                    for e in others[c]:
+                        if not held[group[e]] and nxt[e] < nxt[entry[e]]:
+                            room -= 1
+                    if room < 0:
+                        continue
+                    nxt[c] += 1
+                    live[d] += taken
+                    fine = safe(nxt, live)
+                    nxt[c] -= 1
+                    live[d] -= taken
+                    if not fine:
+                        continue
+                elif reserve == "stages" and later[c]:
                     for e in later[c]:
                         if not held[group[e]] and nxt[e] < count[e]:
                             room -= 1

@@ -178,6 +178,18 @@ def build(
     return p
 
 
+def lane_order(p: Problem) -> list[int]:
+    """Lanes, each after those it depends on."""
+    waits = [len(b) for b in p.before]
+    ready = [c for c, k in enumerate(waits) if not k]
+    for c in ready:
+        for e, _ in p.after[c]:
+            waits[e] -= 1
+            if not waits[e]:
+                ready.append(e)
+    return ready
+
+
 def _check_memory(p: Problem, recompute: Collection[int]) -> None:
     """Without recompute, a micro-batch that reaches its last stage lives on all the stages a device has of it."""
     if len(p.cap) != p.devices:

@@ -7,27 +7,25 @@ of each length is kept among the best: equally long ones are mostly the same ord
 from __future__ import annotations
 
 import random
-import time
-from typing import Literal
 
-from raypipe.auto import bounds
+from raypipe.auto.budget import Budget
 from raypipe.auto.cross import cross
+from raypipe.auto.decode import decode, disturbed
 from raypipe.auto.listing import Layout, Listed, Setting, list_schedule
+from raypipe.auto.measure import Measure, Objective
 from raypipe.auto.problem import Problem, Words
 from raypipe.auto.seeds import published
 from raypipe.auto.settings import portfolio, shaken
 from raypipe.auto.tabu import improve
-from raypipe.auto.timed import Timed
+from raypipe.auto.timed import Arcs, Timed
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
-from raypipe.simulate.period import period
-
-Objective = Literal["makespan", "span", "period"]
-"""What is made small: time 0 to the last end; the longest device's first start to last end; steady time per step."""
 
 _CONSTRUCT = 0.35
 """Share of the budget for the portfolio."""
 _ELITE = 8
+_HOPELESS = 1.3
+"""Times the best period that a span may be for its period to be worked out."""
 _OPENING, _SHORT, _DEEP = 250, 120, 600
 """Moves of a round from each family of the portfolio, from another start, and from one of the best."""
 _SECONDS_PER_TASK = 1e-6
@@ -38,14 +36,15 @@ class Rounds:
     """The orders found so far, and what to try next."""
 
     def __init__(
-        self, p: Problem, costs: CostTable, objective: Objective, began: float, until: float, rng: random.Random,
+        self, p: Problem, costs: CostTable, objective: Objective, budget: Budget, rng: random.Random,
         enough: float = 0.0,
     ) -> None:  # fmt: skip
-        self.p, self.costs, self.objective, self.began, self.until, self.rng = p, costs, objective, began, until, rng
-        self.bound = bounds.lower_bound(p) if objective == "makespan" else bounds.busiest(p)
+        self.p, self.costs, self.objective, self.budget, self.rng = p, costs, objective, budget, rng
+        self.measure = Measure(p, costs, objective)
+        self.bound = self.measure.bound()
         self.goal = max(self.bound, enough) * (1 + 1e-9)
         """Where the search may stop: proven best, or good enough."""
-        self.layout = Layout.of(p)
+        self.layout, self.arcs = Layout.of(p), Arcs(p)
         self.elite: dict[float, Words] = {}
         """Length -> an order of that length."""
         self.settings: dict[tuple[float, float], Setting] = {}
@@ -61,7 +60,7 @@ class Rounds:
 
     def done(self) -> bool:
         """Proven, or out of time."""
-        return bool(self.elite) and (self.best <= self.goal or time.monotonic() >= self.until)
+        return bool(self.elite) and (self.best <= self.goal or self.budget.left <= 0)
 
     def keep(self, words: Words, value: float) -> None:
         """Enter an order among the best."""
@@ -70,20 +69,17 @@ class Rounds:
             del self.elite[max(self.elite)]
 
     def start_from(self, words: Words) -> None:
-        """Enter an order that comes without its times."""
-        state = Timed(self.p)
-        state.load(words)
-        spans = (state.end[w[-1]] - state.end[w[0]] + state.time[w[0]] for w in words if w)
-        self.keep(words, state.makespan if self.objective == "makespan" else max(spans, default=0.0))
+        """Enter an order that comes without its value."""
+        self.keep(words, self.measure.value(words))
 
     def construct(self) -> None:
         """The portfolio, for at most the first part of the time, and published orders."""
-        part = self.began + _CONSTRUCT * (self.until - self.began)
+        rest = (1 - _CONSTRUCT) * self.budget.seconds
         for setting in portfolio(self.p):
             listed = self._list(setting)
             if listed is not None and listed.makespan < self.families.get(setting.ahead, (float("inf"),))[0]:
                 self.families[setting.ahead] = listed.makespan, listed.words
-            if self.done() or (self.elite and time.monotonic() > part):
+            if self.done() or (self.elite and self.budget.left < rest):
                 break
         if not self.done():
             for words in published(self.p, self.costs):
@@ -97,16 +93,15 @@ class Rounds:
             return None
         self.tried += 1
         self.settings.setdefault((listed.makespan, listed.span), setting)
-        self.keep(listed.words, listed.makespan if self.objective == "makespan" else listed.span)
+        if self.objective == "makespan":
+            self.keep(listed.words, listed.makespan)
+        elif self.objective == "span" or listed.span < _HOPELESS * self.best:  # few periods are far below the span
+            self.keep(listed.words, listed.span if self.objective == "span" else self.measure.value(listed.words))
         return listed
 
     def shorten(self) -> None:
         """Rounds until the bound or the end of the time."""
-        if self.objective != "makespan":
-            while not self.done():
-                self._list(self._shaken())
-            return
-        moves = (self.until - time.monotonic()) / (_SECONDS_PER_TASK * self.p.tasks)
+        moves = self.budget.left / (_SECONDS_PER_TASK * self.p.tasks)
         few = moves < 2 * _DEEP  # too large a problem for many starts
         if not few:
             # One start of each family first, good or bad: how far forwards run ahead is what moves change least.
@@ -119,9 +114,13 @@ class Rounds:
                 ranked = sorted(self.elite)
                 value = ranked[0] if few else self.rng.choice(ranked[:3])
                 self._round(self.elite[value], _DEEP)
-            elif draw < 0.55 and len(self.elite) > 1:
+            elif draw < 0.5 and len(self.elite) > 1:
                 a, b = self.rng.sample(sorted(self.elite), 2)
                 child = cross(self.p, self.elite[a], self.elite[b], self.rng.uniform(0.2, 0.8))
+                if child is not None:
+                    self._round(child, _SHORT)
+            elif draw < 0.7:
+                child = self._recreated(self.elite[self.rng.choice(sorted(self.elite)[:3])])
                 if child is not None:
                     self._round(child, _SHORT)
             else:
@@ -130,8 +129,18 @@ class Rounds:
                     self._round(listed.words, _SHORT)
 
     def _round(self, words: Words, moves: int) -> None:
-        found, value = improve(self.p, words, self.goal, self.until, self.rng, moves)
-        self.keep(found, value)
+        frame = self.measure.frame(words)
+        found, value = improve(self.p, words, self.goal, self.budget, self.rng, moves, frame, self.arcs)
+        self.keep(found, value if frame is None else self.measure.value(found))
+
+    def _recreated(self, words: Words) -> Words | None:
+        """An order near this one."""
+        state = Timed(self.p, None, self.arcs)
+        state.load(words)
+        starts = [end - time for end, time in zip(state.end, state.time, strict=True)][: self.p.tasks]
+        span = state.makespan
+        wish = disturbed(self.layout, starts, span, self.rng)
+        return decode(self.layout, wish, self.rng.choice((0.0, 0.01 * span, 0.03 * span, float("inf"))))
 
     def _known(self) -> Setting:
         return self.rng.choice(list(self.settings.values()))
@@ -145,16 +154,5 @@ class Rounds:
         return shaken(self.p, self.settings[near], self.rng)
 
     def result(self) -> tuple[Words, float]:
-        """The best order and its value; periods are worked out for the best few spans, which bound them from above."""
-        ranked = sorted(self.elite)
-        if self.objective != "period":
-            return self.elite[ranked[0]], ranked[0]
-        best: tuple[Words, float] | None = None
-        for span in ranked:
-            value = period(self.p.schedule(self.elite[span]), self.costs)
-            if best is None or value < best[1]:
-                best = self.elite[span], value
-            if value <= self.goal:
-                break
-        assert best is not None
-        return best
+        """The best order and its value."""
+        return self.elite[self.best], self.best

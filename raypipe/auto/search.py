@@ -5,13 +5,14 @@ is spent or a bound proves that nothing is shorter.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from raypipe.auto.budget import Budget
+from raypipe.auto.measure import Objective
 from raypipe.auto.problem import build
-from raypipe.auto.rounds import Objective, Rounds
+from raypipe.auto.rounds import Rounds
 from raypipe.auto.timed import Timed
 from raypipe.errors import ScheduleError, nearest
 from raypipe.schedule.collector import no_collection
@@ -31,7 +32,7 @@ class Found:
     bound: float
     """No order within the same memory has a smaller value."""
     seconds: float
-    """Time of the search."""
+    """Wall time of the search."""
     tried: int
     """Orders that were built whole; moves of the local search not counted."""
 
@@ -52,7 +53,7 @@ def search(
     graph: StageGraph | None = None, memory_limit: float | Sequence[float] | None = None,
     objective: Objective = "makespan", split: bool = True, rules: Rules | None = None,
     recompute: Collection[int] = (), freed_by_b: float = 0.0, budget_s: float | None = None, enough: float = 0.0,
-    seed: int = 0, starts: Sequence[Schedule] = (),
+    seed: int = 0, starts: Sequence[Schedule] = (), budget: Budget | None = None,
 ) -> Found:  # fmt: skip
     """Find a short order for a placement.
 
@@ -63,28 +64,32 @@ def search(
         graph: which stage feeds which; default a chain.
         memory_limit: activations a device may hold, in units of one stage's for one micro-batch: one number, or one
             per device. Default no limit.
-        objective: see ``Objective``. Span and period are searched by construction only.
+        objective: see ``Objective``.
         split: B and W as tasks of their own; else the joint BW.
         rules: where dependencies differ from the default.
         recompute: stages that drop their activations after F and rebuild them by R.
         freed_by_b: share of an activation that dies with B; the rest with W.
-        budget_s: seconds of wall time; default ``default_budget``. The best order so far counts at any time.
+        budget_s: seconds of wall time. Default: ``default_budget`` of processor time, so that a busy machine takes
+            longer but finds the same. The best order so far counts at any time.
         enough: stop as soon as the objective is no greater than this.
         seed: of the random choices.
         starts: orders of the same tasks to begin with, say the running one when costs were measured anew.
+        budget: instead of ``budget_s``, the part of a larger search's.
 
     Raises:
         ScheduleError: costs for another number of stages, an unknown objective, a memory limit that no order keeps.
     """
     if objective not in get_args(Objective):
         raise ScheduleError("objective", f'"{objective}" is unknown', nearest(objective, get_args(Objective)))
-    began = time.monotonic()
+    given = budget
+    budget = given or Budget(budget_s or 0.0, wall=budget_s is not None)
     p = build(
         placement, microbatches, costs, graph=graph, memory_limit=memory_limit, split=split, rules=rules,
         recompute=recompute, freed_by_b=freed_by_b,
     )  # fmt: skip
-    budget = default_budget(p.tasks) if budget_s is None else budget_s
-    run = Rounds(p, costs, objective, began, began + budget, random.Random(seed), enough)
+    if budget_s is None and given is None:
+        budget.seconds = default_budget(p.tasks)
+    run = Rounds(p, costs, objective, budget, random.Random(seed), enough)
     for schedule in starts:
         words = p.words(schedule)
         if words is not None and p.fits(words):
@@ -96,5 +101,5 @@ def search(
     state.load(words)
     return Found(
         schedule=p.schedule(words), objective=objective, value=value, makespan=state.makespan, bound=run.bound,
-        seconds=time.monotonic() - began, tried=run.tried,
+        seconds=budget.elapsed, tried=run.tried,
     )  # fmt: skip

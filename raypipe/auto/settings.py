@@ -6,11 +6,18 @@ import math
 import random
 from collections.abc import Iterator
 
-from raypipe.auto.listing import Setting
+from raypipe.auto.listing import Reserve, Setting
 from raypipe.auto.problem import Problem
 
-ORDERS = (("B", "F", "W"), ("F", "B", "W"), ("B", "W", "F"), ("W", "B", "F"))
+ORDERS = (("F", "B", "W"), ("B", "F", "W"), ("B", "W", "F"), ("W", "B", "F"))
 """Kinds from most to least wanted; BW counts as B, R comes before all."""
+_HABITS = tuple(
+    (patience, kinds) for pair in (ORDERS[:2], ORDERS[2:]) for patience in (0.5, 0.0, 1.0) for kinds in pair
+)
+"""Patience and kinds, the pairs that most often win first."""
+
+_SAFE_UP_TO = 1500
+"""Tasks up to which there is time to find out what is safe."""
 
 
 def portfolio(p: Problem) -> Iterator[Setting]:
@@ -20,15 +27,19 @@ def portfolio(p: Problem) -> Iterator[Setting]:
     which of several stages of a device goes first.
     """
     leads = list(_leads(p))
-    for lead in leads:
-        for patience in (0.0, 0.5, 1.0):
-            for kinds in ORDERS:
-                for keys, pace in _keys(p, kinds):
-                    yield Setting(keys, pace, _patience(p, patience), lead)
-    if _several(p) and min(p.cap) < math.inf:  # without reserves devices may jam, but where they don't it's faster
-        for kinds in ORDERS:
+    for patience, kinds in _HABITS:
+        for lead in leads:
             for keys, pace in _keys(p, kinds):
-                yield Setting(keys, pace, reserve=False)
+                yield Setting(keys, pace, _patience(p, patience), lead)
+    if _several(p) and min(p.cap) < math.inf:
+        if p.tasks <= _SAFE_UP_TO:
+            for patience, kinds in _HABITS[:4]:
+                for lead in leads:
+                    for keys, pace in _keys(p, kinds):
+                        yield Setting(keys, pace, _patience(p, patience), lead, "safe")
+        for kinds in ORDERS:  # without reserves devices may jam, but where they don't it's faster
+            for keys, pace in _keys(p, kinds):
+                yield Setting(keys, pace, reserve="none")
 
 
 def _several(p: Problem) -> bool:
@@ -60,7 +71,7 @@ def _keys(p: Problem, kinds: tuple[str, str, str]) -> Iterator[tuple[tuple[float
     yield tuple(rank(c) + to_end[c] / (2 * stages) for c in lanes), 1.0
     yield tuple(rank(c) + to_end[c] for c in lanes), 1 / (p.microbatches + 1)
     yield tuple(rank(c) - to_end[c] for c in lanes), 1 / (p.microbatches + 1)
-    if kinds == ORDERS[0]:  # the old micro-batch before everything, so that replicas and stages take turns
+    if kinds == ORDERS[1]:  # the old micro-batch before everything, so that replicas and stages take turns
         yield tuple((0.0 if rank(c) < big else 0.5) + to_end[c] / (2 * stages) for c in lanes), 1.0
 
 
@@ -79,6 +90,9 @@ def _leads(p: Problem) -> Iterator[tuple[float, ...]]:
     def whole(value: float) -> float:
         return float(max(1, math.ceil(value - 1e-9)))
 
+    waits = _until_backward(p)
+    for whole_ones in (math.floor, math.ceil):  # as many as fit in before the first backward, and one that delays it
+        yield tuple(max(1.0, min(math.floor(cap[c]), float(whole_ones(waits[c] + 1e-9)))) for c in lanes)
     trips = _round_trips(p)
     top = max(trips) or 1.0
     for step in (1.0, 0.5, 2.0):
@@ -94,6 +108,28 @@ def _leads(p: Problem) -> Iterator[tuple[float, ...]]:
     for limit in sorted({1, 2, 3, *(math.ceil(min(cap) * k / 8) for k in range(2, 8))}):
         if limit < min(cap):  # few micro-batches under way: long orders, but far from jamming, good to start from
             yield tuple(float(limit) if c in entries else cap[c] for c in lanes)
+
+
+def _until_backward(p: Problem) -> list[float]:
+    """Per lane of a forward, the least time from its start to that of the same stage's backward, in forwards of its
+    device (one of each stage it holds).
+    """
+    found = [1.0] * len(p.kind)
+    order = sorted(range(len(p.kind)), key=_depth(p).__getitem__)
+    for own in p.lanes_of:
+        forwards = [c for c in own if p.kind[c] == "F"]
+        for f in forwards:
+            back = [c for c in own if p.kind[c] in ("B", "BW", "W") and p.stage[c] == p.stage[f]]
+            back = [c for c in back if p.replica[c] == p.replica[f]]
+            start = {f: 0.0}
+            for c in order:
+                ready = [start[e] + p.time[e] + lag for e, lag in p.before[c] if e in start]
+                if ready and c != f:
+                    start[c] = max(ready)
+            pace = sum(p.time[c] for c in forwards)
+            if pace:
+                found[f] = min(start[c] for c in back) / pace
+    return found
 
 
 def _round_trips(p: Problem) -> list[float]:
@@ -122,6 +158,7 @@ def _depth(p: Problem) -> list[int]:
 def shaken(p: Problem, setting: Setting, rng: random.Random) -> Setting:
     """A setting near another, now and then far from it: other leads and patience."""
     lanes = range(len(p.kind))
+    reserves: tuple[Reserve, ...] = ("stages", "safe", "none") if p.tasks <= _SAFE_UP_TO else ("stages", "none")
     if rng.random() < 0.25:
         most = min(max(p.cap), float(p.microbatches))
         drawn = tuple(float(rng.randint(1, max(1, int(most)))) for _ in lanes)
@@ -142,4 +179,4 @@ def shaken(p: Problem, setting: Setting, rng: random.Random) -> Setting:
         by_replica = rng.random() < 0.5
         key = tuple(shift[p.replica[c]] - (p.kind[c] in ("B", "BW")) if by_replica else shift[c] for c in lanes)
         pace = 1.0
-    return Setting(key, pace, patience, tuple(changed), setting.reserve and rng.random() < 0.8)
+    return Setting(key, pace, patience, tuple(changed), setting.reserve if rng.random() < 0.8 else rng.choice(reserves))

@@ -8,36 +8,41 @@ and their estimates. The memory limit is part of a device's order, so that a mov
 from __future__ import annotations
 
 import random
-import time
 
+from raypipe.auto.budget import Budget
 from raypipe.auto.problem import Problem, Words
-from raypipe.auto.timed import Move, Step, Timed
+from raypipe.auto.timed import Arcs, Frame, Move, Step, Timed
 
 _PATIENCE = 400
 """Moves without a better order before the search goes back to the best one."""
 
 
 def improve(
-    p: Problem, start: Words, goal: float, until: float, rng: random.Random,
-    moves: int,
+    p: Problem, start: Words, goal: float, budget: Budget, rng: random.Random, moves: int, frame: Frame | None = None,
+    arcs: Arcs | None = None,
 ) -> tuple[Words, float]:  # fmt: skip
-    """Shorten an order until it reaches ``goal``, the clock (``time.monotonic``) reaches ``until``, or moves run out.
+    """Shorten an order until it reaches ``goal``, or the budget or the moves run out.
 
     Args:
         p: the problem.
         start: an order that can run.
         goal: a proven bound.
-        until: when to stop.
+        budget: of the whole search.
         rng: which of equals to take.
         moves: most moves to make.
+        frame: what is measured and made small; default the makespan.
+        arcs: of the problem, where the caller has them.
+
+    Returns:
+        The best order, and its value in ``frame``.
     """
-    state = Timed(p)
+    state = Timed(p, frame, arcs)
     state.load(start)
-    best, best_words = state.makespan, start
+    best, best_words = state.value, start
     tiny = 1e-9 * max(1.0, best)
     tabu: dict[tuple[int, int], int] = {}
     since, turn, tries = 0, 0, 0
-    while best > goal + tiny and turn < moves and time.monotonic() < until:
+    while best > goal + tiny and turn < moves and budget.left > 0:
         turn += 1
         candidates = _neighbours(state, rng, tiny)
         chosen = None
@@ -53,8 +58,8 @@ def improve(
         else:
             tabu.update(dict.fromkeys(_reversed(chosen), turn + 8 + rng.randrange(12)))
             since += 1
-        if state.makespan < best - tiny:
-            best, best_words, since, tries = state.makespan, state.words(), 0, 0
+        if state.value < best - tiny:
+            best, best_words, since, tries = state.value, state.words(), 0, 0
         elif since > _PATIENCE * (1 + tries):
             tries = min(tries + 1, 8)
             since = 0
@@ -74,12 +79,13 @@ def _blocks(state: Timed, rng: random.Random, tiny: float) -> list[list[int]]:
     """One critical path, drawn at random where several are equally long, as runs of tasks on one device."""
     n = state.problem.tasks
     end, time, prev, before = state.end, state.time, state.prev, state.before
-    t = rng.choice([t for t in state.last if end[t] >= state.makespan - tiny])
+    rest = state.rest
+    t = rng.choice([t for d, t in enumerate(state.last) if t < n and end[t] + rest[n + d] >= state.value - tiny])
     blocks, block = [], [t]
     while True:
         at = end[t] - time[t] - tiny
         here = prev[t]
-        found = here if here != n and end[here] >= at else -1
+        found = here if here < n and end[here] >= at else -1
         if at > 0:
             for q, lag in before[t]:
                 if end[q] + lag >= at and (found < 0 or (q != found and rng.random() < 0.5)):
@@ -146,7 +152,7 @@ def _with_relief(state: Timed, move: Move, look: int = 12) -> list[Move]:
     helper = state.next[move.last]
     between: list[int] = []
     for _ in range(look):
-        if helper == n:
+        if helper >= n:
             break
         c = lane[helper]
         if frees[c] and c not in lanes and met.isdisjoint(state.bound_to[helper]):
@@ -166,8 +172,13 @@ def _with_relief(state: Timed, move: Move, look: int = 12) -> list[Move]:
 
 def _kick(state: Timed, rng: random.Random, tiny: float) -> None:
     """A random move, good or bad."""
-    moves = [move for block in _blocks(state, rng, tiny) for k in range(len(block)) for move in _moves(state, block, k)]
-    rng.shuffle(moves)
-    for move in moves:
-        if state.apply(move):
+    places = [(block, k) for block in _blocks(state, rng, tiny) for k in range(len(block))]
+    while places:
+        at = rng.randrange(len(places))
+        block, k = places[at]
+        places[at] = places[-1]
+        places.pop()
+        moves = _moves(state, block, k)
+        rng.shuffle(moves)
+        if any(state.apply(move) for move in moves):
             return

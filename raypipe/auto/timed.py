@@ -6,6 +6,7 @@ of that order: tasks before it keep their heads, tasks after it their tails.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from raypipe.auto.problem import Problem, Words
@@ -39,14 +40,24 @@ class Move(NamedTuple):
         return Move((Step(task, passed, False),), [*passed, task], task, passed[-1])
 
 
-class Timed:
-    """The order and its times; index ``tasks`` is a sentinel without time before and after every device's word."""
+class Frame(NamedTuple):
+    """From when to when a step is measured: what is made small is the greatest ``end of a device + due``.
+
+    No release and no due: the makespan. Due is minus each device's first start: the span. Release and minus due are
+    when each device begins a step in steady state: the period.
+    """
+
+    release: Sequence[float]
+    """Per device, when it may begin."""
+    due: Sequence[float]
+    """Per device, what is added to its last end."""
+
+
+class Arcs:
+    """What every order of a problem has in common, per task; made once."""
 
     def __init__(self, p: Problem) -> None:
-        self.problem = p
-        n = p.tasks
-        self.lane = p.lane
-        self.time = [p.time[c] for c in p.lane] + [0.0]
+        self.time = [p.time[c] for c in p.lane] + [0.0] * p.devices
         self.before: list[tuple[tuple[int, float], ...]] = []
         self.after: list[tuple[tuple[int, float], ...]] = []
         for t, c in enumerate(p.lane):
@@ -58,15 +69,28 @@ class Timed:
             for t, c in enumerate(p.lane)
         ]
         """Tasks of its own device that each depends on or feeds directly: they keep their order."""
-        self.prev, self.next = [n] * (n + 1), [n] * (n + 1)
-        self.end, self.rest = [0.0] * (n + 1), [0.0] * (n + 1)
-        """End of each task; time from its start to the end of the step."""
+
+
+class Timed:
+    """The order and its times; index ``tasks + d`` is a sentinel before and after the word of device d."""
+
+    def __init__(self, p: Problem, frame: Frame | None = None, arcs: Arcs | None = None) -> None:
+        self.problem = p
+        n = p.tasks
+        release, due = frame or ((0.0,) * p.devices,) * 2
+        arcs = arcs or Arcs(p)
+        self.lane = p.lane
+        self.time, self.before, self.after, self.bound_to = arcs.time, arcs.before, arcs.after, arcs.bound_to
+        self.prev, self.next = [n] * (n + p.devices), [n] * (n + p.devices)
+        self.end, self.rest = [0.0] * n + list(release), [0.0] * n + list(due)
+        """End of each task; time from its start to the end of what is measured."""
         self.live = [0.0] * n
         """Activations its device holds just before a task starts."""
         self.topological: list[int] = []
-        self.rank = [0] * (n + 1)
-        self.last: list[int] = [n] * p.devices
-        self.makespan = 0.0
+        self.rank = [0] * (n + p.devices)
+        self.last: list[int] = [n + d for d in range(p.devices)]
+        self.value = 0.0
+        """The greatest end plus due."""
         self.limited = any(cap != float("inf") for cap in p.cap)
 
     def load(self, words: Words) -> None:
@@ -74,22 +98,22 @@ class Timed:
         p, n = self.problem, self.problem.tasks
         waits = [len(b) for b in self.before]
         for d, word in enumerate(words):
-            live, previous = 0.0, n
+            live, previous = 0.0, n + d
             for t in word:
                 self.prev[t] = previous
-                if previous != n:
+                if previous < n:
                     self.next[previous] = t
                     waits[t] += 1
                 self.live[t] = live
                 live += p.takes[p.lane[t]] - p.frees[p.lane[t]]
                 previous = t
-            if previous != n:
-                self.next[previous] = n
+            if previous < n:
+                self.next[previous] = n + d
             self.last[d] = previous
         ready = [t for t, w in enumerate(waits) if not w]
         for t in ready:
             follow = self.next[t]
-            if follow != n:
+            if follow < n:
                 waits[follow] -= 1
                 if not waits[follow]:
                     ready.append(follow)
@@ -110,11 +134,28 @@ class Timed:
         found: Words = []
         for t in self.last:
             word = []
-            while t != n:
+            while t < n:
                 word.append(t)
                 t = self.prev[t]
             found.append(word[::-1])
         return found
+
+    @property
+    def makespan(self) -> float:
+        """The last end."""
+        return max(self.end[t] for t in self.last)
+
+    @property
+    def span(self) -> float:
+        """The longest device's, from its first start to its last end."""
+        longest, n = 0.0, self.problem.tasks
+        for last in self.last:
+            first = last
+            while first < n and self.prev[first] < n:
+                first = self.prev[first]
+            if first < n:
+                longest = max(longest, self.end[last] - self.end[first] + self.time[first])
+        return longest
 
     def _heads(self, first: int) -> None:
         prev, before, end, time = self.prev, self.before, self.end, self.time
@@ -125,7 +166,8 @@ class Timed:
                 if ready > at:
                     at = ready
             end[t] = at + time[t]
-        self.makespan = max(end[t] for t in self.last)
+        n = self.problem.tasks
+        self.value = max(end[t] + self.rest[n + d] for d, t in enumerate(self.last))
 
     def _tails(self, last: int) -> None:
         follow, after, rest, time = self.next, self.after, self.rest, self.time
@@ -241,13 +283,13 @@ class Timed:
         previous = outer
         for t in row:
             prev[t] = previous
-            if previous != n:
+            if previous < n:
                 follow[previous] = t
             self.live[t] = live
             live += p.takes[p.lane[t]] - p.frees[p.lane[t]]
             previous = t
         follow[previous] = beyond
-        if beyond != n:
+        if beyond < n:
             prev[beyond] = previous
         else:
-            self.last[p.device[p.lane[task]]] = previous
+            self.last[beyond - n] = previous

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from raypipe.auto import search
-from raypipe.auto.rounds import Objective
+from raypipe.auto import Objective, search
 from raypipe.errors import ScheduleError
 from raypipe.job.order import is_file
 from raypipe.job.spec import ParallelSpec

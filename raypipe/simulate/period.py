@@ -9,11 +9,24 @@ ends when no other origin would make a time later, so the rate is no more.
 
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule
 from raypipe.simulate.cyclic import CyclicGraph, Norm, cyclic
 from raypipe.simulate.engine import simulate
+
+
+class Steady(NamedTuple):
+    """A step that repeats for ever."""
+
+    rate: float
+    """Time from one step to the next."""
+    starts: tuple[float, ...]
+    """Per device, when it may begin the step, on one clock for all; of a synchronous schedule, else empty. With these
+    starts every device ends within ``rate`` of its own."""
 
 
 def period(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None, norm: Norm = "free") -> float:
@@ -26,10 +39,30 @@ def period(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None,
     Raises:
         ScheduleError: the schedule cannot run; or ``norm`` for one without updates.
     """
+    return steady(schedule, costs, graph, norm).rate
+
+
+def steady(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None, norm: Norm = "free") -> Steady:
+    """The period, and where in it the devices begin.
+
+    Raises:
+        ScheduleError: as ``period``.
+    """
+    if schedule.versions == "flush" and graph is None:
+        graph = link(schedule)
     turn = cyclic(schedule, costs, graph, norm)
+    rate, state = _rate(turn)
+    starts: tuple[float, ...] = ()
+    if schedule.versions == "flush" and graph is not None:
+        ends = [state.get(b - 1, 0.0) if b > a else 0.0 for a, b in itertools.pairwise(graph.first)]
+        least = min(ends, default=0.0)
+        starts = tuple(end - least for end in ends)
+    return Steady(rate / turn.steps, starts)
+
+
+def _rate(turn: CyclicGraph) -> tuple[float, dict[int, float]]:
+    """Time of one turn, and of each carried time where it can be when every turn takes that long."""
     sources = sorted({j for waits in turn.carried.values() for j, _ in waits})
-    if not sources:
-        return 0.0
     state = dict.fromkeys(sources, 0.0)
     origin: dict[int, int] = {}
     weight: dict[int, float] = {}
@@ -49,7 +82,7 @@ def period(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None,
         for j in better:
             state[j] = max(state[j], after[j] - rate)
         _follow(origin, weight, rate, circle, state)
-    return rate / turn.steps
+    return rate, state
 
 
 def gains_ahead(schedule: Schedule, costs: CostTable) -> bool:

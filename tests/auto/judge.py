@@ -22,7 +22,7 @@ class Verdict(NamedTuple):
 def judge(
     placement: Sequence[Sequence[int]], count: int, forward: Sequence[int], input_grad: Sequence[int],
     weight_grad: Sequence[int], latency: int | Sequence[int], memory: int | None, split: bool = True,
-    seconds: float = 10.0, hint: int | None = None, freed_by: str = "W",
+    seconds: float = 10.0, hint: int | None = None, freed_by: str = "W", span: bool = False,
 ) -> Verdict:  # fmt: skip
     """The least makespan that is found and the greatest bound that is proven (equal if solved) for a chain of stages.
 
@@ -30,6 +30,7 @@ def judge(
     so they are taken in turn. ``latency`` is that of every message, or a list: of the link behind each stage. ``hint``
     is a makespan that is known to be possible; it is given back, without an order,
     where the time does not suffice to find one. ``freed_by``: an activation lives to the end of its W, or of its B.
+    ``span``: the longest device's time from its first start to its last end instead of the makespan (one replica).
     """
     model = cp_model.CpModel()
     stages, replicas = len(placement[0]), len(placement)
@@ -38,6 +39,11 @@ def judge(
     work = [f + b + w for f, b, w in zip(forward, input_grad, weight_grad, strict=True)]
     horizon = hint if hint is not None else sum(work) * count + 2 * sum(links) * count
     end = model.new_int_var(0, horizon, "end")
+    begun = [0] * devices
+    if span:  # of a single chain: a device's first task is the first micro-batch's, as early as it gets there
+        first = {row: s for s, row in reversed(list(enumerate(placement[0])))}
+        far = [links[s] if placement[0][s] != placement[0][s + 1] else 0 for s in range(stages - 1)]
+        begun = [sum(forward[:s]) + sum(far[:s]) for _, s in sorted(first.items())]
     start: dict[tuple[str, int, int], cp_model.IntVar] = {}
     length: dict[str, Sequence[int]] = {"F": forward, "B": input_grad, "W": weight_grad}
     if not split:
@@ -51,7 +57,7 @@ def judge(
             for kind, times in length.items():
                 begin = start[kind, s, m] = model.new_int_var(0, horizon, f"{s}{kind}{m}")
                 busy[row[s]].append(model.new_fixed_size_interval_var(begin, times[s], f"{s}{kind}{m} runs"))
-                model.add(end >= begin + times[s])
+                model.add(end >= begin + times[s] - begun[row[s]])
             span = model.new_int_var(0, horizon, "")
             done = model.new_int_var(0, horizon, "")
             model.add(done == start[last, s, m] + length[last][s])

@@ -1,6 +1,8 @@
 """The numbers of issue 4 that need no emulator; formulas where there are some, proven optima elsewhere."""
 
+import importlib.util
 import random
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,10 @@ from raypipe.schedule import Shape
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
+
+spec = importlib.util.spec_from_file_location("judge", Path(__file__).parent / "judge.py")
+judge = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(judge)
 
 
 def checked(found, costs, memory):
@@ -43,17 +49,57 @@ def test_even_line_in_1f1bs_memory(depth, times, rounds):
 def test_tight_line(memory, at_most):
     """Optima by constraint programming: 700 and 912 (``python -m tests.bench.auto_tight`` proves them)."""
     costs = CostTable.even(8, 10, 12, 8, comm=1)
-    found = search(line(8), 16, costs, memory_limit=memory, budget_s=8, enough=at_most)
+    found = search(line(8), 16, costs, memory_limit=memory, enough=at_most)
     assert checked(found, costs, memory).value <= at_most
+
+
+@pytest.mark.parametrize("times", [(10, 10, 10, 1), (10, 12, 8, 1), (10, 20, 10, 2)])
+def test_short_line_from_very_little_memory_to_plenty(times):
+    """D = 4, N = 8, 2 to 6 activations: within 1.5 % of the optimum, which constraint programming proves here."""
+    f, b, w, c = times
+    costs = CostTable.even(4, f, b, w, comm=c)
+    for memory in (2, 3, 4, 5, 6):
+        verdict = judge.judge(line(4), 8, [f] * 4, [b] * 4, [w] * 4, c, memory, seconds=60)
+        assert verdict.makespan == verdict.bound, "not solved"
+        found = search(line(4), 8, costs, memory_limit=memory, enough=1.015 * verdict.makespan)
+        assert checked(found, costs, memory).value <= 1.015 * verdict.makespan
+        assert found.bound <= verdict.makespan
 
 
 @pytest.mark.parametrize(("memory", "at_most"), [(6, 410), (4, 510), (8, 376)])
-def test_v(memory, at_most):
-    """Optima by constraint programming: 406, 505, 372."""
+@pytest.mark.parametrize("seed", [0, 1])
+def test_v(memory, at_most, seed):
+    """Optima by constraint programming: 406, 505, 372. In the default time, which is processor time."""
     placement = placed("v", Shape(devices=4, microbatches=8, chunks=2))
     costs = CostTable.even(8, 5, 10, 5, comm=2)
-    found = search(placement, 8, costs, memory_limit=memory, budget_s=12, enough=at_most)
+    found = search(placement, 8, costs, memory_limit=memory, enough=at_most, seed=seed)
     assert checked(found, costs, memory).value <= at_most
+
+
+def test_two_directions_in_very_little_memory():
+    """Joint backward, 2 or 3 activations: forwards of one direction must not keep out those of the other, nor wait for
+    them without need. Within 3 % of the optimum each, 1 % on average.
+    """
+    gaps = []
+    for seed in range(12):
+        rng = random.Random(seed)
+        times = [[rng.randint(1, 12) for _ in range(4)] for _ in range(3)]
+        links = tuple(rng.randint(0, 6) for _ in range(4))
+        zeros = (0.0,) * 4
+        costs = CostTable(
+            forward=tuple(times[0]), input_grad=tuple(times[1]), weight_grad=tuple(times[2]), recompute=zeros,
+            all_reduce=zeros, update=zeros, comm=links,
+        )  # fmt: skip
+        placement, count, memory = ((0, 1, 2, 3), (3, 2, 1, 0)), rng.randint(3, 7), rng.randint(2, 3)
+        verdict = judge.judge(placement, count, *times, links, memory, split=False, seconds=60)
+        assert verdict.makespan == verdict.bound, "not solved"
+        found = search(
+            placement, count, costs, memory_limit=memory, split=False, enough=verdict.makespan, budget_s=3
+        )  # fmt: skip
+        assert found.bound <= verdict.makespan
+        gaps.append(checked(found, costs, memory).value / verdict.makespan - 1)
+    assert max(gaps) <= 0.03
+    assert sum(gaps) / len(gaps) <= 0.01
 
 
 @pytest.mark.parametrize(("depth", "count"), [(4, 8), (4, 12), (6, 12), (6, 18), (8, 16), (8, 24)])
@@ -62,11 +108,9 @@ def test_bidirectional(depth, count):
     placement = placed("bidirectional", Shape(devices=depth, microbatches=count))
     costs = CostTable.even(depth)
     goal = 3 * count + 2 * (depth - 2)
-    joint = search(placement, count, costs, memory_limit=depth, split=False, budget_s=8, enough=goal)
+    joint = search(placement, count, costs, memory_limit=depth, split=False, enough=goal)
     assert checked(joint, costs, depth).value <= goal
-    assert (
-        checked(search(placement, count, costs, memory_limit=depth, budget_s=8, enough=goal), costs, depth).value < goal
-    )
+    assert checked(search(placement, count, costs, memory_limit=depth, enough=goal), costs, depth).value < goal
 
 
 def test_uneven_line_in_twice_the_memory():

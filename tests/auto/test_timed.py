@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from raypipe.auto.budget import Budget
 from raypipe.auto.listing import Layout, list_schedule
 from raypipe.auto.problem import build
 from raypipe.auto.settings import portfolio, shaken
@@ -86,13 +87,13 @@ def test_with_reserves_nothing_jams(make_case):
         case = make_case(seed)
         p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
         layout = Layout.of(p)
-        assert all(list_schedule(layout, s) is not None for s in list(portfolio(p))[::7] if s.reserve)
+        assert all(list_schedule(layout, s) is not None for s in list(portfolio(p))[::7] if s.reserve == "stages")
 
 
 def test_improve_ends_at_its_goal_or_its_moves(make_case):
     case = make_case(5)
     p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
     start = list_schedule(Layout.of(p), next(portfolio(p)))
-    words, value = improve(p, start.words, 0.0, float("inf"), random.Random(0), 50)
+    words, value = improve(p, start.words, 0.0, Budget(60), random.Random(0), 50)
     assert value <= start.makespan
-    assert improve(p, words, value, float("inf"), random.Random(0), 50) == (words, value)
+    assert improve(p, words, value, Budget(60), random.Random(0), 50) == (words, value)

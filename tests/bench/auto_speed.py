@@ -7,10 +7,12 @@ memory and in half of it.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 
 from raypipe.auto import search
+from raypipe.auto.budget import Budget
 from raypipe.auto.listing import Layout, list_schedule
 from raypipe.auto.problem import build
 from raypipe.auto.settings import portfolio
@@ -40,7 +42,7 @@ def main() -> None:
         one_pass = time.perf_counter() - at
         moves = max(20, 200_000 // problem.tasks)
         at = time.perf_counter()
-        improve(problem, listed.words, 0.0, float("inf"), random.Random(0), moves)
+        improve(problem, listed.words, 0.0, Budget(math.inf), random.Random(0), moves)
         one_move = (time.perf_counter() - at) / moves
         ends = []
         for memory in (depth, depth // 2):
