@@ -1,84 +1,95 @@
 """Which stages recompute: moves over the choice of stages, around the search for an order.
 
 Only the early rule is searched: an R that may run from its own forward on can also run late, so every order of the
-late rule is an order of the early one that ends no later.
+late rule is an order of the early one that ends no later. When each R runs is up to the search for an order.
 """
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raypipe.auto.bounds import busiest, lower_bound
+from raypipe.auto.budget import Budget
+from raypipe.auto.measure import Measure, Objective
 from raypipe.auto.problem import build
-from raypipe.auto.rounds import Objective
-from raypipe.auto.search import Found, search
+from raypipe.auto.search import Found, default_budget, search
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.ir import Rules, StageGraph
+from raypipe.schedule.ir import StageGraph
+
+_ALL_UP_TO = 6
+"""Stages up to which every choice of them is looked at."""
 
 
 def search_recompute(
     placement: Sequence[Sequence[int]], microbatches: int, costs: CostTable, *,
     graph: StageGraph | None = None, memory_limit: float | Sequence[float] | None = None,
-    objective: Objective = "makespan", split: bool = True, budget_s: float = 5.0, seed: int = 0,
+    objective: Objective = "makespan", split: bool = True, freed_by_b: float = 0.0, budget_s: float | None = None,
+    seed: int = 0,
 ) -> Found:  # fmt: skip
     """Find a short order together with the stages that recompute.
 
-    From all stages recomputing (least memory), give up one stage's recomputation at a time, the one that helps most,
-    until none helps; a choice whose bound is no better than what is found isn't searched. The bound of the result
-    holds for every choice of stages: no recomputation at all, and no memory limit.
+    Up to six stages every choice is looked at, the one with the least bound first. Of more stages: from all of them
+    recomputing (least memory), give up one stage's recomputation at a time, the one that helps most, until none helps.
+    A choice whose bound is no better than what is found isn't searched.
 
     Source: Lai et al. 2022 (Merak), sections 3.3 and 3.4; with F = R = 1, BW = 2 and one activation a device this finds
     the shifted critical path, 4N + 3(D - 2).
 
     Args:
-        placement, microbatches, costs, graph, memory_limit, objective, split, seed: as in ``search``.
-        budget_s: seconds for all choices together.
+        placement, microbatches, costs, graph, memory_limit, objective, split, freed_by_b, seed: as in ``search``.
+        budget_s: seconds of wall time for all choices together. Default: as much processor time as two searches get.
+
+    Returns:
+        The best order; its bound holds for every choice of stages. For more than six stages that is the bound without
+        any recomputation or memory limit.
 
     Raises:
-        ScheduleError: as ``search``.
+        ScheduleError: as ``search``, if even with every stage recomputing no order keeps the memory limit.
     """
-    began = time.monotonic()
+    budget = Budget(0.0, wall=budget_s is not None)
     stages = len(placement[0])
+    everything = frozenset(range(stages))
 
-    def problem_bound(chosen: frozenset[int], limit: float | Sequence[float] | None) -> float:
-        p = build(
-            placement, microbatches, costs, graph=graph, memory_limit=limit, split=split, recompute=chosen,
-            rules=Rules(),
-        )  # fmt: skip
-        return lower_bound(p) if objective == "makespan" else busiest(p)
+    def bound_of(chosen: frozenset[int], limit: float | Sequence[float] | None) -> float:
+        """Infinite where one micro-batch needs more memory than there is."""
+        try:
+            p = build(
+                placement, microbatches, costs, graph=graph, memory_limit=limit, split=split, recompute=chosen,
+                freed_by_b=freed_by_b,
+            )  # fmt: skip
+        except ScheduleError:
+            return float("inf")
+        return Measure(p, costs, objective).bound()
 
     def order(chosen: frozenset[int], share: float) -> Found:
-        left = began + budget_s - time.monotonic()
         return search(
             placement, microbatches, costs, graph=graph, memory_limit=memory_limit, objective=objective, split=split,
-            recompute=chosen, budget_s=max(0.01, left * share), seed=seed,
+            recompute=chosen, freed_by_b=freed_by_b, budget=budget.part(share), seed=seed,
         )  # fmt: skip
 
-    chosen = frozenset(range(stages))
+    tasks = (4 if split else 3) * stages * microbatches
+    budget.seconds = 2 * default_budget(tasks) if budget_s is None else budget_s
+    chosen = everything
     best = order(chosen, 0.2)
-    while time.monotonic() < began + budget_s:
-        options = []
-        for stage in sorted(chosen):
-            fewer = chosen - {stage}
-            try:
-                bound = problem_bound(fewer, memory_limit)
-            except ScheduleError:  # that memory does not hold even one micro-batch then
-                continue
-            if bound < best.value * (1 - 1e-9):
-                options.append((bound, stage, fewer))
-        improved = None
-        for k, (bound, _, fewer) in enumerate(sorted(options, key=lambda o: o[:2])):
-            if bound >= best.value * (1 - 1e-9):
+    if stages <= _ALL_UP_TO:
+        subsets = [frozenset(s) for k in range(stages) for s in itertools.combinations(range(stages), k)]
+        options = sorted((bound_of(s, memory_limit), sorted(s)) for s in subsets)
+        least = min(options[0][0], best.bound)
+    else:
+        options, least = [], bound_of(frozenset(), None)
+    while budget.left > 0:
+        if stages > _ALL_UP_TO:
+            fewer = [chosen - {stage} for stage in sorted(chosen)]
+            options = sorted((bound_of(s, memory_limit), sorted(s)) for s in fewer)
+        improved = False
+        for k, (bound, option) in enumerate(options):
+            if bound >= best.value * (1 - 1e-9) or budget.left <= 0:
                 break
-            found = order(fewer, 0.5 / (len(options) - k))
+            found = order(frozenset(option), max(0.1, 0.5 / (len(options) - k)))
             if found.value < best.value * (1 - 1e-9):
-                best, improved = found, fewer
-        if improved is None:
+                best, chosen, improved = found, frozenset(option), True
+        if not improved or stages <= _ALL_UP_TO:
             break
-        chosen = improved
-    return replace(
-        best, bound=min(best.value, problem_bound(frozenset(), None)), seconds=time.monotonic() - began
-    )  # fmt: skip
+    return replace(best, bound=min(best.value, least), seconds=budget.elapsed)

@@ -7,6 +7,7 @@ from typing import Any
 
 from raypipe.auto import Found, search
 from raypipe.auto.placements import placed
+from raypipe.auto.recompute import search_recompute
 from raypipe.cli._values import comma_list
 from raypipe.errors import RequestError, nearest
 from raypipe.schedule.costs import CostTable
@@ -20,7 +21,8 @@ def search_auto(
 
     Args:
         shape: devices, micro-batches, memory limit; chunks and pipelines where the placement has them.
-        options: texts of ``placement``, ``objective``, ``budget`` and ``backward``, None where not given.
+        options: texts of ``placement``, ``objective``, ``budget``, ``backward`` and ``recompute_stages``, None where
+            not given.
         table: the costs for a number of stages.
 
     Raises:
@@ -37,10 +39,19 @@ def search_auto(
         raise RequestError("--backward", f'"{backward}" is unknown', nearest(backward, ("split", "joint")))
     budget = options.get("budget")
     objective: Any = options.get("objective") or "makespan"
-    found = search(
-        placement, shape.microbatches, costs, memory_limit=shape.memory_limit, objective=objective,
-        split=backward == "split", budget_s=None if budget is None else _seconds(budget),
-    )  # fmt: skip
+    recompute = options.get("recompute_stages") or ("auto" if any(costs.recompute) else "none")
+    seconds = None if budget is None else _seconds(budget)
+    split = backward == "split"
+    if recompute == "auto":
+        found = search_recompute(
+            placement, shape.microbatches, costs, memory_limit=shape.memory_limit, objective=objective, split=split,
+            budget_s=seconds,
+        )  # fmt: skip
+    else:
+        found = search(
+            placement, shape.microbatches, costs, memory_limit=shape.memory_limit, objective=objective, split=split,
+            budget_s=seconds, recompute=_stages(recompute, costs.stages),
+        )  # fmt: skip
     return found, costs
 
 
@@ -48,7 +59,7 @@ def report(found: Found) -> dict[str, Any]:
     """What the JSON says of a search besides the schedule; ``lower_bound`` replaces the one without memory limit."""
     proof: dict[str, Any] = {
         "objective": found.objective, "objective_value": found.value, "objective_bound": found.bound,
-        "gap": found.gap, "search_seconds": found.seconds,
+        "gap": found.gap, "search_seconds": found.seconds, "recompute_stages": _recomputing(found),
     }  # fmt: skip
     if found.objective == "makespan":
         proof["lower_bound"] = found.bound
@@ -58,7 +69,27 @@ def report(found: Found) -> dict[str, Any]:
 def sentence(found: Found) -> str:
     """The same in words, for the terminal."""
     proof = "proven shortest" if found.gap <= 1e-9 else f"at most {found.gap:.2%} above the shortest"
-    return f"auto: {found.objective} {found.value:g}, bound {found.bound:g}, {proof}; searched {found.seconds:.2f} s"
+    said = f"auto: {found.objective} {found.value:g}, bound {found.bound:g}, {proof}; searched {found.seconds:.2f} s"
+    stages = ", ".join(map(str, _recomputing(found)))
+    return said + (f"\nrecomputed stages: {stages}" if stages else "")
+
+
+def _recomputing(found: Found) -> list[int]:
+    return sorted({task.stage for task in found.schedule.tasks() if task.kind == "R"})
+
+
+def _stages(text: str, stages: int) -> frozenset[int]:
+    """``none``, ``all`` or a comma list of stages."""
+    option = "--recompute-stages"
+    if text in ("none", "all"):
+        return frozenset(range(stages if text == "all" else 0))
+    if not text[:1].isdigit():
+        raise RequestError(option, f'"{text}" is unknown', "use auto, none, all or stages such as 0,1,2")
+    chosen = comma_list(option, text, int)
+    for stage in chosen:
+        if not 0 <= stage < stages:
+            raise RequestError(option, f"stage {stage} does not exist", f"use 0 to {stages - 1}")
+    return frozenset(chosen)
 
 
 def _seconds(text: str) -> float:

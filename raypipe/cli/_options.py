@@ -20,4 +20,7 @@ MemoryLimit = Annotated[Text, typer.Option(metavar="M", help="Activations a devi
 Placement = Annotated[Text, typer.Option(metavar="WHERE", help="auto: line, ring, v or bidirectional [line].")]
 Objective = Annotated[Text, typer.Option(metavar="WHAT", help="auto: makespan, span or period [makespan].")]
 Budget = Annotated[Text, typer.Option(metavar="SECONDS", help="auto: time of the search [by size].")]
+RecomputeStages = Annotated[
+    Text, typer.Option(metavar="WHICH", help="auto: auto, none, all or stages 0,1,.. [auto if --recompute > 0].")
+]
 Backward = Annotated[Text, typer.Option(metavar="HOW", help="auto: split or joint [split].")]

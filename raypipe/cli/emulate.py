@@ -27,6 +27,7 @@ from raypipe.cli._options import (
     Objective,
     Pipelines,
     Placement,
+    RecomputeStages,
     Text,
     Unit,
 )
@@ -55,6 +56,7 @@ def emulate(
     objective: Objective = None,
     budget: Budget = None,
     backward: Backward = None,
+    recompute_stages: RecomputeStages = None,
     forward: Annotated[Text, typer.Option(metavar="MS", help="F [10]; a number or a list, one per stage.")] = "10",
     input_grad: Annotated[Text, typer.Option(metavar="MS", help="B [10]; BW is B plus W.")] = "10",
     weight_grad: Annotated[Text, typer.Option(metavar="MS", help="W [10].")] = "10",
@@ -91,7 +93,10 @@ def emulate(
     costs = {
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
     }  # fmt: skip
-    search = {"placement": placement, "objective": objective, "budget": budget, "backward": backward}
+    search = {
+        "placement": placement, "objective": objective, "budget": budget, "backward": backward,
+        "recompute_stages": recompute_stages,
+    }  # fmt: skip
     made = (
         make([name], shape, costs, compare=False, search=search)[0]
         if name

@@ -23,6 +23,7 @@ from raypipe.cli._options import (
     Objective,
     Pipelines,
     Placement,
+    RecomputeStages,
     Text,
     Unit,
 )
@@ -30,7 +31,9 @@ from raypipe.cli._values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError
 from raypipe.schedule import SCHEDULES
 
-AUTO_OPTIONS = ("placement", "objective", "budget", "backward", "chunks", "pipelines", "memory_limit")
+AUTO_OPTIONS = (
+    "placement", "objective", "budget", "backward", "recompute_stages", "chunks", "pipelines", "memory_limit",
+)  # fmt: skip
 
 
 def prepare(argv: Sequence[str]) -> list[str]:
@@ -59,6 +62,7 @@ def schedule(
     objective: Objective = None,
     budget: Budget = None,
     backward: Backward = None,
+    recompute_stages: RecomputeStages = None,
     forward: Annotated[Text, typer.Option(metavar="T", help="F [1]; a number or a list, one per stage.")] = None,
     input_grad: Annotated[Text, typer.Option(metavar="T", help="B [1]; BW is B plus W.")] = None,
     weight_grad: Annotated[Text, typer.Option(metavar="T", help="W [1].")] = None,
@@ -100,7 +104,10 @@ def schedule(
     costs = {
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
     }  # fmt: skip
-    search = {"placement": placement, "objective": objective, "budget": budget, "backward": backward}
+    search = {
+        "placement": placement, "objective": objective, "budget": budget, "backward": backward,
+        "recompute_stages": recompute_stages,
+    }  # fmt: skip
     made = make(wanted, shape, costs, compare, search)
     if load is not None:
         made.append(load_one(load, costs, memory_limit))

@@ -23,7 +23,7 @@ from raypipe.schedule.text import KINDS, RECOMPUTE, VERSIONS, W_DEP, infer_place
 RESULTS = (
     "makespan", "span", "period", "bubble_ratio", "peak_activations", "weight_versions", "lower_bound", "critical_path",
     "critical_forwards", "critical_backwards", "objective", "objective_value", "objective_bound", "gap",
-    "search_seconds",
+    "search_seconds", "recompute_stages",
 )  # fmt: skip
 """Keys that a simulation or a search adds; a reader passes over them."""
 KEYS = (

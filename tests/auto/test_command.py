@@ -65,6 +65,25 @@ def test_costs_per_stage_and_comparison(command):
     assert first["durations"]["F"] == [1, 2]
 
 
+def test_merak_is_found_from_the_command_line(command):
+    """F = R = 1, BW = 2, one activation a device: 4N + 3(D - 2), the last stage keeping its activations."""
+    words = ["--devices", 4, "--microbatches", 8, "--recompute", 1, "--memory-limit", 1, "--backward", "joint"]
+    found = json.loads(command("schedule", "auto", *words, "--json")[1])
+    assert found["makespan"] == found["lower_bound"] == 4 * 8 + 3 * 2
+    assert found["recompute_stages"] == [0, 1, 2]
+    merak = json.loads(command("schedule", "shifted-critical-path", *words[:8], "--json")[1])
+    assert merak["makespan"] == found["makespan"]
+    assert "recomputed stages: 0, 1, 2" in command("schedule", "auto", *words)[1]
+
+
+@pytest.mark.parametrize(("which", "stages"), [("none", []), ("all", [0, 1, 2]), ("1,2", [1, 2])])
+def test_stages_that_recompute(command, which, stages):
+    words = ["--devices", 3, "--microbatches", 4, "--recompute", 1, "--memory-limit", 3, "--budget", 0.2]
+    found = json.loads(command("schedule", "auto", *words, "--recompute-stages", which, "--json")[1])
+    assert found["recompute_stages"] == stages
+    assert {t["stage"] for row in found["orders"] for t in row if t["kind"] == "R"} == set(stages)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -75,6 +94,9 @@ def test_costs_per_stage_and_comparison(command):
         (["auto", "--objective", "makspan"], 'did you mean "makespan"'),
         (["auto", "--backward", "both"], "known: joint, split"),
         (["auto", "--unit", "2"], "auto has no units"),
+        (["auto", "--recompute-stages", "4"], "stage 4 does not exist"),
+        (["auto", "--recompute-stages", "some"], '"some" is unknown'),
+        (["1f1b", "--recompute-stages", "all"], "only auto searches"),
         (["auto", "--memory-limit", "0.5"], "--memory-limit"),
     ],
 )
