@@ -55,15 +55,19 @@ def test_tight_line(memory, at_most):
 
 @pytest.mark.parametrize("times", [(10, 10, 10, 1), (10, 12, 8, 1), (10, 20, 10, 2)])
 def test_short_line_from_very_little_memory_to_plenty(times):
-    """D = 4, N = 8, 2 to 6 activations: within 1.5 % of the optimum, which constraint programming proves here."""
+    """D = 4, N = 8, 2 to 6 activations: within 1.5 % of the optimum, the bound or a proven one.
+
+    CP-SAT takes seconds for some of those where the bound is reached; tests/auto/test_exact.py tells of the bound.
+    """
     f, b, w, c = times
     costs = CostTable.even(4, f, b, w, comm=c)
     for memory in (2, 3, 4, 5, 6):
-        verdict = judge.judge(line(4), 8, [f] * 4, [b] * 4, [w] * 4, c, memory, seconds=60)
-        assert verdict.makespan == verdict.bound, "not solved"
-        found = search(line(4), 8, costs, memory_limit=memory, enough=1.015 * verdict.makespan)
-        assert checked(found, costs, memory).value <= 1.015 * verdict.makespan
-        assert found.bound <= verdict.makespan
+        found = checked(search(line(4), 8, costs, memory_limit=memory, budget_s=1), costs, memory)
+        if found.gap > 1e-9:
+            verdict = judge.judge(line(4), 8, [f] * 4, [b] * 4, [w] * 4, c, memory, seconds=60, hint=round(found.value))
+            assert verdict.makespan == verdict.bound, "not solved"
+            assert found.bound <= verdict.makespan
+            assert found.value <= 1.015 * verdict.makespan
 
 
 @pytest.mark.parametrize(("memory", "at_most"), [(6, 410), (4, 510), (8, 376)])
