@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.runtime.process import heap_bytes
@@ -53,6 +55,25 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         self.peak = max(self.peak, allocated_bytes(self.device))
         return out
+
+
+def process_bytes(device: torch.device) -> float:
+    """What a process takes that has trained something tiny and dropped it again; on a GPU, of its memory.
+
+    The first backward and the first optimizer step load a hundred megabytes of code that no tensor will ever fill.
+    """
+    layer = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()).to(device)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    for _ in range(2):
+        q = layer(torch.ones(2, 4, 16, 64, device=device))
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        torch.autograd.backward(F.cross_entropy(y.flatten(0, 2), torch.zeros(128, dtype=torch.long, device=device)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return float(total - free)
+    return float(resident_bytes())
 
 
 def resident_bytes() -> int:

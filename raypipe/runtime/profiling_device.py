@@ -19,7 +19,7 @@ from torch import Tensor
 from raypipe.data import is_prepared, prepare_data
 from raypipe.models import build_model
 from raypipe.runtime.actor import Stage
-from raypipe.runtime.allocated import PeakMeter, allocated_bytes, resident_bytes
+from raypipe.runtime.allocated import PeakMeter, allocated_bytes, process_bytes
 from raypipe.runtime.links import Links, Wiring
 from raypipe.runtime.optimizer import learning_rate
 from raypipe.runtime.profiling_steps import Samples
@@ -89,10 +89,7 @@ class ProfilingStage(Stage):
 
     def __init__(self, rank: int, title: str) -> None:
         super().__init__(rank, title)
-        self._base_bytes = float(resident_bytes())
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            self._base_bytes = float(total - free)
+        self._base_bytes = process_bytes(self.device)
         self._folder = tempfile.TemporaryDirectory(prefix="raypipe-profile-")
 
     def facts(self) -> DeviceFacts:
@@ -127,9 +124,7 @@ class ProfilingStage(Stage):
         peaks: list[int] = []
 
         def timed(action: Action) -> None:
-            plain(self.executor, action)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            plain(self.executor, action)  # the runner's clock knows when a GPU was through
 
         def metered(action: Action) -> None:
             before = allocated_bytes(self.device)
