@@ -97,18 +97,28 @@ def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: list[
     return replace(found.schedule, name="auto")
 
 
-def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: Path | None = None) -> Prepared:
+def prepare_run(
+    job: JobSpec, directory: Path | None, resume: bool, plan_file: Path | None = None,
+    dashboard_port: int | None = None, say: Callable[[str], None] = lambda _: None,
+) -> Prepared:  # fmt: skip
     """Check everything that can be checked before Ray starts, and lay out the run directory.
+
+    Where the plan is left to the planner (``parallel: auto``), start Ray, measure, and choose it; ``say`` is told how
+    that goes.
 
     Raises:
         SpecError, ScheduleError: whatever is wrong with the request, one error.
+        RunError: a device died while it was measured.
     """
+    plan: Plan | None = None
     if plan_file is not None:
         plan = load_plan(plan_file)
-        job = JobSpec.model_validate({**job.model_dump(), "parallel": plan.parallel.model_dump()})
+        job = with_plan(job, plan)
         _check_cut(plan, job, plan_file)
-    else:
-        plan = (_searched_before(job, directory) if resume else None) or make_plan(job)
+    elif resume and directory is not None and (plan := _chosen_before(job, directory)) is not None:
+        job = with_plan(job, plan)
+    elif not job.parallel.auto:
+        plan = make_plan(job)
     from raypipe.data import declared_fields, is_prepared, prepare_data
     from raypipe.models import build_model
 
@@ -118,6 +128,9 @@ def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: P
     try:
         if not (resume and is_prepared(where / "data")):  # a resumed run goes on with the data it began with
             prepare_data(job, build_model(job, declared_fields(job.data)).task, where / "data")
+        if plan is None:
+            plan = _planned(job, where, dashboard_port, say)
+            job = with_plan(job, plan)
         plan.save(where / "plan.json")
         (where / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -125,14 +138,36 @@ def prepare_run(job: JobSpec, directory: Path | None, resume: bool, plan_file: P
     return Prepared(job, plan, where, resume)
 
 
-def _searched_before(job: JobSpec, directory: Path | None) -> Plan | None:
-    """The plan of the run to resume where its order was searched: a new search would find another one."""
-    if job.parallel.schedule != "auto" or directory is None or not (directory / "plan.json").exists():
+def with_plan(job: JobSpec, plan: Plan) -> JobSpec:
+    """The job with a plan's ``parallel`` keys.
+
+    Raises:
+        SpecError: the job's rules refuse them.
+    """
+    return JobSpec.model_validate({**job.model_dump(), "parallel": plan.parallel.model_dump()})
+
+
+def _planned(job: JobSpec, directory: Path, dashboard_port: int | None, say: Callable[[str], None]) -> Plan:
+    """Measure and choose; the decision goes to the run's events."""
+    from raypipe.plan.report import as_json
+    from raypipe.runtime.plan_here import plan_here
+
+    decision = plan_here(job, directory, directory / "data", dashboard_port, say)
+    told = as_json(decision)
+    log = RunLog(directory)
+    log.event("planned", **{key: told[key] for key in ("candidates", "searched", "timed", "seconds")})
+    log.close()
+    return decision.plan
+
+
+def _chosen_before(job: JobSpec, directory: Path) -> Plan | None:
+    """The plan of the run to resume where it was chosen or searched: doing so again would find another one."""
+    if not (job.parallel.auto or job.parallel.schedule == "auto") or not (directory / "plan.json").exists():
         return None
     plan = load_plan(directory / "plan.json")
     # When gradients are summed may have changed with the order (runtime.better_plan).
     asked = plan.parallel.model_copy(update={"sync": job.parallel.sync})
-    return plan if asked == job.parallel else None
+    return plan if job.parallel.auto or asked == job.parallel else None
 
 
 def saved_job(directory: Path) -> JobSpec:

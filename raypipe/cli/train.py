@@ -30,8 +30,13 @@ def train(
     from raypipe.observe.summary import summary_lines
     from raypipe.train import execute, prepare_run
 
-    prepared = prepare_run(load_job(job, override or ()), run_dir, resume, plan)
-    view = ProgressView(prepared.directory, prepared.job.train.steps, stderr_console())
+    console = stderr_console()
+    spec = load_job(job, override or ())
+    with contextlib.redirect_stdout(sys.stderr):
+        prepared = prepare_run(
+            spec, run_dir, resume, plan, dashboard_port, lambda text: console.print(text, style="dim")
+        )
+    view = ProgressView(prepared.directory, prepared.job.train.steps, console)
     view.skip_past()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results

@@ -133,7 +133,7 @@ def _embedding(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     table = model.vocabulary * h
     moved, held = mask_bytes(m, software) if model.dropout else (0, 0)
     return LayerWork(
-        name="embedding", parameters=table + s * h,
+        name="embedding", parameters=table + (model.positions or s) * h,
         forward=Effort(traffic=(5.0 * m + moved) * s * h, overhead=0.3),
         input_grad=Effort(traffic=3.0 * m * s * h if model.dropout else 0.0, overhead=0.1),
         # The gradient of a look-up is a whole table of mostly zeros, added to the sum.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 
 from raypipe.cost.collectives import Layout, collective_seconds
@@ -83,7 +84,7 @@ def stage_costs(
             profile.update_s_per_parameter * parameters(profile, layers) + (tied if s in (0, last) else 0.0)
             for s, layers in enumerate(cut)
         ),
-        comm=tuple(_message(profile, cut, placed, s, samples) for s in range(last)) if last else 0.0,
+        comm=_messages(profile, cut, placed, samples) if last else 0.0,
     )
 
 
@@ -141,6 +142,8 @@ class Placed:
         >>> Placed.of([(0, 1)], 8, 8).layout([0])
         Layout(hosts=2, per_host=4)
         """
+        if self.per_host == 1:
+            return Layout(self.copies * len(set(devices)), 1)
         turns, rest = divmod(self.copies, self.turn)
         parts = [self._layout(devices, self.turn)] * bool(turns) + [self._layout(devices, rest)] * bool(rest)
         hosts = sum(n * part.hosts for n, part in zip((turns, 1) if turns else (1,), parts, strict=False))
@@ -206,9 +209,19 @@ def group_seconds(profile: Profile, size_bytes: float, holders: Collection[int],
     return collective_seconds(profile, "all_reduce", size_bytes, layout, sharing)
 
 
-def _message(profile: Profile, cut: Cut, placed: Placed, stage: int, samples: float) -> float:
-    """Latency of the link behind a stage: of its slowest replica's."""
-    size_bytes = profile.layers[cut[stage][-1]].output_bytes * samples
+def _messages(profile: Profile, cut: Cut, placed: Placed, samples: float) -> tuple[float, ...]:
+    """Latency of the link behind each stage but the last: of its slowest replica's."""
     host = placed.per_host
-    local = {a // host == b // host for a, b in (row[stage : stage + 2] for row in placed.first_rows()) if a != b}
-    return max(((profile.inside if same else profile.between).seconds(size_bytes) for same in local), default=0.0)
+    seen: list[set[bool]] = [set() for _ in range(len(cut) - 1)]
+    """Per link, whether it stays inside a host."""
+    for row in placed.first_rows():
+        for found, (a, b) in zip(seen, pairwise(row), strict=True):
+            if a != b:
+                found.add(a // host == b // host)
+    return tuple(
+        max(
+            ((profile.inside if same else profile.between).seconds(profile.layers[part[-1]].output_bytes * samples)
+             for same in found), default=0.0,
+        )
+        for part, found in zip(cut, seen, strict=False)
+    )  # fmt: skip

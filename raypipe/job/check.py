@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from raypipe.auto.placements import placed
-from raypipe.errors import ScheduleError
+from raypipe.errors import ScheduleError, nearest
 from raypipe.job.model_spec import CapturedSpec, GptSpec
-from raypipe.job.order import base_schedule
+from raypipe.job.order import base_schedule, is_file
+from raypipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from raypipe.job.spec import DataSpec, JobSpec, ParallelSpec, TrainSpec
@@ -41,6 +42,9 @@ def problems(job: JobSpec) -> Iterator[Problem]:
     yield from _train(job.train)
     yield from _available(job.parallel)
     yield from _alphas(job.parallel)
+    if job.parallel.auto:
+        yield from _wishes(job.parallel)
+        return
     yield from _tensor(job)
     yield from _batch(job)
     yield from _schedule(job)
@@ -51,6 +55,11 @@ def _gpt(model: GptSpec, data: DataSpec) -> Iterator[Problem]:
         yield Problem("data.type", f"the built-in GPT reads bytes, not {data.type}", "use bytes, or another model")
     if model.vocabulary < 256:
         yield Problem("model.vocabulary", f"{model.vocabulary}, but bytes take 256 values", "use 256")
+    if model.positions is not None and model.positions < model.sequence:
+        yield Problem(
+            "model.positions", f"{model.positions} for sequences of {model.sequence}",
+            f"use {model.sequence} or more, or leave it out",
+        )  # fmt: skip
     if model.hidden % model.heads:
         low, high = neighbours(model.hidden, model.heads)
         yield Problem(
@@ -94,6 +103,25 @@ def _tensor(job: JobSpec) -> Iterator[Problem]:
         yield Problem(
             "parallel.update", f"optimistic does not go with tensor: {parallel.tensor}", "use auto, which then waits"
         )
+
+
+WISHES = (
+    "schedule", "stages", "replicas", "microbatch", "chunks", "unit", "pipelines", "concat", "sync", "recompute",
+    "transport",
+)  # fmt: skip
+"""Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
+
+
+def _wishes(parallel: ParallelSpec) -> Iterator[Problem]:
+    for key in parallel.given:
+        if key not in WISHES and key not in AVAILABLE:
+            yield Problem(
+                f"parallel.{key}", "cannot be given where the planner chooses",
+                "leave it out, or give schedule, stages and microbatch",
+            )  # fmt: skip
+    if "schedule" in parallel.given and parallel.schedule not in (*SCHEDULES, "auto"):
+        fix = "give stages and microbatch too" if is_file(parallel.schedule) else nearest(parallel.schedule, SCHEDULES)
+        yield Problem("parallel.schedule", f'"{parallel.schedule}" is none that the planner knows', fix)
 
 
 SHAPE_KEYS = ("schedule", "placement", "memory_limit", "chunks", "unit", "pipelines", "concat", "sync")

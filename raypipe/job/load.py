@@ -54,8 +54,6 @@ def job_from(mapping: object, where: str = "job", overrides: Sequence[str] = ())
         culprit = next((k for k in overridden if f"{key}.".startswith(f"{k}.")), None)
         return f"--set {key}" if culprit else f"{where}: {key}"
 
-    if data.get("parallel") == "auto":
-        raise SpecError(place("parallel"), "auto is not available yet", "give schedule, stages, replicas, microbatch")
     try:
         return JobSpec.model_validate(data)
     except SpecError as error:
@@ -70,6 +68,8 @@ def _with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> tup
     data: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in mapping.items()}
     seen: set[str] = set()
     for text in overrides:
+        if data.get("parallel") == "auto":
+            data["parallel"] = {"auto": True}  # so that single keys can be set
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):

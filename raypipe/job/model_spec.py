@@ -26,6 +26,8 @@ class GptSpec(Spec):
     """Attention heads."""
     sequence: Positive
     """Tokens a sample holds."""
+    positions: Positive | None = None
+    """Positions it has learned vectors for, at least ``sequence``; by default as many."""
     vocabulary: Positive = 256
     """Distinct tokens; byte data needs 256."""
     dropout: Share = 0.0

@@ -6,7 +6,8 @@ a run directory records is what ran. Rules between fields are in ``check``; read
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -82,11 +83,16 @@ class TrainSpec(Spec):
 
 Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]
 Again = Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)]
+DECIDED = {"schedule", "stages", "microbatch"}
+"""Keys of ``parallel`` without which there is something left to choose."""
 
 
 class ParallelSpec(Spec):
     """How to cut the work over devices. ``stages * replicas * tensor`` devices in all."""
 
+    auto: bool = False
+    """What is not given here is chosen by the planner when the run starts; ``parallel: auto`` gives nothing. Giving
+    schedule, stages and microbatch leaves it nothing to choose."""
     schedule: str = "1f1b"
     """Name of a pipeline schedule (``raypipe schedule --list`` describes them), a file that holds one, or ``auto``."""
     placement: Literal["line", "ring", "v", "bidirectional"] = "line"
@@ -158,9 +164,23 @@ class ParallelSpec(Spec):
         return self.schedule == "auto" if self.replan is None else self.replan
 
     @property
+    def given(self) -> dict[str, Any]:
+        """The keys that are set, whatever their value, without ``auto``."""
+        return {key: getattr(self, key) for key in sorted(self.model_fields_set - {"auto"})}
+
+    @property
     def devices(self) -> int:
         """Devices of the whole job."""
         return self.stages * self.replicas * self.tensor
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled_out(cls, data: object) -> object:
+        if data == "auto":
+            return {"auto": True}
+        if isinstance(data, Mapping) and data.get("auto") is True and data.keys() >= DECIDED:
+            return {**data, "auto": False}
+        return data
 
 
 class JobSpec(Spec):

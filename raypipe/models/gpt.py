@@ -27,7 +27,7 @@ class Embedding(nn.Module):
     def __init__(self, model: GptSpec) -> None:
         super().__init__()
         self.token = nn.Embedding(model.vocabulary, model.hidden)
-        self.position = nn.Embedding(model.sequence, model.hidden)
+        self.position = nn.Embedding(model.positions or model.sequence, model.hidden)
         self.dropout = KeyedDropout(model.dropout, site=0)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ def summarise(directory: Path, plan: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_s": median(r["tokens_per_s"] for r in timed) if timed else None,
         "bubble_ratio": median(r["bubble_ratio"] for r in timed) if timed else None,
         "plan": plan,
+        "planned": _planned(events),
         "predicted_step_s": predicted[-1] if predicted else None,
         "measured_step_s": step_s,
         "resumed_from": resumed_from,
@@ -43,6 +44,17 @@ def summarise(directory: Path, plan: dict[str, Any]) -> dict[str, Any]:
         "recoveries": sum(e["event"] == "restarted" for e in this_run),
         "run_dir": str(directory),
     }
+
+
+def _planned(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What the planner expected of the plan that it chose, and of the next best one."""
+    decision = next((e for e in reversed(events) if e["event"] == "planned"), None)
+    if decision is None:
+        return None
+    best, *others = decision["candidates"]
+    keys = ("schedule", "stages", "replicas", "microbatch", "predicted_step_s", "why")
+    second = next(({key: row[key] for key in keys} for row in others if row["fits"]), None)
+    return {"step_s": best["predicted_step_s"], "searched": decision["searched"], "next": second}
 
 
 def summary_lines(result: dict[str, Any]) -> list[str]:
@@ -56,6 +68,8 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     if result["val_loss"] is not None:
         lines.append(f"validation loss  {result['val_loss']:.4f} nats per token")
     lines.append(f"tokens per s     {result['tokens_per_s']:,.0f}")
+    if result["planned"] is not None:
+        lines.append(_choice(result["planned"], result["measured_step_s"]))
     lines.append(f"step measured    {result['measured_step_s']:.4f} s (median), {result['bubble_ratio']:.1%} idle")
     if result["predicted_step_s"] is not None:
         error = result["predicted_step_s"] / result["measured_step_s"] - 1
@@ -66,3 +80,14 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         lines.append(f"recoveries       {result['recoveries']}")
     lines.append(f"run directory    {result['run_dir']}")
     return lines
+
+
+def _choice(planned: dict[str, Any], measured_s: float) -> str:
+    """What became of the planner's choice."""
+    line = f"step planned     {planned['step_s']:.4f} s ({planned['step_s'] / measured_s - 1:+.1%})"
+    line += f", the best of {planned['searched']} candidates"
+    second = planned["next"]
+    if second is None:
+        return line
+    shape = f"{second['schedule']}, {second['stages']} x {second['replicas']}, micro-batches of {second['microbatch']}"
+    return f"{line}; next: {shape}, {second['why']}"

@@ -34,6 +34,9 @@ class Plan(Spec):
     order: str | None = None
     """One pipeline's schedule in text form, where no name generates it: written by hand, or found by search."""
 
+    predicted_step_s: float | None = None
+    """What the planner expects a step to take, in seconds; None where nobody predicted."""
+
     def save(self, path: Path) -> None:
         """Write as JSON."""
         path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")

@@ -35,9 +35,9 @@ def connect(devices: int, dashboard_port: int | None = None, emulated: bool = Fa
     return request_devices(devices, resources)
 
 
-def connect_all() -> int:
+def connect_all(dashboard_port: int | None = None) -> int:
     """Connect to Ray as ``connect`` does; returns how many devices there are: GPUs, or CPUs where there are none."""
-    _join(1, None)
+    _join(1, dashboard_port)
     resources = ray.cluster_resources()
     return int(resources.get("GPU", 0.0)) or max(1, int(resources.get("CPU", 1.0)))
 

@@ -90,7 +90,11 @@ WRONG = [  # override, key in `where`, words in the message
     ("parallel.sync=prioritised", "parallel.sync", "use lazy or eager or eager-opt"),
     ("parallel.pipelines=4", "parallel.pipelines", "1f1b has no use for pipelines"),
     ("parallel.unit=4", "parallel.unit", "leave unit out"),
-    ("parallel=auto", "parallel", "not available yet"),
+    ("parallel=automatic", "parallel", "automatic"),
+    ("parallel={auto: true, schedule: zbh1}", "parallel.schedule", 'did you mean "zb-h1"?'),
+    ("parallel={auto: true, schedule: mine.txt}", "parallel.schedule", "give stages and microbatch too"),
+    ("parallel={auto: true, memory_limit: 3}", "parallel.memory_limit", "where the planner chooses"),
+    ("model.positions=8", "model.positions", "or more"),
     ("parallel=", "parallel", "is empty"),
     ("name=a b", "name", "letters"),
     ("data.path=''", "data.path", "is empty"),
@@ -221,3 +225,17 @@ def test_rules_also_hold_for_specs_made_in_python():
 def test_reading_a_job_loads_neither_torch_nor_ray():
     code = "import sys, raypipe.job; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_is_not_given_is_left_to_the_planner(job_file):
+    def parallel(*overrides):
+        return load_job(job_file, ["parallel=auto", *overrides]).parallel
+
+    assert parallel().auto
+    assert parallel().given == {}
+    some = parallel("parallel.schedule=zb-v", "parallel.microbatch=2")
+    assert some.auto
+    assert some.given == {"schedule": "zb-v", "microbatch": 2}
+    nothing_left = parallel("parallel.schedule=zb-v", "parallel.microbatch=2", "parallel.stages=2")
+    assert not nothing_left.auto
+    assert (nothing_left.schedule, nothing_left.stages, nothing_left.replicas) == ("zb-v", 2, 1)

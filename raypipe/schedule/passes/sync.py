@@ -23,7 +23,9 @@ def held(schedule: Schedule) -> list[list[tuple[int, int]]]:
     return [sorted(row) for row in rows]
 
 
-def place_gradient_sync(schedule: Schedule, policy: Sync, costs: CostTable | None = None) -> Schedule:
+def place_gradient_sync(
+    schedule: Schedule, policy: Sync, costs: CostTable | None = None, copies: int = 1
+) -> Schedule:  # fmt: skip
     """Insert one AR per held stage replica, for stages that more than one replica holds.
 
     Args:
@@ -32,6 +34,7 @@ def place_gradient_sync(schedule: Schedule, policy: Sync, costs: CostTable | Non
             ``eager-opt`` eagerly only where the device idles between that gradient and the end of its compute, so that
             middle stages, which have no bubble to hide in, do not slow down the compute beside them.
         costs: decides where devices idle and which stage is ready first; default F = B = W = 1.
+        copies: data-parallel copies that take part, of which ``schedule`` is one; what holds for it holds for all.
 
     Every device issues its all-reduces in one global order, the order in which stages get ready: collectives issued
     in different orders on two devices would wait for each other for ever.
@@ -44,7 +47,7 @@ def place_gradient_sync(schedule: Schedule, policy: Sync, costs: CostTable | Non
     if policy not in get_args(Sync):
         raise ScheduleError("sync", f'"{policy}" is unknown', nearest(str(policy), get_args(Sync)))
     bare = schedule.with_orders([t for t in order if t.kind != "AR"] for order in schedule.orders)
-    if bare.replicas < 2:
+    if bare.replicas * copies < 2:
         return bare
     costs = CostTable.even(bare.stages) if costs is None else costs
     graph = link(bare)

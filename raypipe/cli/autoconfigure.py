@@ -1,0 +1,108 @@
+"""``raypipe autoconfigure JOB.yaml``: choose the fastest plan for a job on a cluster, and say why the others lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raypipe.errors import RequestError, SpecError, nearest
+
+if TYPE_CHECKING:
+    from raypipe.cost.profile import Profile
+    from raypipe.job.spec import JobSpec
+
+ALLOWED = ("asynchronous",)
+
+
+def autoconfigure(
+    job: Annotated[Path, typer.Argument(help="Job file; its parallel keys play no part, but those beside auto: true.")],
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plan for this described cluster, such as cluster/a100.yaml.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plan with the costs that `raypipe profile` measured.")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(min=1, metavar="P", help="Devices to use at most [all].")] = None,
+    top: Annotated[int, typer.Option(min=1, metavar="K", help="How many of the best to name.")] = 10,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Where the plan goes.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the ranking as one JSON object.")] = False,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="key.path=value over the job file; repeatable.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(metavar="WHAT", help="asynchronous: schedules on stale weights may win.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="best, or largest-microbatch: Chimera's greedy rule.")] = "best",
+    search: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Time for searching orders of the best placements.")
+    ] = 3.0,
+) -> None:
+    """Choose schedule, depth, width, micro-batch and the rest for a job. Without --cluster and --profile: for the live
+    Ray cluster, else this machine, measured by a short profile."""
+    from raypipe.job import load_job
+    from raypipe.plan.choose import POLICIES, choose
+    from raypipe.plan.report import as_json
+
+    for word in allow or ():
+        if word not in ALLOWED:
+            raise RequestError("--allow", f'"{word}" is unknown', nearest(word, ALLOWED))
+    if policy not in POLICIES:
+        raise RequestError("--policy", f'"{policy}" is unknown', nearest(policy, POLICIES))
+    if cluster is not None and profile is not None:
+        raise RequestError(
+            "--cluster", "a profile knows its cluster", "give --cluster or --profile, and --devices with either"
+        )
+    if out is not None and not out.parent.is_dir():
+        raise SpecError(str(out), "there is no such folder", "make it, or give another file")
+    spec = load_job(job, override or ())
+    costs = _costs(spec, cluster, profile, devices)
+    decision = choose(
+        spec, costs, devices, top=top, asynchronous="asynchronous" in (allow or ()), policy=policy, search_s=search
+    )
+    if out is not None:
+        decision.plan.save(out)
+        print(f"wrote {out}", file=sys.stderr)
+    if json:
+        print(json_module.dumps(as_json(decision)))
+        return
+    from rich.console import Console
+
+    from raypipe.observe.plan_table import WIDTH, show_decision
+
+    show_decision(decision, Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH))
+
+
+def _costs(job: JobSpec, cluster: Path | None, profile: Path | None, devices: int | None) -> Profile:
+    """The profile to plan with: the given one, one of the described cluster, or one measured now."""
+    if profile is not None:
+        from raypipe.cost.profile_file import load_profile
+
+        return load_profile(profile)
+    if cluster is not None:
+        from raypipe.cost.analytic import analytic_profile
+        from raypipe.job import load_cluster
+        from raypipe.job.model_spec import GptSpec
+
+        described = load_cluster(cluster)
+        if devices is not None:
+            described = described.resized(devices)
+        if not isinstance(job.model, GptSpec):
+            raise SpecError(
+                "model",
+                "costs are computed for the built-in GPT only",
+                "measure it: raypipe profile, then --profile FILE",
+            )
+        return analytic_profile(
+            job.model, described, job.train.dtype, optimizer=job.train.optimizer, momentum=job.train.momentum > 0
+        )
+    from raypipe.observe.progress import stderr_console
+    from raypipe.runtime.plan_here import profile_here
+
+    console = stderr_console()
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
+        return profile_here(job, devices, None, None, lambda text: console.print(text, style="dim"))

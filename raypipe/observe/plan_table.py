@@ -1,0 +1,121 @@
+"""The planner's ranking for people: a table, the best three drawn on one time axis, Chimera's model beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from raypipe.observe.terminal import show
+from raypipe.plan.choose import Decision, Row, label
+from raypipe.plan.explain import gib
+from raypipe.plan.prediction import Prediction
+from raypipe.plan.report import recompute_word, schedule_of, terms_beside
+from raypipe.schedule.passes import add_updates, place_gradient_sync
+from raypipe.simulate.engine import simulate
+from raypipe.simulate.timeline import Timeline
+
+WIDTH = 160
+"""Columns of the table where the terminal does not say."""
+DRAWN_DEVICES = 16
+"""A drawing of more devices than this says no more than their number does."""
+DRAWN_TASKS = 6000
+
+
+def ranked_table(decision: Decision) -> Table:
+    """One row per candidate, the chosen one first."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    for name in ("", "schedule", "D x W", "B", "N", "details", "step", "samples/s", "bubbles", "memory", "why"):
+        justify = "right" if name in ("", "D x W", "B", "N", "step", "samples/s", "bubbles", "memory") else "left"
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for number, row in enumerate(decision.rows):
+        table.add_row(*_cells(number + 1, row), style="" if row.prediction.fits else "dim")
+    return table
+
+
+def _cells(number: int, row: Row) -> list[str]:
+    p, c = row.prediction, row.prediction.candidate
+    name = label(c) if c.stages == 1 else c.schedule
+    return [
+        str(number), name, f"{c.stages} x {c.replicas}", str(c.microbatch), str(c.microbatches), details(p),
+        seconds(p.step_s), f"{p.throughput:,.4g}", f"{p.bubble_ratio:.1%}", gib(max(p.memory_bytes)), row.why,
+    ]  # fmt: skip
+
+
+def details(p: Prediction) -> str:
+    """What sets a candidate apart besides its shape."""
+    c = p.candidate
+    words = [
+        f"{c.chunks} chunks" if c.chunks > 1 else "",
+        f"units of {c.unit}" if c.unit is not None and c.unit < c.microbatches else "",
+        f"{c.pipelines} pipelines" if p.form.replicas > 2 else "",
+        c.concat if c.concat != "direct" else "",
+        c.placement if c.schedule == "auto" else "",
+        f"recompute {recompute_word(p)}" if c.recompute != "none" else "",
+        f"limit {c.memory_limit:g}" if c.memory_limit is not None else "",
+        f"{c.sync} sums" if c.sync != "lazy" else "",
+    ]
+    return ", ".join(word for word in words if word)
+
+
+def seconds(value: float) -> str:
+    """A time for people.
+
+    >>> seconds(0.0123), seconds(1.5), seconds(120.0)
+    ('12.3 ms', '1.5 s', '120 s')
+    """
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.4g} s"
+
+
+def timeline_of(p: Prediction) -> Timeline:
+    """A step of one data-parallel copy, gradient sums and updates included."""
+    schedule = schedule_of(p)
+    if schedule.versions == "flush":
+        schedule = add_updates(place_gradient_sync(schedule, p.candidate.sync, copies=p.candidate.replicas))
+    return simulate(schedule, p.costs)
+
+
+def closed_model(p: Prediction) -> RenderableType | None:
+    """Chimera's Eq. 1 beside the simulator for one candidate; None where Eq. 1 does not apply."""
+    rows = terms_beside(p)
+    if not rows:
+        return None
+    c = p.candidate
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    for name in ("", "Eq. 1", "simulated", "why they differ"):
+        table.add_column(name, justify="right" if name in ("Eq. 1", "simulated") else "left")
+    for row in rows:
+        table.add_row(row.what, seconds(row.closed_s), seconds(row.simulated_s), row.why)
+    table.add_row("step", seconds(sum(r.closed_s for r in rows)), seconds(sum(r.simulated_s for r in rows)), "")
+    head = Text(f"Chimera's Eq. 1 beside the simulator: {c.schedule}, {c.stages} x {c.replicas}, B = {c.microbatch}")
+    return Group(head, table)
+
+
+def show_decision(decision: Decision, console: Console) -> None:
+    """Print the ranking, the best three on one axis, and Eq. 1 beside the best candidate it knows."""
+    console.print(ranked_table(decision))
+    console.print(
+        f"\n{decision.searched:,} candidates, {decision.timed:,} simulated, the others ruled out by bounds; "
+        f"{decision.seconds:.1f} s\n",
+        markup=False, highlight=False,
+    )  # fmt: skip
+    drawn = [row.prediction for row in decision.rows if row.prediction.fits][:3]
+    drawn = [p for p in drawn if _drawable(p)]
+    if drawn:
+        console.print(_drawn_title(drawn), markup=False, highlight=False)
+        show([timeline_of(p) for p in drawn], console)
+    closed = next((x for row in decision.rows if row.prediction.fits and (x := closed_model(row.prediction))), None)
+    if closed is not None:
+        console.print()
+        console.print(closed)
+
+
+def _drawable(p: Prediction) -> bool:
+    return p.candidate.stages <= DRAWN_DEVICES and 3 * p.form.stages * p.candidate.microbatches <= DRAWN_TASKS
+
+
+def _drawn_title(drawn: Sequence[Prediction]) -> str:
+    which = "The best" if len(drawn) == 1 else f"The best {len(drawn)}"
+    return f"{which} on one axis, one data-parallel copy of each, in seconds:\n"

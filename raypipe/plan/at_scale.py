@@ -1,0 +1,40 @@
+"""Figures of a long step from short ones: between warm-up and drain a schedule only repeats itself.
+
+Every figure of a step (its time, a device's peak memory) becomes an affine function of the number of micro-batches
+once the step is long enough: task graphs are linear systems over (max, +), whose trajectories are eventually
+periodic (Baccelli et al. 1992, Synchronization and Linearity, chapter 3). So three short steps that lie on a line give
+the long one without running it. Whether the slope is the final one is checked against the work of the busiest device:
+no steady state is faster than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Figures = NDArray[np.float64]
+"""Figures of one step; the first is its time."""
+TURNS = (2, 4)
+"""Turns of the shortest of the three steps: first try, second try."""
+
+
+def at_scale(measure: Callable[[int], Figures], count: int, turn: int) -> Figures:
+    """``measure(count)``, from shorter steps where they lie on a line, else itself.
+
+    Args:
+        measure: figures of a step of so many micro-batches.
+        count: micro-batches of the step.
+        turn: micro-batches after which the order repeats (or a multiple).
+    """
+    for turns in TURNS:
+        first = count % turn + turns * turn
+        if count <= first + 3 * turn:
+            break
+        a, b, c = (measure(first + k * turn) for k in range(3))
+        slope = c - b
+        scale = 1e-9 * np.maximum(np.abs(c), 1e-300)
+        if np.all(np.abs(slope - (b - a)) <= scale):
+            return c + (count - first - 2 * turn) / turn * slope
+    return measure(count)

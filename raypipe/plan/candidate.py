@@ -1,0 +1,185 @@
+"""Candidates: every way to run a job on so many devices that makes sense, enumerated lazily.
+
+What a family allows is asked of the family itself, by making its smallest schedule (``form_of``); there is no second
+list of rules here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from raypipe.errors import ScheduleError
+from raypipe.job.spec import ParallelSpec
+from raypipe.plan.form import Form, form_of
+from raypipe.schedule import SCHEDULES
+from raypipe.schedule.passes.sync import Sync
+from raypipe.schedule.shape import Concat
+
+Recompute = Literal["none", "stage-aware"]
+"""``stage-aware``: activations are computed again while waiting for the gradient, except for as many micro-batches of
+each stage as its device's memory holds (Merak section 3.4); that may be none."""
+SYNCS: tuple[Sync, ...] = ("lazy", "eager-opt", "eager")
+"""Placements of gradient sums, from the simplest."""
+CONCATS: tuple[Concat, ...] = ("direct", "doubling", "halving")
+FEW = 4
+"""Up to here every number of chunks is tried; above, only some (see ``chunk_counts``)."""
+
+
+class Grid(NamedTuple):
+    """How many devices do what: ``stages * replicas`` devices, ``microbatch`` samples a micro-batch."""
+
+    stages: int
+    """Devices along a pipeline, D."""
+    replicas: int
+    """Data-parallel copies, W."""
+    microbatch: int
+    """Samples of a micro-batch, B."""
+    microbatches: int
+    """Micro-batches of a step on one data-parallel copy, N."""
+
+
+class Candidate(NamedTuple):
+    """One plan that may be run; fields as in ``ParallelSpec``."""
+
+    schedule: str
+    stages: int
+    replicas: int
+    microbatch: int
+    microbatches: int
+    """Of one data-parallel copy."""
+    chunks: int = 1
+    unit: int | None = None
+    pipelines: int = 2
+    concat: Concat = "direct"
+    recompute: Recompute = "none"
+    sync: Sync = "lazy"
+    memory_limit: float | None = None
+    """Activations a device may hold, for families that can be told."""
+    placement: str = "line"
+    """Where a searched order's stages are; see ``auto.placements``."""
+    update: Literal["auto", "wait"] = "auto"
+    """What updates do about the global norm, where the job clips."""
+
+    @property
+    def devices(self) -> int:
+        """Of the whole plan."""
+        return self.stages * self.replicas
+
+    @property
+    def form(self) -> Form:
+        """Placement and kinds of task.
+
+        Raises:
+            ScheduleError: the family has no such form.
+        """
+        found = form_of(self.schedule, self.stages, self.chunks, self.pipelines, self.concat)
+        if isinstance(found, ScheduleError):
+            raise found
+        return found
+
+    @property
+    def grid(self) -> Grid:
+        """Its devices and micro-batches."""
+        return Grid(self.stages, self.replicas, self.microbatch, self.microbatches)
+
+    def parallel(self, **changes: Any) -> ParallelSpec:
+        """As a job's ``parallel`` keys."""
+        values: dict[str, Any] = {
+            "schedule": self.schedule, "stages": self.stages, "replicas": self.replicas,
+            "microbatch": self.microbatch, "chunks": self.chunks, "unit": self.unit, "pipelines": self.pipelines,
+            "concat": self.concat, "sync": self.sync, "memory_limit": self.memory_limit, "update": self.update,
+            "placement": self.placement, "recompute": "none" if self.recompute == "none" else "full",
+        }  # fmt: skip
+        return ParallelSpec(**{**values, **changes})
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """Smaller is simpler: what decides between plans that take as long."""
+        return (
+            self.stages > 1, self.recompute != "none", self.devices, self.stages,
+            [*SCHEDULES, "auto"].index(self.schedule), self.chunks, self.pipelines, CONCATS.index(self.concat),
+            SYNCS.index(self.sync), self.update != "auto", self.memory_limit is not None, -self.microbatch,
+            self.unit or 0,
+        )  # fmt: skip
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    low = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
+    return sorted({*low, *(n // k for k in low)})
+
+
+def grids(devices: int, batch: int, most_stages: int, smallest: int, largest: int) -> Iterator[Grid]:
+    """Every (D, W, B) with at most ``devices`` devices in all; one device and pure data parallelism among them.
+
+    Args:
+        devices: of the cluster, P.
+        batch: mini-batch in samples; W * B divides it, so that every replica does the same.
+        most_stages: deepest pipeline: the model's layers.
+        smallest, largest: micro-batch sizes whose times are known.
+    """
+    for replicas in divisors(batch):
+        if replicas > devices:
+            break
+        share = batch // replicas
+        for microbatch in divisors(share):
+            if smallest <= microbatch <= largest:
+                for stages in range(1, min(devices // replicas, most_stages) + 1):
+                    yield Grid(stages, replicas, microbatch, share // microbatch)
+
+
+def chunk_counts(stages: int, layers: int) -> list[int]:
+    """Numbers of stages a device, V: all up to ``FEW``, then 6, 8, 12, 16, ... as far as the layers reach.
+
+    >>> chunk_counts(2, 40)
+    [1, 2, 3, 4, 6, 8, 12, 16]
+    """
+    most = layers // stages
+    found = [v for v in range(1, FEW + 1) if v <= most]
+    step = FEW
+    while step <= most:
+        found += [v for v in (step * 3 // 2, step * 2) if v <= most]
+        step *= 2
+    return found
+
+
+def unit_sizes(stages: int, microbatches: int) -> list[int]:
+    """Sizes of a scheduling unit, U: all micro-batches, their divisors from D up, and ZeroPP's 2D-1 and 2D."""
+    sizes = {microbatches, 2 * stages - 1, 2 * stages, *(u for u in divisors(microbatches) if u >= stages)}
+    return sorted(u for u in sizes if u <= microbatches)
+
+
+def pipeline_counts(stages: int) -> list[int]:
+    """Directed pipelines of a bidirectional schedule, 2f; the family refuses those that do not fit."""
+    return [2 * f for f in divisors(max(1, stages // 2))]
+
+
+def candidates(grid: Grid, most_stages: int) -> Iterator[Candidate]:
+    """The schedules that make sense on a grid, without recomputation, each once: lazy sync, no memory limit.
+
+    Two families that make the same order of the same tasks (``dapple`` and ``1f1b``; ``bfs`` of one chunk and
+    ``gpipe``) are one candidate, under the first one's name. On one device every schedule is the same: ``gpipe``
+    stands for all... it would hold every activation, so ``1f1b`` does.
+    """
+    stages, replicas, microbatch, microbatches = grid
+    if stages == 1:
+        yield Candidate("1f1b", 1, replicas, microbatch, microbatches)
+        return
+    for name, family in SCHEDULES.items():
+        options = family.options
+        chunks = chunk_counts(stages, most_stages) if "chunks" in options else [family.fixed_chunks or 1]
+        for v in chunks:
+            for pipelines in pipeline_counts(stages) if "pipelines" in options else [2]:
+                for concat in CONCATS if "concat" in options else CONCATS[:1]:
+                    form = form_of(name, stages, v, pipelines, concat)
+                    if isinstance(form, ScheduleError) or form.alias != name or form.stages > most_stages:
+                        continue
+                    if microbatch % form.size.denominator:
+                        continue
+                    for unit in unit_sizes(stages, microbatches) if "unit" in options else [None]:
+                        yield Candidate(name, stages, replicas, microbatch, microbatches, v, unit, pipelines, concat)

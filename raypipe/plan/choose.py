@@ -1,0 +1,332 @@
+"""Choose a plan for a job: search, order the best placements anew, and say why everything else lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from raypipe.cost.profile import Profile
+from raypipe.errors import ScheduleError, SpecError
+from raypipe.job.model_spec import GptSpec
+from raypipe.job.spec import JobSpec
+from raypipe.plan.candidate import SYNCS, Candidate, Grid, candidates, grids
+from raypipe.plan.explain import why_refused, why_slower, why_too_large, why_won
+from raypipe.plan.plan import Plan
+from raypipe.plan.policy import largest_microbatch
+from raypipe.plan.predict import Predictor, without_noise
+from raypipe.plan.prediction import Prediction
+from raypipe.plan.reorder import searched_orders
+from raypipe.plan.search import Ranking, best_first, rank_key
+from raypipe.schedule import SCHEDULES
+from raypipe.schedule.text import to_text
+
+SEARCH_S = 3.0
+"""Seconds for searching orders of the best placements."""
+GRIDS = 3
+"""Grids on which a family that is not among the best is tried for comparison."""
+TOO_LARGE = 3
+"""Plans named that would be faster and do not fit."""
+POLICIES = ("best", "largest-microbatch")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One candidate of the ranking."""
+
+    prediction: Prediction
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The plan that was chosen, and what it was chosen from."""
+
+    plan: Plan
+    rows: tuple[Row, ...]
+    """The chosen one, then the other best, then one of each family that is not among them, then those too large."""
+    searched: int
+    """Candidates and whole grids that were timed or ruled out."""
+    timed: int
+    """Candidates whose step was simulated."""
+    seconds: float
+
+    @property
+    def best(self) -> Prediction:
+        """The chosen one."""
+        return self.rows[0].prediction
+
+
+@dataclass(slots=True)
+class _Chooser:
+    """One choice under way."""
+
+    job: JobSpec
+    judge: Predictor
+    grids: list[Grid]
+    top: int
+    asynchronous: bool
+
+    def wished(self, c: Candidate) -> Candidate | None:
+        """The candidate, if it is one that the job asks for; with the recomputation that it asks for."""
+        given = self.job.parallel.given if self.job.parallel.auto else {}
+        for key in ("schedule", "chunks", "unit", "pipelines", "concat"):
+            wish = "1f1b" if given.get(key) == "dapple" else given.get(key)
+            if key in given and wish not in (getattr(c, key), "auto"):
+                return None
+        if given.get("schedule") == "auto" and c.stages == 1:
+            return None
+        return c._replace(recompute="stage-aware") if given.get("recompute") == "full" else c
+
+    def pick(self, c: Candidate) -> Candidate | None:
+        """The candidate, if it may be chosen."""
+        return None if self.refusal(c) else self.wished(c)
+
+    def refusal(self, c: Candidate) -> str | None:
+        """Why a candidate may not be chosen."""
+        if c.form.versions != "flush" and not self.asynchronous:
+            return "trains on stale weights; allow it with --allow asynchronous"
+        return None
+
+    def runnable(self, p: Prediction) -> str | None:
+        """What the job's own rules say against a plan that is to run."""
+        try:
+            JobSpec.model_validate({**self.job.model_dump(), "parallel": parallel_of(p, self.job)})
+        except SpecError as error:
+            return error.why
+        return None
+
+    def others(self, ranked: list[Prediction]) -> Iterator[Prediction]:
+        """The best of each family that is not among ``ranked``, on the grids of those that are."""
+        seen = {label(p.candidate) for p in ranked}
+        for kind, of_kind in (
+            ("single device", [g for g in self.grids if g.stages == g.replicas == 1]),
+            ("data parallel", [g for g in self.grids if g.stages == 1 < g.replicas]),
+        ):
+            if kind not in seen:
+                yield from best_first(self.judge, of_kind, 1, self.wished).best
+        deep = list(dict.fromkeys(p.candidate.grid for p in ranked if p.candidate.stages > 1))[:GRIDS]
+        if not deep:
+            deep = sorted((g for g in self.grids if g.stages > 1), key=self.judge.least_on)[:GRIDS]
+        families: dict[str, list[Candidate]] = {name: [] for name in SCHEDULES if name not in seen}
+        for grid in deep:
+            for made in candidates(grid, self.judge.most_stages):
+                c = self.wished(made)
+                if c is not None and c.schedule in families:
+                    families[c.schedule].append(c)
+        for own in families.values():
+            tried = []
+            for c in sorted(own, key=self.judge.least)[:GRIDS]:
+                try:
+                    tried.append(self.judge.predict(c, timed=True))
+                    tried += [self.judge.predict(less) for _, less in self.judge.relief(tried[-1])]
+                except ScheduleError:
+                    continue
+            if tried:
+                yield min(tried, key=lambda p: (not p.fits, p.excess if not p.fits else 0.0, rank_key(p)))
+
+    def remedy(self, p: Prediction) -> str | None:
+        """The least change with which a plan that is too large would fit."""
+        c = p.candidate
+        for grid in sorted(self.grids, key=lambda g: -g.microbatch):
+            if (grid.stages, grid.replicas) == (c.stages, c.replicas) and grid.microbatch < c.microbatch:
+                smaller = c._replace(microbatch=grid.microbatch, microbatches=grid.microbatches)
+                if smaller.unit is not None:
+                    smaller = smaller._replace(unit=min(smaller.unit, grid.microbatches))
+                if self.judge.holds(smaller):
+                    return f"microbatch {grid.microbatch}"
+        if c.recompute == "none" and not c.form.recomputes and self.judge.holds(c._replace(recompute="stage-aware")):
+            return "recompute: full"
+        return None
+
+    def nothing_fits(self, found: Ranking) -> SpecError:
+        """Say what the smallest plan lacks."""
+        deepest = max(g.stages for g in self.grids)
+        tried = list(found.too_large)
+        for grid in self.grids:
+            if grid.stages in (1, deepest) and grid.microbatch == 1:
+                c = self.wished(Candidate("1f1b", *grid))
+                for made in (
+                    [c]
+                    if c is not None
+                    else list(filter(None, map(self.wished, candidates(grid, self.judge.most_stages))))
+                ):
+                    try:
+                        tried += [self.judge.predict(made), self.judge.predict(made._replace(recompute="stage-aware"))]
+                    except ScheduleError:
+                        continue
+        if not tried:
+            return SpecError(
+                "parallel", "no schedule of this kind exists for the devices and the mini-batch", "give fewer keys"
+            )
+        least = min(tried, key=lambda p: p.excess)
+        c = least.candidate
+        recomputed = ", recomputing," if c.recompute != "none" else ""
+        return SpecError(
+            "memory",
+            f"no plan fits: even {c.schedule} on {c.stages} x {c.replicas} devices with micro-batches of "
+            f"{c.microbatch}{recomputed} {least.memory[least.fullest].sentence(least.capacity)}",
+            self._more(least),
+        )
+
+    def _more(self, p: Prediction) -> str:
+        need = max(p.memory_bytes)
+        fixes = [f"use devices of {need / 2**30:.1f} GiB"]
+        memory = p.memory[p.fullest]
+        static = memory.weights + memory.gradients + memory.optimizer + memory.replicas
+        rest = p.capacity - (memory.total - static)
+        if rest > 0 and p.candidate.stages < self.judge.most_stages:
+            stages = -(-static * p.candidate.stages // rest)
+            if stages <= self.judge.most_stages:
+                fixes.append(f"or at least {stages:.0f} devices in a pipeline")
+        if self.job.train.optimizer != "sgd" and memory.optimizer:
+            fixes.append("or train.optimizer: sgd")
+        return ", ".join(fixes)
+
+
+def label(c: Candidate) -> str:
+    """What a candidate is a case of."""
+    if c.devices == 1:
+        return "single device"
+    return "data parallel" if c.stages == 1 else c.schedule
+
+
+def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
+    """The ``parallel`` keys of a plan; what the job says of other things than the plan stays."""
+    keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
+    own = job.parallel.given.get("transport")
+    return {**p.candidate.parallel(**keep, **({"transport": own} if own else {})).model_dump(), "auto": False}
+
+
+def plan_of(p: Prediction, job: JobSpec) -> Plan:
+    """The plan file of a prediction."""
+    return Plan.model_validate(
+        {
+            "parallel": parallel_of(p, job), "cut": p.cut, "predicted_step_s": p.step_s,
+            "order": to_text(replace(p.order, name="auto")) if p.order is not None else None,
+        }
+    )  # fmt: skip
+
+
+def deepest(job: JobSpec, profile: Profile) -> int:
+    """Stages that the model can be cut into."""
+    return job.model.layers if isinstance(job.model, GptSpec) else len(profile.layers)
+
+
+def choose(
+    job: JobSpec, profile: Profile, devices: int | None = None, *, top: int = 10, asynchronous: bool = False,
+    policy: str = "best", search_s: float = SEARCH_S,
+) -> Decision:  # fmt: skip
+    """The fastest plan that fits, and why the others lost.
+
+    Args:
+        job: what to train; ``parallel`` keys given beside ``auto: true`` must hold for the plan.
+        profile: what the model costs on the cluster's devices.
+        devices: how many there are; the profile's by default.
+        top: how many of the best to name.
+        asynchronous: schedules that train on stale weights may be chosen.
+        policy: ``best``; or ``largest-microbatch``, Chimera's greedy rule (Li and Hoefler 2021, section 3.4).
+        search_s: seconds for searching orders; 0 for none.
+
+    Raises:
+        SpecError: the profile is of another model, or no plan fits: the largest term, the excess, and what would.
+    """
+    began = time.monotonic()
+    check_profile(job, profile)
+    parallel, train = job.parallel, job.train
+    given = parallel.given if parallel.auto else {}
+    most = deepest(job, profile)
+    judge = Predictor(
+        without_noise(profile), train, most, syncs=tuple(s for s in SYNCS if given.get("sync", s) == s),
+        recompute=given.get("recompute") != "none",
+    )  # fmt: skip
+    largest = max(size for layer in profile.layers for size in layer.times)
+    every = [
+        g for g in grids(devices or profile.devices, train.batch, most, 1, largest)
+        if all(given.get(key, getattr(g, key)) == getattr(g, key) for key in ("stages", "replicas", "microbatch"))
+    ]  # fmt: skip
+    if not every:
+        raise SpecError(
+            "parallel",
+            f"no plan on {devices or profile.devices} devices has {_words(given)} at train.batch = {train.batch}",
+            "give fewer keys, or others",
+        )  # fmt: skip
+    chooser = _Chooser(job, judge, every, top, asynchronous)
+    search = largest_microbatch if policy == "largest-microbatch" else best_first
+    found = search(judge, every, top, chooser.pick)
+    if not found.best:
+        raise chooser.nothing_fits(found)
+    ranked = [judge.time(p, final=True) for p in found.best]
+    if search_s > 0 and given.get("schedule", "auto") == "auto":
+        only = given.get("schedule") == "auto"
+        orders = searched_orders(judge, ranked, search_s, better=not only)
+        if only and not orders:
+            raise SpecError("parallel.schedule", "no order could be searched here", "leave it out, or name a schedule")
+        ranked = orders if only else ranked + orders
+    ranked = sorted(ranked, key=rank_key)
+    while len(ranked) > 1 and chooser.runnable(ranked[0]) is not None:
+        ranked.pop(0)
+    best, ranked = ranked[0], ranked[:top]
+    rows = [Row(best, why_won(best)), *(Row(p, why_slower(p, best)) for p in ranked[1:])]
+    rest = []
+    for other in chooser.others(ranked):
+        p = judge.time(other, final=True)
+        refused = chooser.refusal(p.candidate)
+        if refused is not None:
+            why = why_refused(refused, p, best)
+        else:
+            why = why_slower(p, best) if p.fits else why_too_large(p, chooser.remedy(p))
+        rest.append(Row(p, why))
+    rows += sorted(rest, key=lambda row: (not row.prediction.fits, rank_key(row.prediction)))
+    rows += list(_faster_but_too_large(chooser, found, best))
+    return Decision(
+        plan=plan_of(best, job), rows=tuple(rows), searched=found.searched, timed=found.timed,
+        seconds=time.monotonic() - began,
+    )  # fmt: skip
+
+
+def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -> Iterator[Row]:
+    """The plans that only memory rules out, one of each family."""
+    seen: set[str] = set()
+    for p in sorted(found.too_large, key=lambda p: p.step_s):
+        if p.step_s >= best.step_s or len(seen) == TOO_LARGE:
+            return
+        if label(p.candidate) in seen or p.candidate.recompute != "none":
+            continue
+        timed = chooser.judge.time(p, final=True)
+        if timed.step_s < best.step_s:
+            seen.add(label(p.candidate))
+            yield Row(timed, why_too_large(timed, chooser.remedy(timed)))
+
+
+def check_profile(job: JobSpec, profile: Profile) -> None:
+    """Refuse a profile of something else.
+
+    Raises:
+        SpecError: another number of layers, other layers, another arithmetic, no times.
+    """
+    if isinstance(job.model, GptSpec) and len(profile.layers) != job.model.layers + 2:
+        raise SpecError(
+            "profile",
+            f"has {len(profile.layers)} layers, the job's model {job.model.layers + 2} with embedding and head",
+            "profile this job's model: raypipe profile JOB.yaml",
+        )  # fmt: skip
+    if profile.dtype != job.train.dtype:
+        raise SpecError(
+            "profile", f"was taken for {profile.dtype}, the job trains in {job.train.dtype}",
+            f"profile again, or set train.dtype: {profile.dtype}",
+        )  # fmt: skip
+    sizes = [set(layer.times) for layer in profile.layers]
+    bare = next((layer.name for layer in profile.layers if not layer.times), None)
+    if bare is not None:
+        raise SpecError("profile", f"holds no times of layer {bare}", "profile again")
+    if any(s != sizes[0] for s in sizes):
+        raise SpecError("profile", "its layers were taken at different micro-batch sizes", "profile again")
+    if not any(t.forward + t.joint > 0 for layer in profile.layers for t in layer.times.values()):
+        raise SpecError("profile", "says that no layer takes any time", "profile again")
+    if profile.memory_bytes <= 0:
+        raise SpecError("profile", "says that a device has no memory", "profile again")
+
+
+def _words(given: dict[str, object]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in given.items()) or "any shape"

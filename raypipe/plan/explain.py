@@ -1,0 +1,102 @@
+"""Why a plan lost, in one sentence: the part of its step that costs it most, or the memory it lacks."""
+
+from __future__ import annotations
+
+from raypipe.plan.prediction import Prediction
+
+GIB = 2**30
+ALIKE = 5e-4
+"""Steps within this share of each other are called equally fast."""
+
+
+def why_won(best: Prediction) -> str:
+    """What is to be said of the chosen plan itself."""
+    c = best.candidate
+    if c.devices == 1:
+        return "fastest: one device does it alone"
+    if c.stages == 1:
+        return f"fastest: no bubbles, {_share(_after(best), best)} of the step for gradient sums and updates"
+    return f"fastest: bubbles {best.bubble_ratio:.0%}"
+
+
+def why_slower(p: Prediction, best: Prediction) -> str:
+    """Compare a plan that fits with the best one."""
+    slower = p.step_s / best.step_s - 1
+    if slower < ALIKE:
+        more = max(p.memory_bytes) - max(best.memory_bytes)
+        if more > 0.01 * max(best.memory_bytes):
+            return f"as fast, but takes {gib(more)} more memory"
+        return "as fast, but less simple"
+    head = f"{_per_cent(slower)} slower"
+    work, idle, after = p.busy_s - best.busy_s, _idle(p) - _idle(best), _after(p) - _after(best)
+    worst = max(work, idle, after)
+    if worst == work:
+        return f"{head}: {_work(p, best)}"
+    if worst == idle:
+        return f"{head}: bubbles {_share(_idle(p), p)} against {_share(_idle(best), best)}"
+    share, least = _share(_after(p), p), _share(_after(best), best)
+    return f"{head}: gradient sums and updates take {share} of the step, against {least}"
+
+
+def why_refused(reason: str, p: Prediction, best: Prediction) -> str:
+    """A plan that may not be chosen, and what it would have brought."""
+    change = p.step_s / best.step_s - 1
+    if not p.fits:
+        return reason
+    return f"{_per_cent(abs(change))} {'slower' if change > 0 else 'faster'}, but {reason}"
+
+
+def why_too_large(p: Prediction, remedy: str | None) -> str:
+    """Name the device, its largest term, the excess, and what would fit."""
+    device = p.fullest
+    memory = p.memory[device]
+    said = (
+        f"does not fit: {gib(p.excess)} over on device {device}, {memory.largest} {gib(memory.terms()[memory.largest])}"
+    )
+    return f"{said}; {remedy} would fit" if remedy else said
+
+
+def gib(size_bytes: float) -> str:
+    """A size for people.
+
+    >>> gib(3 * 2**29), gib(5e6)
+    ('1.5 GiB', '4.8 MiB')
+    """
+    return f"{size_bytes / GIB:.1f} GiB" if abs(size_bytes) >= 0.1 * GIB else f"{size_bytes / 2**20:.1f} MiB"
+
+
+def _work(p: Prediction, best: Prediction) -> str:
+    """Each device computes longer than with the best plan."""
+    c, b = p.candidate, best.candidate
+    if c.devices < b.devices:
+        return f"it uses {c.devices} of {b.devices} devices"
+    if _recomputes(p) and not _recomputes(best):
+        return "it computes activations twice"
+    if c.microbatch != b.microbatch:
+        ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
+        return (
+            f"kernels on micro-batches of {c.microbatch} take {ratio:.2f} times as long a sample as of {b.microbatch}"
+        )
+    return f"its devices compute {p.busy_s / best.busy_s:.2f} times as long"
+
+
+def _recomputes(p: Prediction) -> bool:
+    return p.candidate.recompute != "none" or bool(p.form.recomputes)
+
+
+def _idle(p: Prediction) -> float:
+    """Until the last compute task is done."""
+    return p.compute_s - p.busy_s
+
+
+def _after(p: Prediction) -> float:
+    """What gradient sums and updates add to that."""
+    return p.step_s - p.compute_s
+
+
+def _share(seconds: float, p: Prediction) -> str:
+    return f"{max(0.0, seconds) / p.step_s:.0%}"
+
+
+def _per_cent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share < 0.1 else f"{100 * share:.0f} %" if share < 2 else f"{share + 1:.1f} times"

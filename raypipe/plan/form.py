@@ -1,0 +1,98 @@
+"""What a schedule family looks like on so many devices, whatever the number of micro-batches: read off its smallest
+schedule, so that the family's own rules decide what exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+from raypipe.errors import ScheduleError
+from raypipe.schedule import SCHEDULES, generate, stages_of
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Schedule, Versions
+from raypipe.schedule.shape import Concat, Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A family's placement and kinds of task."""
+
+    placement: tuple[tuple[int, ...], ...]
+    """Per replica of the family's own, the device of each stage."""
+    joint: bool
+    """Backwards are joint (BW)."""
+    recomputes: frozenset[int]
+    """Stages that recompute by themselves."""
+    versions: Versions
+    size: Fraction
+    """Share of a micro-batch that one id stands for."""
+    skips_first_b: bool
+    """Stage 0 computes no input gradient."""
+    alias: str
+    """The first family in ``SCHEDULES`` that makes the same schedules."""
+
+    @staticmethod
+    def of(schedule: Schedule, alias: str) -> Form:
+        """The form of a schedule."""
+        tasks = list(schedule.tasks())
+        return Form(
+            placement=schedule.placement, joint=any(t.kind == "BW" for t in tasks),
+            recomputes=frozenset(t.stage for t in tasks if t.kind == "R"), versions=schedule.versions,
+            size=schedule.size, skips_first_b=schedule.rules.skip_first_b, alias=alias,
+        )  # fmt: skip
+
+    @property
+    def stages(self) -> int:
+        """Stages of one replica."""
+        return len(self.placement[0])
+
+    @property
+    def replicas(self) -> int:
+        """Copies of each stage inside one data-parallel copy."""
+        return len(self.placement)
+
+
+@cache
+def form_of(
+    name: str, devices: int, chunks: int = 1, pipelines: int = 2, concat: Concat = "direct"
+) -> Form | ScheduleError:  # fmt: skip
+    """The form, from the family's smallest schedule; the error with which the family refuses, if it does."""
+    try:
+        small = _smallest(name, devices, chunks, pipelines, concat)
+    except ScheduleError as error:
+        return error
+    return Form.of(small, _alias(name, chunks, concat))
+
+
+def _smallest(name: str, devices: int, chunks: int, pipelines: int, concat: Concat) -> Schedule:
+    """One micro-batch, or as many as the family needs on so many devices."""
+
+    def make(count: int) -> Schedule:
+        shape = Shape(devices=devices, microbatches=count, chunks=chunks, pipelines=pipelines, concat=concat)
+        # Weight gradients without a cost: families that search for an order find the best one at once.
+        return generate(name, shape, CostTable.even(stages_of(name, shape), weight_grad=0.0))
+
+    try:
+        return make(1)
+    except ScheduleError as error:
+        if error.where != "microbatches":
+            raise
+    return make(devices)
+
+
+@cache
+def _alias(name: str, chunks: int, concat: Concat) -> str:
+    """Compared on four devices and several micro-batches, where different orders differ."""
+    own = _looks(name, chunks, concat)
+    return next(other for other in SCHEDULES if other == name or (own and _looks(other, chunks, concat) == own))
+
+
+@cache
+def _looks(name: str, chunks: int, concat: Concat) -> object:
+    try:
+        s = generate(name, Shape(devices=4, microbatches=14, chunks=chunks, concat=concat))
+    except ScheduleError:
+        return None
+    return s.placement, s.orders, s.rules, s.size, s.versions

@@ -1,0 +1,130 @@
+"""The orders that candidates run, each made and linked once: what a search spends most of its time on.
+
+The same order serves every micro-batch size and every width with the same number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from raypipe.plan.candidate import Candidate
+from raypipe.schedule import generate
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.deps import TaskGraph, link
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync
+from raypipe.schedule.passes.sync import Sync
+from raypipe.schedule.shape import Shape
+from raypipe.schedule.walk import walk
+from raypipe.simulate.period import gains_ahead
+
+Keep = tuple[float, ...]
+"""Per stage, the share of micro-batches that are not recomputed."""
+
+
+@dataclass(eq=False)
+class Order:
+    """Compute tasks of one data-parallel copy, and what follows from them whatever they cost."""
+
+    schedule: Schedule
+    _whole: dict[Sync | None, Order] = field(default_factory=dict)
+
+    @cached_property
+    def tasks(self) -> int:
+        """How many."""
+        return sum(map(len, self.schedule.orders))
+
+    @cached_property
+    def graph(self) -> TaskGraph:
+        """Dependencies resolved."""
+        return link(self.schedule)
+
+    @cached_property
+    def counts(self) -> dict[tuple[str, int], int]:
+        """(kind, stage) -> micro-batch ids that its tasks carry."""
+        found: dict[tuple[str, int], int] = {}
+        for kind, stage, mbs, _ in self.schedule.tasks():
+            found[kind, stage] = found.get((kind, stage), 0) + len(mbs)
+        return found
+
+    def work(self, costs: CostTable) -> float:
+        """Time of all compute tasks."""
+        rules, size = self.schedule.rules, float(self.schedule.size)
+        total = 0.0
+        for (kind, stage), count in self.counts.items():
+            joint_first = kind == "BW" and stage == 0 and rules.skip_first_b  # W alone
+            total += count * size * costs.by_kind("W" if joint_first else kind)[stage]
+        return total
+
+    def whole(self, sync: Sync | None) -> Order:
+        """With gradient sums of data-parallel copies (unless None) and updates, as the runtime will place them."""
+        if sync not in self._whole:
+            placed = self.schedule if sync is None else place_gradient_sync(self.schedule, sync, copies=2)
+            self._whole[sync] = Order(add_updates(placed))
+        return self._whole[sync]
+
+    @cached_property
+    def last_gradients(self) -> dict[tuple[int, int], int]:
+        """(stage, replica) -> number of the task that completes its gradients."""
+        return {
+            (t.stage, t.replica): i for i, t in enumerate(self.graph.tasks) if t.kind in ("W", "BW")
+        }  # fmt: skip
+
+    @cached_property
+    def gains_ahead(self) -> bool:
+        """The runtime will run ahead of the global gradient norm with it, where a job clips (``parallel.update``)."""
+        if self.schedule.versions != "flush":
+            return False
+        return gains_ahead(self.whole(None).schedule, CostTable.even(self.schedule.stages))
+
+    @cached_property
+    def sum_order(self) -> tuple[int, ...]:
+        """Stages in the order in which ``place_gradient_sync`` has them summed: as they get ready at even costs."""
+        costs = CostTable.even(self.schedule.stages)
+        end = walk(self.graph, costs.durations(self.schedule, self.graph.tasks), 0.0).end
+        ready: dict[int, float] = dict.fromkeys(range(self.schedule.stages), 0.0)
+        for (stage, _), i in self.last_gradients.items():
+            ready[stage] = max(ready[stage], end[i])
+        return tuple(sorted(ready, key=lambda s: (ready[s], s)))
+
+
+MOST_TASKS = 1_500_000
+"""Tasks of all orders kept: a few hundred megabytes."""
+
+
+class Orders:
+    """Orders by shape, the ones used last."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[object, Order] = OrderedDict()
+        self._tasks = 0
+
+    def of(self, c: Candidate, count: int, keep: Keep | None = None) -> Order:
+        """What one data-parallel copy runs with ``count`` micro-batches, as the runtime will make it.
+
+        Raises:
+            ScheduleError: the family has no such shape.
+        """
+        unit = count if c.unit == c.microbatches else c.unit
+        shape = Shape(
+            devices=c.stages, microbatches=count, chunks=c.chunks, unit=unit, pipelines=c.pipelines, concat=c.concat,
+            memory_limit=c.memory_limit,
+        )  # fmt: skip
+        key = (c.schedule, shape, c.recompute != "none", keep)
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
+            return found
+        if c.recompute == "none":
+            schedule = generate(c.schedule, shape)
+        else:
+            plain = self.of(c._replace(recompute="none"), count).schedule
+            schedule = add_recompute(plain, "early")
+            schedule = keep_activations(schedule, keep) if keep is not None else schedule
+        order = self._kept[key] = Order(schedule)
+        self._tasks += order.tasks
+        while self._tasks > MOST_TASKS and len(self._kept) > 1:
+            self._tasks -= self._kept.popitem(last=False)[1].tasks
+        return order

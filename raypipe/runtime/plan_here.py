@@ -1,0 +1,73 @@
+"""``parallel: auto``: measure the job on the devices that will train it, then choose its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from raypipe.cost.profile import Profile
+from raypipe.cost.profile_file import load_profile
+from raypipe.errors import SpecError
+from raypipe.job.spec import JobSpec
+from raypipe.plan.choose import Decision, check_profile, choose
+from raypipe.runtime.cluster import connect_all
+from raypipe.runtime.profiling import measure_profile
+
+PROFILE = "profile.json"
+SIZES = (1, 2, 4, 8, 16)
+"""Micro-batch sizes that are measured, as far as they divide the mini-batch."""
+SEARCH_S = 1.0
+"""Seconds for searching orders: the run searches again on the times that it measures."""
+
+
+def profile_here(
+    job: JobSpec, devices: int | None, data: Path | None, dashboard_port: int | None, say: Callable[[str], None]
+) -> Profile:  # fmt: skip
+    """A short profile on the Ray cluster there is, or on this machine.
+
+    Raises:
+        SpecError: RAY_ADDRESS names a cluster that does not answer, or it has not so many devices.
+        RunError: a device died.
+    """
+    count = connect_all(dashboard_port)
+    given = job.parallel.given if job.parallel.auto else {}
+    most = int(given.get("microbatch", job.train.batch))
+    sizes = sorted({size for size in (*SIZES, most) if job.train.batch % size == 0 and size <= most})
+    if "microbatch" in given:
+        sizes = sizes[-1:]
+    return measure_profile(job, sizes or [1], devices or count, quick=True, data=data, say=say)
+
+
+def plan_here(
+    job: JobSpec, directory: Path, data: Path, dashboard_port: int | None, say: Callable[[str], None]
+) -> Decision:  # fmt: skip
+    """Choose the plan of a job that leaves it to the planner; the profile is kept in the run's directory.
+
+    Raises:
+        SpecError: no plan fits, or nothing to measure on.
+        RunError: a device died while measuring.
+    """
+    path = directory / PROFILE
+    profile = _kept(path, job)
+    if profile is None:
+        profile = profile_here(job, None, data, dashboard_port, say)
+        path.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    decision = choose(job, profile, search_s=SEARCH_S)
+    best = decision.best.candidate
+    say(
+        f"planned: {best.schedule}, {best.stages} stages x {best.replicas} replicas, micro-batches of "
+        f"{best.microbatch}; {decision.best.step_s:.4f} s a step expected, the best of {decision.searched} candidates"
+    )
+    return decision
+
+
+def _kept(path: Path, job: JobSpec) -> Profile | None:
+    """A profile that an earlier attempt left, if it is of this job."""
+    if not path.exists():
+        return None
+    try:
+        profile = load_profile(path)
+        check_profile(job, profile)
+    except SpecError:
+        return None
+    return profile

@@ -1,0 +1,165 @@
+"""``raypipe autoconfigure``: CONTRACT.md's options, JSON and plan file, and one clear error for every wrong request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raypipe.cli import run
+from raypipe.job import load_job
+from raypipe.plan.plan import build_schedule, load_plan
+from tests.plan.conftest import make_profile
+
+ROOT = Path(__file__).parents[2]
+JOB = """
+name: small
+model: {type: gpt, layers: 6, hidden: 256, heads: 4, sequence: 128}
+data: {type: bytes, path: stdlib}
+train: {steps: 4, batch: 16, clip: 1.0}
+parallel: auto
+"""
+CLUSTER = """
+name: two hosts
+hosts: 2
+devices_per_host: 2
+device: {name: small, memory_gib: 4, peak_tflops: {float32: 1}, memory_gb_s: 100, efficiency: 0.5}
+inside: {latency_us: 5, bandwidth_gb_s: 20}
+between: {latency_us: 20, bandwidth_gb_s: 2}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    job, cluster = tmp_path / "job.yaml", tmp_path / "cluster.yaml"
+    job.write_text(JOB)
+    cluster.write_text(CLUSTER)
+    return job, cluster
+
+
+def command(*words: object) -> int:
+    return run(["autoconfigure", *map(str, words)])
+
+
+def test_json_and_plan_file(files, tmp_path, capsys) -> None:
+    job, cluster = files
+    out = tmp_path / "plan.json"
+    assert command(job, "--cluster", cluster, "--top", 3, "--json", "-o", out, "--search", 0.3) == 0
+    printed = capsys.readouterr()
+    told = json.loads(printed.out.splitlines()[-1])
+    assert printed.out.count("\n") == 1
+    assert [row["fits"] for row in told["candidates"][:3]] == [True] * 3
+    steps = [row["predicted_step_s"] for row in told["candidates"][:3]]
+    assert steps == sorted(steps)
+    plan = load_plan(out)
+    assert plan.model_dump(mode="json") == told["best"]
+    first = told["candidates"][0]
+    assert (plan.parallel.schedule, plan.parallel.stages) == (first["schedule"], first["stages"])
+    assert build_schedule(plan, 16).devices == first["stages"] * first["replicas"] <= 4
+
+
+def test_the_table_names_the_winner_draws_three_and_explains_eq_1(files, capsys) -> None:
+    job, cluster = files
+    assert command(job, "--cluster", cluster, "--search", 0) == 0
+    text = capsys.readouterr().out
+    assert "fastest" in text
+    assert "single device" in text
+    assert text.count("makespan") == 3
+    assert "Eq. 1" in text
+    assert "candidates," in text
+
+
+def test_a_profile_and_fewer_devices(files, tmp_path, capsys) -> None:
+    job, _ = files
+    path = tmp_path / "profile.json"
+    path.write_text(make_profile(layers=6).model_dump_json())
+    assert command(job, "--profile", path, "--devices", 2, "--json", "--search", 0) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert all(row["stages"] * row["replicas"] <= 2 for row in told["candidates"])
+
+
+def test_the_worked_example_is_planned_for_its_machine(capsys) -> None:
+    """Chimera's GPT-2 on Piz Daint: the largest case of the documentation, all families."""
+    job = ROOT / "jobs" / "gpt2-1.3b.yaml"
+    model = load_job(job).model
+    assert (model.layers, model.sequence) == (64, 632)  # type: ignore[union-attr]
+    assert command(job, "--cluster", ROOT / "cluster" / "p100.yaml", "--devices", 512, "--json", "--search", 0) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["candidates"][0]["fits"]
+    assert {row["kind"] for row in told["candidates"]} >= {"gpipe", "1f1b", "chimera", "gems", "zeropp", "zb-v"}
+
+
+WRONG = [
+    (["--cluster", "nowhere.yaml"], "no such file"),
+    (["--profile", "nowhere.json"], "cannot be read"),
+    (["--cluster", "CLUSTER", "--profile", "p.json"], "a profile knows its cluster"),
+    (["--cluster", "CLUSTER", "--devices", "0"], "greater than or equal to 1"),
+    (["--cluster", "CLUSTER", "--devices", "3"], "use 2 or 4"),
+    (["--cluster", "CLUSTER", "--policy", "bset"], 'did you mean "best"?'),
+    (["--cluster", "CLUSTER", "--allow", "async"], 'did you mean "asynchronous"?'),
+    (["--cluster", "CLUSTER", "-o", "no/such/folder/plan.json"], "no such folder"),
+    (["--cluster", "CLUSTER", "--set", "train.dtype=bfloat16"], "no peak_tflops for bfloat16"),
+    (["--cluster", "CLUSTER", "--set", "parallel.schedule=zbv"], "did you mean"),
+    (["--cluster", "CLUSTER", "--set", "parallel.stages=9"], "no plan on 4 devices has stages: 9"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_a_wrong_request_is_one_message(words, message, files, capsys) -> None:
+    job, cluster = files
+    assert command(job, *[cluster if w == "CLUSTER" else w for w in words]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert not printed.out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("{", "JSON"),
+        ("{}", "Field required"),
+        ('{"source": "measured", "layers": []}', "Field required"),
+    ],
+)
+def test_a_profile_that_is_none(text, message, files, tmp_path, capsys) -> None:
+    job, _ = files
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    assert command(job, "--profile", path) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("inside: {latency_us: 5, bandwidth_gb_s: 0}", "bandwidth_gb_s"),
+        ("device: {name: x, memory_gib: 0, peak_tflops: {float32: 1}, memory_gb_s: 1, efficiency: 1}", "memory_gib"),
+    ],
+)
+def test_a_cluster_that_cannot_be(change, message, files, capsys) -> None:
+    job, cluster = files
+    key = change.split(":")[0]
+    lines = [line for line in CLUSTER.splitlines() if not line.startswith(f"{key}:")]
+    cluster.write_text("\n".join([*lines, change]))
+    assert command(job, "--cluster", cluster) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unreachable_ray_cluster(files, monkeypatch, capsys) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # the session's own must not be taken for it
+    job, _ = files
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert command(job) == 2
+    assert "no Ray cluster answers at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_nothing_fits(files, capsys) -> None:
+    job, cluster = files
+    cluster.write_text(CLUSTER.replace("memory_gib: 4", "memory_gib: 0.01"))
+    assert command(job, "--cluster", cluster) == 2
+    assert "no plan fits" in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""Hand-made profiles: small enough to time every candidate, uneven enough that it matters which one wins."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
+from raypipe.job.load import job_from
+from raypipe.job.spec import JobSpec
+
+MIB = 2**20
+
+
+def make_profile(layers: int = 6, devices: int = 4, seed: int = 0, **changes: Any) -> Profile:
+    """Blocks of about 10 ms a sample with an overhead per task, messages of about a millisecond."""
+    rng = random.Random(seed)
+
+    def layer(name: str, size: float) -> LayerProfile:
+        once, each = 2e-3 * size, 8e-3 * size * rng.uniform(0.8, 1.2)
+        back, weight = rng.uniform(0.9, 1.3), rng.uniform(0.7, 1.1)
+        return LayerProfile(
+            name=name, parameters=int(2e6 * size), kept_bytes=40 * MIB * size, output_bytes=2 * MIB,
+            times={
+                n: TaskTimes(
+                    forward=time, input_grad=time * back, weight_grad=time * weight,
+                    joint=time * (back + weight) * 0.97, recompute=time,
+                )
+                for n in (1, 2, 4, 8, 16)
+                for time in [once + n * each]
+            },
+        )  # fmt: skip
+
+    names = ["embedding", *(f"block.{i}" for i in range(layers)), "head"]
+    sizes = [0.2, *(1.0 for _ in range(layers)), 0.7]
+    link = LinkFit(alpha_s=2e-4, beta_s_per_byte=1 / 4e9)
+    values: dict[str, Any] = {
+        "source": "measured", "device": "made up", "dtype": "float32", "devices": devices, "devices_per_host": 2,
+        "memory_bytes": 8 * 2**30, "base_bytes": 100 * MIB, "layers": tuple(map(layer, names, sizes)),
+        "update_s_per_parameter": 2e-9, "inside": link,
+        "between": LinkFit(alpha_s=3e-4, beta_s_per_byte=1 / 1e9), **changes,
+    }  # fmt: skip
+    return Profile(**values)
+
+
+def make_job(layers: int = 6, batch: int = 8, parallel: Any = "auto", **train: Any) -> JobSpec:
+    """A job that such a profile may be of."""
+    return job_from(
+        {
+            "name": "planned",
+            "model": {"type": "gpt", "layers": layers, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 256},
+            "data": {"type": "bytes", "path": "stdlib"},
+            "train": {"steps": 1, "batch": batch, **train},
+            "parallel": parallel,
+        }
+    )  # fmt: skip

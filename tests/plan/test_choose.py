@@ -1,0 +1,195 @@
+"""Decisions: what wins, what is said of the losers, and what is said when nothing fits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from raypipe.errors import SpecError
+from raypipe.plan.choose import choose, label
+from raypipe.plan.plan import Plan, build_schedule
+from raypipe.plan.report import as_json
+from raypipe.schedule import SCHEDULES
+from raypipe.schedule.memory import peak_activations
+from raypipe.simulate.engine import simulate
+from tests.plan.conftest import MIB, make_job, make_profile
+
+GIB = 2**30
+
+
+def test_every_family_has_a_row_that_says_why_it_lost() -> None:
+    decision = choose(make_job(), make_profile(), search_s=0)
+    kinds = {label(row.prediction.candidate) for row in decision.rows}
+    assert kinds >= {n for n in SCHEDULES if n != "dapple"} | {"single device", "data parallel"}
+    assert decision.rows[0].why.startswith("fastest")
+    assert all(row.why for row in decision.rows)
+    fitting = [row.prediction.step_s for row in decision.rows[:10]]
+    assert fitting == sorted(fitting)
+    stale = [row for row in decision.rows if row.prediction.form.versions != "flush"]
+    assert {row.prediction.candidate.schedule for row in stale} == {"pipedream", "pipedream-2bw"}
+    assert all("--allow asynchronous" in row.why for row in stale)
+
+
+def test_asynchronous_schedules_win_only_where_they_are_allowed() -> None:
+    job, profile = make_job(layers=4, batch=32), make_profile(layers=4, devices=4, seed=3)
+    synchronous = choose(job, profile, search_s=0)
+    stale = choose(job, profile, search_s=0, asynchronous=True)
+    assert synchronous.best.form.versions == "flush"
+    assert stale.best.step_s <= synchronous.best.step_s
+
+
+def test_losers_say_what_cost_them_most() -> None:
+    decision = choose(make_job(batch=16), make_profile(), search_s=0)
+    by_kind = {label(row.prediction.candidate): row.why for row in decision.rows}
+    assert re.search(r"slower: it uses 1 of \d devices", by_kind["single device"])
+    assert "computes activations twice" in by_kind["early-recompute"]
+    assert re.search(r"bubbles \d+% against \d+%", by_kind["model-parallel"])
+    assert re.search(r"bubbles \d+% against \d+%", by_kind["gems"])
+
+
+def test_slow_links_between_hosts_make_data_parallelism_lose_to_a_pipeline_and_back() -> None:
+    job = make_job(batch=16)
+    slow = make_profile().between.model_copy(update={"beta_s_per_byte": 1 / 2e7})
+    assert choose(job, make_profile(between=slow, inside=slow), search_s=0).best.candidate.stages > 1
+    free = slow.model_copy(update={"beta_s_per_byte": 0.0, "alpha_s": 0.0})
+    assert choose(job, make_profile(between=free, inside=free), search_s=0).best.candidate.stages == 1
+
+
+def test_memory_decides_and_the_faster_plan_says_what_would_fit() -> None:
+    job = make_job(batch=16)
+    roomy = choose(job, make_profile(), search_s=0)
+    need = max(roomy.best.memory_bytes)
+    tight = choose(job, make_profile(memory_bytes=0.8 * need), search_s=0)
+    assert tight.best.step_s > roomy.best.step_s
+    assert max(tight.best.memory_bytes) <= 0.8 * need
+    too_large = [row for row in tight.rows if not row.prediction.fits]
+    assert too_large
+    for row in too_large:
+        assert re.match(r"does not fit: [\d.]+ [GM]iB over on device \d, \w+ [\d.]+ [GM]iB", row.why)
+    # What would fit does fit.
+    remedies = {m.group(1): row for row in too_large if (m := re.search(r"(microbatch \d+) would fit", row.why))}
+    for words, row in remedies.items():
+        smaller = int(words.split()[1])
+        assert smaller < row.prediction.candidate.microbatch
+
+
+def test_recomputation_keeps_as_much_as_memory_holds() -> None:
+    """Below the memory of 1F1B the planner recomputes, and with a little more it recomputes less."""
+    job = make_job(layers=4, batch=16, parallel={"auto": True, "schedule": "1f1b", "stages": 4, "replicas": 1})
+    bare = choose(job, make_profile(layers=4), search_s=0)
+    need = max(bare.best.memory_bytes)
+    steps, shares = [], []
+    for part in (0.75, 0.85, 0.95):
+        found = choose(
+            make_job(
+                layers=4, batch=16, parallel={"auto": True, "schedule": "1f1b", "stages": 4, "replicas": 1},
+            ),
+            make_profile(layers=4, memory_bytes=part * need), search_s=0,
+        ).best  # fmt: skip
+        same = [found] if found.candidate.microbatch == bare.best.candidate.microbatch else []
+        steps.append(found.step_s)
+        shares += [sum(p.keep or ()) for p in same]
+        assert max(found.memory_bytes) <= part * need
+    assert steps == sorted(steps, reverse=True)
+    assert shares == sorted(shares)
+
+
+def test_nothing_fits_names_the_term_the_excess_and_what_would() -> None:
+    with pytest.raises(SpecError, match="no plan fits") as caught:
+        choose(make_job(), make_profile(memory_bytes=130 * MIB), search_s=0)
+    error = caught.value
+    assert error.where == "memory"
+    assert re.search(r"needs [\d.]+ GiB, [\d.]+ GiB more than there are: .* take [\d.]+ GiB", error.why)
+    need = float(re.search(r"use devices of ([\d.]+) GiB", error.fix).group(1))  # type: ignore[union-attr]
+    assert choose(make_job(), make_profile(memory_bytes=(need + 0.06) * GIB), search_s=0).best.fits
+
+
+def test_more_devices_help_where_the_error_says_so() -> None:
+    profile = make_profile(layers=8, devices=2, memory_bytes=190 * MIB)
+    heavy = profile.model_copy(
+        update={"layers": tuple(x.model_copy(update={"kept_bytes": 1e5, "output_bytes": 1e4}) for x in profile.layers)}
+    )
+    with pytest.raises(SpecError) as caught:
+        choose(make_job(layers=8), heavy, search_s=0)
+    devices = int(re.search(r"at least (\d+) devices", caught.value.fix).group(1))  # type: ignore[union-attr]
+    assert choose(make_job(layers=8), heavy, devices, search_s=0).best.fits
+
+
+def test_wishes_are_kept() -> None:
+    job = make_job(batch=16, parallel={"auto": True, "schedule": "zb-v", "microbatch": 2})
+    decision = choose(job, make_profile(), search_s=0)
+    assert {row.prediction.candidate.schedule for row in decision.rows if row.prediction.candidate.stages > 1} == {
+        "zb-v"
+    }
+    assert decision.plan.parallel.microbatch == 2
+    searched = choose(make_job(batch=16, parallel={"auto": True, "schedule": "auto"}), make_profile(), search_s=1.0)
+    assert searched.plan.parallel.schedule == "auto"
+    assert searched.plan.order is not None
+    with pytest.raises(SpecError, match="stages: 7"):
+        choose(make_job(parallel={"auto": True, "stages": 7}), make_profile())
+
+
+def test_a_searched_order_is_no_worse_and_fits() -> None:
+    job, profile = make_job(batch=8, clip=1.0), make_profile(seed=9, memory_bytes=0.7 * GIB)
+    named = choose(job, profile, search_s=0)
+    searched = choose(job, profile, search_s=1.5)
+    assert searched.best.step_s <= named.best.step_s * (1 + 1e-9)
+    assert max(searched.best.memory_bytes) <= 0.7 * GIB
+
+
+@pytest.mark.parametrize("parallel", ["auto", {"auto": True, "schedule": "1f1b"}, {"auto": True, "schedule": "auto"}])
+def test_the_plan_is_what_was_predicted(parallel, tmp_path) -> None:
+    """The plan file, read back and built as the runtime builds it, takes the predicted time under the same costs."""
+    job, profile = make_job(batch=8, clip=1.0, parallel=parallel), make_profile()
+    decision = choose(job, profile, search_s=0.5)
+    decision.plan.save(tmp_path / "plan.json")
+    plan = Plan.model_validate_json((tmp_path / "plan.json").read_bytes())
+    assert plan == decision.plan
+    schedule = build_schedule(plan, job.train.batch)
+    best = decision.best
+    assert schedule.devices == best.candidate.devices
+    assert [i for part in plan.cut for i in part] == list(range(len(profile.layers)))
+    makespan = simulate(schedule, best.costs).makespan
+    assert best.step_s <= makespan + 1.1e-3  # the norm; steps may overlap where nothing waits for it
+    assert best.step_s >= best.busy_s
+    assert max(peak_activations(schedule)) >= 1
+
+
+def test_json_is_the_contracts() -> None:
+    decision = choose(make_job(), make_profile(), search_s=0)
+    told = as_json(decision)
+    assert {"best", "candidates", "searched", "seconds"} <= told.keys()
+    assert Plan.model_validate(told["best"] | {"cut": tuple(map(tuple, told["best"]["cut"]))})
+    for row in told["candidates"]:
+        assert {
+            "schedule", "stages", "replicas", "microbatch", "chunks", "unit", "recompute", "predicted_step_s",
+            "throughput", "bubble_ratio", "memory_bytes", "fits", "why",
+        } <= row.keys()  # fmt: skip
+        assert len(row["memory_bytes"]) == row["stages"] * row["replicas"]
+        assert row["throughput"] == pytest.approx(8 / row["predicted_step_s"])
+        assert 0 <= row["bubble_ratio"] < 1
+        assert row["fits"] == (max(row["memory_bytes"]) <= row["capacity_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "bfloat16"}, "was taken for bfloat16"),
+        ({"memory_bytes": 0.0}, "no memory"),
+    ],
+)
+def test_a_profile_that_cannot_be_planned_with_is_one_clear_error(change, words) -> None:
+    with pytest.raises(SpecError, match=words):
+        choose(make_job(), make_profile(**change))
+
+
+def test_a_profile_of_another_model_or_without_times_is_one_clear_error() -> None:
+    with pytest.raises(SpecError, match="has 8 layers, the job's model 10"):
+        choose(make_job(layers=8), make_profile(layers=6))
+    profile = make_profile()
+    first, *others = profile.layers
+    for times, words in (({}, "no times of layer embedding"), ({1: first.times[1]}, "different micro-batch sizes")):
+        broken = profile.model_copy(update={"layers": (first.model_copy(update={"times": times}), *others)})
+        with pytest.raises(SpecError, match=words):
+            choose(make_job(), broken)

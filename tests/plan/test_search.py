@@ -1,0 +1,142 @@
+"""The search finds what timing every candidate finds."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from raypipe.cost.profile import Profile
+from raypipe.errors import ScheduleError
+from raypipe.plan.candidate import Candidate, candidates, grids
+from raypipe.plan.policy import largest_microbatch
+from raypipe.plan.predict import Predictor
+from raypipe.plan.prediction import Prediction
+from raypipe.plan.search import best_first, rank_key
+from tests.plan.conftest import make_job, make_profile
+
+CASES = [
+    {"layers": 4, "devices": 3, "batch": 6, "seed": 1},
+    {"layers": 6, "devices": 4, "batch": 8, "seed": 2},
+    {"layers": 6, "devices": 4, "batch": 8, "seed": 3, "clip": 1.0},
+    {"layers": 4, "devices": 4, "batch": 4, "seed": 4, "memory_bytes": 0.42 * 2**30},
+    {"layers": 6, "devices": 4, "batch": 8, "seed": 5, "clip": 1.0, "memory_bytes": 0.6 * 2**30},
+]
+
+
+def flushing(c: Candidate) -> Candidate | None:
+    return c if c.form.versions == "flush" else None
+
+
+def setting(layers: int, devices: int, batch: int, seed: int, **more: object) -> tuple[Predictor, Profile]:
+    train = {"clip": more.pop("clip")} if "clip" in more else {}
+    profile = make_profile(layers, devices, seed, **more)
+    return Predictor(profile, make_job(layers, batch, **train).train, layers), profile
+
+
+KNOWN: dict[int, list[Prediction]] = {}
+
+
+def everything_of(case: dict[str, int]) -> list[Prediction]:
+    """``everything`` of a case, worked out once."""
+    if case["seed"] not in KNOWN:
+        judge, _ = setting(**case)
+        KNOWN[case["seed"]] = everything(judge, case["devices"], case["batch"], case["layers"])
+    return KNOWN[case["seed"]]
+
+
+def everything(judge: Predictor, devices: int, batch: int, layers: int) -> list[Prediction]:
+    """Every candidate timed, and everything that relieves the memory of those that do not fit."""
+    found: list[Prediction] = []
+    for grid in grids(devices, batch, layers, 1, 16):
+        todo = [c for made in candidates(grid, layers) if (c := flushing(made)) is not None]
+        for c in todo:
+            try:
+                p = judge.predict(c)
+            except ScheduleError:
+                continue
+            if p.fits:
+                found.append(p)
+            todo += [other for _, other in judge.relief(p)]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed {c['seed']}")
+def test_nothing_better_is_missed(case) -> None:
+    judge, _ = setting(**case)
+    devices, batch, layers = case["devices"], case["batch"], case["layers"]
+    all_of_them = sorted(everything_of(case), key=rank_key)
+    assert len(all_of_them) > 40
+    found = best_first(judge, grids(devices, batch, layers, 1, 16), 12, flushing)
+    best = [p.step_s for p in found.best]
+    expected: list[float] = []
+    for p in all_of_them:  # plans that do the same under two names count once
+        if not any(abs(p.step_s / t - 1) < 1e-5 for t in expected):
+            expected.append(p.step_s)
+    distinct = [t for i, t in enumerate(best) if not any(abs(t / u - 1) < 1e-5 for u in best[:i])]
+    assert distinct == pytest.approx(expected[: len(distinct)], rel=1e-6)
+    assert found.best[0].candidate == all_of_them[0].candidate
+    assert found.timed < len(all_of_them)
+    assert all(p.fits for p in found.best)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed {c['seed']}")
+def test_every_bound_holds(case) -> None:
+    judge, _ = setting(**case)
+    for p in everything_of(case):
+        if p.candidate.recompute == "none":
+            assert judge.least(p.candidate) <= p.step_s
+        assert judge.least_on(p.candidate.grid) <= p.step_s * (1 + 1e-12)
+    for grid in grids(case["devices"], case["batch"], case["layers"], 1, 16):
+        for c in candidates(grid, case["layers"]):
+            if flushing(c) is None:
+                continue
+            try:
+                p = judge.predict(c)
+            except ScheduleError:
+                continue
+            for least, other in judge.relief(p):
+                with suppress(ScheduleError):  # a limit that the family cannot keep
+                    assert least <= judge.predict(other, timed=True).step_s
+
+
+def test_more_devices_more_memory_and_faster_links_are_never_worse() -> None:
+    def best(**changes: object) -> float:
+        judge, profile = setting(6, 4, 8, 7, **changes)
+        return best_first(judge, grids(profile.devices, 8, 6, 1, 16), 1, flushing).best[0].step_s
+
+    base = best(memory_bytes=0.6 * 2**30)
+    assert best(memory_bytes=8 * 2**30) <= base
+    fast = make_profile().inside
+    assert best(memory_bytes=0.6 * 2**30, between=fast) <= base
+    steps = []
+    for devices in (1, 2, 3, 4, 6, 8):
+        judge, _ = setting(6, devices, 8, 7)
+        steps.append(best_first(judge, grids(devices, 8, 6, 1, 16), 1, flushing).best[0].step_s)
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] < steps[0] / 3
+
+
+def test_the_rule_of_the_largest_micro_batch() -> None:
+    judge, _ = setting(6, 4, 16, 2)
+    every = list(grids(4, 16, 6, 1, 16))
+    greedy = largest_microbatch(judge, every, 50, flushing).best
+    largest: dict[object, int] = {}
+    for p in everything(judge, 4, 16, 6):
+        c = p.candidate
+        kind = (c.stages, c.replicas, c.schedule, c.chunks, c.pipelines, c.concat)
+        if c.recompute == "none" and c.memory_limit is None and c.unit in (None, c.microbatches):
+            largest[kind] = max(largest.get(kind, 0), c.microbatch)
+    for p in greedy:
+        c = p.candidate
+        assert c.microbatch == largest[c.stages, c.replicas, c.schedule, c.chunks, c.pipelines, c.concat]
+    best = best_first(judge, every, 1, flushing).best[0]
+    assert best.step_s <= greedy[0].step_s
+
+
+def test_equal_plans_are_told_apart_in_the_same_way_every_time() -> None:
+    judge, _ = setting(6, 4, 8, 2)
+    again, _ = setting(6, 4, 8, 2)
+    every = list(grids(4, 8, 6, 1, 16))
+    first = [p.candidate for p in best_first(judge, every, 20, flushing).best]
+    assert first == [p.candidate for p in best_first(again, every[::-1], 20, flushing).best]
