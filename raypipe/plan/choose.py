@@ -288,15 +288,17 @@ def choose(
 def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -> Iterator[Row]:
     """The plans that only memory rules out, one of each family."""
     seen: set[str] = set()
-    for p in sorted(found.too_large, key=lambda p: p.step_s):
-        if p.step_s >= best.step_s or len(seen) == TOO_LARGE:
+    tried = 0
+    for p in sorted(found.too_large, key=lambda p: p.step_s):  # by their bounds
+        if p.step_s >= best.step_s or len(seen) == TOO_LARGE or tried == 3 * TOO_LARGE:
             return
         if label(p.candidate) in seen or p.candidate.recompute != "none":
             continue
-        timed = chooser.judge.time(p, final=True)
+        tried += 1
+        timed = chooser.judge.time(p)
         if timed.step_s < best.step_s:
             seen.add(label(p.candidate))
-            yield Row(timed, why_too_large(timed, chooser.remedy(timed)))
+            yield Row(chooser.judge.time(p, final=True), why_too_large(timed, chooser.remedy(timed)))
 
 
 def check_profile(job: JobSpec, profile: Profile) -> None:

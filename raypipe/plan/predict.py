@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import floor, lcm
 
@@ -251,6 +251,9 @@ class Predictor:
         Source: Lai et al. 2022 (Merak), section 3.4, whose formula is this for even stages and 1F1B.
         """
         form = c.form
+        nothing = (0.0,) * form.stages
+        if not self.holds(c):
+            return nothing
         low, high = [0] * c.stages, [LEVELS + 1] * c.stages  # holds, holds not
         while any(h - k > 1 for k, h in zip(low, high, strict=True)):
             level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
@@ -286,31 +289,29 @@ class Predictor:
         Keeping a share a of the k micro-batches in flight keeps at least k*a - 1 of them alive together.
         """
         c, form = p.candidate, p.candidate.form
-        share = [1.0] * form.stages
-        for row in form.placement:
-            for s, d in enumerate(row):
-                held = p.memory[d].activations
-                one = max(
-                    self._kept(p.cut[t], c.microbatch)
-                    for other in form.placement
-                    for t, e in enumerate(other)
-                    if e == d
-                )
-                room = held - (p.memory_bytes[d] - p.capacity) + one
-                if held > 0:
-                    share[s] = min(share[s], max(0.0, room / held))
+        most = [1.0] * c.stages
+        for d, (memory, one) in enumerate(zip(p.memory, self._largest(p), strict=True)):
+            if memory.activations > 0:
+                room = memory.activations - (memory.total - p.capacity) + one
+                most[d] = min(1.0, max(0.0, room / memory.activations))
+        share = [min(most[row[s]] for row in form.placement) for s in range(form.stages)]
         costs = self.costs(c)
         again = tuple((1 - a) * t for a, t in zip(share, costs.recompute, strict=True))
-        again = tuple(r if r > 0 else 0.0 for r in again)
         bound = least_step_seconds(
             form, c.microbatches, replace(costs, recompute=again), self.around(c), frozenset(range(form.stages))
         )  # fmt: skip
         return bound * (1 - 1e-9), c._replace(recompute="stage-aware")
 
-    def _kept(self, layers: Sequence[int], microbatch: int) -> float:
-        """Bytes of a stage's activations of one micro-batch."""
-        own = [self.profile.layers[i] for i in layers]
-        return sum(x.kept_bytes * microbatch + x.kept_fixed_bytes for x in own) + own[-1].output_bytes * microbatch
+    def _largest(self, p: Prediction) -> list[float]:
+        """Per device, the most bytes of activations that a micro-batch has on a stage of it."""
+        most = [0.0] * p.candidate.stages
+        for s, layers in enumerate(p.cut):
+            own = [self.profile.layers[i] for i in layers]
+            each = sum(x.kept_bytes for x in own) + own[-1].output_bytes
+            kept = each * p.candidate.microbatch + sum(x.kept_fixed_bytes for x in own)
+            for row in p.form.placement:
+                most[row[s]] = max(most[row[s]], kept)
+        return most
 
     def schedule_of(self, p: Prediction) -> Schedule:
         """Compute tasks of one data-parallel copy."""
@@ -326,13 +327,9 @@ class Predictor:
 
     def room(self, p: Prediction) -> int:
         """Activations of a stage that every device could hold beside everything else it holds."""
-        most = []
-        for d, memory in enumerate(p.memory):
-            one = max(
-                self._kept(p.cut[s], p.candidate.microbatch)
-                for row in p.form.placement
-                for s, e in enumerate(row)
-                if e == d
-            )
-            most.append((p.capacity - memory.total + memory.activations) / (one * float(p.form.size)))
+        size = float(p.form.size)
+        most = [
+            (p.capacity - memory.total + memory.activations) / (one * size)
+            for memory, one in zip(p.memory, self._largest(p), strict=True)
+        ]
         return max(0, floor(min(most)))

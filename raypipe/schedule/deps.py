@@ -130,20 +130,24 @@ def link(schedule: Schedule) -> TaskGraph:
 
 
 def _link_bookkeeping(tasks: list[Task], bookkeeping: list[int], preds: list[list[int]]) -> None:
-    """AR of a stage waits for all its weight gradients on every holder; U for the AR, else for its own gradients."""
-    gradients: dict[int, list[int]] = {}
-    own: dict[tuple[int, int], list[int]] = {}
+    """AR of a stage waits for all its weight gradients on every holder; U for the AR, else for its own gradients.
+
+    The last one of each holder stands for all of them: a device runs its tasks in order.
+    """
+    last: dict[int, dict[int, int]] = {}
     reduced: dict[tuple[int, int], int] = {}
     for i, task in enumerate(tasks):
         if task.kind in ("W", "BW"):
-            gradients.setdefault(task.stage, []).append(i)
-            own.setdefault((task.stage, task.replica), []).append(i)
+            last.setdefault(task.stage, {})[task.replica] = i
         elif task.kind == "AR":
             reduced[(task.stage, task.replica)] = i
     for i in bookkeeping:
         task = tasks[i]
         key = (task.stage, task.replica)
         if task.kind == "AR":
-            preds[i] = gradients.get(task.stage, [])
+            preds[i] = list(last.get(task.stage, {}).values())
+        elif key in reduced:
+            preds[i] = [reduced[key]]
         else:
-            preds[i] = [reduced[key]] if key in reduced else own.get(key, [])
+            done = last.get(task.stage, {})
+            preds[i] = [done[task.replica]] if task.replica in done else []

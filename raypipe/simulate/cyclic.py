@@ -121,7 +121,7 @@ def _flushed(schedule: Schedule, costs: CostTable, graph: TaskGraph) -> CyclicGr
             if lane:
                 carried[lane[0]] = [(lane[-1], 0.0)]
     for group in collectives.values():  # all holders start together, so each waits for what any of them waits for
-        everything = sorted({p for i in group for p in local[i] if p not in group})
+        everything = sorted({p for i in group for p in local[i]}.difference(group))
         before = sorted({wait for i in group for wait in carried.get(i, [])})
         for i in group:
             local[i] = everything
