@@ -1,9 +1,10 @@
 """Memory of real CPU runs against its prediction: ``python -m tests.bench.memory``.
 
-Measured is the peak of each device's resident memory over a few training steps, pages of files left out, less what its
-process took once it had trained something tiny; predicted is ``cost.memory`` on a profile measured just before, its
-base left out likewise. So nothing of the 400 MB that such a process takes makes a poor prediction look good. Needs no
-quiet machine.
+Measured is the most that malloc has handed out on each device at any moment of a few training steps, less what its
+process had once it had trained something tiny; predicted is ``cost.memory`` on a profile measured just before, its base
+left out likewise. So nothing of the 400 MB that such a process takes makes a poor prediction look good. Shown beside:
+the resident set's peak, counted in the same way, which is larger by the pages that malloc keeps between what it has
+handed out. Needs no quiet machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from rich.console import Console
@@ -32,7 +33,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import build_schedule
 from raypipe.runtime.actor import Stage
-from raypipe.runtime.allocated import process_bytes
+from raypipe.runtime.allocated import PeakMeter, allocated_bytes, process_bytes
 from raypipe.runtime.cluster import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.launch import start_fleet
@@ -95,28 +96,38 @@ def status(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
+class Peak(NamedTuple):
+    """Bytes at the fullest moment of any step, less what the process took at its start."""
+
+    allocated: int
+    resident: int
+
+
 class PeakStage(Stage):
     """A stage actor that knows the most memory it ever had."""
 
     def __init__(self, rank: int, title: str) -> None:
         super().__init__(rank, title)
         process_bytes(self.device)  # for what it loads
-        self.base, self.peak = status("RssAnon"), 0
+        self.base = Peak(allocated_bytes(self.device), status("RssAnon"))
+        self.peak = Peak(0, 0)
 
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
-        """As ever; then look at the kernel's own record."""
-        result = super().run_step(step, part)
+        """As ever; then look at malloc's and the kernel's own records."""
+        with PeakMeter(self.device) as meter:
+            result = super().run_step(step, part)
         # Pages of files, the corpus and code, are the page cache's: they go when memory is needed.
-        self.peak = status("VmHWM") - status("RssFile") - status("RssShmem")
+        resident = status("VmHWM") - status("RssFile") - status("RssShmem")
+        self.peak = Peak(max(self.peak.allocated, meter.peak), resident)
         return result
 
-    def held(self) -> int:
-        """Bytes at the fullest moment of any step, less what the process took at its start."""
-        return self.peak - self.base
+    def held(self) -> Peak:
+        """Since the process was empty."""
+        return Peak(self.peak.allocated - self.base.allocated, self.peak.resident - self.base.resident)
 
 
-def measured(job: JobSpec, folder: Path) -> list[int]:
-    """Bytes of every device at its fullest moment."""
+def measured(job: JobSpec, folder: Path) -> list[Peak]:
+    """Of every device."""
     plan = make_plan(job)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         directory = Path(name)
@@ -167,14 +178,16 @@ def main() -> int:
         profile = measure_profile(cases[0].job(), sizes, 2, quick=True)
         for case in cases:
             progress.print(f"{case.schedule} {case.label}", style="dim")
-            want, have = predicted(case.job(), profile), measured(case.job(), Path(name))
+            want, peaks = predicted(case.job(), profile), measured(case.job(), Path(name))
+            have = [peak.allocated for peak in peaks]
             fullest = max(range(len(have)), key=lambda d: have[d])
             rows.append(
                 {"schedule": case.schedule, "configuration": case.label, "predicted_bytes": want,
-                 "measured_bytes": have, "difference": want[fullest] / have[fullest] - 1}
+                 "measured_bytes": have, "resident_bytes": [peak.resident for peak in peaks],
+                 "difference": want[fullest] / have[fullest] - 1}
             )  # fmt: skip
     table = Table(title="memory of the fullest device beside its empty process, MB", title_justify="left")
-    for heading in ("schedule", "configuration", "predicted", "measured", "all devices", "difference"):
+    for heading in ("schedule", "configuration", "predicted", "measured", "all devices", "difference", "resident"):
         table.add_column(heading, justify="left" if heading in ("schedule", "configuration") else "right")
     for row in rows:
         d = max(range(len(row["measured_bytes"])), key=lambda d: row["measured_bytes"][d])
@@ -184,6 +197,7 @@ def main() -> int:
         table.add_row(
             row["schedule"], row["configuration"], f"{row['predicted_bytes'][d] / 1e6:.0f}",
             f"{row['measured_bytes'][d] / 1e6:.0f}", every, f"{row['difference']:+.1%}",
+            f"{row['resident_bytes'][d] / 1e6:.0f}",
         )  # fmt: skip
     out.print(table)
     errors = [abs(row["difference"]) for row in rows]
