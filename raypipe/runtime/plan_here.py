@@ -30,12 +30,9 @@ def profile_here(
         RunError: a device died.
     """
     count = connect_all(dashboard_port)
-    given = job.parallel.given if job.parallel.auto else {}
-    most = int(given.get("microbatch", job.train.batch))
-    sizes = sorted({size for size in (*SIZES, most) if job.train.batch % size == 0 and size <= most})
-    if "microbatch" in given:
-        sizes = sizes[-1:]
-    return measure_profile(job, sizes or [1], devices or count, quick=True, data=data, say=say)
+    wish = job.parallel.given.get("microbatch") if job.parallel.auto else None
+    sizes = [wish] if wish is not None else [size for size in SIZES if job.train.batch % size == 0]
+    return measure_profile(job, sizes, devices or count, quick=True, data=data, say=say)
 
 
 def plan_here(
