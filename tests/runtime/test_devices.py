@@ -38,7 +38,7 @@ def test_more_than_the_cluster_has_is_refused_with_what_it_has() -> None:
     assert caught.value.where == "parallel"
     assert "asks for 9 devices" in caught.value.why
     assert "8 CPUs and no GPU" in caught.value.why
-    assert "<= 8" in caught.value.fix
+    assert "at most 8" in caught.value.fix
     with pytest.raises(SpecError, match="0 CPUs"):
         request_devices(1, {})
 
