@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import ray
 
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_file import load_profile
@@ -16,6 +19,8 @@ from raypipe.runtime.profiling import measure_profile
 PROFILE = "profile.json"
 SIZES = (1, 2, 4, 8, 16)
 """Micro-batch sizes that are measured, as far as they divide the mini-batch."""
+CORES = 8
+"""Cores of one host that are measured at most: every one takes a process of its own."""
 SEARCH_S = 1.0
 """Seconds for searching orders: the run searches again on the times that it measures."""
 
@@ -32,7 +37,17 @@ def profile_here(
     count = connect_all(dashboard_port)
     wish = job.parallel.given.get("microbatch") if job.parallel.auto else None
     sizes = [wish] if wish is not None else [size for size in SIZES if job.train.batch % size == 0]
-    return measure_profile(job, sizes, devices or count, quick=True, data=data, say=say)
+    wanted = devices or count
+    measured = min(wanted, _most_measured())
+    profile = measure_profile(job, sizes, measured, quick=True, data=data, say=say)
+    share = min(1.0, measured / min(wanted, count))  # of the host's memory, where only some of its cores measured
+    return profile.model_copy(update={"devices": wanted, "memory_bytes": profile.memory_bytes * share})
+
+
+def _most_measured() -> int:
+    """Devices that measure at the same time: a few cores of one host tell what all of them would."""
+    one_host = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+    return CORES if one_host and not ray.cluster_resources().get("GPU") else sys.maxsize
 
 
 def plan_here(
