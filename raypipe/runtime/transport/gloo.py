@@ -10,6 +10,7 @@ somebody waits for it: the edge's thread does, asleep outside Python, and gives 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -92,8 +93,9 @@ class GlooReceiver(FrameReceiver):
         return frame
 
     def _wait(self, work: dist.Work, deadline: float) -> None:
-        # Gloo takes whole milliseconds, and 0 means for ever.
-        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        # Gloo cuts to whole milliseconds, and 0 means for ever. Rounded up, because a wait that ended before the
+        # deadline would look like a lost connection.
+        left = timedelta(milliseconds=max(1, math.ceil(1000 * (deadline - time.monotonic()))))
         if not self._progress.push():
             work.wait(left)
             return
