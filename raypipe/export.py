@@ -1,5 +1,5 @@
 """A trained model as a directory that transformers loads: ``from_pretrained`` finds the weights of the newest
-checkpoint, the configuration, and the tokenizer that the run began with.
+checkpoint (with ``train.load_best_at_end``, the best), the configuration, and the tokenizer that the run began with.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from raypipe.checkpoint import Checkpoint, latest, open_checkpoint
+from raypipe.checkpoint import Checkpoint, open_checkpoint, outcome
 from raypipe.errors import SpecError
 from raypipe.job import HfSpec
 from raypipe.models.hugging_face import HuggingFace
@@ -38,7 +38,7 @@ def export(directory: Path, out: Path) -> Path:
         raise SpecError(
             str(directory), "is no Hugging Face model", "only model: {hf: ...} has a form transformers reads"
         )
-    found, notices = latest(directory / "checkpoints")
+    found, notices = outcome(directory / "checkpoints", job.train.load_best_at_end)
     if found is None:
         raise SpecError(str(directory), "; ".join(notices) or "has no checkpoint yet", "train it first")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -1,4 +1,4 @@
-"""Text from a trained model: the newest checkpoint of a run, in one process."""
+"""Text from a trained model: the newest checkpoint of a run, or its best one, in one process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from raypipe.checkpoint import latest, open_checkpoint
+from raypipe.checkpoint import open_checkpoint, outcome
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec, HfSpec, ImportSpec
@@ -15,13 +15,13 @@ from raypipe.train import saved_job
 
 
 def load_model(directory: Path) -> tuple[GptSpec | HfSpec | ImportSpec, StageBody]:
-    """The whole model of a run with the weights of its newest checkpoint, in evaluation mode.
+    """The whole model of a run with the weights of its newest or best checkpoint, in evaluation mode.
 
     Raises:
         SpecError: the directory holds no run, or the run has no checkpoint yet.
     """
     job = saved_job(directory)
-    found, notices = latest(directory / "checkpoints")
+    found, notices = outcome(directory / "checkpoints", job.train.load_best_at_end)
     if found is None:
         raise SpecError(str(directory), "; ".join(notices) or "has no checkpoint yet", "train it first")
     model = build_model(job, known_fields(directory / "data"))

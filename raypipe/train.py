@@ -233,6 +233,7 @@ def _unusable(directory: Path, error: OSError) -> SpecError:
 def _check_resume(job: JobSpec, directory: Path) -> None:
     """What resuming needs: a whole checkpoint, of the same model."""
     from raypipe.checkpoint import latest, open_checkpoint
+    from raypipe.runtime.early_stop import patience_of
 
     root = directory / "checkpoints"
     found, notices = latest(root)
@@ -249,6 +250,13 @@ def _check_resume(job: JobSpec, directory: Path) -> None:
     if saved.exists() and saved_job(directory).model != job.model:
         raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
     step = open_checkpoint(found, verify=False).step
+    if job.train.early_stop is not None:
+        patience = patience_of(directory, job.train.early_stop, step)
+        if patience.exhausted:
+            raise SpecError(
+                "train.early_stop", f"the run has stopped, after {step} steps: {patience}",
+                "it is finished; to train on, raise train.early_stop.patience or set train.early_stop to null",
+            )  # fmt: skip
     if step >= job.train.steps:
         raise SpecError(
             "train.steps", f"is {job.train.steps}, and the run has done {step}", "raise train.steps to train on"
@@ -304,4 +312,14 @@ def run(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None
         raise RunError("run", f"{type(failure[0]).__name__}: {failure[0]}", f"see {directory}")
     p = prepared.plan.parallel
     plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
-    return results[0], summarise(directory, plan)
+    return _outcome(results[0], prepared), summarise(directory, plan)
+
+
+def _outcome(result: Result, prepared: Prepared) -> Result:
+    """Ray Train's result, whose checkpoint is the last one it was told of; the best one where the job wants that."""
+    from ray.train import Checkpoint
+
+    from raypipe.checkpoint import best
+
+    held = best(prepared.directory / "checkpoints") if prepared.job.train.load_best_at_end else None
+    return result if held is None else replace(result, checkpoint=Checkpoint.from_directory(str(held.path)))

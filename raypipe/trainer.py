@@ -12,7 +12,7 @@ Datasets are written to the run directory as plain arrays: no code and no pickle
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -67,6 +67,7 @@ KNOWN = {
     "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "warmup_steps": 0, "warmup_ratio": 0.0,
     "lr_scheduler_type": "linear", "optim": "adamw_torch", "seed": 42, "bf16": False, "eval_strategy": "no",
     "eval_steps": None, "save_strategy": "steps", "save_steps": 500, "save_total_limit": None,
+    "load_best_model_at_end": False, "metric_for_best_model": None,
 }  # fmt: skip
 """The arguments that are read, with transformers' defaults; a dict may hold no others, an object may."""
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
@@ -81,6 +82,7 @@ class PipelineTrainer:
     ``KNOWN`` for those that are read. ``train_dataset``, ``eval_dataset``: ``torch.utils.data.Dataset``, Hugging Face
     dataset or list of dicts; every row has the same names and shapes. Without ``eval_dataset`` a tenth is held out.
     The mini-batch is per_device_train_batch_size * gradient_accumulation_steps * dp; the trainer picks micro-batches.
+    ``callbacks`` may hold a ``transformers.EarlyStoppingCallback``, and nothing else.
     ``job`` holds further keys of a job file, section by section: ``{"parallel": {"schedule": "zb-h1"}}``.
 
     Raises:
@@ -94,6 +96,7 @@ class PipelineTrainer:
         train_dataset: Rows | None = None,
         eval_dataset: Rows | None = None,
         *,
+        callbacks: Sequence[Any] = (),
         job: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         if train_dataset is None:
@@ -104,6 +107,7 @@ class PipelineTrainer:
             raise SpecError("args.output_dir", "is missing", "say where the run's files go")
         self.directory = Path(output).expanduser().absolute()
         self.degrees = _degrees
+        self._early_stop = _early_stop(callbacks)
         self._model, self._train, self._eval, self._more = model, train_dataset, eval_dataset, job or {}
 
     def train(self) -> Result:
@@ -134,6 +138,9 @@ class PipelineTrainer:
 
     def _job(self, data: dict[str, str]) -> JobSpec:
         a = self.arguments
+        metric = a["metric_for_best_model"] or "loss"
+        if (a["load_best_model_at_end"] or self._early_stop) and metric not in ("loss", "eval_loss"):
+            raise SpecError("args.metric_for_best_model", f"{metric} is not what models are judged by", "use eval_loss")
         samples = len(self._train)
         share = int(a["per_device_train_batch_size"]) * int(a["gradient_accumulation_steps"])
         batch = share * self.degrees.dp
@@ -151,6 +158,7 @@ class PipelineTrainer:
             "eval_every": int(a["eval_steps"] or a["save_steps"]) if _text(a["eval_strategy"]) == "steps" else 0,
             "checkpoint_every": int(a["save_steps"]) if _text(a["save_strategy"]) == "steps" else 0,
             "keep_checkpoints": int(a["save_total_limit"] or 2),
+            "load_best_at_end": bool(a["load_best_model_at_end"]), "early_stop": self._early_stop,
         }  # fmt: skip
         parallel = {
             "schedule": "1f1b", "stages": stages, "replicas": self.degrees.dp, "tensor": self.degrees.tp,
@@ -183,6 +191,22 @@ class PipelineTrainer:
             "model", f"a {type(model).__name__} can't be built again on every stage",
             'give {"import": "package.module:function"} for a function that builds it',
         )  # fmt: skip
+
+
+def _early_stop(callbacks: Sequence[Any]) -> dict[str, Any] | None:
+    """transformers' callback as a job file says it. There the loss is what stopping goes by as well."""
+    found: dict[str, Any] | None = None
+    for callback in callbacks:
+        if not hasattr(callback, "early_stopping_patience"):
+            raise SpecError(
+                "callbacks", f"a {type(callback).__name__} is not run here: the driver trains, in another process",
+                "leave it out; only an EarlyStoppingCallback is read",
+            )  # fmt: skip
+        found = {
+            "patience": int(callback.early_stopping_patience),
+            "min_delta": float(callback.early_stopping_threshold or 0.0),
+        }
+    return found
 
 
 def microbatch(share: int, stages: int) -> int:

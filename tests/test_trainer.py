@@ -83,6 +83,20 @@ def test_a_trainers_arguments_mean_the_same_here(tmp_path) -> None:
     assert (jobs[0].parallel.stages, jobs[0].parallel.microbatch) == (2, 2)
 
 
+def test_early_stopping_is_transformers(tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+    }
+    callback = transformers.EarlyStoppingCallback(3, 0.5)
+    train = trainer(tmp_path, args, callbacks=[callback])._job({"type": "arrays", "path": "x"}).train
+    assert (train.early_stop.patience, train.early_stop.min_delta, train.load_best_at_end) == (3, 0.5, True)
+    assert trainer(tmp_path)._job({"type": "arrays", "path": "x"}).train.early_stop is None
+
+
 def test_a_model_as_an_object_is_where_training_starts(tmp_path) -> None:
     transformers = pytest.importorskip("transformers")
     from raypipe.data import declared_fields
@@ -108,6 +122,11 @@ WRONG = {
     "rows that are tuples": ({"train_dataset": [(1, 2), (3, 4)]}, "give dicts"),
     "no dataset": ({"train_dataset": None}, "is missing"),
     "a module without a recipe": ({"model": torch.nn.Linear(1, 1)}, "import"),
+    "another callback": ({"callbacks": [object()]}, "only an EarlyStoppingCallback"),
+    "the best by another metric": (
+        {"args": {"metric_for_best_model": "accuracy", "load_best_model_at_end": True}},
+        "use eval_loss",
+    ),
     "no labels": ({"train_dataset": [{"input_ids": [1, 2]}] * 20}, "labels"),
 }
 
@@ -130,10 +149,19 @@ def test_a_run_returns_ray_trains_result(local_ray, tmp_path) -> None:
     pytest.importorskip("transformers")
     from ray.train import Result
 
-    args = {"max_steps": 12, "learning_rate": 0.02, "save_steps": 6}
+    from raypipe.checkpoint import open_checkpoint
+    from raypipe.observe.run_log import METRICS, read_rows
+
+    args = {
+        "max_steps": 12, "learning_rate": 0.02, "save_steps": 6, "eval_strategy": "steps", "eval_steps": 4,
+        "load_best_model_at_end": True,
+    }  # fmt: skip
     result = trainer(tmp_path, args, eval_dataset=Sums(6)).train()
     assert isinstance(result, Result)
     assert result.metrics["step"] == 12
     assert result.metrics["val_loss"] < 4.0  # a uniform guess is 4.56
     assert result.checkpoint is not None
     assert result.error is None
+    losses = [row["val_loss"] for row in read_rows(tmp_path / "run" / METRICS) if "val_loss" in row]
+    assert len(losses) == 3
+    assert open_checkpoint(result.checkpoint.path).meta["val_loss"] == min(losses)

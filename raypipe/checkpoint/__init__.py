@@ -5,16 +5,22 @@ the model, not after the plan that wrote them: ``param/<layer>.<path>`` and ``op
 manifest is written last, so a directory without one is a checkpoint that was never finished. Nothing is pickled.
 """
 
+from raypipe.checkpoint.best import LOSS, best, forget_best, keep_best, outcome
 from raypipe.checkpoint.read import Checkpoint, latest, open_checkpoint
 from raypipe.checkpoint.write import ShardInfo, commit, optim_key, param_key, step_directory, write_shard
 
 __all__ = [
+    "LOSS",
     "Checkpoint",
     "ShardInfo",
+    "best",
     "commit",
+    "forget_best",
+    "keep_best",
     "latest",
     "open_checkpoint",
     "optim_key",
+    "outcome",
     "param_key",
     "step_directory",
     "write_shard",

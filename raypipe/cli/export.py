@@ -12,7 +12,7 @@ def export(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run of `raypipe train` with model: {hf: ...}.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write; must not be there yet.")],
 ) -> None:
-    """Write the newest checkpoint's model for transformers' from_pretrained."""
+    """Write the newest (with train.load_best_at_end: the best) checkpoint's model for from_pretrained."""
     from raypipe.export import export as write
 
     print(write(run_dir, output))

@@ -15,7 +15,7 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest byte every time.")] = 0.6,
     seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
 ) -> None:
-    """Write text with the newest checkpoint of a run."""
+    """Write text with the newest (with train.load_best_at_end: the best) checkpoint of a run."""
     from raypipe.sample import sample_text
 
     print(sample_text(run_dir, prompt, length, temperature, seed))

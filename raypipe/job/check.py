@@ -80,6 +80,9 @@ def _captured(model: CapturedSpec, data: DataSpec) -> Iterator[Problem]:
 def _train(train: TrainSpec) -> Iterator[Problem]:
     if train.min_lr > train.lr:
         yield Problem("train.min_lr", f"{train.min_lr} is above lr = {train.lr}", "lower min_lr or raise lr")
+    if train.keeps_best and not train.eval_every:
+        key = "early_stop" if train.early_stop is not None else "load_best_at_end"
+        yield Problem(f"train.{key}", "nothing to go by: nothing is validated before the end", "set train.eval_every")
 
 
 def _available(parallel: ParallelSpec) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from raypipe.job.base import Count, Positive, Share, Spec
 from raypipe.job.model_spec import ModelSpec
 from raypipe.schedule.shape import Shape
 
-__all__ = ["Count", "DataSpec", "JobSpec", "ParallelSpec", "Positive", "Share", "Spec", "TrainSpec"]
+__all__ = ["Count", "DataSpec", "EarlyStopSpec", "JobSpec", "ParallelSpec", "Positive", "Share", "Spec", "TrainSpec"]
 
 
 class DataSpec(Spec):
@@ -32,6 +32,15 @@ class DataSpec(Spec):
     """A second file of arrays to validate on; without it, a tenth of the samples is held out."""
     mask: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the bytes that a masked language model is to guess."""
+
+
+class EarlyStopSpec(Spec):
+    """When to give up: validation no longer improves."""
+
+    patience: Positive
+    """Validations in a row without an improvement after which the run stops."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """How much lower than the lowest before a validation loss must be to count as an improvement."""
 
 
 class TrainSpec(Spec):
@@ -71,6 +80,10 @@ class TrainSpec(Spec):
     """Steps between validations; 0 for none but the one at the end."""
     eval_batches: Positive = 8
     """Mini-batches of held-out data per validation."""
+    early_stop: EarlyStopSpec | None = None
+    """Stop before ``steps`` once validation no longer improves; null to go on to the end."""
+    load_best_at_end: bool = False
+    """Take the checkpoint with the lowest validation loss as the outcome, instead of the last one."""
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 for none but the one at the end."""
     keep_checkpoints: Positive = 2
@@ -79,6 +92,11 @@ class TrainSpec(Spec):
     """Restarts from the last checkpoint before the run gives up."""
     message_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Seconds a device waits for a message before it fails with its name."""
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint with the lowest validation loss is kept beside the newest."""
+        return self.early_stop is not None or self.load_best_at_end
 
 
 Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]

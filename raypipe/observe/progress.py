@@ -78,6 +78,8 @@ class ProgressView:
         elif kind == "drifted":
             change = f"from {row['was_s']:.4f} to {row['now_s']:.4f} s"
             self._say(f"step {row['step']:>5}  steps went {change}: measuring again")
+        elif kind == "early_stop":
+            self._say(f"step {row['step']:>5}  stopped early: {row['message']}")
         elif kind == "failed":
             self._say(f"failed: {row['message']}")
         elif kind == "restarted":

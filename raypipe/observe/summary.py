@@ -31,6 +31,8 @@ def summarise(directory: Path, plan: dict[str, Any]) -> dict[str, Any]:
         "steps": steps[-1]["step"] if steps else 0,
         "loss": steps[-1]["loss"] if steps else None,
         "val_loss": validations[-1] if validations else None,
+        "best": _best(rows, events),
+        "stopped_early": next((e["message"] for e in this_run if e["event"] == "early_stop"), None),
         "losses": [r["loss"] for r in steps],
         "step_s_median": step_s,
         "tokens_per_s": median(r["tokens_per_s"] for r in timed) if timed else None,
@@ -44,6 +46,13 @@ def summarise(directory: Path, plan: dict[str, Any]) -> dict[str, Any]:
         "recoveries": sum(e["event"] == "restarted" for e in this_run),
         "run_dir": str(directory),
     }
+
+
+def _best(rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Step and validation loss of the best checkpoint, where one is kept."""
+    losses = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
+    steps = [e["step"] for e in events if e["event"] == "checkpoint" and e.get("best") and e["step"] in losses]
+    return {"step": steps[-1], "val_loss": losses[steps[-1]]} if steps else None
 
 
 def _planned(events: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -67,6 +76,12 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     ]
     if result["val_loss"] is not None:
         lines.append(f"validation loss  {result['val_loss']:.4f} nats per token")
+    if result["best"] is not None:
+        lines.append(
+            f"best checkpoint  step {result['best']['step']}, validation loss {result['best']['val_loss']:.4f}"
+        )
+    if result["stopped_early"] is not None:
+        lines.append(f"stopped early    {result['stopped_early']}")
     lines.append(f"tokens per s     {result['tokens_per_s']:,.0f}")
     if result["planned"] is not None:
         lines.append(_choice(result["planned"], result["measured_step_s"]))

@@ -10,13 +10,13 @@ import math
 import shutil
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from raypipe.checkpoint import commit, step_directory
+from raypipe.checkpoint import LOSS, best, commit, forget_best, keep_best, step_directory
 from raypipe.data import known_fields
 from raypipe.errors import DivergenceError
 from raypipe.job.recompute import layers_again
@@ -25,6 +25,7 @@ from raypipe.models import LayeredModel, build_model
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import Plan, build_schedule, forward_only
 from raypipe.runtime.better_plan import Running, runs_ahead
+from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.gradients import TiedHolders, shared_groups
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring, rendezvous_of
@@ -58,6 +59,10 @@ class _Ticket:
     refs: list[Any]
     clock: StepClock
     part: Part = WHOLE
+    meta: dict[str, Any] = field(default_factory=dict)
+    """What a checkpoint says of itself."""
+    best: bool = False
+    """The checkpoint is the best so far."""
 
 
 class Driver:
@@ -77,13 +82,17 @@ class Driver:
             present = Running(plan, self.schedule, self.ahead)
             self.replanner = Replanner(present, job.train.batch, self._clips)
         self._settled = False
+        self.patience: Patience | None = None
+        self._best_loss = math.inf
+        """Validation loss of the best checkpoint."""
         self.last_metrics: dict[str, Any] = {}
         self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0}
         self.resumed_from: int | None = None
         self.memory_bytes: list[int] = []
 
     def run(self, fleet: Fleet, checkpoint: Path | None, done: int) -> None:
-        """Train to the job's last step on ``fleet``, from ``checkpoint``, which has ``done`` steps behind it.
+        """Train on ``fleet``, from ``checkpoint``, which has ``done`` steps behind it, to the job's last step or to
+        where it stops early.
 
         Raises:
             ray.exceptions.RayActorError: a stage actor died.
@@ -93,10 +102,24 @@ class Driver:
         self.resumed_from = done if checkpoint is not None else None
         if self.raiser is not None:
             self.raiser.safe.save(self.directory / "plan.json")
+        self._look_back(done)
         self._setup(fleet, checkpoint)
-        self._loop(fleet, done)
-        self._tell(self.clock.predict(at_end=True), self.job.train.steps)
+        last = self._loop(fleet, done)
+        self._tell(self.clock.predict(at_end=True), last)
         self.memory_bytes = ray.get(fleet.call("memory_bytes"))
+
+    def _look_back(self, done: int) -> None:
+        """What an earlier attempt has found out about validation."""
+        train = self.job.train
+        if train.early_stop is not None:
+            self.patience = patience_of(self.directory, train.early_stop, done)
+        if train.keeps_best:
+            root = self.directory / "checkpoints"
+            held = best(root)
+            if held is not None and held.step > done:  # of steps that will be run again, perhaps by another job
+                forget_best(root)
+            elif held is not None:
+                self._best_loss = held.meta[LOSS]
 
     def _setup(self, fleet: Fleet, checkpoint: Path | None) -> None:
         schedule, tensor = self.schedule, self.plan.parallel.tensor
@@ -157,11 +180,14 @@ class Driver:
         """Every device's programs: of training steps, by how they begin and end, and of validation."""
         return step_programs(self.schedule, self.ahead), programs(forward_only(self.schedule))
 
-    def _loop(self, fleet: Fleet, done: int) -> None:
+    def _loop(self, fleet: Fleet, done: int) -> int:
+        """Returns the number of steps done."""
         train = self.job.train
         pending: deque[_Ticket] = deque()
-        fills = True
+        fills, through = True, done
         for step in range(done, train.steps):
+            if self.patience is not None and self.patience.exhausted:
+                break
             last = step + 1 == train.steps
             evaluates = last or bool(train.eval_every and (step + 1) % train.eval_every == 0)
             saves = last or bool(train.checkpoint_every and (step + 1) % train.checkpoint_every == 0)
@@ -178,11 +204,28 @@ class Driver:
             if evaluates:
                 refs = [ref for batch in range(train.eval_batches) for ref in fleet.call("evaluate", batch)]
                 pending.append(_Ticket("eval", step + 1, refs, self.clock))
+            save = _Ticket("save", step + 1, [], self.clock)
+            if evaluates and train.keeps_best:
+                # What comes next depends on it, so nothing is queued behind it: the parameters stay those that were
+                # validated. It costs the devices one wait for the driver a validation.
+                self._collect_all(pending)
+                loss = self.last_metrics["val_loss"]
+                save.meta, save.best = {LOSS: loss}, loss < self._best_loss
+                if save.best:
+                    self._best_loss = loss
+                saves = saves or save.best or (self.patience is not None and self.patience.exhausted)
             if saves:
-                refs = fleet.call("save", self._checkpoint_path(step + 1))
-                pending.append(_Ticket("save", step + 1, refs, self.clock))
+                save.refs = fleet.call("save", self._checkpoint_path(step + 1))
+                pending.append(save)
             while sum(t.kind == "step" for t in pending) > AHEAD:
                 self._collect(pending.popleft())
+            through = step + 1
+        self._collect_all(pending)
+        if self.patience is not None and through < train.steps:
+            self.log.event("early_stop", step=through, message=str(self.patience))
+        return through
+
+    def _collect_all(self, pending: deque[_Ticket]) -> None:
         while pending:
             self._collect(pending.popleft())
 
@@ -202,11 +245,16 @@ class Driver:
             loss = math.fsum(r.loss_sum for r in results) / self.job.train.eval_batches
             self.last_metrics["val_loss"] = loss
             self.log.metric({"step": ticket.step, "val_loss": loss})
+            if self.patience is not None:
+                self.patience.saw(ticket.step, loss)
         else:
             ticket.clock.pause()
             path = step_directory(self.directory / "checkpoints", ticket.step)
-            commit(path, ticket.step, [shard for shard in results if shard is not None], {"job": self.job.name})
-            self.log.event("checkpoint", step=ticket.step, path=str(path))
+            shards = [shard for shard in results if shard is not None]
+            commit(path, ticket.step, shards, {"job": self.job.name, **ticket.meta})
+            if ticket.best:
+                keep_best(path.parent, path)
+            self.log.event("checkpoint", step=ticket.step, path=str(path), best=ticket.best)
             self.saved(ticket.step, path, {"step": ticket.step, **self.last_metrics})
 
     def _swap(self, fleet: Fleet, target: Running) -> None:
