@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from raypipe.checkpoint import Checkpoint, open_checkpoint, outcome
+from raypipe.checkpoint import Checkpoint, buffer_key, open_checkpoint, outcome
 from raypipe.errors import SpecError
 from raypipe.job import HfSpec
 from raypipe.models.hugging_face import HuggingFace
@@ -62,7 +62,7 @@ def export(directory: Path, out: Path) -> Path:
 
 
 def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace) -> None:
-    """Give the parameters the checkpoint's values, and the buffers those that the run began with."""
+    """Give the parameters the checkpoint's values, and the buffers too, or those that the run began with."""
     for name, parameter in list(module.named_parameters()):  # tied ones by their first name, as checkpoints do
         value = checkpoint.read([f"param/{name}"])[f"param/{name}"].to(torch.float32)
         _replace_everywhere(module, parameter, nn.Parameter(value))
@@ -71,6 +71,9 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace) -> Non
     if not isinstance(values, Constructed):
         for name, value in values.read((), buffers, 0).items():
             buffers[name].copy_(value)
+    learned = {name: buffer_key(name) for name in buffers if buffer_key(name) in checkpoint.files}
+    for name, key in learned.items():
+        buffers[name].copy_(checkpoint.read([key])[key])
 
 
 def _replace_everywhere(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

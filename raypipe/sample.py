@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from raypipe.checkpoint import open_checkpoint, outcome
+from raypipe.checkpoint import buffer_key, open_checkpoint, outcome
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec, HfSpec, ImportSpec
@@ -31,6 +31,9 @@ def load_model(directory: Path) -> tuple[GptSpec | HfSpec | ImportSpec, StageBod
         for name, parameter in body.named().items():
             key = f"param/{name}"
             parameter.copy_(checkpoint.read([key])[key])
+        for one in body.statistics:
+            for name, buffer in one.buffers_by_name.items():
+                buffer.copy_(checkpoint.read([buffer_key(name)])[buffer_key(name)])
     return job.model, body.eval()
 
 

@@ -1,19 +1,21 @@
 """Checkpoints that any plan can read: shards written by stages, made whole by a manifest.
 
 A checkpoint is a directory ``step-00000050`` of safetensors files and one ``manifest.json``. Tensors are named after
-the model, not after the plan that wrote them: ``param/<layer>.<path>`` and ``optim/<layer>.<path>/<state>``. The
-manifest is written last, so a directory without one is a checkpoint that was never finished. Nothing is pickled.
+the model, not after the plan that wrote them: ``param/<layer>.<path>``, ``optim/<layer>.<path>/<state>``, and
+``buffer/<path>`` for running statistics. The manifest is written last, so a directory without one is a checkpoint that
+was never finished. Nothing is pickled.
 """
 
 from raypipe.checkpoint.best import LOSS, best, forget_best, keep_best, outcome
 from raypipe.checkpoint.read import Checkpoint, latest, open_checkpoint
-from raypipe.checkpoint.write import ShardInfo, commit, optim_key, param_key, step_directory, write_shard
+from raypipe.checkpoint.write import ShardInfo, buffer_key, commit, optim_key, param_key, step_directory, write_shard
 
 __all__ = [
     "LOSS",
     "Checkpoint",
     "ShardInfo",
     "best",
+    "buffer_key",
     "commit",
     "forget_best",
     "keep_best",

@@ -45,6 +45,11 @@ def optim_key(layer: int, path: str, state: str) -> str:
     return f"optim/{layer}.{path}/{state}"
 
 
+def buffer_key(name: str) -> str:
+    """Key of a buffer that training changes, such as a batch norm's running mean."""
+    return f"buffer/{name}"
+
+
 def write_shard(directory: Path, name: str, tensors: Mapping[str, Tensor]) -> ShardInfo:
     """Write one stage's tensors as ``<name>.safetensors``, synced to the disk; bit for bit, any dtype and device.
 

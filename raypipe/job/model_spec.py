@@ -44,8 +44,8 @@ class CapturedSpec(Spec):
     task: TaskName | None = None
     """What it is trained for; by default what its architecture, or else the data's labels, suggest."""
     batch_norm: Literal["frozen"] | None = None
-    """``frozen`` normalises with the running statistics the model starts with, and leaves them as they are. Statistics
-    of each micro-batch would make the result depend on the plan: without this key, such a model is refused."""
+    """``frozen`` normalises with the running statistics the model starts with, and leaves them as they are. By default
+    batch norm learns as in PyTorch with gradient accumulation: each micro-batch is normalised by its own statistics."""
 
 
 class HfSpec(CapturedSpec):

@@ -10,9 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from raypipe.errors import CaptureError
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
+from raypipe.models.running_statistics import (
+    RunningStatistics,
+    check_buffers,
+    learn_statistics,
+    uses_batch_statistics,
+)
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import Field, Inputs, Task
 from raypipe.partition.capture import Captured
@@ -42,7 +47,8 @@ class CapturedModel(LayeredModel):
     its owner's.
 
     Raises:
-        CaptureError: the model writes buffers, or draws random numbers in a way that no key can decide.
+        CaptureError: the model writes buffers other than batch norm's, or draws random numbers in a way that no key
+            can decide.
     """
 
     def __init__(
@@ -55,7 +61,10 @@ class CapturedModel(LayeredModel):
         self.fields = {name: fields[name] for name in graph.inputs}
         self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
         self.edges = (*sharding.starts, sharding.end)
-        _refuse_writes(self)
+        check_buffers(graph, captured.calls)
+        self.batch_statistics = any(
+            uses_batch_statistics(o, call.args) for o, call in zip(graph.operations, captured.calls, strict=True)
+        )
         one = self.sizes(1)
         whole = random_shapes(share.whole, self.sizes(2, share.whole)) if share is not None else None
         self.sites = find_sites(graph, self.sizes(2), self.sizes(4), whole)
@@ -95,10 +104,12 @@ class CapturedModel(LayeredModel):
         """The operations of these sub-graphs as one module."""
         part = build_subgraph(self.captured, self._span(layers), device, self.build)
         key_random_operations(part.module, self.sites)
+        statistics = learn_statistics(part.module, self.captured.values)
         stage = CapturedStage(
             part.module,
             tuple(self.fields[name][0] for name in part.inputs),
             tuple(getattr(torch, _type(operation).dtype) for operation in part.leaves),
+            statistics,
         )
         stage.fill(self.values, seed, device, self._cut)
         return stage
@@ -120,10 +131,14 @@ class CapturedModel(LayeredModel):
 class CapturedStage(StageBody):
     """Some consecutive sub-graphs."""
 
-    def __init__(self, graph: fx.GraphModule, reads: tuple[str, ...], leaves: tuple[torch.dtype, ...]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, reads: tuple[str, ...], leaves: tuple[torch.dtype, ...],
+        statistics: tuple[RunningStatistics, ...] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
         self.graph = graph
         self.arguments, self.leaves = reads, leaves
+        self._statistics = statistics
 
     def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
         """What leaves has the dtype it was captured with, also under autocast: so a message has one form."""
@@ -134,11 +149,18 @@ class CapturedStage(StageBody):
         """By the module's own names."""
         return dict(self.graph.named_parameters())
 
+    @property
+    def statistics(self) -> tuple[RunningStatistics, ...]:
+        """Those of its batch norms."""
+        return self._statistics
+
     def fill(
         self, values: StartValues, seed: int, device: torch.device | str, cut: Callable[[str, Tensor], Tensor]
     ) -> None:
         """Give the parameters memory and their start values, of which ``cut`` takes this process's share."""
         parameters, buffers = self.named(), dict(self.graph.named_buffers())
+        for one in self.statistics:
+            buffers |= one.buffers_by_name
         start = values.read(parameters, buffers, seed)
         for name, parameter in parameters.items():
             parent, _, leaf = name.rpartition(".")
@@ -153,14 +175,3 @@ class CapturedStage(StageBody):
 def _type(operation: Operation) -> TensorType:
     assert operation.type is not None, f"{operation.name} is no tensor and cannot cross a cut"
     return operation.type
-
-
-def _refuse_writes(model: CapturedModel) -> None:
-    for operation in model.graph.operations:
-        if operation.mutates:
-            raise CaptureError(
-                f"{operation.module or operation.name}{operation.source and ', ' + operation.source}",
-                f"{operation.target} writes {', '.join(operation.mutates)} in every forward, so results would depend "
-                "on how a mini-batch is cut",
-                "set model.batch_norm: frozen, or use a norm without running statistics (GroupNorm, LayerNorm)",
-            )

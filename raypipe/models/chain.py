@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.models.layered import LayeredModel, StageBody
+from raypipe.models.running_statistics import RunningStatistics
 from raypipe.models.task import Inputs
 
 
@@ -26,6 +27,7 @@ class Chain(StageBody):
             for other in here[1:]:
                 if other is not here[0]:
                     _replace(self, other, here[0])
+        self._statistics = tuple(one for body in bodies for one in body.statistics)
         self._named: dict[str, nn.Parameter] = {}
         known: set[int] = set()
         for body in bodies:
@@ -45,6 +47,11 @@ class Chain(StageBody):
     def named(self) -> dict[str, nn.Parameter]:
         """As of one body: a tied parameter under its owner's name."""
         return dict(self._named)
+
+    @property
+    def statistics(self) -> tuple[RunningStatistics, ...]:
+        """Of all parts."""
+        return self._statistics
 
 
 def _replace(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

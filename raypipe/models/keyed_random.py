@@ -47,9 +47,12 @@ def fold64(*parts: int) -> int:
 
 
 class RandomKeys:
-    """The keys of one forward: one per sample, from (seed, step, sample), and one from (seed, step)."""
+    """The keys of one forward: one per sample, from (seed, step, sample), and one from (seed, step).
 
-    __slots__ = ("samples", "shared", "training")
+    ``step`` is the step they are of, ``first`` the number of the first sample within it; -1 where there is none.
+    """
+
+    __slots__ = ("first", "samples", "shared", "step", "training")
 
     def __init__(self, seed: int, step: int, samples: Sequence[int] | Tensor, training: bool) -> None:
         numbers = samples.tolist() if isinstance(samples, Tensor) else samples
@@ -57,6 +60,7 @@ class RandomKeys:
         self.samples = [fold64(base, sample) for sample in numbers] if training else []
         self.shared = fold64(base, -1) if training else 0
         self.training = training
+        self.step, self.first = step, int(numbers[0]) if len(numbers) else -1
 
 
 # A plain global, not a thread's own: autograd may recompute a forward in one of its threads. A process runs one

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from raypipe.models.running_statistics import RunningStatistics
 from raypipe.models.task import Inputs, Task
 from raypipe.partition.tensor import Division, Shard
 
@@ -53,6 +54,11 @@ class StageBody(nn.Module, ABC):
     def named(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by a name that no plan changes; one tied inside the stage by its owner's."""
 
+    @property
+    def statistics(self) -> tuple[RunningStatistics, ...]:
+        """What learns without gradients."""
+        return ()
+
 
 class LayeredModel(ABC):
     """A model before it is cut, in the precision that it runs in. Making one allocates no parameters."""
@@ -67,6 +73,8 @@ class LayeredModel(ABC):
     """The share that this process holds of every divided parameter; None where it holds all of each."""
     shards: Mapping[str, Shard] = MappingProxyType({})
     """How each divided parameter is cut, by name."""
+    batch_statistics: bool = False
+    """In training, the output for a sample depends on the other samples of its micro-batch (batch norm)."""
 
     @property
     def count(self) -> int:

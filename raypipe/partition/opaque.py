@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from raypipe.errors import CaptureError
+from raypipe.partition.calls import Call
 
 TARGET = "raypipe.module.default"
 PLAIN = (bool, int, float, str, type(None))
@@ -88,7 +90,8 @@ def _traced(path: str, part: nn.Module, shadow: nn.Module) -> Any:
             raise CaptureError(f"module {path}", f"cannot be captured, and is called with {what}", "pass it tensors")
         results, returned = _trial(path, shadow, leaves, structure, tensors)
         _results[path] = results
-        call = {"args": _written(args, tensors), "kwargs": _written(kwargs, tensors), "draws": _draws(part)}
+        call = {"args": _written(args, tensors), "kwargs": _written(kwargs, tensors), "draws": _draws(part),
+                "learns": _learns(part)}  # fmt: skip
         found = torch.ops.raypipe.module(path, json.dumps(call), tensors, list(part.parameters()))
         return pytree.tree_unflatten(list(found), returned)
 
@@ -100,6 +103,18 @@ def _draws(part: nn.Module) -> bool:
     return any(
         isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0 and inner.training for inner in part.modules()
     )
+
+
+def _learns(part: nn.Module) -> bool:
+    """Whether the module has a batch norm that moves its running statistics."""
+    return any(
+        isinstance(inner, _BatchNorm) and inner.training and inner.track_running_stats for inner in part.modules()
+    )
+
+
+def learns(call: Call) -> bool:
+    """Whether an opaque module that is called so moves running statistics."""
+    return bool(json.loads(call.args[1])["learns"])
 
 
 def _trial(

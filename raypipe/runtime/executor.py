@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypipe.data.corpus import Split
 from raypipe.models import Inputs, Task, random_keys
+from raypipe.models.running_statistics import move_all, part_of_step
 from raypipe.partition.tensor import ProcessGroup, current_group
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes
 from raypipe.runtime.alternate import Alternation
@@ -106,7 +107,7 @@ class Executor(ProgramRunner):
         elif kind == "AR":
             key = (task.stage, task.replica)
             self._collect(key)
-            self.sync.launch(key)
+            self.sync.launch(key, self._seen(key))
         elif kind == "U":
             self._update((task.stage, task.replica))
 
@@ -330,6 +331,27 @@ class Executor(ProgramRunner):
             self._collect(key)
             self._squares.append(float(self.sync.norm_squared()))
         self.updates.make(key, self.lr)
+        self._move_statistics(key)
+
+    def _seen(self, key: StageKey) -> Tensor | None:
+        """This replica's part of what the step's micro-batches have seen (``running_statistics``)."""
+        statistics = self.modules[key].statistics
+        return part_of_step(statistics, self.step, self.settings.microbatches) if statistics else None
+
+    def _move_statistics(self, key: StageKey) -> None:
+        """The forwards of the step are certain and complete, in all replicas."""
+        statistics = self.modules[key].statistics
+        if not statistics:
+            return
+        if self._stashes:
+            for one in statistics:
+                one.move_on()
+            return
+        total = self.sync.totals.pop(key, None)
+        if total is None:
+            total = self._seen(key)
+        assert total is not None
+        move_all(statistics, total, self.step, self.settings.microbatches)
 
     def uncertain(self) -> bool:
         """See ProgramRunner.uncertain."""

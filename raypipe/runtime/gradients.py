@@ -65,6 +65,8 @@ class GradientSync:
         self.all_reduces = 0.0
         """Gradient all-reduces since the last reset; each of a group's members counts its share of one."""
         self._pending: dict[StageKey, tuple[dist.Work, Tensor]] = {}
+        self.totals: dict[StageKey, Tensor] = {}
+        """What ``launch`` was given beside the gradients, summed; whoever takes it takes it out."""
         self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
         spread: set[str] = set()
         for tie in tied:
@@ -92,13 +94,17 @@ class GradientSync:
         first = min((held[stage], r) for r, held in enumerate(placement))
         return first == (device, replica)
 
-    def launch(self, key: StageKey) -> None:
-        """Start summing a stage replica's gradients over its holders; ``finish`` waits for it."""
+    def launch(self, key: StageKey, beside: Tensor | None = None) -> None:
+        """Start summing a stage replica's gradients over its holders; ``finish`` waits for it.
+
+        ``beside``: one-dimensional, summed in the same message; see ``totals``.
+        """
         group = self.groups.get(f"stage {key[0]}")
         parameters = self._own[key]
-        if group is None or not parameters:
+        if group is None or not (parameters or beside is not None):
             return
-        flat = torch.cat([_gradient(p).reshape(-1) for p in parameters])
+        parts = [_gradient(p).reshape(-1) for p in parameters]
+        flat = torch.cat(parts if beside is None else [*parts, beside.to(parts[0].dtype) if parts else beside])
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
         self._pending[key] = (work, flat)
@@ -120,6 +126,8 @@ class GradientSync:
             for p in self._own[key]:
                 p.grad = flat[offset : offset + p.numel()].view_as(p)
                 offset += p.numel()
+            if offset < flat.numel():
+                self.totals[key] = flat[offset:]
         self._pending.clear()
         for tie, copies in self._ties:
             total = _gradient(copies[0])

@@ -80,6 +80,8 @@ def measure_profile(
     if devices is not None and devices < 1:
         raise SpecError("devices", f"{devices} devices measure nothing", "give 1 or more, or leave it out for all")
     model = build_model(job, declared_fields(job.data))
+    if model.batch_statistics and sizes[0] == 1 and len(sizes) > 1:
+        sizes = sizes[1:]  # a batch norm may find one value per channel in a single sample, which has no variance
     count = devices if devices is not None else connect_all()
     request = connect(count)
     with _folder(job, model, data) as folder:

@@ -91,8 +91,11 @@ class StageModule(nn.Module):
         self.gives_gradient = tuple(t.differentiable for t in leaving) or (True,)
         """Per output, whether a gradient comes for it; the last stage's output is the loss."""
         borders = [layers[0] - 1] * bool(layers[0]) + [layers[-1]] * (not last)
-        self.stacks = all(can_stack(model.crossing(i, 1), model.crossing(i, 2)) for i in borders)
-        """Several micro-batches can run as one."""
+        stacks = all(can_stack(model.crossing(i, 1), model.crossing(i, 2)) for i in borders)
+        self.stacks = stacks and not model.batch_statistics
+        """Several micro-batches can run as one, or one as two halves."""
+        self.statistics = self.body.statistics
+        """What learns without gradients."""
         self.queue = WeightQueue()
         self.joint_names: list[str] = []
         """Parameters whose gradients B computes after all; vectors left out: their gradients cost next to nothing."""

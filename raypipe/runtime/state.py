@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raypipe.checkpoint import Checkpoint
+from raypipe.checkpoint import Checkpoint, buffer_key
 from raypipe.errors import CheckpointError
 from raypipe.partition.tensor import Shard, TensorGroup
 from raypipe.runtime.gradients import StageKey, TiedHolders
@@ -65,7 +65,10 @@ def joined(pieces: Sequence[Piece], group: TensorGroup) -> dict[str, Tensor]:
 
 
 def state_pieces(module: StageModule, optimizer: torch.optim.Optimizer, tied: tuple[TiedHolders, ...]) -> list[Piece]:
-    """``param/<name>`` and ``optim/<name>/<key>`` of one stage; a tied parameter under its group's name only."""
+    """``param/<name>``, ``optim/<name>/<key>`` and ``buffer/<name>`` (running statistics) of one stage.
+
+    A tied parameter under its group's name only.
+    """
     found: list[Piece] = []
     for name, parameter in module.named.items():
         if not _saves(module, name, tied):
@@ -75,6 +78,8 @@ def state_pieces(module: StageModule, optimizer: torch.optim.Optimizer, tied: tu
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, Tensor):
                 found.append(Piece(f"optim/{name}/{key}", value, shard if value.shape == parameter.shape else None))
+    for one in module.statistics:
+        found += [Piece(buffer_key(name), value, None) for name, value in one.buffers_by_name.items()]
     return found
 
 
@@ -97,7 +102,8 @@ def read_state(
         prefix = f"optim/{base}/"
         states = sorted(k for k in keys if k.startswith(prefix) and not k.endswith(f"/{PREVIOUS}"))
         wanted[name] = [f"param/{base}", *states]
-    tensors = checkpoint.read({k for ks in wanted.values() for k in ks})
+    buffers = {buffer_key(name): held for one in module.statistics for name, held in one.buffers_by_name.items()}
+    tensors = checkpoint.read({k for ks in wanted.values() for k in ks} | set(buffers))
     for name, parameter in module.named.items():
         param_key, *optim_keys = wanted[name]
         saved, shard = tensors[param_key], module.shards.get(name)
@@ -116,6 +122,8 @@ def read_state(
                 key: _own(value, shard if tuple(value.shape) == whole else None, member).clone().to(parameter.device)
                 for key, value in values.items()
             }
+    for key, held in buffers.items():
+        held.copy_(tensors[key])
 
 
 def _own(whole: Tensor, shard: Shard | None, member: int) -> Tensor:

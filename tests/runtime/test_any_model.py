@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.errors import CaptureError, SpecError
+from raypipe.errors import SpecError
 from raypipe.job import JobSpec
 from raypipe.job.load import job_from
 from raypipe.models import LayeredModel, build_model
@@ -208,13 +208,6 @@ def test_what_cannot_be_built_is_one_error(case: str) -> None:
         build_model(job, None)
     assert caught.value.where == where
     assert caught.value.fix
-
-
-def test_learned_batch_statistics_are_refused_with_what_to_do() -> None:
-    rows = CASES["frozen batch norm"][1]
-    model = {"import": f"{HERE}:GroupNormNet", "args": {"batch_norm": True}}
-    with pytest.raises(CaptureError, match=r"model\.batch_norm: frozen"):
-        build_model(job_of(model), fields_of(rows))
 
 
 def test_a_missing_array_is_named() -> None:

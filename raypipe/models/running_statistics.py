@@ -1,0 +1,212 @@
+"""Batch norm that learns: running statistics that do not depend on the plan.
+
+A training forward normalises with the statistics of its micro-batch, whatever the running ones are. So what each
+micro-batch has seen can be noted, and the running statistics be moved once per step, as one process would have moved
+them that ran all micro-batches of the mini-batch in ascending order (gradient accumulation in plain PyTorch):
+
+    running <- (1 - m)^N running + sum over k = 0..N-1 of m (1 - m)^(N-1-k) seen_k
+
+``m`` is the momentum, ``N`` the number of micro-batches. The sum divides over the replicas of a stage, which add their
+parts up beside their gradients; all of them then hold the same statistics. A forward that runs again (recomputation, an
+update that had to be undone) notes the same micro-batch again, which changes nothing.
+
+Source: Ioffe and Szegedy 2015, section 3.1, with ``torch.nn.BatchNorm``'s conventions (unbiased variance).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from raypipe.errors import CaptureError, RunError
+from raypipe.models.keyed_random import current_keys, in_training
+from raypipe.partition.calls import Call
+from raypipe.partition.opaque import TARGET as OPAQUE
+from raypipe.partition.opaque import learns
+from raypipe.partition.operations import Operation, OperationGraph
+
+BATCH_NORM = "aten.batch_norm.default"
+COUNTER = "num_batches_tracked"
+BUFFERS = ("running_mean", "running_var")
+
+
+class _Seen(NamedTuple):
+    """The statistics of one micro-batch."""
+
+    number: int
+    """Of the micro-batch within its step."""
+    moments: Tensor
+    """``[2, channels]``: means, unbiased variances."""
+
+
+class RunningStatistics(nn.Module):
+    """One batch norm of a captured graph: called in the place of the operation.
+
+    ``name`` is the path of the norm in the model; ``mean``, ``variance`` and ``count`` are its buffers, which only
+    ``move`` changes.
+    """
+
+    def __init__(self, name: str, mean: Tensor, variance: Tensor, count: Tensor | None, momentum: float) -> None:
+        super().__init__()
+        self.name, self.momentum = name, momentum
+        # Not registered here as well: the graph reads them under their own names.
+        self._held: tuple[Tensor, Tensor, Tensor | None] = (mean, variance, count)
+        self._seen: dict[tuple[int, int], _Seen] = {}
+
+    @property
+    def buffers_by_name(self) -> dict[str, Tensor]:
+        """The running statistics by the names that the model gives them."""
+        names = (*BUFFERS, COUNTER)
+        return {f"{self.name}.{n}": t for n, t in zip(names, self._held, strict=True) if t is not None}
+
+    @property
+    def channels(self) -> int:
+        """Number of means."""
+        return self._held[0].numel()
+
+    def forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, training: bool,
+        momentum: float, eps: float, cudnn: bool,
+    ) -> Tensor:  # fmt: skip
+        """``x`` ``[samples, channels, ...]`` normalised: by its own statistics in training, else by the running ones.
+
+        Raises:
+            RunError: a channel of the micro-batch holds a single value, which has no variance.
+        """
+        if not in_training():
+            return torch.batch_norm(x, weight, bias, mean, variance, False, momentum, eps, cudnn)
+        if x.numel() == x.shape[1]:
+            raise RunError(
+                self.name, "batch norm has one value per channel in a micro-batch: no variance",
+                "use parallel.microbatch of 2 or more",
+            )  # fmt: skip
+        # With momentum 1 the kernel itself leaves this micro-batch's own statistics there, whatever device it is for.
+        own = torch.zeros(2, self.channels, dtype=mean.dtype, device=mean.device)
+        normalised = torch.batch_norm(x, weight, bias, own[0], own[1], True, 1.0, eps, cudnn)
+        keys = current_keys()
+        if keys is not None:
+            self._seen[keys.step, keys.first] = _Seen(keys.first // len(keys.samples), own)
+        return normalised
+
+    def part(self, step: int, count: int) -> Tensor:
+        """This holder's part of the sum for a step of ``count`` micro-batches, ``[2 * channels]``."""
+        total = torch.zeros(2, self.channels, dtype=self._held[0].dtype, device=self._held[0].device)
+        for (of, _), seen in sorted(self._seen.items()):
+            if of == step:
+                total += self.momentum * (1 - self.momentum) ** (count - 1 - seen.number) * seen.moments
+        return total.flatten()
+
+    def move(self, total: Tensor, step: int, count: int) -> None:
+        """Move the running statistics by the whole sum of a step."""
+        mean, variance, counter = self._held
+        for held, change in zip((mean, variance), total.view(2, -1), strict=True):
+            held.mul_((1 - self.momentum) ** count).add_(change)
+        if counter is not None:
+            counter.add_(count)
+        self._seen = {at: seen for at, seen in self._seen.items() if at[0] > step}
+
+    def move_on(self) -> None:
+        """Move them by what has been seen since, in order: for schedules with an update after each micro-batch."""
+        mean, variance, counter = self._held
+        for _, seen in sorted(self._seen.items()):
+            mean.lerp_(seen.moments[0], self.momentum)
+            variance.lerp_(seen.moments[1], self.momentum)
+            if counter is not None:
+                counter.add_(1)
+        self._seen.clear()
+
+
+def part_of_step(statistics: Sequence[RunningStatistics], step: int, count: int) -> Tensor:
+    """The parts of several norms in one flat tensor."""
+    return torch.cat([one.part(step, count) for one in statistics])
+
+
+def move_all(statistics: Sequence[RunningStatistics], total: Tensor, step: int, count: int) -> None:
+    """Move several norms by the sum of what ``part_of_step`` gave each holder."""
+    begin = 0
+    for one in statistics:
+        end = begin + 2 * one.channels
+        one.move(total[begin:end], step, count)
+        begin = end
+
+
+def check_buffers(graph: OperationGraph, calls: Sequence[Call]) -> None:
+    """Refuse buffers that are written in any way but batch norm's, and batch norms that nobody can look into.
+
+    Raises:
+        CaptureError: naming module and line.
+    """
+    users: dict[str, list[int]] = {}
+    for number, operation in enumerate(graph.operations):
+        for name in operation.sources:
+            users.setdefault(name, []).append(number)
+    norms = {o.mutates[0].rpartition(".")[0] for o in graph.operations if o.target == BATCH_NORM and o.mutates}
+    for operation, call in zip(graph.operations, calls, strict=True):
+        if operation.target == OPAQUE and learns(call):
+            raise CaptureError(
+                f"module {call.args[0]}", "cannot be captured, so it runs as it is, and holds a batch norm that learns",
+                "call each batch norm once in a forward and give it a momentum that is a number, or set "
+                "model.batch_norm: frozen",
+            )  # fmt: skip
+        for name in operation.mutates:
+            owner, _, leaf = name.rpartition(".")
+            if owner in norms and leaf == COUNTER:
+                continue
+            where = f"{operation.module or operation.name}{operation.source and ', ' + operation.source}"
+            if operation.target != BATCH_NORM:
+                raise CaptureError(
+                    where, f"{operation.target} writes {name} in every forward, so results would depend on the plan",
+                    "keep it out of the forward, or use a norm without running statistics (GroupNorm, LayerNorm)",
+                )  # fmt: skip
+            if len(users[name]) > 1:
+                raise CaptureError(
+                    where, f"{name} is read elsewhere in the forward, too, where it would lag behind its updates",
+                    "leave the running statistics to their batch norm, or set model.batch_norm: frozen",
+                )  # fmt: skip
+
+
+def uses_batch_statistics(operation: Operation, arguments: Sequence[object]) -> bool:
+    """Whether an operation's result for a sample depends on the other samples of its micro-batch."""
+    return operation.target == BATCH_NORM and bool(arguments[5])
+
+
+def learn_statistics(module: fx.GraphModule, start: Mapping[str, Tensor]) -> tuple[RunningStatistics, ...]:
+    """Put a ``RunningStatistics`` in the place of each batch norm of a graph that learns, in place.
+
+    ``start`` are the model's buffers as it constructs them. Counting the batches becomes ``RunningStatistics.move``'s
+    business.
+    """
+    found: list[RunningStatistics] = []
+    for node in list(module.graph.nodes):
+        if node.op == "get_attr" and str(node.target).rpartition(".")[2] == COUNTER:
+            for user in reversed(_users(node)):
+                module.graph.erase_node(user)
+    for node in list(module.graph.nodes):
+        if node.target is not torch.ops.aten.batch_norm.default or not node.args[5] or node.args[3] is None:
+            continue
+        owner = str(node.args[3].target).rpartition(".")[0]
+        mean, variance = (module.get_buffer(str(arg.target)) for arg in node.args[3:5])
+        counter = f"{owner}.{COUNTER}"
+        count = start[counter].to(mean.device, copy=True) if counter in start else None
+        one = RunningStatistics(owner, mean, variance, count, float(node.args[6]))
+        path = f"_statistics_{len(found)}"
+        module.add_submodule(path, one)
+        found.append(one)
+        node.op, node.target = "call_module", path
+    module.recompile()
+    return tuple(found)
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    """All nodes that follow from a node, each behind those it reads."""
+    found: dict[fx.Node, None] = {}
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.op != "output":
+                found[user] = None
+                todo.append(user)
+    return [n for n in node.graph.nodes if n in found]
