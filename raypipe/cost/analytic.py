@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypipe.cost.gpt_work import WIDTH, gpt_work
+from raypipe.cost.gpt_work import gpt_work
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.cost.work import LayerWork
 from raypipe.errors import SpecError, nearest
+from raypipe.job.base import WIDTH
 from raypipe.job.cluster import ClusterSpec, DeviceModel, LinkModel
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import TrainSpec
@@ -101,6 +102,7 @@ def _layer(work: LayerWork, device: DeviceModel, rate: float, sizes: Sequence[in
     return LayerProfile(
         name=work.name, parameters=work.parameters, times=times, kept_bytes=work.kept_bytes,
         kept_fixed_bytes=work.kept_fixed_bytes, waiting_bytes=work.waiting_bytes, output_bytes=work.output_bytes,
+        output_floats=work.output_floats,
         workspace_bytes=work.workspace_bytes, workspace_fixed_bytes=work.workspace_fixed_bytes,
         split_workspace_bytes=work.split_workspace_bytes,
     )  # fmt: skip

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raypipe.cost.work import Effort, LayerWork
+from raypipe.job.base import WIDTH
 from raypipe.job.model_spec import GptSpec
 
-WIDTH = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-"""Bytes of a value that products compute with."""
 STATISTIC = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
 """Bytes of a norm's mean, of attention's log-sum-exp, of a log-probability."""
 FUSED_BACKWARD = 2.5

@@ -50,12 +50,21 @@ class LayerProfile(Spec):
     outputs. None: as much as from F to B."""
     output_bytes: Bytes
     """Of one sample, all tensors that cross a cut right after this layer; 0 for the last layer."""
+    output_floats: Bytes | None = None
+    """As much of ``output_bytes`` as are floating-point values, as wide as the weights; None: all of it."""
+    message_bytes: Bytes | None = None
+    """Of one sample, what a message carries behind this layer where that is not ``output_bytes``: see ``narrowed``."""
     workspace_bytes: Bytes = 0.0
     """Memory for one sample at the worst moment of its joint backward, beside what is kept."""
     workspace_fixed_bytes: Bytes = 0.0
     """The same whatever the micro-batch's size: the gradient of a matrix before it is added to the sum."""
     split_workspace_bytes: Bytes | None = None
     """As ``workspace_bytes``, for B where the backward is split; None: the same."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """Of one sample, what a message behind this layer carries."""
+        return self.output_bytes if self.message_bytes is None else self.message_bytes
 
 
 class LinkFit(Spec):

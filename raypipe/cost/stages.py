@@ -220,7 +220,7 @@ def _messages(profile: Profile, cut: Cut, placed: Placed, samples: float) -> tup
                 found.add(a // host == b // host)
     return tuple(
         max(
-            ((profile.inside if same else profile.between).seconds(profile.layers[part[-1]].output_bytes * samples)
+            ((profile.inside if same else profile.between).seconds(profile.layers[part[-1]].sent_bytes * samples)
              for same in found), default=0.0,
         )
         for part, found in zip(cut, seen, strict=False)

@@ -50,6 +50,7 @@ class LayerWork:
     kept_fixed_bytes: float = 0.0
     waiting_bytes: float | None = None
     output_bytes: float
+    output_floats: float | None = None
     workspace_bytes: float = 0.0
     workspace_fixed_bytes: float = 0.0
     split_workspace_bytes: float | None = None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+WireDtype = Literal["bfloat16", "float16", "float32"]
+"""What messages may be cast to."""
+WIDTH = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+"""Bytes of a value."""
 
 
 class Spec(BaseModel):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from raypipe.auto.placements import placed
 from raypipe.errors import ScheduleError, nearest
+from raypipe.job.base import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec
 from raypipe.job.order import base_schedule, is_file
 from raypipe.schedule import SCHEDULES
@@ -41,6 +42,7 @@ def problems(job: JobSpec) -> Iterator[Problem]:
         yield Problem("data.held_out", "text is split by file", "leave it out")
     yield from _train(job.train)
     yield from _available(job.parallel)
+    yield from _wire(job)
     yield from _alphas(job.parallel)
     if job.parallel.auto:
         yield from _wishes(job.parallel)
@@ -85,6 +87,16 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
         yield Problem(f"train.{key}", "nothing to go by: nothing is validated before the end", "set train.eval_every")
 
 
+def _wire(job: JobSpec) -> Iterator[Problem]:
+    wire, crossing = job.parallel.wire_dtype, job.train.crossing_dtype
+    if wire is not None and WIDTH[wire] >= WIDTH[crossing]:
+        narrower = " or ".join(name for name in get_args(WireDtype) if WIDTH[name] < WIDTH[crossing])
+        yield Problem(
+            "parallel.wire_dtype", f"{wire} is no narrower than the {crossing} that stages exchange",
+            f"use {narrower}, or leave it out",
+        )  # fmt: skip
+
+
 def _available(parallel: ParallelSpec) -> Iterator[Problem]:
     for key, values in AVAILABLE.items():
         value = getattr(parallel, key)
@@ -110,7 +122,7 @@ def _tensor(job: JobSpec) -> Iterator[Problem]:
 
 WISHES = (
     "schedule", "stages", "replicas", "microbatch", "chunks", "unit", "pipelines", "concat", "sync", "recompute",
-    "transport",
+    "transport", "wire_dtype",
 )  # fmt: skip
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 

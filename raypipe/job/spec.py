@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from raypipe.errors import SpecError
-from raypipe.job.base import Count, Positive, Share, Spec
+from raypipe.job.base import Count, Positive, Share, Spec, WireDtype
 from raypipe.job.model_spec import ModelSpec
 from raypipe.schedule.shape import Shape
 
@@ -94,6 +94,11 @@ class TrainSpec(Spec):
     """Seconds a device waits for a message before it fails with its name."""
 
     @property
+    def crossing_dtype(self) -> str:
+        """Of the floating-point tensors between two stages: the weights', which autocast leaves as it is."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
+
+    @property
     def keeps_best(self) -> bool:
         """Whether the checkpoint with the lowest validation loss is kept beside the newest."""
         return self.early_stop is not None or self.load_best_at_end
@@ -145,6 +150,9 @@ class ParallelSpec(Spec):
     was searched for, else where weight gradients go and when gradients are summed. null: where it was searched."""
     transport: Literal["auto", "shm", "gloo", "nccl", "ray-collective"] = "auto"
     """What carries activations. ``auto`` picks per edge what is fastest there."""
+    wire_dtype: WireDtype | None = None
+    """What floating-point activations and gradients are cast to on their way between devices, and back on arrival:
+    fewer bytes, rounded values. null: they go as they are, and the plan does not change the result."""
     recompute: Literal["none", "full", "stage-aware", "auto"] | Again = "none"
     """Activations to compute again instead of keeping, while the device waits for the gradient; beside what the
     schedule recomputes by itself. ``full``: all of them. ``stage-aware``: those of a share of each stage's layers, see

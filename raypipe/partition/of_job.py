@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.narrow import narrowed
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.job.cluster import load_cluster
@@ -39,6 +40,7 @@ def partition_job(
     if measured is None:
         where = this_machine(job.train.dtype, schedule.devices) if described is None else described
         measured = analytic_profile(works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer)
+    measured = narrowed(measured, job.parallel.wire_dtype)
     return make_partition(pieces, measured, schedule, job.parallel.microbatch, memory_bytes, job.train.optimizer)
 
 

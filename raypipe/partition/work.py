@@ -55,6 +55,7 @@ def _work(graph: OperationGraph, sharding: Sharding, number: int, one: Sizes, sh
                            weights=3 * (held - tables) + 4 * tables, overhead=overhead),
         kept_bytes=_kept(graph, span, one),
         output_bytes=sum(_bytes(graph, i, one) for i in _behind(sharding, number)),
+        output_floats=sum(_bytes(graph, i, one) for i in _behind(sharding, number) if _floating(graph, i)),
     )  # fmt: skip
 
 
@@ -89,6 +90,11 @@ def _kept(graph: OperationGraph, span: Iterable[int], one: Sizes) -> float:
             if graph.requires_grad[i] and short_name(graph.operations[i].target) not in MOVES_NOTHING
         )
     )
+
+
+def _floating(graph: OperationGraph, number: int) -> bool:
+    kind = graph.operations[number].type
+    return kind is not None and kind.floating
 
 
 def _bytes(graph: OperationGraph, number: int, one: Sizes) -> float:

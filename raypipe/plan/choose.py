@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from raypipe.cost.narrow import narrowed
 from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.model_spec import GptSpec
@@ -191,11 +192,15 @@ def label(c: Candidate) -> str:
     return "data parallel" if c.stages == 1 else c.schedule
 
 
+OWN = ("transport", "wire_dtype")
+"""Keys of ``parallel`` that the job decides, whatever the plan."""
+
+
 def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     """The ``parallel`` keys of a plan; what the job says of other things than the plan stays."""
     keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
-    own = job.parallel.given.get("transport")
-    return {**p.candidate.parallel(**keep, **({"transport": own} if own else {})).model_dump(), "auto": False}
+    own = {key: value for key in OWN if (value := job.parallel.given.get(key)) is not None}
+    return {**p.candidate.parallel(**keep, **own).model_dump(), "auto": False}
 
 
 def plan_of(p: Prediction, job: JobSpec) -> Plan:
@@ -237,8 +242,8 @@ def choose(
     given = parallel.given if parallel.auto else {}
     most = deepest(job, profile)
     judge = Predictor(
-        without_noise(profile), train, most, syncs=tuple(s for s in SYNCS if given.get("sync", s) == s),
-        recompute=given.get("recompute") != "none",
+        narrowed(without_noise(profile), parallel.wire_dtype), train, most,
+        syncs=tuple(s for s in SYNCS if given.get("sync", s) == s), recompute=given.get("recompute") != "none",
     )  # fmt: skip
     largest = max(size for layer in profile.layers for size in layer.times)
     every = [

@@ -25,6 +25,7 @@ from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.links import Links, Location, Wiring, locate
 from raypipe.runtime.members import TENSOR_GROUP, own_channels, own_groups
+from raypipe.runtime.narrow import narrowing_of
 from raypipe.runtime.norm import Shares
 from raypipe.runtime.optimizer import learning_rate, make_optimizer
 from raypipe.runtime.process import heap_bytes, settle
@@ -106,7 +107,7 @@ class Stage:
             samples_per_microbatch=setup.samples_per_microbatch,
             clip=job.train.clip, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, member=setup.member,
-            sub_pipelined=job.parallel.sub_pipelined,
+            sub_pipelined=job.parallel.sub_pipelined, narrowing=narrowing_of(job),
         )  # fmt: skip
         sync = GradientSync(setup.device, self.modules, setup.placement, setup.tied, groups, setup.member)
         self.executor = Executor(

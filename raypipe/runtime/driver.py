@@ -86,7 +86,7 @@ class Driver:
         self._best_loss = math.inf
         """Validation loss of the best checkpoint."""
         self.last_metrics: dict[str, Any] = {}
-        self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0}
+        self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0, "p2p_bytes": 0}
         self.resumed_from: int | None = None
         self.memory_bytes: list[int] = []
 
@@ -308,6 +308,7 @@ class Driver:
         times = [r.times for r in results[:: self.plan.parallel.tensor]]
         step_s, bubble_ratio = ticket.clock.add(ticket.part, times)
         self.counts["p2p"] = sum(r.received for r in results)
+        self.counts["p2p_bytes"] = sum(r.received_bytes for r in results)
         self.counts["all_reduce"] = round(math.fsum(r.all_reduces for r in results))
         if self.plan.parallel.tensor > 1:
             self.counts["tensor_all_reduce"] = sum(r.tensor_sums for r in results) // self.plan.parallel.tensor

@@ -49,7 +49,9 @@ class Executor(ProgramRunner):
         wire: Mapping[int, Wire],
         versions: Mapping[StageKey, WeightVersions],
     ) -> None:
-        super().__init__(settings.microbatches, settings.timeout_s, senders, receivers, wire, settings.device)
+        super().__init__(
+            settings.microbatches, settings.timeout_s, senders, receivers, wire, settings.device, settings.narrowing
+        )  # fmt: skip
         self.settings = settings
         self.modules = modules
         self.task = task
@@ -385,4 +387,6 @@ class Executor(ProgramRunner):
         sums, group = 0, current_group()
         if isinstance(group, ProcessGroup):
             sums, group.sums = group.sums, 0
-        return StepResult(loss, square, times, self.received, reduced, sums, memory, self.updates.optimistic)
+        return StepResult(
+            loss, square, times, self.received, self.received_bytes, reduced, sums, memory, self.updates.optimistic
+        )

@@ -184,17 +184,22 @@ class LayerBench:
             kept_fixed_bytes=kept_fixed,
             waiting_bytes=memory("W")[1],
             output_bytes=self._crossing(i),
+            output_floats=self._crossing(i, floating=True),
             workspace_bytes=each,
             workspace_fixed_bytes=fixed,
             split_workspace_bytes=memory("B")[1],
         )
 
-    def _crossing(self, i: int) -> float:
-        """Bytes of one sample that cross a cut behind a layer; 0 before the first and behind the last."""
+    def _crossing(self, i: int, floating: bool = False) -> float:
+        """Bytes of one sample that cross a cut behind a layer; 0 before the first and behind the last.
+
+        ``floating``: only of floating-point tensors.
+        """
         if not 0 <= i < self.model.count - 1:
             return 0.0
         crossing = self.model.crossing(i, 1)
-        return float(sum(TensorSpec(t.shape, t.dtype).nbytes for t in crossing))
+        counted = [t for t in crossing if t.dtype.is_floating_point or not floating]
+        return float(sum(TensorSpec(t.shape, t.dtype).nbytes for t in counted))
 
     def update_s_per_parameter(self) -> float:
         """Norm, clipping and optimizer, of each value."""

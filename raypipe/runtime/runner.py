@@ -14,7 +14,7 @@ that between two tasks there is only the message and a few dictionary look-ups.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.clock import clock_for
+from raypipe.runtime.narrow import Narrowing
 from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, TensorSpec, Wire
 from raypipe.runtime.transport.progress import Progress
 from raypipe.schedule.messages import Action, Ahead, Message, Program
@@ -44,6 +45,7 @@ class ProgramRunner(ABC):
         receivers: Mapping[int, Receiver],
         wire: Mapping[int, Wire],
         device: torch.device = CPU,
+        narrowing: Narrowing | None = None,
     ) -> None:
         self.microbatches = microbatches
         self.timeout_s = timeout_s
@@ -53,11 +55,12 @@ class ProgramRunner(ABC):
         for sender in senders.values():
             self.outgoing.add(sender)
         self.wire = wire
+        self.narrowing = narrowing
         self.device = device
         self.clock = clock_for(device)
         # Micro-batch ids below count on over the steps (step * N + id): an asynchronous program reaches into the next.
         self.mail: dict[tuple[str, int, int, int], Payload] = {}
-        self.received = 0
+        self.received = self.received_bytes = 0
 
     @abstractmethod
     def run_task(self, action: Action) -> None:
@@ -92,7 +95,7 @@ class ProgramRunner(ABC):
             TransportError: a message did not come in time; names task, peer and micro-batch.
         """
         self.step, self.base, self.program = step, step * self.microbatches, program
-        self.attempt = self.received = 0
+        self.attempt = self.received = self.received_bytes = 0
         times = np.empty((len(program.actions), 2))
         begin = 0
         if self.uncertain():
@@ -123,7 +126,7 @@ class ProgramRunner(ABC):
         self._break_off(ran, head)
         self.mail.clear()
         self.forget()
-        self.attempt, self.received = 1, 0
+        self.attempt, self.received, self.received_bytes = 1, 0, 0
         self._post({})
         return 0
 
@@ -170,6 +173,11 @@ class ProgramRunner(ABC):
                 sender.progress()
 
     def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
+        """Of the tensors on their way."""
+        specs = self._stage_specs(message)
+        return specs if self.narrowing is None else tuple(map(self.narrowing.spec, specs))
+
+    def _stage_specs(self, message: Message) -> tuple[TensorSpec, ...]:
         # A gradient belongs to the output of the stage it goes to.
         if message.direction == "act":
             return self.wire[message.src_stage].act
@@ -188,8 +196,13 @@ class ProgramRunner(ABC):
                 f"{action.task} of step {self.step + 1}, {error.where}", error.why, error.fix
             ) from None
         self.received += 1
+        self.received_bytes += sum(t.nbytes for t in tensors)
+        if self.narrowing is not None:
+            tensors = self.narrowing.unpack(m.direction, tensors, self._stage_specs(m))
         self.mail[(m.direction, m.src_stage, m.dst_stage, self.base + m.mb)] = tuple(tensors)
 
     def _send(self, m: Message) -> None:
-        payload = self.mail.pop((m.direction, m.src_stage, m.dst_stage, self.base + m.mb))
+        payload: Sequence[Tensor] = self.mail.pop((m.direction, m.src_stage, m.dst_stage, self.base + m.mb))
+        if self.narrowing is not None:
+            payload = self.narrowing.pack(m.direction, payload)
         self.senders[m.dst_device].send(self._label(m), payload)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raypipe.runtime.narrow import Narrowing
 from raypipe.runtime.norm import UpdateRule
 from raypipe.runtime.step_memory import StepMemory
 
@@ -25,6 +26,8 @@ class StepResult:
     """``[tasks, 2]`` start and end of every task, on this host's monotonic clock in seconds."""
     received: int
     """Messages that came from other devices."""
+    received_bytes: int
+    """Of the tensors in them."""
     all_reduces: float
     """Gradient all-reduces; each of a group's members counts its share of one."""
     tensor_sums: int
@@ -48,6 +51,8 @@ class StepSettings:
     timeout_s: float
     autocast: torch.dtype | None
     device: torch.device
+    narrowing: Narrowing | None = None
+    """What messages between devices go through."""
     sub_pipelined: bool = False
     """Run every micro-batch in two halves that take turns."""
     member: int = 0

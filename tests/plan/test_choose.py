@@ -56,6 +56,22 @@ def test_slow_links_between_hosts_make_data_parallelism_lose_to_a_pipeline_and_b
     assert choose(job, make_profile(between=free, inside=free), search_s=0).best.candidate.stages == 1
 
 
+def test_narrow_messages_count_with_the_bytes_that_are_sent() -> None:
+    """Half the bytes over links of half the bandwidth: the same decision, and the plan says what it was made for."""
+    wishes = {"auto": True, "stages": 4}
+    link = make_profile().between
+    slow, half = (link.model_copy(update={"beta_s_per_byte": beta}) for beta in (1 / 1e8, 1 / 2e8))
+    narrow = choose(
+        make_job(parallel=wishes | {"wire_dtype": "bfloat16"}), make_profile(between=slow, inside=slow), search_s=0
+    )
+    wide = choose(make_job(parallel=wishes), make_profile(between=half, inside=half), search_s=0)
+    assert narrow.best.step_s == wide.best.step_s
+    assert narrow.best.step_s < choose(
+        make_job(parallel=wishes), make_profile(between=slow, inside=slow), search_s=0
+    ).best.step_s  # fmt: skip
+    assert (narrow.plan.parallel.wire_dtype, wide.plan.parallel.wire_dtype) == ("bfloat16", None)
+
+
 def test_memory_decides_and_the_faster_plan_says_what_would_fit() -> None:
     job = make_job(batch=16)
     roomy = choose(job, make_profile(), search_s=0)

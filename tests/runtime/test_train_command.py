@@ -60,7 +60,10 @@ def test_run_directory_and_result(undisturbed) -> None:
     assert result["steps"] == 40 == len(result["losses"])
     assert result["losses"][-1] < result["losses"][0]
     assert result["plan"] == {"schedule": "1f1b", "stages": 2, "replicas": 1, "microbatch": 2}
-    assert result["counts"] == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1, "p2p": 8}  # the tied embedding
+    # The tied embedding; four micro-batches of two, there and back, 16 places of 32 float32 values.
+    assert result["counts"] == {
+        "all_gather": 0, "reduce_scatter": 0, "all_reduce": 1, "p2p": 8, "p2p_bytes": 8 * 2 * 16 * 32 * 4,
+    }  # fmt: skip
     assert result["recoveries"] == 0
     assert result["resumed_from"] is None
     assert result["predicted_step_s"] > 0
