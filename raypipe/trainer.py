@@ -2,7 +2,7 @@
 
     import raypipe
 
-    raypipe.init(pp=2)                      # or leave it out: all devices as one pipeline
+    raypipe.init(pp=2)                      # or leave it out: the planner chooses
     trainer = raypipe.PipelineTrainer(model="gpt2", args={"max_steps": 100, "output_dir": "runs/tune"},
                                       train_dataset=rows, eval_dataset=others)
     result = trainer.train()                # ray.train.Result
@@ -12,6 +12,7 @@ Datasets are written to the run directory as plain arrays: no code and no pickle
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raypipe.errors import SpecError, nearest
+from raypipe.arguments import read_arguments, recomputes, train_keys
+from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from
 from raypipe.train import Prepared, prepare_run, run
 
@@ -38,52 +40,46 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How many devices each kind of parallelism takes; ``pp`` None: whatever is left."""
+    """How many devices each kind of parallelism takes; None where that is left to the planner."""
 
-    dp: int = 1
-    tp: int = 1
+    dp: int | None = None
+    tp: int | None = None
     pp: int | None = None
 
 
 _degrees = Degrees()
 
 
-def init(dp: int = 1, tp: int = 1, pp: int | None = None) -> None:
+def init(dp: int | None = None, tp: int | None = None, pp: int | None = None) -> None:
     """Set the degrees of data, tensor and pipeline parallelism for the trainers made from here on.
 
+    Without ``pp`` the planner chooses the schedule, its stages and micro-batches, and the replicas unless ``dp`` says
+    how many: it measures the model on the devices there are, for some seconds, before training starts. With ``pp``,
+    what is not given is 1. ``tp`` needs ``pp``: the planner does not divide layers.
+
     Raises:
-        SpecError: a degree below 1.
+        SpecError: a degree below 1, or ``tp`` without ``pp``.
     """
     global _degrees
     for name, value in (("dp", dp), ("tp", tp), ("pp", pp)):
         if value is not None and value < 1:
             raise SpecError(f"raypipe.init({name}=)", f"{value} is no number of devices", "give 1 or more")
+    if tp is not None and tp > 1 and pp is None:
+        raise SpecError("raypipe.init(tp=)", "layers are divided only where pp is given", "add pp=, 1 for no pipeline")
     _degrees = Degrees(dp, tp, pp)
-
-
-KNOWN = {
-    "output_dir": "", "max_steps": -1, "num_train_epochs": 3.0, "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1, "learning_rate": 5e-5, "weight_decay": 0.0, "adam_beta1": 0.9,
-    "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "warmup_steps": 0, "warmup_ratio": 0.0,
-    "lr_scheduler_type": "linear", "optim": "adamw_torch", "seed": 42, "bf16": False, "eval_strategy": "no",
-    "eval_steps": None, "save_strategy": "steps", "save_steps": 500, "save_total_limit": None,
-    "load_best_model_at_end": False, "metric_for_best_model": None,
-}  # fmt: skip
-"""The arguments that are read, with transformers' defaults; a dict may hold no others, an object may."""
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 
 
 class PipelineTrainer:
     """Trains a model over the stages of a pipeline; the result does not depend on how many there are.
 
     ``model``: a transformers model type or local directory, a transformers model (its weights are the start), or what
-    a job file has under ``model`` as a dict. ``args``: ``transformers.TrainingArguments``, or a dict of its names; see
-    ``KNOWN`` for those that are read. ``train_dataset``, ``eval_dataset``: ``torch.utils.data.Dataset``, Hugging Face
-    dataset or list of dicts; every row has the same names and shapes. Without ``eval_dataset`` a tenth is held out.
-    The mini-batch is per_device_train_batch_size * gradient_accumulation_steps * dp; the trainer picks micro-batches.
-    ``callbacks`` may hold a ``transformers.EarlyStoppingCallback``, and nothing else.
-    ``job`` holds further keys of a job file, section by section: ``{"parallel": {"schedule": "zb-h1"}}``.
+    a job file has under ``model`` as a dict. ``args``: ``transformers.TrainingArguments``, or a dict of the names in
+    ``arguments.READ``. ``train_dataset``, ``eval_dataset``: ``torch.utils.data.Dataset``, Hugging Face dataset or list
+    of dicts; every row has the same names and shapes. Without ``eval_dataset`` a tenth is held out.
+    The mini-batch is per_device_train_batch_size * gradient_accumulation_steps * dp (1 unless ``init`` was given one),
+    whatever the plan; the trainer or the planner picks micro-batches. ``callbacks`` may hold a
+    ``transformers.EarlyStoppingCallback``, and nothing else. ``job`` holds further keys of a job file, section by
+    section: ``{"parallel": {"schedule": "zb-h1"}}``.
 
     Raises:
         SpecError: whatever is wrong with these.
@@ -101,7 +97,7 @@ class PipelineTrainer:
     ) -> None:
         if train_dataset is None:
             raise SpecError("train_dataset", "is missing", "give a dataset of dicts")
-        self.arguments = _arguments(args)
+        self.arguments = read_arguments(args)
         output = self.arguments["output_dir"]
         if not output:
             raise SpecError("args.output_dir", "is missing", "say where the run's files go")
@@ -126,7 +122,7 @@ class PipelineTrainer:
         data = {"type": "arrays", "path": str(self._write(self._train, "train"))}
         if self._eval is not None:
             data["held_out"] = str(self._write(self._eval, "eval"))
-        return prepare_run(self._job(data), self.directory, resume=False)
+        return prepare_run(self._job(data), self.directory, resume=False, say=_say)
 
     def _write(self, rows: Rows, name: str) -> Path:
         path = self.directory / "datasets" / f"{name}.npz"
@@ -138,43 +134,24 @@ class PipelineTrainer:
 
     def _job(self, data: dict[str, str]) -> JobSpec:
         a = self.arguments
-        metric = a["metric_for_best_model"] or "loss"
-        if (a["load_best_model_at_end"] or self._early_stop) and metric not in ("loss", "eval_loss"):
-            raise SpecError("args.metric_for_best_model", f"{metric} is not what models are judged by", "use eval_loss")
-        samples = len(self._train)
-        share = int(a["per_device_train_batch_size"]) * int(a["gradient_accumulation_steps"])
-        batch = share * self.degrees.dp
-        steps = int(a["max_steps"])
-        if steps <= 0:
-            steps = max(1, -(-int(samples * float(a["num_train_epochs"])) // batch))
-        stages = self._stages()
-        train = {
-            "steps": steps, "batch": batch, "lr": float(a["learning_rate"]), "seed": int(a["seed"]),
-            "optimizer": _one_of(OPTIMIZERS, a["optim"], "optim"), "weight_decay": float(a["weight_decay"]),
-            "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])], "eps": float(a["adam_epsilon"]),
-            "clip": float(a["max_grad_norm"]) or None, "dtype": "bfloat16" if a["bf16"] else "float32",
-            "lr_schedule": _one_of(SCHEDULES, a["lr_scheduler_type"], "lr_scheduler_type"),
-            "warmup_steps": _warmup(steps, float(a["warmup_steps"]), float(a["warmup_ratio"] or 0.0)),
-            "eval_every": int(a["eval_steps"] or a["save_steps"]) if _text(a["eval_strategy"]) == "steps" else 0,
-            "checkpoint_every": int(a["save_steps"]) if _text(a["save_strategy"]) == "steps" else 0,
-            "keep_checkpoints": int(a["save_total_limit"] or 2),
-            "load_best_at_end": bool(a["load_best_model_at_end"]), "early_stop": self._early_stop,
-        }  # fmt: skip
-        parallel = {
-            "schedule": "1f1b", "stages": stages, "replicas": self.degrees.dp, "tensor": self.degrees.tp,
-            "microbatch": microbatch(share, stages),
-        }  # fmt: skip
+        dp = self.degrees.dp or 1
+        held_out = len(self._eval) if self._eval is not None else None
+        train = train_keys(a, len(self._train), held_out, dp, self._early_stop)
+        parallel: dict[str, Any] = {"auto": True}
+        if self.degrees.pp is not None:
+            stages = self.degrees.pp
+            parallel = {
+                "schedule": "1f1b", "stages": stages, "replicas": dp, "tensor": self.degrees.tp or 1,
+                "microbatch": microbatch(train["batch"] // dp, stages),
+            }  # fmt: skip
+        elif self.degrees.dp is not None:
+            parallel["replicas"] = dp
+        if recomputes(a):
+            parallel["recompute"] = "full"
         sections: dict[str, Any] = {"model": self._spec(), "data": data, "train": train, "parallel": parallel}
         for name, keys in self._more.items():
             sections[name] = {**sections.get(name, {}), **keys}
         return job_from({"name": self.directory.name, **sections}, "PipelineTrainer")
-
-    def _stages(self) -> int:
-        if self.degrees.pp is not None:
-            return self.degrees.pp
-        from raypipe.runtime.cluster import connect_all
-
-        return max(1, connect_all() // (self.degrees.dp * self.degrees.tp))
 
     def _spec(self) -> dict[str, Any]:
         """What a job file would say of the model."""
@@ -209,6 +186,11 @@ def _early_stop(callbacks: Sequence[Any]) -> dict[str, Any] | None:
     return found
 
 
+def _say(text: str) -> None:
+    """How measuring and planning go."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def microbatch(share: int, stages: int) -> int:
     """Samples of a micro-batch: the most that divide one pipeline's share of the mini-batch into two per stage.
 
@@ -217,31 +199,6 @@ def microbatch(share: int, stages: int) -> int:
     """
     most = max(1, share // (2 * stages))
     return max(size for size in range(1, most + 1) if share % size == 0)
-
-
-def _warmup(steps: int, given: float, ratio: float) -> int:
-    """Steps, or below 1 a share of all of them, as newer transformers have it."""
-    return int(given) if given >= 1 else int(steps * (given or ratio))
-
-
-def _arguments(args: Any) -> dict[str, Any]:
-    if isinstance(args, Mapping):
-        for name in args:
-            if name not in KNOWN:
-                raise SpecError(f"args.{name}", "is not read here", nearest(str(name), KNOWN))
-        return {**KNOWN, **args}
-    return {name: getattr(args, name, default) for name, default in KNOWN.items()}
-
-
-def _text(value: Any) -> str:
-    """transformers' enumerations as the words they stand for."""
-    return str(getattr(value, "value", value))
-
-
-def _one_of(table: Mapping[str, str], value: Any, name: str) -> str:
-    if _text(value) not in table:
-        raise SpecError(f"args.{name}", f"{_text(value)} is not available", nearest(_text(value), table))
-    return table[_text(value)]
 
 
 def _columns(rows: Rows, where: str) -> dict[str, npt.NDArray[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
+import warnings
 
 import pytest
 import torch
@@ -60,21 +60,27 @@ def test_importing_raypipe_loads_neither_torch_nor_ray() -> None:
         raypipe.Trainer  # noqa: B018
 
 
+def real(tmp_path, **args):
+    """The library's own class, which needs accelerate."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    cpu = not torch.cuda.is_available()  # it asks for this word before it believes in bfloat16 there
+    return transformers.TrainingArguments(**{"output_dir": str(tmp_path / "run"), "use_cpu": cpu, **args})
+
+
 def test_a_trainers_arguments_mean_the_same_here(tmp_path) -> None:
-    utils = pytest.importorskip("transformers.trainer_utils")
     args = {
-        "output_dir": str(tmp_path / "run"), "num_train_epochs": 2, "per_device_train_batch_size": 4,
+        "num_train_epochs": 2, "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2, "learning_rate": 0.01, "weight_decay": 0.1, "adam_beta2": 0.95,
         "max_grad_norm": 0.5, "warmup_steps": 1, "lr_scheduler_type": "cosine", "seed": 7, "eval_strategy": "steps",
         "eval_steps": 2, "save_steps": 2, "save_total_limit": 1,
     }  # fmt: skip
-    # What a TrainingArguments holds: the library's enumerations, and much that is not read.
-    words = {"eval_strategy": utils.IntervalStrategy("steps"), "lr_scheduler_type": utils.SchedulerType("cosine")}
-    as_object = SimpleNamespace(**{**args, **words}, fp16=False, report_to=[])
-    jobs = [
-        raypipe.PipelineTrainer({"hf": "gpt2", "config": SMALL}, a, Sums(20))._job({"type": "arrays", "path": "x"})
-        for a in (args, as_object)
-    ]
+    # Much else says nothing of what is trained.
+    as_object = real(tmp_path, **args, logging_steps=3, dataloader_num_workers=2)
+    as_dict = {**args, "output_dir": str(tmp_path / "run")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jobs = [job_of(a) for a in (as_dict, as_object)]
     assert jobs[0] == jobs[1]
     train = jobs[0].train
     assert (train.steps, train.batch, train.lr, train.weight_decay, train.betas) == (5, 8, 0.01, 0.1, (0.9, 0.95))
@@ -95,6 +101,38 @@ def test_early_stopping_is_transformers(tmp_path) -> None:
     train = trainer(tmp_path, args, callbacks=[callback])._job({"type": "arrays", "path": "x"}).train
     assert (train.early_stop.patience, train.early_stop.min_delta, train.load_best_at_end) == (3, 0.5, True)
     assert trainer(tmp_path)._job({"type": "arrays", "path": "x"}).train.early_stop is None
+
+
+def job_of(args, **more):
+    given = {"model": {"hf": "gpt2", "config": SMALL}, "train_dataset": Sums(20), **more}
+    return raypipe.PipelineTrainer(args=args, **given)._job({"type": "arrays", "path": "x"})
+
+
+def test_transformers_defaults_are_its_own(tmp_path) -> None:
+    assert job_of(real(tmp_path)) == job_of({"output_dir": str(tmp_path / "run")})
+
+
+def test_epochs_shares_and_checkpointing(tmp_path) -> None:
+    args = real(
+        tmp_path, per_device_train_batch_size=5, num_train_epochs=4, warmup_steps=0.25, eval_strategy="epoch",
+        save_strategy="steps", save_steps=0.5, bf16=True, activation_checkpointing=True, full_determinism=False,
+        max_grad_norm=0.0, optim="sgd", lr_scheduler_type="constant_with_warmup",
+    )  # fmt: skip
+    job = job_of(args, eval_dataset=Sums(11))
+    train = job.train
+    assert (train.steps, train.warmup_steps, train.eval_every, train.checkpoint_every) == (16, 4, 4, 8)
+    assert (train.eval_batches, train.clip, train.optimizer, train.dtype) == (3, None, "sgd", "bfloat16")
+    assert (job.parallel.recompute, train.lr_schedule) == ("full", "constant")
+
+
+def test_arguments_without_a_counterpart_are_named(tmp_path) -> None:
+    with pytest.raises(SpecError, match="no counterpart") as caught:
+        job_of(real(tmp_path, label_smoothing_factor=0.1, neftune_noise_alpha=5.0))
+    assert caught.value.where == "args.label_smoothing_factor, args.neftune_noise_alpha"
+    with pytest.warns(UserWarning, match=r"args\.eval_on_start, args\.report_to$"):
+        job_of(real(tmp_path, report_to=["trackio"], eval_strategy="epoch", eval_on_start=True))
+    with pytest.raises(SpecError, match="best is not available"):
+        job_of(real(tmp_path, save_strategy="best"))
 
 
 def test_a_model_as_an_object_is_where_training_starts(tmp_path) -> None:
@@ -142,21 +180,38 @@ def test_what_is_wrong_is_one_error(case, tmp_path) -> None:
 def test_degrees_are_counts() -> None:
     with pytest.raises(SpecError, match="give 1 or more"):
         raypipe.init(pp=0)
+    with pytest.raises(SpecError, match="add pp="):
+        raypipe.init(tp=2)
+
+
+def test_what_init_leaves_out_is_the_planners(tmp_path) -> None:
+    args = {"output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 4}
+    raypipe.init()
+    job = job_of(args)
+    assert (job.parallel.auto, job.parallel.given, job.train.batch) == (True, {}, 4)
+    raypipe.init(dp=3)
+    job = job_of({**args, "gradient_checkpointing": True}, job={"parallel": {"schedule": "zb-v"}})
+    assert job.parallel.given == {"replicas": 3, "recompute": "full", "schedule": "zb-v"}
+    assert (job.parallel.auto, job.train.batch) == (True, 12)
+    raypipe.init(dp=2, tp=2, pp=2)
+    job = job_of(args)
+    assert (job.parallel.stages, job.parallel.replicas, job.parallel.tensor) == (2, 2, 2)
+    assert (job.parallel.auto, job.parallel.microbatch, job.train.batch) == (False, 1, 8)
 
 
 @pytest.mark.runs
 def test_a_run_returns_ray_trains_result(local_ray, tmp_path) -> None:
-    pytest.importorskip("transformers")
     from ray.train import Result
 
     from raypipe.checkpoint import open_checkpoint
     from raypipe.observe.run_log import METRICS, read_rows
 
-    args = {
-        "max_steps": 12, "learning_rate": 0.02, "save_steps": 6, "eval_strategy": "steps", "eval_steps": 4,
-        "load_best_model_at_end": True,
-    }  # fmt: skip
-    result = trainer(tmp_path, args, eval_dataset=Sums(6)).train()
+    args = real(
+        tmp_path, max_steps=12, learning_rate=0.02, save_steps=4, eval_strategy="steps", eval_steps=4,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    given = {"model": {"hf": "gpt2", "config": SMALL}, "train_dataset": Sums(20), "eval_dataset": Sums(6)}
+    result = raypipe.PipelineTrainer(args=args, **given).train()
     assert isinstance(result, Result)
     assert result.metrics["step"] == 12
     assert result.metrics["val_loss"] < 4.0  # a uniform guess is 4.56

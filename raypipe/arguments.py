@@ -1,0 +1,156 @@
+"""``transformers.TrainingArguments``, or a dict of their names, as keys of a job file.
+
+An argument is read, or asks for nothing that matters here (how often to log: every step is), or has no counterpart. Of
+the last kind, those that would change the result, or that ask for another way to train, are refused; any other one that
+is set is named in one warning.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any
+
+from raypipe.errors import SpecError, nearest
+
+READ: dict[str, Any] = {
+    "output_dir": "", "max_steps": -1, "num_train_epochs": 3.0, "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1, "learning_rate": 5e-5, "weight_decay": 0.0, "adam_beta1": 0.9,
+    "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "warmup_steps": 0, "warmup_ratio": 0.0,
+    "lr_scheduler_type": "linear", "optim": "adamw_torch", "seed": 42, "bf16": False, "eval_strategy": "no",
+    "eval_steps": None, "logging_steps": 500, "save_strategy": "steps", "save_steps": 500, "save_total_limit": None,
+    "activation_checkpointing": None, "gradient_checkpointing": None, "full_determinism": False,
+    "load_best_model_at_end": False, "metric_for_best_model": None, "greater_is_better": None,
+}  # fmt: skip
+"""The arguments that are read, with transformers' defaults. A dict may hold no others."""
+REFUSED = {
+    "fp16", "label_smoothing_factor", "lr_scheduler_kwargs", "optim_args", "optim_target_modules",
+    "neftune_noise_alpha", "auto_find_batch_size", "train_sampling_strategy", "group_by_length", "data_seed",
+    "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "label_names", "torch_compile",
+    "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cpu",
+}  # fmt: skip
+"""Without them the run would not be what was asked for."""
+NO_MATTER = {
+    "logging_strategy", "logging_first_step", "logging_dir", "log_on_each_node", "logging_nan_inf_filter", "log_level",
+    "log_level_replica", "disable_tqdm", "run_name", "project", "average_tokens_across_devices",
+    "per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches", "eval_accumulation_steps",
+    "save_on_each_node", "enable_jit_checkpoint", "skip_memory_metrics", "do_train", "do_eval", "do_predict",
+    "local_rank", "remove_unused_columns", "use_cache", "accelerator_config", "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs", "overwrite_output_dir",
+}  # fmt: skip
+"""They say nothing of what is trained; ``dataloader_*`` and ``ddp_*`` neither."""
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
+
+
+def read_arguments(args: Any) -> dict[str, Any]:
+    """The arguments in ``READ``, from ``TrainingArguments``, any object with such attributes, a dict, or None.
+
+    Raises:
+        SpecError: a dict holds another name; an argument without a counterpart is set that would change the result.
+    """
+    if args is None:
+        return dict(READ)
+    if isinstance(args, Mapping):
+        for name in args:
+            if name not in READ:
+                raise SpecError(f"args.{name}", "is not read here", nearest(str(name), READ))
+        return {**READ, **args}
+    if is_dataclass(args):
+        _check_others(args)
+    return {name: getattr(args, name, default) for name, default in READ.items()}
+
+
+def train_keys(
+    a: Mapping[str, Any], samples: int, held_out: int | None, replicas: int, early_stop: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The ``train`` section of a job: for a dataset of ``samples`` rows, and one of ``held_out`` to evaluate on.
+
+    The mini-batch is per_device_train_batch_size * gradient_accumulation_steps * replicas. ``early_stop``: that key.
+
+    Raises:
+        SpecError: an optimizer, a schedule or a strategy that does not exist here.
+    """
+    metric = a["metric_for_best_model"] or "loss"
+    if (a["load_best_model_at_end"] or early_stop) and (metric not in ("loss", "eval_loss") or a["greater_is_better"]):
+        raise SpecError("args.metric_for_best_model", f"{metric} is not what models are judged by", "use eval_loss")
+    batch = int(a["per_device_train_batch_size"]) * int(a["gradient_accumulation_steps"]) * replicas
+    steps = int(a["max_steps"])
+    if steps <= 0:
+        steps = max(1, math.ceil(samples * float(a["num_train_epochs"]) / batch))
+    epoch = max(1, round(samples / batch))
+    keys = {
+        "steps": steps, "batch": batch, "lr": float(a["learning_rate"]), "seed": int(a["seed"]),
+        "optimizer": _one_of(OPTIMIZERS, a["optim"], "optim"), "weight_decay": float(a["weight_decay"]),
+        "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])], "eps": float(a["adam_epsilon"]),
+        "clip": float(a["max_grad_norm"] or 0.0) or None, "dtype": "bfloat16" if a["bf16"] else "float32",
+        "lr_schedule": _one_of(SCHEDULES, a["lr_scheduler_type"], "lr_scheduler_type"),
+        "warmup_steps": _warmup(steps, float(a["warmup_steps"] or 0.0), float(a["warmup_ratio"] or 0.0)),
+        "eval_every": _every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, epoch),
+        "checkpoint_every": _every(a, "save", a["save_steps"], steps, epoch),
+        "keep_checkpoints": int(a["save_total_limit"] or 2), "deterministic": bool(a["full_determinism"]),
+        "load_best_at_end": bool(a["load_best_model_at_end"]), "early_stop": early_stop,
+    }  # fmt: skip
+    if held_out is not None:
+        keys["eval_batches"] = math.ceil(held_out / batch)
+    return keys
+
+
+def recomputes(a: Mapping[str, Any]) -> bool:
+    """Whether activations are to be computed again instead of kept."""
+    return bool(a["activation_checkpointing"] or a["gradient_checkpointing"])
+
+
+def _check_others(args: Any) -> None:
+    wanted = [f.name for f in fields(args) if f.init and f.name not in READ and _is_set(args, f)]
+    refused = sorted(REFUSED.intersection(wanted))
+    if refused:
+        where = ", ".join(f"args.{name}" for name in refused)
+        raise SpecError(where, f"{'have' if len(refused) > 1 else 'has'} no counterpart here", "leave at the default")
+    others = sorted(name for name in set(wanted) - NO_MATTER if not name.startswith(("dataloader_", "ddp_")))
+    if others:
+        warnings.warn(f"PipelineTrainer does not act upon args.{', args.'.join(others)}", stacklevel=4)
+
+
+def _is_set(args: Any, field: Field[Any]) -> bool:
+    """Whether an argument has another value than its default; None, "none" and "no" are ways to say nothing."""
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    value = getattr(args, field.name)
+    if field.name == "use_cpu" and not _gpus():  # what happens anyway
+        return False
+    said, unsaid = (None if not v or v in ("none", "no", ["none"]) else _text(v) for v in (value, default))
+    return said != unsaid
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _every(a: Mapping[str, Any], what: str, given: Any, steps: int, epoch: int) -> int:
+    """Steps between two of what a strategy says; a number below 1 is a share of all steps."""
+    strategy = _text(a[f"{what}_strategy"])
+    if strategy not in ("no", "steps", "epoch"):
+        raise SpecError(f"args.{what}_strategy", f"{strategy} is not available", "use no, steps or epoch")
+    if strategy == "steps":
+        return int(given) if given >= 1 else math.ceil(given * steps)
+    return epoch if strategy == "epoch" else 0
+
+
+def _warmup(steps: int, given: float, ratio: float) -> int:
+    """Steps, or below 1 a share of all of them, as newer transformers have it."""
+    return int(given) if given >= 1 else math.ceil(steps * (given or ratio))
+
+
+def _text(value: Any) -> str:
+    """transformers' enumerations as the words they stand for."""
+    return str(getattr(value, "value", value))
+
+
+def _one_of(table: Mapping[str, str], value: Any, name: str) -> str:
+    if _text(value) not in table:
+        raise SpecError(f"args.{name}", f"{_text(value)} is not available", nearest(_text(value), table))
+    return table[_text(value)]
