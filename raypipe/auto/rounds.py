@@ -23,6 +23,8 @@ from raypipe.schedule.costs import CostTable
 
 _CONSTRUCT = 0.35
 """Share of the budget for the portfolio."""
+_LARGE, _PUBLISHED = 5000, 0.5
+"""Tasks from which on published orders, too, have but a part of the budget; and the part that is over by then."""
 _ELITE = 8
 _HOPELESS = 1.3
 """Times the best period that a span may be for its period to be worked out."""
@@ -73,17 +75,22 @@ class Rounds:
         self.keep(words, self.measure.value(words))
 
     def construct(self) -> None:
-        """The portfolio, for at most the first part of the time, and published orders."""
+        """The portfolio, for at most the first part of the time; then published orders, even if the time is over, where
+        steps are not large: no search ends with a longer one.
+        """
         rest = (1 - _CONSTRUCT) * self.budget.seconds
+        last = (1 - _PUBLISHED) * self.budget.seconds
         for setting in portfolio(self.p):
             listed = self._list(setting)
             if listed is not None and listed.makespan < self.families.get(setting.ahead, (float("inf"),))[0]:
                 self.families[setting.ahead] = listed.makespan, listed.words
             if self.done() or (self.elite and self.budget.left < rest):
                 break
-        if not self.done():
+        if self.best > self.goal:
             for words in published(self.p, self.costs):
                 self.start_from(words)
+                if self.p.tasks > _LARGE and self.budget.left < last:
+                    break
         if not self.elite:
             raise ScheduleError("auto", "no order keeps the memory limit", "raise the memory limit")
 
