@@ -1,10 +1,16 @@
-"""The Ray that a command uses: the running cluster if there is one, else one started for this command alone."""
+"""The Ray that a command uses: the cluster named or started on this machine, else one for this command alone.
+
+As ``ray.init()`` has it: RAY_ADDRESS; else the cluster that ``ray start`` last put up here; else a fresh one. The Ray
+that another program's ``ray.init()`` runs for itself is left alone, for it ends with that program.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
+import sys
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,8 +27,8 @@ def connect(devices: int, dashboard_port: int | None = None, emulated: bool = Fa
 
     Emulated devices sleep most of their time, so any number of them share the CPUs there are.
 
-    A cluster named by RAY_ADDRESS, or running on this machine, is used as it is; else Ray is started here, bound to
-    loopback, with as many logical CPUs as the plan needs.
+    A cluster named by RAY_ADDRESS, or started on this machine with ``ray start``, is used as it is; else Ray is
+    started here, bound to loopback, with as many logical CPUs as the plan needs.
 
     Raises:
         SpecError: the cluster can never give that many devices, RAY_ADDRESS names one that does not answer, or the
@@ -53,15 +59,33 @@ def _join_running(quiet: dict[str, Any]) -> bool:
     named = os.environ.get("RAY_ADDRESS", "")
     if named == "local":
         return False
+    address = named or _started_here()
+    if address is None:
+        return False
     if named not in ("", "auto"):
         _check_reachable(named)
     try:
-        ray.init(address=named or "auto", **quiet)
+        ray.init(address=address, **quiet)
     except ConnectionError as error:
         if named:
             raise SpecError("RAY_ADDRESS", f"no Ray cluster lets us in at {named}: {error}", LOCKED) from None
+        print(f"the Ray cluster at {address} does not let us in: {LOCKED}. Starting one instead.", file=sys.stderr)
         return False
+    if not named:
+        hint = "RAY_ADDRESS=local starts one for this command alone"
+        print(f"using the Ray cluster at {address}, which `ray start` put up; {hint}", file=sys.stderr)
     return True
+
+
+def _started_here() -> str | None:
+    """Address of the cluster that ``ray start`` last put up on this machine and that still answers."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    try:
+        address = (Path(folder) / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip()
+        _check_reachable(address)
+    except (OSError, SpecError):  # none, or one that was killed without a `ray stop`
+        return None
+    return address
 
 
 def _check_reachable(address: str) -> None:
