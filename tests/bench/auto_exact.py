@@ -1,18 +1,18 @@
 """``auto`` against exact optima on random small instances of every placement.
 
-Run: ``python -m tests.bench.auto_exact [INSTANCES] [BUDGET_S] [FIRST_SEED]``. Instances that constraint programming
-does not solve in 20 s are counted against its bound, which overstates the gap.
+Run: ``python -m tests.bench.auto_exact [--instances N] [--budget SECONDS] [--first SEED]``. Instances that constraint
+programming does not solve in 20 s are counted against its bound, which overstates the gap.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 
 from tests.bench.auto_judge import judge, random_case
 
 
-def main(instances: int = 200, budget: float = 2.5, first: int = 1000) -> None:
+def run(instances: int, budget: float, first: int) -> None:
     """Print every instance that isn't optimal, then mean and worst."""
     gaps, unsolved, began = [], 0, time.monotonic()
     for seed in range(first, first + instances):
@@ -37,4 +37,9 @@ def main(instances: int = 200, budget: float = 2.5, first: int = 1000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]), *map(float, sys.argv[2:3]), *map(int, sys.argv[3:4]))
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.auto_exact", description=__doc__)
+    parser.add_argument("--instances", type=int, default=200)
+    parser.add_argument("--budget", type=float, default=2.5, help="seconds of a search")
+    parser.add_argument("--first", type=int, default=1000, help="seed of the first instance")
+    args = parser.parse_args()
+    run(args.instances, args.budget, args.first)

@@ -10,6 +10,8 @@ below; its rows with F = B = W = 10 and c = 0 come out the same with any share.
 
 from __future__ import annotations
 
+import argparse
+
 from raypipe.auto import search
 from raypipe.schedule.costs import CostTable
 
@@ -20,7 +22,7 @@ PEER = [
 """Devices, micro-batches, times, span in 1F1B's memory and in twice as much."""
 
 
-def main() -> None:
+def run() -> None:
     """Print one line a case; fails if any is worse."""
     print("    D x N     memory   peer   auto  bound  seconds   auto's makespan")
     for depth, count, (f, b, w, c), same, twice in PEER:
@@ -38,4 +40,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    argparse.ArgumentParser(prog="python -m tests.bench.auto_peers", description=__doc__).parse_args()
+    run()

@@ -7,6 +7,7 @@ memory and in half of it.
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import time
@@ -20,7 +21,7 @@ from raypipe.auto.tabu import improve
 from raypipe.schedule.costs import CostTable
 
 
-def main() -> None:
+def run() -> None:
     """Print the curve."""
     print("   D x N    tasks        build s  pass s  us/task  move ms  us/task   1F1B's memory        half of it")
     for depth, count in ((4, 16), (8, 32), (16, 64), (32, 128), (64, 256)):
@@ -57,4 +58,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    argparse.ArgumentParser(prog="python -m tests.bench.auto_speed", description=__doc__).parse_args()
+    run()

@@ -1,6 +1,6 @@
 """What the least makespan of a line in very little memory is, proven: D = 8, N = 16, (F, B, W, c) = (10, 12, 8, 1).
 
-Run: ``python -m tests.bench.auto_tight [SECONDS]``, the time for each proof; two minutes in all on two quiet cores.
+Run: ``python -m tests.bench.auto_tight [--seconds S]``, the time for each proof; two minutes in all on two quiet cores.
 
 The constraint program of ``tests/auto/judge.py`` (CP-SAT) takes the micro-batches in turn at every stage and kind,
 which loses nothing. Take any step and, at each (stage, kind), give its start times to the micro-batches in ascending
@@ -16,7 +16,7 @@ activations" are an activation that dies at the end of B already, and a joint ba
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 
 from raypipe.auto import search
@@ -26,7 +26,7 @@ from tests.bench.auto_judge import judge
 DEPTH, COUNT, TIMES, LATENCY = 8, 16, (10, 12, 8), 1
 
 
-def main(seconds: float = 300.0) -> None:
+def run(seconds: float) -> None:
     """Print one line a reading: the proof, and what the search finds in its default time."""
     line = (tuple(range(DEPTH)),)
     f, b, w = ([t] * DEPTH for t in TIMES)
@@ -46,4 +46,6 @@ def main(seconds: float = 300.0) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:2]))
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.auto_tight", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300.0, help="for each proof")
+    run(parser.parse_args().seconds)

@@ -1,23 +1,23 @@
 """Uneven stages on a line: ``auto`` against its bound and against the zero-bubble heuristic.
 
-Run: ``python -m tests.bench.auto_uneven [CASES] [BUDGET_S]``. Stages uneven by up to 25 %, D = 4..16, N = D..4D, in
-1F1B's memory, in half of it and in twice as much.
+Run: ``python -m tests.bench.auto_uneven [--cases N] [--budget SECONDS]``. Stages uneven by up to 25 %, D = 4..16,
+N = D..4D, in 1F1B's memory, in half of it and in twice as much.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 
 from raypipe.auto import search
 from raypipe.schedule.costs import CostTable
 from tests.bench.zero_bubble_heuristic import shortest
 
 
-def main(cases: int = 30, budget: float = 2.0) -> None:
+def run(cases: int, budget: float, first: int) -> None:
     """Print one line a case and the means."""
     totals: dict[str, list[tuple[float, float]]] = {}
-    for seed in range(cases):
+    for seed in range(first, first + cases):
         rng = random.Random(seed)
         depth = rng.choice((4, 5, 6, 8, 10, 12, 16))
         count = rng.randint(depth, 4 * depth)
@@ -45,4 +45,9 @@ def main(cases: int = 30, budget: float = 2.0) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]), *map(float, sys.argv[2:3]))
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.auto_uneven", description=__doc__)
+    parser.add_argument("--cases", type=int, default=30)
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds of a search")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    args = parser.parse_args()
+    run(args.cases, args.budget, args.first)
