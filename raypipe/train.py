@@ -161,13 +161,18 @@ def _planned(job: JobSpec, directory: Path, dashboard_port: int | None, say: Cal
 
 
 def _chosen_before(job: JobSpec, directory: Path) -> Plan | None:
-    """The plan of the run to resume where it was chosen or searched: doing so again would find another one."""
+    """The plan of the run to resume where it was chosen or searched: doing so again would find another one.
+
+    None where the job now asks for another one.
+    """
     if not (job.parallel.auto or job.parallel.schedule == "auto") or not (directory / "plan.json").exists():
         return None
     plan = load_plan(directory / "plan.json")
+    if job.parallel.auto:
+        return plan if job.parallel.allows(plan.parallel) else None
     # When gradients are summed may have changed with the order (runtime.better_plan).
     asked = plan.parallel.model_copy(update={"sync": job.parallel.sync})
-    return plan if job.parallel.auto or asked == job.parallel else None
+    return plan if asked == job.parallel else None
 
 
 def saved_job(directory: Path) -> JobSpec:

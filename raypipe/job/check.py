@@ -45,7 +45,7 @@ def problems(job: JobSpec) -> Iterator[Problem]:
     yield from _wire(job)
     yield from _alphas(job.parallel)
     if job.parallel.auto:
-        yield from _wishes(job.parallel)
+        yield from _wishes(job)
         return
     yield from _tensor(job)
     yield from _batch(job)
@@ -127,7 +127,8 @@ WISHES = (
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 
 
-def _wishes(parallel: ParallelSpec) -> Iterator[Problem]:
+def _wishes(job: JobSpec) -> Iterator[Problem]:
+    parallel = job.parallel
     for key in parallel.given:
         if key not in WISHES and key not in AVAILABLE:
             yield Problem(
@@ -137,6 +138,9 @@ def _wishes(parallel: ParallelSpec) -> Iterator[Problem]:
     if "schedule" in parallel.given and parallel.schedule not in (*SCHEDULES, "auto"):
         fix = "give stages and microbatch too" if is_file(parallel.schedule) else nearest(parallel.schedule, SCHEDULES)
         yield Problem("parallel.schedule", f'"{parallel.schedule}" is none that the planner knows', fix)
+    yield from _batch(job)
+    if isinstance(job.model, GptSpec):
+        yield from _depth(parallel.stages * parallel.chunks, parallel.stages, job.model.layers)
 
 
 SHAPE_KEYS = ("schedule", "placement", "memory_limit", "chunks", "unit", "pipelines", "concat", "sync")

@@ -106,6 +106,10 @@ class TrainSpec(Spec):
 
 Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]
 Again = Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)]
+SHAPE = {"schedule", "stages", "replicas", "microbatch", "chunks", "unit", "pipelines", "concat"}
+"""Keys of ``parallel`` that a plan keeps as they were given to the planner."""
+SAME_AS = {"dapple": "1f1b"}
+"""Another name of a schedule."""
 DECIDED = {"schedule", "stages", "microbatch"}
 """Keys of ``parallel`` without which there is something left to choose."""
 
@@ -193,6 +197,14 @@ class ParallelSpec(Spec):
     def given(self) -> dict[str, Any]:
         """The keys that are set, whatever their value, without ``auto``."""
         return {key: getattr(self, key) for key in sorted(self.model_fields_set - {"auto"})}
+
+    def allows(self, plan: ParallelSpec) -> bool:
+        """Whether a plan has the shape that is given here beside ``auto``."""
+        return all(
+            getattr(plan, key) == (SAME_AS.get(wish, wish) if key == "schedule" else wish)
+            for key, wish in self.given.items()
+            if key in SHAPE
+        )
 
     @property
     def devices(self) -> int:

@@ -41,9 +41,12 @@ def connect(devices: int, dashboard_port: int | None = None, emulated: bool = Fa
     return request_devices(devices, resources)
 
 
-def connect_all(dashboard_port: int | None = None) -> int:
-    """Connect to Ray as ``connect`` does; returns how many devices there are: GPUs, or CPUs where there are none."""
-    _join(1, dashboard_port)
+def connect_all(dashboard_port: int | None = None, least: int = 1) -> int:
+    """Connect to Ray as ``connect`` does; returns how many devices there are: GPUs, or CPUs where there are none.
+
+    A Ray that is started here gets CPUs for ``least`` devices.
+    """
+    _join(least, dashboard_port)
     resources = ray.cluster_resources()
     return int(resources.get("GPU", 0.0)) or max(1, int(resources.get("CPU", 1.0)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.profile_file import load_profile
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
-from raypipe.plan.choose import Decision, check_profile, choose
+from raypipe.plan.choose import Decision, check_profile, choose, label
 from raypipe.runtime.cluster import connect_all
 from raypipe.runtime.profiling import measure_profile
 
@@ -34,12 +35,15 @@ def profile_here(
         SpecError: RAY_ADDRESS names a cluster that does not answer, or it has not so many devices.
         RunError: a device died.
     """
-    count = connect_all(dashboard_port)
-    wish = job.parallel.given.get("microbatch") if job.parallel.auto else None
+    given = job.parallel.given if job.parallel.auto else {}
+    count = connect_all(dashboard_port, given.get("stages", 1) * given.get("replicas", 1))
+    wish = given.get("microbatch")
     sizes = [wish] if wish is not None else [size for size in SIZES if job.train.batch % size == 0]
     wanted = devices or count
     measured = min(wanted, _most_measured())
-    profile = measure_profile(job, sizes, measured, quick=True, data=data, say=say)
+    began = time.monotonic()
+    profile = measure_profile(job, sizes, measured, quick=True, cached=True, data=data, say=say)
+    say(f"measured in {time.monotonic() - began:.1f} s")
     share = min(1.0, measured / min(wanted, count))  # of the host's memory, where only some of its cores measured
     return profile.model_copy(update={"devices": wanted, "memory_bytes": profile.memory_bytes * share})
 
@@ -65,12 +69,25 @@ def plan_here(
         profile = profile_here(job, None, data, dashboard_port, say)
         path.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
     decision = choose(job, profile, search_s=SEARCH_S)
-    best = decision.best.candidate
-    say(
-        f"planned: {best.schedule}, {best.stages} stages x {best.replicas} replicas, micro-batches of "
-        f"{best.microbatch}; {decision.best.step_s:.4f} s a step expected, the best of {decision.searched} candidates"
-    )
+    for line in told(decision):
+        say(line)
     return decision
+
+
+def told(decision: Decision) -> list[str]:
+    """What was chosen, why, and what came next."""
+    best, *others = decision.rows
+    c = best.prediction.candidate
+    lines = [
+        f"planned: {c.schedule}, {c.stages} stages x {c.replicas} replicas, micro-batches of {c.microbatch}; "
+        f"{best.prediction.step_s:.4f} s a step expected",
+        f"{best.why}, of {decision.searched} candidates in {decision.seconds:.1f} s",
+    ]
+    second = next((row for row in others if row.prediction.fits), None)
+    if second is not None:
+        s = second.prediction.candidate
+        lines.append(f"next: {label(s)}, {s.stages} x {s.replicas}, micro-batches of {s.microbatch}: {second.why}")
+    return lines
 
 
 def _kept(path: Path, job: JobSpec) -> Profile | None:

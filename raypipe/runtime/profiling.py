@@ -9,13 +9,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
 import ray
 
-from raypipe.cost.collectives import Kind
 from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
 from raypipe.cost.profile import LinkFit, Profile
 from raypipe.data import declared_fields, prepare_data
@@ -24,41 +22,20 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.runtime.cluster import connect, connect_all
 from raypipe.runtime.launch import start_actors
+from raypipe.runtime.profiling_cache import keep, profile_path, read_kept
 from raypipe.runtime.profiling_device import DeviceFacts, ProfilingStage
+from raypipe.runtime.profiling_effort import QUICK, THOROUGH, Effort
 from raypipe.runtime.profiling_layers import LayerBench
 from raypipe.runtime.profiling_links import LinkBench
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How long to measure."""
-
-    steps: int
-    """At most, of each order of tasks."""
-    budget_s: float
-    """For each order, beyond three steps."""
-    message_bytes: tuple[int, ...]
-    collective_bytes: tuple[int, ...]
-    repeats: int
-    collectives: tuple[Kind, ...]
-
-
-THOROUGH = Effort(
-    steps=40, budget_s=2.0, message_bytes=(1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23),
-    collective_bytes=(1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25), repeats=15,
-    collectives=("all_reduce", "all_gather", "reduce_scatter"),
-)  # fmt: skip
-QUICK = Effort(
-    steps=10, budget_s=0.3, message_bytes=(1 << 12, 1 << 17, 1 << 21), collective_bytes=(1 << 17, 1 << 22), repeats=7,
-    collectives=("all_reduce",),
-)  # fmt: skip
+SAME = 0.1
+"""Share by which a measurement may differ from a kept profile: machines' speed moves by so much from hour to hour."""
 
 
 def measure_profile(
     job: JobSpec, microbatches: Sequence[int], devices: int | None = None, *, quick: bool = False,
-    data: Path | None = None, say: Say = lambda _: None,
+    cached: bool = False, data: Path | None = None, say: Say = lambda _: None,
 ) -> Profile:  # fmt: skip
     """Measure the job's model on the devices of the Ray cluster (a local Ray is started where there is none).
 
@@ -67,6 +44,8 @@ def measure_profile(
         microbatches: sizes in samples.
         devices: how many measure at the same time; default, all that the cluster has.
         quick: a few seconds instead of about half a minute: fewer repeats, and sums as the only collective.
+        cached: take the profile that an earlier call kept of the same model on the same devices, if one measurement
+            agrees with it; else keep this one.
         data: folder of the prepared data, where there is one already.
         say: told what is being measured, and what is left out.
 
@@ -88,7 +67,17 @@ def measure_profile(
         say(f"starting {count} device actor{'s' * (count > 1)}")
         fleet = start_actors([f"profile · device {rank}" for rank in range(count)], request, ProfilingStage)
         try:
-            return _measure(LayerBench(job, model, fleet, folder), sizes, QUICK if quick else THOROUGH, say)
+            bench = LayerBench(job, model, fleet, folder)
+            effort = QUICK if quick else THOROUGH
+            path = profile_path(job, model, sizes, count) if cached else None
+            known = read_kept(path) if path is not None else None
+            facts: list[DeviceFacts] = ray.get(fleet.call("facts"))
+            if known is not None and still_holds(bench, facts, *known, effort, say):
+                return known[0]
+            profile = _measure(bench, facts, sizes, effort, say)
+            if path is not None:
+                keep(path, profile)
+            return profile
         except ray.exceptions.RayActorError as error:
             raise RunError(
                 "profile", f"a device died: {str(error).strip().splitlines()[0]}",
@@ -109,26 +98,57 @@ def _folder(job: JobSpec, model: LayeredModel, data: Path | None) -> Iterator[Pa
         yield Path(name)
 
 
-def _measure(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) -> Profile:
+def still_holds(
+    bench: LayerBench, facts: Sequence[DeviceFacts], known: Profile, age: str, effort: Effort, say: Say
+) -> bool:  # fmt: skip
+    """Whether these devices are what they were when ``known`` was taken, and take as long for one micro-batch size."""
+    if any(one.name != known.device for one in facts) or per_host(facts) != known.devices_per_host:
+        return False
+    size = _middle(sorted(known.layers[0].times))
+    now, then = bench.probe(size, effort), bench.known_seconds(known, size)
+    change = now / then - 1
+    if abs(change) > SAME:
+        say(f"the profile kept {age} ago is {abs(change):.0%} {'too fast' if change > 0 else 'too slow'} now")
+        return False
+    say(f"took the profile kept {age} ago: micro-batches of {size} take {change:+.0%} now")
+    return True
+
+
+def per_host(facts: Sequence[DeviceFacts]) -> int:
+    """Devices of the fullest host."""
+    return max(sum(one.node == other.node for other in facts) for one in facts)
+
+
+def _middle(sizes: Sequence[int]) -> int:
+    return sizes[len(sizes) // 2]
+
+
+def _measure(
+    bench: LayerBench, facts: Sequence[DeviceFacts], sizes: Sequence[int], effort: Effort, say: Say
+) -> Profile:  # fmt: skip
     fleet, model = bench.fleet, bench.model
-    facts: list[DeviceFacts] = ray.get(fleet.call("facts"))
-    per_host = max(sum(one.node == other.node for other in facts) for one in facts)
+    sharing = per_host(facts)
     memory = min(one.memory_bytes for one in facts)
     if all(at.peer.device == "cpu" for at in fleet.locations):
-        memory /= per_host  # its devices share a host's
+        memory /= sharing  # its devices share a host's
     base = fmean(one.base_bytes for one in facts)
     bench.check_room(memory - base)
+    layers = f"{len(bench.here)} of {model.count} layers on each of {len(facts)} devices"
+    if effort.brief:
+        say(f"micro-batches of {', '.join(map(str, sizes))}: {layers}")
     for size in sizes:
         if bench.times and not bench.fits(size, memory - base):
             say(f"micro-batches from {size} on do not fit a device: left out")
             break
-        say(f"micro-batches of {size}: {len(bench.here)} of {model.count} layers on each of {len(facts)} devices")
-        bench.measure(size, effort.steps, effort.budget_s)
+        if not effort.brief:
+            say(f"micro-batches of {size}: {layers}")
+        bench.measure(size, effort, effort.every_memory or size in (sizes[0], _middle(sizes)))
     inside: list[Timed] = []
     between: list[Timed] = []
     sums: list[TimedCollective] = []
     if len(facts) > 1:
-        say("messages and collectives")
+        if not effort.brief:
+            say("messages and collectives")
         links = LinkBench(fleet)
         links.connect()
         inside = links.messages(links.inside, effort.message_bytes, effort.repeats)
@@ -141,7 +161,7 @@ def _measure(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) 
         device=facts[0].name,
         dtype=bench.job.train.dtype,
         devices=len(facts),
-        devices_per_host=per_host,
+        devices_per_host=sharing,
         memory_bytes=memory,
         base_bytes=base,
         layers=bench.profiles(),

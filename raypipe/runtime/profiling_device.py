@@ -22,14 +22,12 @@ from raypipe.runtime.actor import Stage
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes, process_bytes
 from raypipe.runtime.links import Links, Wiring
 from raypipe.runtime.optimizer import learning_rate
+from raypipe.runtime.profiling_effort import Effort
 from raypipe.runtime.profiling_steps import Samples
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
 from raypipe.schedule.ir import Task
 from raypipe.schedule.messages import Action, Program
-
-WARM_UP = 2
-"""Steps that are left out: optimizer state and gradients are allocated, the allocator finds its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +114,8 @@ class ProfilingStage(Stage):
         self.executor.receivers = {1: elsewhere}
         return {name: p.numel() for module in self.modules.values() for name, p in module.named.items()}
 
-    def run_layers(self, program: Program, most: int, budget_s: float) -> Samples:
-        """Run a step again and again: at least three times, then until ``budget_s`` is over, ``most`` times at most."""
+    def run_layers(self, program: Program, warm_up: int, effort: Effort, memory: bool) -> Samples:
+        """Run a step again and again, and look at its ``memory`` once; ``effort`` says how often."""
         train = self.setup_data.job.train
         plain = type(self.executor).run_task
         in_use: list[tuple[int, int]] = []
@@ -143,17 +141,18 @@ class ProfilingStage(Stage):
             n = next(number)
             return self.executor.run(program, n, learning_rate(train, n)).times
 
-        for _ in range(WARM_UP):
+        for _ in range(warm_up):
             step(timed)
-        step(metered)
-        step(peaking)  # apart: the meter's own traces are freed late
-        memory = [(a, a + peak, b) for (a, b), peak in zip(in_use, peaks, strict=True)]
+        if memory:
+            step(metered)
+            step(peaking)  # apart: the meter's own traces are freed late
+        seen = [(a, a + peak, b) for (a, b), peak in zip(in_use, peaks, strict=True)]
         times: list[NDArray[np.float64]] = []
-        until = time.monotonic() + budget_s
-        while len(times) < 3 or (len(times) < most and time.monotonic() < until):
+        until = time.monotonic() + effort.budget_s
+        while len(times) < effort.least or (len(times) < effort.most and time.monotonic() < until):
             times.append(step(timed))
         order: tuple[Task, ...] = tuple(action.task for action in program.actions)
-        return Samples(order, np.stack(times), np.array(memory, dtype=np.int64))
+        return Samples(order, np.stack(times), np.array(seen, dtype=np.int64).reshape(-1, 3))
 
     def connect(self, wiring: Wiring) -> None:
         """Join the groups and open the channels that are measured next."""

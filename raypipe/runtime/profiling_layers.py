@@ -9,18 +9,18 @@ from statistics import median
 
 import ray
 
-from raypipe.cost.profile import LayerProfile, TaskTimes
+from raypipe.cost.profile import LayerProfile, Profile, TaskTimes
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.models import DTYPES, LayeredModel
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring
+from raypipe.runtime.profiling_effort import Effort
 from raypipe.runtime.profiling_steps import (
     AFTER,
     ALIVE,
     BEFORE,
-    MICROBATCHES,
     WORST,
     Samples,
     Taken,
@@ -31,6 +31,7 @@ from raypipe.runtime.profiling_steps import (
     measured_layers,
     measured_step,
     overhead_seconds,
+    step_microbatches,
     task_times,
     update_seconds,
 )
@@ -38,7 +39,7 @@ from raypipe.runtime.setup import Setup
 from raypipe.runtime.shapes import wires
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.schedule.endless import WHOLE
-from raypipe.schedule.ir import Kind
+from raypipe.schedule.ir import Kind, Schedule
 from raypipe.schedule.messages import Program, programs
 
 COPIES = 4
@@ -105,34 +106,55 @@ class LayerBench:
         alive = ALIVE * size * sum(max(t[self.groups[i]] / n for n, t in self.grown["F"].items()) for i in self.here)
         return weights + 1.5 * alive <= room  # a task's temporaries beside what it keeps
 
-    def measure(self, size: int, steps: int, budget_s: float) -> None:
-        """Times of every task at this micro-batch size; the memory that layers keep, too."""
+    def measure(self, size: int, effort: Effort, memory: bool) -> None:
+        """Times of every task at this micro-batch size; the ``memory`` that layers keep, too."""
         found: dict[Way, list[Samples]] = {}
         for way in WAYS:
-            if way != "recompute":  # the same modules as joint
+            if way == "recompute":  # the same modules as joint, and only R is new
+                found[way] = self._run(size, way, 0, effort, False)
+            else:
                 self._hold(size, way)
-            program = self._program(way)
-            found[way] = ray.get(self.fleet.call("run_layers", program, steps, budget_s))
+                found[way] = self._run(size, way, effort.warm_up, effort, memory)
         times = task_times(found["joint"], self.groups)
         times |= {key: t for key, t in task_times(found["recompute"], self.groups).items() if key[0] == "R"}
         times |= {key: t for key, t in task_times(found["split"], self.groups).items() if key[0] in ("B", "W")}
         self.times[size] = times
-        for what, way, kind, since, until in MEMORY:
+        for what, way, kind, since, until in MEMORY if memory else ():
             self.grown[what][size] = grown_bytes(found[way], kind, self.groups, since, until)
         self.updates.append(update_seconds(found["joint"]))
         self.overheads.append(overhead_seconds(found["joint"], self.here))
 
-    def _program(self, way: Way) -> Program:
-        return programs(measured_step(self.model.count, self.here, way))[0]
+    def probe(self, size: int, effort: Effort) -> float:
+        """Seconds of one micro-batch there and back, through one layer of every kind."""
+        self._hold(size, "joint")
+        times = task_times(self._run(size, "joint", effort.warm_up, effort, False), self.groups)
+        return sum(taken.seconds for (task, _), taken in times.items() if task in ("F", "BW"))
+
+    def known_seconds(self, profile: Profile, size: int) -> float:
+        """The same by a profile of this model."""
+        times = (profile.layers[kind].times[size] for kind in sorted(set(self.groups)))
+        return sum(t.forward + t.joint for t in times)
+
+    def _run(self, size: int, way: Way, warm_up: int, effort: Effort, memory: bool) -> list[Samples]:
+        """Of each device, all of them at work."""
+        calls = self.fleet.call("run_layers", self._program(size, way), warm_up, effort, memory)
+        found: list[Samples] = ray.get(calls)
+        return found
+
+    def _step(self, size: int, way: Way) -> Schedule:
+        return measured_step(self.model.count, self.here, way, step_microbatches(size, self.job.train.batch))
+
+    def _program(self, size: int, way: Way) -> Program:
+        return programs(self._step(size, way))[0]
 
     def _hold(self, size: int, way: Way) -> None:
         model, job = self.model, self.job
-        step = measured_step(model.count, self.here, way)
+        step = self._step(size, way)
         cut = tuple((i,) for i in range(model.count))
         setup = Setup(
             device=0,
             member=0,
-            job=job.model_copy(update={"train": job.train.model_copy(update={"batch": size * MICROBATCHES})}),
+            job=job.model_copy(update={"train": job.train.model_copy(update={"batch": size * step.microbatches})}),
             cut=cut,
             placement=step.placement,
             wiring=Wiring(peers=(self.fleet.locations[0].peer,), rendezvous="", edges=(), groups={},
@@ -140,10 +162,10 @@ class LayerBench:
             tied=(),
             wire=wires(model, cut, size),
             samples_per_microbatch=size,
-            microbatches=MICROBATCHES,
+            microbatches=step.microbatches,
             versions="flush",
-            train={WHOLE: self._program(way)},
-            evaluate=self._program(way),
+            train={WHOLE: self._program(size, way)},
+            evaluate=self._program(size, way),
             data=self.data,
             fields=known_fields(self.data),
             checkpoint=None,

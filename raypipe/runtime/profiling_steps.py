@@ -22,7 +22,7 @@ from raypipe.runtime.calibrate import typical
 from raypipe.schedule.ir import Kind, Schedule, StageGraph, Task
 
 MICROBATCHES = 4
-"""Of a measured step: the first one's gradients are new memory, the others' are added to it, as in training."""
+"""Of a measured step at most: the first one's gradients are new memory, the others' are added to it, as in training."""
 ALIVE = 2
 """Micro-batches between forward and backward."""
 INSTANCES = 2
@@ -61,7 +61,16 @@ def measured_layers(groups: Sequence[int]) -> list[int]:
     return found
 
 
-def measured_step(stages: int, here: Iterable[int], way: Way) -> Schedule:
+def step_microbatches(size: int, batch: int) -> int:
+    """Micro-batches of a measured step: as many as the job's step has, ``MICROBATCHES`` at most, ``ALIVE`` at least.
+
+    >>> step_microbatches(4, 32), step_microbatches(16, 48), step_microbatches(32, 32)
+    (4, 3, 2)
+    """
+    return max(ALIVE, min(MICROBATCHES, batch // size))
+
+
+def measured_step(stages: int, here: Iterable[int], way: Way, microbatches: int = MICROBATCHES) -> Schedule:
     """A step in which device 0 holds the stages ``here`` and device 1, which need not exist, all others.
 
     Two micro-batches are alive at a time, forwards and backwards alternate: 1F1B as a middle stage sees it.
@@ -83,18 +92,18 @@ def measured_step(stages: int, here: Iterable[int], way: Way) -> Schedule:
         else:
             put("BW", deep, mb)
 
-    for mb in range(MICROBATCHES):
+    for mb in range(microbatches):
         put("F", range(stages), mb)
         if mb + 1 >= ALIVE:
             backward(mb + 1 - ALIVE)
-    for mb in range(MICROBATCHES + 1 - ALIVE, MICROBATCHES):
+    for mb in range(microbatches + 1 - ALIVE, microbatches):
         backward(mb)
     rows[0] += [Task("U", stage, ()) for stage in sorted(mine)]
     return Schedule(
         name=way,
         placement=(tuple(int(stage not in mine) for stage in range(stages)),),
         orders=tuple(map(tuple, rows)),
-        microbatches=MICROBATCHES,
+        microbatches=microbatches,
         graph=StageGraph.chain(stages),
     )
 
@@ -107,7 +116,8 @@ class Samples:
     times: NDArray[np.float64]
     """``[steps, tasks, 2]`` start and end, in seconds."""
     memory: NDArray[np.int64]
-    """``[tasks, 3]`` bytes in use before each task, at its worst moment and after it, in a step of its own."""
+    """``[tasks, 3]`` bytes in use before each task, at its worst moment and after it, in a step of its own; no rows
+    where nobody looked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ WRONG = [
     (["--cluster", "CLUSTER", "-o", "no/such/folder/plan.json"], "no such folder"),
     (["--cluster", "CLUSTER", "--set", "train.dtype=bfloat16"], "no peak_tflops for bfloat16"),
     (["--cluster", "CLUSTER", "--set", "parallel.schedule=zbv"], "did you mean"),
-    (["--cluster", "CLUSTER", "--set", "parallel.stages=9"], "no plan on 4 devices has stages: 9"),
+    (["--cluster", "CLUSTER", "--set", "parallel.stages=5"], "no plan on 4 devices has stages: 5"),
 ]
 
 

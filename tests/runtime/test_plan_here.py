@@ -20,7 +20,7 @@ from tests.runtime.test_exactness import STEPS, make_job
 def test_a_job_that_leaves_everything_to_the_planner(
     stage_pool, text_folder: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(plan_here, "connect_all", lambda _port: 2)
+    monkeypatch.setattr(plan_here, "connect_all", lambda *_: 2)
     job = make_job(text_folder, {"auto": True})
     job = job.model_copy(update={"parallel": type(job.parallel).model_validate("auto")})
     said: list[str] = []
@@ -40,5 +40,9 @@ def test_a_job_that_leaves_everything_to_the_planner(
     driver = Driver(prepared.job, prepared.plan, tmp_path / "run", log, lambda *_: None)
     driver.run(stage_pool(driver.schedule.devices), None, 0)
     log.close()
+    # It goes on with the plan it has, whatever a new measurement would say; and says nothing of measuring.
+    more = job.model_copy(update={"train": job.train.model_copy(update={"steps": STEPS + 1})})
+    again = prepare_run(more, tmp_path / "run", resume=True, say=pytest.fail)
+    assert again.plan == prepared.plan
     losses = [row["loss"] for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row]
     assert losses == pytest.approx(plain_losses(job, tmp_path / "run" / "data", STEPS), abs=1e-9, rel=0)
