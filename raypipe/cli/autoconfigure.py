@@ -61,6 +61,8 @@ def autoconfigure(
         raise SpecError(str(out), "there is no such folder", "make it, or give another file")
     spec = load_job(job, override or ())
     costs = _costs(spec, cluster, profile, devices)
+    if (warning := costs.noise.warning()) is not None:
+        print(warning, file=sys.stderr)
     decision = choose(
         spec, costs, devices, top=top, asynchronous="asynchronous" in (allow or ()), policy=policy, search_s=search
     )

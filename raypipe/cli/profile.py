@@ -50,6 +50,8 @@ def profile(
         from raypipe.runtime.profiling import measure_profile
 
         found = measure_profile(spec, sizes, devices, quick=quick, say=lambda text: console.print(text, style="dim"))
+    if (warning := found.noise.warning()) is not None:
+        console.print(warning)
     if out is not None:
         out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
     if json:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from raypipe.cost.noise import Noise
 from raypipe.job.spec import Spec
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -115,6 +116,10 @@ class Profile(Spec):
     """Values of matrices that two layers share: counted in both, trained once."""
     update_s_per_parameter: Seconds
     """Optimizer step."""
+    alone: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Time of a task on a device whose host's others are idle, over its time when all are at work, as in ``layers``."""
+    noise: Noise = Noise()
+    """What disturbed the measurement."""
     task_overhead_s: Seconds = 0.0
     """Of each task, beside its kernels."""
     inside: LinkFit

@@ -34,8 +34,8 @@ def times_at(layer: LayerProfile, samples: float) -> TaskTimes:
     return b.model_copy(update={f: max(v, getattr(b, f)) if share > 1 else v for f, v in mixed.items()})
 
 
-def stage_times(layers: Sequence[LayerProfile], samples: float) -> TaskTimes:
-    """Task times of several layers in a row."""
+def stage_times(layers: Sequence[LayerProfile], samples: float, share: float = 1.0) -> TaskTimes:
+    """Task times of several layers in a row, each ``share`` of what the profile says."""
     each = [times_at(layer, samples) for layer in layers]
-    sums = {f: sum(getattr(t, f) for t in each) for f in FIELDS}
+    sums = {f: share * sum(getattr(t, f) for t in each) for f in FIELDS}
     return TaskTimes(**sums)

@@ -57,9 +57,10 @@ def stage_costs(
     placed = Placed.of(placement, copies, profile.devices_per_host)
     samples = microbatch * size
     stages = [[profile.layers[i] for i in layers] for layers in cut]
-    times = [stage_times(layers, samples) for layers in stages]
+    share = crowding(profile, placed.busy)
+    times = [stage_times(layers, samples, share) for layers in stages]
     extra = profile.task_overhead_s
-    ahead = times if together == 1 else [stage_times(layers, samples * together) for layers in stages]
+    ahead = times if together == 1 else [stage_times(layers, samples * together, share) for layers in stages]
     forward = [(t.forward + extra) / together for t in ahead]
     weight = [t.weight_grad + extra for t in times]
     inputs = [t.input_grad + extra for t in times]
@@ -69,7 +70,8 @@ def stage_costs(
         inputs = [b * k for b, k in zip(inputs, scale, strict=True)]
         weight = [w * k for w, k in zip(weight, scale, strict=True)]
     remade = [
-        stage_times([profile.layers[i] for i in layers if again is None or i in again], samples) for layers in cut
+        stage_times([profile.layers[i] for i in layers if again is None or i in again], samples, share)
+        for layers in cut
     ]
     tied = tied_seconds(profile, cut, placed)
     last = len(cut) - 1
@@ -86,6 +88,15 @@ def stage_costs(
         ),
         comm=_messages(profile, cut, placed, samples) if last else 0.0,
     )
+
+
+def crowding(profile: Profile, busy: int) -> float:
+    """Time of a task while ``busy`` devices of its host are at work, over its time in the profile, which is all's.
+
+    They share caches and the way to memory. One alone was measured too; between the two it is taken to be a line.
+    """
+    others = profile.devices_per_host - 1
+    return profile.alone + (1 - profile.alone) * (min(busy - 1, others) / others) if others else 1.0
 
 
 def costs_of(

@@ -47,6 +47,10 @@ def _notes(profile: Profile) -> list[str]:
         f"optimizer {profile.update_s_per_parameter * 1e9:.2f} ns a value; between two tasks "
         f"{profile.task_overhead_s * 1e6:.0f} us",
     ]
+    if profile.alone < 1:
+        lines.append(f"a device whose host's others are idle takes {profile.alone:.2f} of these times")
+    if profile.source == "measured":
+        lines.append(f"disturbed: {profile.noise.sentence()}")
     if profile.devices > 1:
         lines.append(f"messages inside a host: {_link(profile.inside)}")
     if profile.devices > profile.devices_per_host:

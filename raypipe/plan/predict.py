@@ -12,7 +12,7 @@ from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.memory import STATES, DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import gradient_width, stage_costs
+from raypipe.cost.stages import crowding, gradient_width, stage_costs
 from raypipe.errors import ScheduleError
 from raypipe.job.spec import TrainSpec
 from raypipe.plan.at_scale import Figures, at_scale
@@ -121,7 +121,8 @@ class Predictor:
         there, back, split, inputs = self._sums(grid.microbatch)
         # Stage 0 may compute no input gradient; it takes no longer than the slowest stage of the best cut.
         least = self._slowest(grid.microbatch)[grid.stages - 1]
-        return max(grid.microbatches * (there + min(back, split)) / grid.stages, there + inputs - least) * (1 - 1e-9)
+        work = max(grid.microbatches * (there + min(back, split)) / grid.stages, there + inputs - least)
+        return work * crowding(self.profile, grid.stages * grid.replicas) * (1 - 1e-9)
 
     def _slowest(self, microbatch: int) -> list[float]:
         """By number of stages, the time of the slowest with the best cut."""

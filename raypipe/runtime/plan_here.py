@@ -68,6 +68,8 @@ def plan_here(
     if profile is None:
         profile = profile_here(job, None, data, dashboard_port, say)
         path.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    if (warning := profile.noise.warning()) is not None:
+        say(warning)
     decision = choose(job, profile, search_s=SEARCH_S)
     for line in told(decision):
         say(line)
@@ -79,9 +81,8 @@ def told(decision: Decision) -> list[str]:
     best, *others = decision.rows
     c = best.prediction.candidate
     lines = [
-        f"planned: {c.schedule}, {c.stages} stages x {c.replicas} replicas, micro-batches of {c.microbatch}; "
-        f"{best.prediction.step_s:.4f} s a step expected",
-        f"{best.why}, of {decision.searched} candidates in {decision.seconds:.1f} s",
+        f"planned: {c.schedule}, {c.stages} stages x {c.replicas} replicas, micro-batches of {c.microbatch}",
+        f"{best.prediction.step_s:.4f} s a step expected; {best.why}",
     ]
     second = next((row for row in others if row.prediction.fits), None)
     if second is not None:

@@ -15,6 +15,7 @@ from statistics import fmean, median
 import ray
 
 from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
+from raypipe.cost.noise import LIMIT, Noise
 from raypipe.cost.profile import LinkFit, Profile
 from raypipe.data import declared_fields, prepare_data
 from raypipe.errors import RunError, SpecError
@@ -27,6 +28,7 @@ from raypipe.runtime.profiling_device import DeviceFacts, ProfilingStage
 from raypipe.runtime.profiling_effort import QUICK, THOROUGH, Effort
 from raypipe.runtime.profiling_layers import LayerBench
 from raypipe.runtime.profiling_links import LinkBench
+from raypipe.runtime.profiling_noise import to_repeat
 
 Say = Callable[[str], None]
 SAME = 0.1
@@ -75,7 +77,7 @@ def measure_profile(
             if known is not None and still_holds(bench, facts, *known, effort, say):
                 return known[0]
             profile = _measure(bench, facts, sizes, effort, say)
-            if path is not None:
+            if path is not None and profile.noise.warning() is None:
                 keep(path, profile)
             return profile
         except ray.exceptions.RayActorError as error:
@@ -123,6 +125,25 @@ def _middle(sizes: Sequence[int]) -> int:
     return sizes[len(sizes) // 2]
 
 
+def measure_again(bench: LayerBench, effort: Effort, say: Say) -> Noise:
+    """Repeat what was disturbed, a few times at most; returns what remains."""
+    sizes = sorted(bench.times)
+    ends = sorted({sizes[0], _middle(sizes)})
+    drifted, again = bench.drift(ends, effort), 0
+    for _ in range(effort.again):
+        disturbed = to_repeat(bench.stolen, drifted)
+        if not disturbed:
+            break
+        say(f"{Noise(stolen=max(bench.stolen.values()), drift=drifted).cause()}: measuring again")
+        if drifted > LIMIT:
+            bench.stolen.clear()
+        for size in disturbed:
+            bench.measure(size, effort, memory=False)
+        again += len(disturbed)
+        drifted = bench.drift(ends, effort)
+    return Noise(stolen=max(bench.stolen.values()), drift=drifted, again=again)
+
+
 def _measure(
     bench: LayerBench, facts: Sequence[DeviceFacts], sizes: Sequence[int], effort: Effort, say: Say
 ) -> Profile:  # fmt: skip
@@ -142,7 +163,11 @@ def _measure(
             break
         if not effort.brief:
             say(f"micro-batches of {size}: {layers}")
-        bench.measure(size, effort, effort.every_memory or size in (sizes[0], _middle(sizes)))
+        bench.measure(
+            size, effort, effort.every_memory or size in (sizes[0], _middle(sizes)),
+            alone=size == _middle(sizes) and sharing > 1,
+        )  # fmt: skip
+    noise = measure_again(bench, effort, say)
     inside: list[Timed] = []
     between: list[Timed] = []
     sums: list[TimedCollective] = []
@@ -167,6 +192,8 @@ def _measure(
         layers=bench.profiles(),
         tied_parameters=bench.tied_parameters(),
         update_s_per_parameter=bench.update_s_per_parameter(),
+        alone=bench.alone,
+        noise=noise,
         task_overhead_s=median(bench.overheads),
         inside=_link(inside or between),
         between=_link(between or inside),

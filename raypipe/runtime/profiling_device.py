@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import tempfile
 import time
@@ -120,9 +121,13 @@ class ProfilingStage(Stage):
         plain = type(self.executor).run_task
         in_use: list[tuple[int, int]] = []
         peaks: list[int] = []
+        ran: list[float] = []
+        own_clock = time.thread_time if self.device.type == "cpu" else lambda: math.nan
 
         def timed(action: Action) -> None:
+            before = own_clock()
             plain(self.executor, action)  # the runner's clock knows when a GPU was through
+            ran.append(own_clock() - before)
 
         def metered(action: Action) -> None:
             before = allocated_bytes(self.device)
@@ -148,11 +153,14 @@ class ProfilingStage(Stage):
             step(peaking)  # apart: the meter's own traces are freed late
         seen = [(a, a + peak, b) for (a, b), peak in zip(in_use, peaks, strict=True)]
         times: list[NDArray[np.float64]] = []
+        ran.clear()
         until = time.monotonic() + effort.budget_s
         while len(times) < effort.least or (len(times) < effort.most and time.monotonic() < until):
             times.append(step(timed))
         order: tuple[Task, ...] = tuple(action.task for action in program.actions)
-        return Samples(order, np.stack(times), np.array(seen, dtype=np.int64).reshape(-1, 3))
+        return Samples(
+            order, np.stack(times), np.array(ran).reshape(len(times), -1), np.array(seen, dtype=np.int64).reshape(-1, 3)
+        )
 
     def connect(self, wiring: Wiring) -> None:
         """Join the groups and open the channels that are measured next."""

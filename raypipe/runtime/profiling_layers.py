@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,7 @@ from raypipe.models import DTYPES, LayeredModel
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring
 from raypipe.runtime.profiling_effort import Effort
+from raypipe.runtime.profiling_noise import drift, stolen
 from raypipe.runtime.profiling_steps import (
     AFTER,
     ALIVE,
@@ -76,6 +78,10 @@ class LayerBench:
     updates: list[float] = field(default_factory=list)
     """Seconds of each measurement's update of all that is built."""
     overheads: list[float] = field(default_factory=list)
+    stolen: dict[int, float] = field(default_factory=dict)
+    """By micro-batch size, the share of its tasks' time in which other processes had the core."""
+    alone: float = 1.0
+    """Time of a task on a device whose host's others are idle, over its time when all of them are at work."""
 
     def __post_init__(self) -> None:
         self.groups = alike(self.model)
@@ -106,8 +112,12 @@ class LayerBench:
         alive = ALIVE * size * sum(max(t[self.groups[i]] / n for n, t in self.grown["F"].items()) for i in self.here)
         return weights + 1.5 * alive <= room  # a task's temporaries beside what it keeps
 
-    def measure(self, size: int, effort: Effort, memory: bool) -> None:
-        """Times of every task at this micro-batch size; the ``memory`` that layers keep, too."""
+    def measure(self, size: int, effort: Effort, memory: bool, alone: bool = False) -> None:
+        """Times of every task at this micro-batch size; the ``memory`` that layers keep, too. ``alone``: compare with
+        a device that has its host to itself.
+
+        Of two measurements of one size the less disturbed one counts.
+        """
         found: dict[Way, list[Samples]] = {}
         for way in WAYS:
             if way == "recompute":  # the same modules as joint, and only R is new
@@ -115,6 +125,12 @@ class LayerBench:
             else:
                 self._hold(size, way)
                 found[way] = self._run(size, way, effort.warm_up, effort, memory)
+            if alone and way == "joint":
+                self.alone = self._alone(size, effort, found[way][0])
+        disturbed = max(map(stolen, found.values()))
+        if disturbed > self.stolen.get(size, 1.0):
+            return
+        self.stolen[size] = disturbed
         times = task_times(found["joint"], self.groups)
         times |= {key: t for key, t in task_times(found["recompute"], self.groups).items() if key[0] == "R"}
         times |= {key: t for key, t in task_times(found["split"], self.groups).items() if key[0] in ("B", "W")}
@@ -124,11 +140,27 @@ class LayerBench:
         self.updates.append(update_seconds(found["joint"]))
         self.overheads.append(overhead_seconds(found["joint"], self.here))
 
-    def probe(self, size: int, effort: Effort) -> float:
-        """Seconds of one micro-batch there and back, through one layer of every kind."""
-        self._hold(size, "joint")
-        times = task_times(self._run(size, "joint", effort.warm_up, effort, False), self.groups)
+    def _alone(self, size: int, effort: Effort, together: Samples) -> float:
+        """The first device's time while all others wait, over ``together``; as many devices as it likes on its host."""
+        program = self._program(size, "joint")
+        by_itself: Samples = ray.get(self.fleet.actors[0].run_layers.remote(program, 0, effort, False))
+        share = self._seconds([by_itself]) / self._seconds([together])
+        return min(1.0, share)
+
+    def _seconds(self, found: list[Samples]) -> float:
+        """Of one micro-batch there and back, through one layer of every kind."""
+        times = task_times(found, self.groups)
         return sum(taken.seconds for (task, _), taken in times.items() if task in ("F", "BW"))
+
+    def probe(self, size: int, effort: Effort) -> float:
+        """Seconds of one micro-batch there and back, through one layer of every kind, measured now."""
+        self._hold(size, "joint")
+        return self._seconds(self._run(size, "joint", effort.warm_up, effort, False))
+
+    def drift(self, sizes: Iterable[int], effort: Effort) -> float:
+        """By how much times of these micro-batch sizes differ from what was measured before."""
+        kept = {n: sum(t.seconds for (task, _), t in self.times[n].items() if task in ("F", "BW")) for n in sizes}
+        return drift((seconds, self.probe(n, effort)) for n, seconds in kept.items())
 
     def known_seconds(self, profile: Profile, size: int) -> float:
         """The same by a profile of this model."""

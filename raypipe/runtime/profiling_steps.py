@@ -115,9 +115,25 @@ class Samples:
     order: tuple[Task, ...]
     times: NDArray[np.float64]
     """``[steps, tasks, 2]`` start and end, in seconds."""
+    ran: NDArray[np.float64]
+    """``[steps, tasks]`` seconds that the thread ran in each task; not a number on GPUs, whose tasks no thread runs."""
     memory: NDArray[np.int64]
     """``[tasks, 3]`` bytes in use before each task, at its worst moment and after it, in a step of its own; no rows
     where nobody looked."""
+
+
+LONGER, LONGER_S = 0.1, 50e-6
+"""A thread lost its core for a moment where a task took longer than it ran by this share, and by this time."""
+
+
+def own_seconds(one: Samples) -> NDArray[np.float64]:
+    """``[steps, tasks]`` seconds of each task by itself: as measured; where its thread lost the core, while it ran.
+
+    A task of a CPU device computes all the time it takes, so what its thread did not run was another process's.
+    """
+    took = one.times[:, :, 1] - one.times[:, :, 0]
+    lost = took > one.ran + np.maximum(LONGER * one.ran, LONGER_S)  # never where no thread's time is known
+    return np.where(lost, one.ran, took)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +151,7 @@ def task_times(found: Iterable[Samples], groups: Sequence[int]) -> dict[tuple[Ki
     """By kind of task and kind of layer."""
     every: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for one in found:
-        lengths = one.times[:, :, 1] - one.times[:, :, 0]
+        lengths = own_seconds(one)
         for k, task in enumerate(one.order):
             every[task.kind, groups[task.stage]] += lengths[:, k].tolist()
     return {key: _taken(values) for key, values in every.items()}

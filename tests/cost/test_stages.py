@@ -37,6 +37,17 @@ def test_every_task_has_its_overhead(profile):
     assert costs.by_kind("BW")[1] == pytest.approx(9.25)
 
 
+@pytest.mark.parametrize(("copies", "share"), [(1, 0.7), (2, 0.8), (3, 0.9), (4, 1.0), (8, 1.0)])
+def test_a_device_whose_neighbours_are_idle_is_faster(profile, copies, share):
+    """Hosts of four: one alone takes 0.7 of what the profile says, all four just that, two and three lie between."""
+    sharing = profile.model_copy(update={"alone": 0.7, "devices_per_host": 4, "task_overhead_s": 0.25})
+    costs = stage_costs(sharing, [tuple(range(6))], 2, [(0,)], copies=copies)
+    assert costs.forward == pytest.approx((share * (2 + 4 * 5 + 3) + 0.25,))
+    assert costs.recompute == pytest.approx(costs.forward)
+    assert costs.by_kind("BW") == pytest.approx((share * (3 + 4 * 9 + 5) + 0.25,))
+    assert stage_costs(sharing, CUT, 2, LINE).forward == (2.25 + 5, 5.25, 5.25, 5.25 + 3)
+
+
 @pytest.mark.parametrize(("samples", "forward"), [(1, 3), (2, 5), (3, 7), (4, 9), (8, 17), (0.5, 3)])
 def test_sizes_that_were_not_profiled(profile, samples, forward):
     """On the line between neighbours and beyond the largest; below the smallest, no less than it."""

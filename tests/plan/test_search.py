@@ -16,7 +16,7 @@ from raypipe.plan.search import best_first, rank_key
 from tests.plan.conftest import make_job, make_profile
 
 CASES = [
-    {"layers": 4, "devices": 3, "batch": 6, "seed": 1},
+    {"layers": 4, "devices": 3, "batch": 6, "seed": 1, "alone": 0.7},
     {"layers": 6, "devices": 4, "batch": 8, "seed": 2},
     {"layers": 6, "devices": 4, "batch": 8, "seed": 3, "clip": 1.0},
     {"layers": 4, "devices": 4, "batch": 4, "seed": 4, "memory_bytes": 0.42 * 2**30},

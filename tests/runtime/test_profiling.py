@@ -63,7 +63,8 @@ def simulated(way, costs: CostTable, gap: float = 0.0) -> Samples:
     lengths = [spans[task].end - spans[task].start for task in order]
     starts = np.cumsum([0.0, *(x + gap for x in lengths[:-1])])
     times = np.stack([starts, starts + lengths], axis=1)
-    return Samples(order, np.stack([times, times + 50.0, times + 99.0]), np.zeros((len(order), 3), dtype=np.int64))
+    three = np.stack([times, times + 50.0, times + 99.0])
+    return Samples(order, three, three[:, :, 1] - three[:, :, 0], np.zeros((len(order), 3), dtype=np.int64))
 
 
 def test_times_come_back() -> None:
@@ -88,7 +89,7 @@ def test_bytes_come_back() -> None:
     grown = {"F": lambda k: 100 * (k + 1), "B": lambda k: -k, "W": lambda k: k - 100 * (k + 1), "U": lambda k: 0}
     after = np.cumsum([7, *(grown[task.kind](GROUPS[task.stage]) for task in order)])
     memory = np.stack([after[:-1], after[:-1] + 9, after[1:]], axis=1)
-    sample = Samples(order, np.zeros((1, len(order), 2)), memory)
+    sample = Samples(order, np.zeros((1, len(order), 2)), np.zeros((1, len(order))), memory)
     assert grown_bytes([sample], "F", GROUPS, BEFORE, AFTER) == {0: 100, 1: 200, 5: 600}
     assert grown_bytes([sample], "W", GROUPS, AFTER, BEFORE) == {0: 100, 1: 199, 5: 595}
     assert grown_bytes([sample], "B", GROUPS, BEFORE, WORST) == {0: 9, 1: 9, 5: 9}
