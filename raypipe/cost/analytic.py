@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypipe.cost.gpt_work import gpt_work
+from raypipe.cost.gpt_work import SOFTWARE, gpt_work
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.cost.work import LayerWork
 from raypipe.errors import SpecError, nearest
@@ -33,7 +33,7 @@ def analytic_profile(
     """Compute the costs of a model's layers on a cluster's devices.
 
     Args:
-        model: a job's model, or the work of any other one's layers.
+        model: a job's model, as the cluster's ``software`` runs it; or the work of any other one's layers.
         cluster: the machine.
         dtype: ``train.dtype``.
         sizes: micro-batch sizes, in samples.
@@ -51,7 +51,7 @@ def analytic_profile(
         )
     if not sizes or min(sizes) < 1:
         raise SpecError("sizes", f"{list(sizes)} are no micro-batch sizes", "give whole numbers from 1")
-    works = tuple(model) if isinstance(model, Sequence) else gpt_work(model, dtype)
+    works = tuple(model) if isinstance(model, Sequence) else gpt_work(model, dtype, SOFTWARE[cluster.software])
     if not works:
         raise SpecError("model", "has no layers", "give at least one")
     shares: dict[str, float] = {str(k): v for k, v in device.efficiency_by_dtype.items()}

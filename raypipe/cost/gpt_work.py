@@ -30,8 +30,9 @@ class Software:
     """Else the scores of all heads are written and kept, and masked ones are computed too."""
     keyed_dropout: bool = True
     """raypipe's: masks hashed from keys, as wide as the values. Else one kernel and a byte a value, scores too."""
-    fused_gelu: bool = True
-    """Else written out in elementary operations, of whose results four are kept instead of one."""
+    fused_tanh_gelu: bool = True
+    """Else ``activation: gelu-tanh`` is written out in elementary operations, of whose results four are kept instead of
+    one. The exact GELU is one kernel in every PyTorch since 1.0."""
     fused_copies: bool = True
     """Else biases and the heads' layout are written as copies of their own."""
     autocast: bool = True
@@ -39,10 +40,12 @@ class Software:
 
 
 RAYPIPE = Software()
-PYTORCH_2020 = Software(fused_attention=False, keyed_dropout=False, fused_copies=False)
+PYTORCH_2020 = Software(fused_attention=False, keyed_dropout=False, fused_tanh_gelu=False, fused_copies=False)
 """PyTorch 1 with a BERT of those years; see ``tests/cost/test_published_blocks.py`` for how it fits."""
 MEGATRON = Software(keyed_dropout=False, autocast=False)
 """Fused kernels on narrow weights, as ZeroPP's own code base must be by the memory that it takes."""
+SOFTWARE: dict[str, Software] = {"raypipe": RAYPIPE, "pytorch-2020": PYTORCH_2020, "megatron": MEGATRON}
+"""By the name that a cluster file gives it."""
 
 
 def gpt_work(model: GptSpec, dtype: str, software: Software = RAYPIPE) -> Sequence[LayerWork]:
@@ -78,7 +81,7 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     stream = s * h  # values of the residual stream, of one sample
     drop = 2 if model.dropout else 0  # both on the stream
     mask_moved, mask_kept = mask_bytes(e, software)
-    gelu = 1 if software.fused_gelu else 4
+    gelu = 1 if software.fused_tanh_gelu or model.activation == "gelu" else 4
     narrow = e != m
     matrices = 12 * h * h
 

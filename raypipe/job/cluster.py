@@ -16,6 +16,7 @@ from raypipe.job.yaml_text import parse_yaml
 
 Above = Annotated[float, Field(gt=0)]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
+Software = Literal["raypipe", "pytorch-2020", "megatron"]
 
 EXAMPLE = "cluster/a100.yaml"
 """A whole cluster, for whoever wonders how one looks."""
@@ -65,6 +66,9 @@ class ClusterSpec(Spec):
     """Between hosts as collectives see it, where another path carries them than messages; null: ``between``."""
     host_links: Positive = 1
     """Such links that a host can fill at the same time: its network cards."""
+    software: Software = "raypipe"
+    """Whose kernels computed costs are those of. Another's than raypipe's own is for holding plans against what others
+    measured on that machine; see ``cost/gpt_work.py``."""
 
     @model_validator(mode="before")
     @classmethod

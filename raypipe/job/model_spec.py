@@ -32,6 +32,8 @@ class GptSpec(Spec):
     """Distinct tokens; byte data needs 256."""
     dropout: Share = 0.0
     """Share of values dropped after the embedding and on both residual branches; 0 <= p < 1."""
+    activation: Literal["gelu", "gelu-tanh"] = "gelu"
+    """Of the MLP: the exact GELU, or its approximation by tanh, with which GPT-2 was trained."""
     tie_embeddings: bool = True
     """Use the token embedding's matrix as the head's as well."""
 

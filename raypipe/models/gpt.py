@@ -52,6 +52,7 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(hidden, 4 * hidden)
         self.mlp_out = nn.Linear(4 * hidden, hidden)
         self.mlp_dropout = KeyedDropout(model.dropout, site=2 + 2 * index)
+        self.approximate = "tanh" if model.activation == "gelu-tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
         """No dropout inside attention: its kernel would draw from a generator that knows the process."""
@@ -62,7 +63,8 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).flatten(2)
         x = x + self.attention_dropout(self.attention_out(y))
-        return x + self.mlp_dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))  # type: ignore[no-any-return]
+        inner = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate=self.approximate)
+        return x + self.mlp_dropout(self.mlp_out(inner))  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):

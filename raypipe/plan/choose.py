@@ -244,6 +244,7 @@ def choose(
     judge = Predictor(
         narrowed(without_noise(profile), parallel.wire_dtype), train, most,
         syncs=tuple(s for s in SYNCS if given.get("sync", s) == s), recompute=given.get("recompute") != "none",
+        partly=policy != "largest-microbatch",
     )  # fmt: skip
     largest = max(size for layer in profile.layers for size in layer.times)
     every = [

@@ -21,10 +21,13 @@ Cut = tuple[tuple[int, ...], ...]
 def contiguous_split(costs: Sequence[float], parts: int) -> list[int]:
     """Where parts 1, 2, ... begin, for the smallest largest sum (then the smallest sum of squares) of ``parts`` runs.
 
-    No part is empty. O(parts * n^2).
+    Of equally even cuts the one whose larger parts come late, since early stages hold more micro-batches in flight. No
+    part is empty. O(parts * n^2).
 
     >>> contiguous_split([1, 1, 1, 1, 4], 3)
     [2, 4]
+    >>> contiguous_split([1.1] * 8, 3)
+    [2, 5]
     """
     runs = _runs(costs)
     bound = _bottlenecks(runs, parts)[-1] * (1 + 1e-12)  # sums taken in another order may differ by rounding
@@ -35,7 +38,8 @@ def contiguous_split(costs: Sequence[float], parts: int) -> list[int]:
     begins: list[NDArray[np.int64]] = []
     for _ in range(parts):
         total = best[:, None] + squares
-        begin = total.argmin(axis=0)
+        # Sums of equal costs differ by rounding, which must not decide: the first of the least is the longest part.
+        begin = (total <= total.min(axis=0) * (1 + 1e-9)).argmax(axis=0)
         best = total[begin, np.arange(n + 1)]
         begins.append(begin)
     cuts, end = [], n

@@ -2,51 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import groupby
+import heapq
+import itertools
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import Candidate, Grid, candidates
 from raypipe.plan.predict import Predictor
 from raypipe.plan.prediction import Prediction
-from raypipe.plan.search import Pick, Ranking, rank_key
+from raypipe.plan.search import TIE, Pick, Ranking, rank_key
+from raypipe.schedule.collector import no_collection
 
 
+@no_collection()
 def largest_microbatch(judge: Predictor, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c) -> Ranking:
-    """The ``top`` fastest plans that use the largest micro-batch that fits their schedule, depth and width.
+    """The ``top`` fastest plans among those with the largest micro-batch that fits their schedule, depth and width.
 
     "It greedily chooses to use the maximum micro-batch size fitting in the device memory", then (W, D) by the
-    predicted time. Scheduling units of fewer than all micro-batches are left out: the rule has no word for them.
+    predicted time. As in the paper, micro-batches that leave fewer than D of them come only where there are no others,
+    everything is recomputed (``judge.partly`` says whether some of it may be kept) only where nothing fits without,
+    two pipelines are combined ("the default setting of Chimera"), and the three ways to concatenate units are for
+    N > D. Scheduling units of fewer than all micro-batches are left out: the rule has no word for them.
 
-    Source: Li and Hoefler 2021 (Chimera), section 3.4.
+    Which of its micro-batches a schedule gets takes looking at their memory, so schedules wait in a queue by the least
+    time that any of them can take, as in ``best_first``; what is beyond the ``top`` is never looked at.
+
+    Source: Li and Hoefler 2021 (Chimera), sections 3.4 to 3.6 and 4.4.
     """
     found = Ranking()
-    chosen: list[Prediction] = []
-    order = sorted(grids, key=lambda g: (g.stages, g.replicas, -g.microbatch))
-    for _, group in groupby(order, key=lambda g: (g.stages, g.replicas)):
-        done: set[object] = set()
-        for grid in group:
-            for made in candidates(grid, judge.most_stages):
-                c = pick(made)
-                if c is None or c.unit not in (None, c.microbatches):
-                    continue
-                kind = _kind(c)
-                found.searched += 1
-                if kind in done or judge.least(c) == float("inf"):
-                    continue
-                try:
-                    prediction = judge.predict(c)
-                except ScheduleError:
-                    continue
-                if prediction.fits:
-                    done.add(kind)
-                    found.timed += 1
-                    chosen.append(prediction)
-                else:
-                    found.too_large.append(prediction)
-    found.best = sorted(chosen, key=rank_key)[:top]
+    count = itertools.count()
+    queue: list[tuple[float, int, list[Grid] | list[Candidate]]] = []
+
+    def push(bound: float, node: list[Grid] | list[Candidate]) -> None:
+        if bound < float("inf"):
+            heapq.heappush(queue, (bound, next(count), node))
+
+    for same in _by_shape(grids):
+        push(min(map(judge.least_on, same)), same)
+        found.searched += 1
+    while queue:
+        bound, _, node = heapq.heappop(queue)
+        if len(found.best) >= top and bound > found.best[top - 1].step_s * (1 + TIE):
+            break
+        first = node[0]
+        if isinstance(first, Candidate):
+            chosen = _largest(judge, node, found)  # type: ignore[arg-type]
+            if chosen is not None:
+                found.best = sorted([*found.best, chosen], key=rank_key)
+            continue
+        for kind in _kinds(judge, node, pick):  # type: ignore[arg-type]
+            push(max(bound, min(map(judge.least, kind))), kind)
+            found.searched += len(kind)
+    found.best = found.best[:top]
     return found
 
 
-def _kind(c: Candidate) -> object:
-    return c.schedule, c.chunks, c.pipelines, c.concat
+def _by_shape(grids: Iterable[Grid]) -> list[list[Grid]]:
+    """Grids of one depth and width, the largest micro-batch first; those with N >= D where there are any."""
+    shapes: dict[tuple[int, int], list[Grid]] = {}
+    for grid in sorted(grids, key=lambda g: -g.microbatch):
+        shapes.setdefault((grid.stages, grid.replicas), []).append(grid)
+    return [[g for g in same if g.microbatches >= g.stages] or same for same in shapes.values()]
+
+
+def _kinds(judge: Predictor, same: Sequence[Grid], pick: Pick) -> Iterable[list[Candidate]]:
+    """Per schedule of these grids' shape, its candidates by micro-batch, the largest first."""
+    kinds: dict[object, list[Candidate]] = {}
+    for grid in same:
+        for made in candidates(grid, judge.most_stages):
+            c = pick(made)
+            if c is not None and _spoken_of(c):
+                kinds.setdefault((c.schedule, c.chunks, c.pipelines, c.concat), []).append(c)
+    return kinds.values()
+
+
+def _spoken_of(c: Candidate) -> bool:
+    units = c.concat == "direct" or c.microbatches > c.stages
+    return c.unit in (None, c.microbatches) and c.pipelines == 2 and units
+
+
+def _largest(judge: Predictor, kind: Sequence[Candidate], found: Ranking) -> Prediction | None:
+    """The candidate with the largest micro-batch that fits, relieved only where none fits as it is."""
+    too_large: list[Prediction] = []
+    for c in kind:
+        with suppress(ScheduleError):  # the family has no such shape after all
+            p = judge.predict(c)
+            if p.fits:
+                found.timed += 1
+                return p
+            too_large.append(p)
+    found.too_large += too_large
+    for p in too_large:
+        fitting: list[Prediction] = []
+        todo = judge.relief(p)
+        for _, relieved in todo:
+            with suppress(ScheduleError):
+                other = judge.predict(relieved)
+                if other.fits:
+                    found.timed += 1
+                    fitting.append(other)
+                todo += judge.relief(other)
+        if fitting:
+            return min(fitting, key=rank_key)
+    return None

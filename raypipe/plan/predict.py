@@ -69,6 +69,8 @@ class Predictor:
     """Where gradient sums may be placed; the simplest of equally fast ones is taken."""
     recompute: bool = True
     """Whether plans may recompute what the schedule does not."""
+    partly: bool = True
+    """Whether stages that recompute may keep the activations of as many micro-batches as memory holds."""
     _orders: Orders = field(default_factory=Orders)
     _cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
     _norms: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -253,7 +255,7 @@ class Predictor:
         """
         form = c.form
         nothing = (0.0,) * form.stages
-        if not self.holds(c):
+        if not self.partly or not self.holds(c):
             return nothing
         low, high = [0] * c.stages, [LEVELS + 1] * c.stages  # holds, holds not
         while any(h - k > 1 for k, h in zip(low, high, strict=True)):

@@ -12,8 +12,11 @@ from raypipe.job import GptSpec
 
 def gpt2_64() -> Sequence[LayerWork]:
     """Chimera's GPT-2 of 64 layers: sequences of 632 tokens, learned positions for 1,024 (table 4: 1,389,327,360)."""
-    shape = GptSpec(layers=64, hidden=1280, heads=20, sequence=632, vocabulary=50257, dropout=0.1, tie_embeddings=False)
-    first, *others = gpt_work(shape, "float32", replace(PYTORCH_2020, fused_gelu=False))  # Hugging Face's gelu_new
+    shape = GptSpec(
+        layers=64, hidden=1280, heads=20, sequence=632, vocabulary=50257, dropout=0.1, tie_embeddings=False,
+        activation="gelu-tanh",  # Hugging Face's gelu_new
+    )  # fmt: skip
+    first, *others = gpt_work(shape, "float32", PYTORCH_2020)
     unused = (1024 - shape.sequence) * shape.hidden  # positions that are held and summed all the same
     return (replace(first, parameters=first.parameters + unused), *others)
 

@@ -72,9 +72,18 @@ def test_tied_weights_start_equal_and_can_become_one():
     assert not torch.equal(untied.build(0, seed=0).token.weight, untied.build(4, seed=0).project.weight)
 
 
-def test_the_layers_are_a_plain_gpt():
+def exact_gelu(x):
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def tanh_gelu(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize(("activation", "gelu"), [("gelu", exact_gelu), ("gelu-tanh", tanh_gelu)])
+def test_the_layers_are_a_plain_gpt(activation, gelu):
     """Against the same function written out with einsum and an explicit mask, in float64."""
-    plan = GptLayers(MODEL, torch.float64)
+    plan = GptLayers(MODEL.model_copy(update={"activation": activation}), torch.float64)
     layers = all_layers(plan, seed=0)
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     y = tokens
@@ -92,7 +101,7 @@ def test_the_layers_are_a_plain_gpt():
         out = torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(2, 16, 32)
         x = x + out @ block.attention_out.weight.T + block.attention_out.bias
         h = F.layer_norm(x, (32,), block.mlp_norm.weight, block.mlp_norm.bias)
-        h = F.gelu(h @ block.mlp_in.weight.T + block.mlp_in.bias)
+        h = gelu(h @ block.mlp_in.weight.T + block.mlp_in.bias)
         x = x + h @ block.mlp_out.weight.T + block.mlp_out.bias
     expected = F.layer_norm(x, (32,), layers[-1].norm.weight, layers[-1].norm.bias) @ layers[-1].project.weight.T
     torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-11)

@@ -121,17 +121,39 @@ def test_the_rule_of_the_largest_micro_batch() -> None:
     judge, _ = setting(6, 4, 16, 2)
     every = list(grids(4, 16, 6, 1, 16))
     greedy = largest_microbatch(judge, every, 50, flushing).best
-    largest: dict[object, int] = {}
+    largest: dict[object, Prediction] = {}
     for p in everything(judge, 4, 16, 6):
         c = p.candidate
-        kind = (c.stages, c.replicas, c.schedule, c.chunks, c.pipelines, c.concat)
-        if c.recompute == "none" and c.memory_limit is None and c.unit in (None, c.microbatches):
-            largest[kind] = max(largest.get(kind, 0), c.microbatch)
+        kind = (c.stages, c.replicas, c.schedule, c.chunks, c.concat)
+        plain = c.recompute == "none" and c.memory_limit is None and c.unit in (None, c.microbatches)
+        more = c.concat == "direct" or c.microbatches > c.stages
+        if c.pipelines == 2 and plain and more and c.microbatches >= c.stages:
+            largest[kind] = max(largest.get(kind, p), p, key=lambda q: q.candidate.microbatch)
     for p in greedy:
         c = p.candidate
-        assert c.microbatch == largest[c.stages, c.replicas, c.schedule, c.chunks, c.pipelines, c.concat]
+        assert c == largest[c.stages, c.replicas, c.schedule, c.chunks, c.concat].candidate._replace(sync=c.sync)
+    expected = sorted(p.step_s for p in largest.values())[: len(greedy)]
+    assert [p.step_s for p in greedy] == pytest.approx(expected, rel=1e-5)
     best = best_first(judge, every, 1, flushing).best[0]
     assert best.step_s <= greedy[0].step_s
+
+
+def test_the_rule_recomputes_all_or_nothing_and_only_where_it_must() -> None:
+    judge, _ = setting(6, 4, 16, 2, memory_bytes=0.42 * 2**30)
+    judge.partly = False
+    every = list(grids(4, 16, 6, 1, 16))
+    greedy = largest_microbatch(judge, every, 50, flushing).best
+    again = [p for p in greedy if p.candidate.recompute != "none"]
+    assert again
+    assert len(again) < len(greedy)
+    for p in again:
+        assert not any(p.keep or ())
+        for g in every:  # no micro-batch would have fitted without
+            c = p.candidate
+            if (g.stages, g.replicas) == (c.stages, c.replicas) and g.microbatches >= g.stages:
+                assert not judge.holds(
+                    c._replace(recompute="none", microbatch=g.microbatch, microbatches=g.microbatches)
+                )
 
 
 def test_equal_plans_are_told_apart_in_the_same_way_every_time() -> None:
