@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.cli._values import comma_list
-from raypipe.errors import RequestError, ScheduleError
+from raypipe.errors import RequestError, ScheduleError, nearest
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
@@ -60,10 +61,12 @@ def make(
         if len(given) > 1 and (not compare or len(given) != len(names)):
             why = f"{len(given)} values for {len(names)} schedule{'s' * (len(names) != 1)}"
             raise RequestError(flag(key), why, "give one" + (" or as many as schedules" if compare else ""))
+    if (unknown := next((name for name in names if name not in ABOUT), None)) is not None:
+        raise ScheduleError("schedule", f'"{unknown}" is unknown', nearest(unknown, ABOUT))
     made = []
     for n, name in enumerate(names):
         own = {key: given[n if len(given) > 1 else 0] for key, given in values.items()}
-        if compare and name in ABOUT:
+        if compare:
             useful = {*DEFAULT_SHAPE, "memory_limit", *_own_options(name, wishes)}
             own = {key: value for key, value in own.items() if key in useful}
         try:
@@ -126,7 +129,8 @@ def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> 
     """The costs per stage from option texts; a single number is divided by ``share``.
 
     Raises:
-        RequestError: no number, or a list that isn't one value per stage (of ``comm``, per link between them will do).
+        RequestError: no finite number >= 0, or a list that isn't one value per stage (of ``comm``, per link between
+            them will do).
     """
     table: dict[str, tuple[float, ...]] = {}
     for key, default in DEFAULT_COSTS.items():
@@ -134,6 +138,8 @@ def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> 
         values = [default] if text is None else comma_list(flag(key), text, float)
         if len(values) not in (1, stages, stages - (key == "comm")):
             raise RequestError(flag(key), f"{len(values)} values for {stages} stages", f"give 1 or {stages} values")
+        if (wrong := next((v for v in values if not 0 <= v < math.inf), None)) is not None:
+            raise RequestError(flag(key), f"{wrong:g} is no time", "use finite numbers >= 0")
         each = values[0] / (share if key != "comm" else 1)
         table[key] = (each,) * stages if len(values) == 1 else tuple(values)
     zeros = (0.0,) * stages

@@ -80,7 +80,13 @@ def emulate(
     """Run a schedule through the real driver, actors and messages; kernels are timed waits. Costs in milliseconds."""
     if (name is None) == (load is None):
         raise RequestError("raypipe emulate", "needs one schedule", "give a NAME or --load FILE")
-    if bandwidth < 0 or (bandwidth == 0 and (message_mb or grad_mb)):
+    for file in (json_file, trace):
+        if file is not None and not file.parent.is_dir():
+            raise RequestError(str(file.parent), "there is no such folder", "make it, or give another file")
+    for option, value in (("--latency-us", latency_us), ("--message-mb", message_mb), ("--grad-mb", grad_mb)):
+        if value == math.inf:
+            raise RequestError(option, "a step would never end", "give a finite number")
+    if not bandwidth >= 0 or (bandwidth == 0 and (message_mb or grad_mb)):
         raise RequestError("--bandwidth", f"{bandwidth:g} gigabytes a second carry nothing", "give one above 0")
     if norm not in get_args(Norm):
         raise RequestError("--norm", f'"{norm}" is unknown', nearest(str(norm), get_args(Norm)))

@@ -102,12 +102,14 @@ class Field:
         return self.fail(f"unknown value {_short(self.value)}", nearest(str(self.value), known))
 
     def fraction(self) -> Fraction:
-        """A positive fraction: ``"1/2"``, or a number."""
+        """A share, above 0 and at most 1: ``"1/2"``, or a number."""
         try:
             found = Fraction(str(self.value))
         except (ValueError, ZeroDivisionError):
             self.fail(f"{_short(self.value)} is not a fraction", 'write for example "1/2"')
-        return found if found > 0 else self.fail(f"{found} is not positive", 'write for example "1/2"')
+        if not 0 < found <= 1:
+            self.fail(f"{_short(self.value)} is no share", 'use more than 0 and at most 1, as in "1/2"')
+        return found
 
 
 def _short(value: object) -> str:

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 from raypipe.errors import ScheduleError, nearest
 
 Concat = Literal["direct", "doubling", "halving"]
+MOST = 10_000_000
+"""Stages times micro-batches: what is above would fill the memory of any machine, and is a typing error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,11 @@ class Shape:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ScheduleError(name, f"{value!r} is not a count", "use a whole number >= 1")
+        if (size := self.devices * self.chunks * self.microbatches) > MOST:
+            name = max(("devices", "microbatches", "chunks"), key=lambda n: int(getattr(self, n)))
+            raise ScheduleError(
+                name, f"{size} times a micro-batch on a stage, a step of more than {MOST}", "use smaller numbers"
+            )
         if self.unit is not None and not 1 <= self.unit <= self.microbatches:
             raise ScheduleError(
                 "unit", f"{self.unit} micro-batches a unit, {self.microbatches} in all",

@@ -191,7 +191,9 @@ class _Reader:
             try:
                 self.size = Fraction(rest)
             except (ValueError, ZeroDivisionError):
-                self.fail(f'"{rest}" is not a fraction', "write the share of a micro-batch that one id is: size 1/2")
+                self.size = Fraction(0)
+            if not 0 < self.size <= 1:
+                self.fail(f'"{rest}" is no share', "write the share of a micro-batch that one id is: size 1/2")
         elif key == "versions":
             self.versions = self.choice(rest, VERSIONS)
         elif key == "recompute":

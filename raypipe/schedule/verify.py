@@ -31,6 +31,7 @@ def verify(
         ScheduleError: the first impossible task, marked in the device grid, and what to do.
     """
     _check_placement(schedule)
+    _check_edges(schedule)
     graph = link(schedule) if graph is None else graph
     _check_tasks(graph)
     check_links(graph)
@@ -58,6 +59,16 @@ def _check_placement(schedule: Schedule) -> None:
                     f"placement of replica {replica}", f"stage {stage} is on device {device}, which does not exist",
                     f"use 0 to {schedule.devices - 1}, or add an order",
                 )  # fmt: skip
+
+
+def _check_edges(schedule: Schedule) -> None:
+    seen: set[tuple[int, int]] = set()
+    for a, b in schedule.graph.edges:
+        if not 0 <= a < b < schedule.stages:
+            raise ScheduleError("edges", f"{a}>{b} joins no two stages", f"use stages 0 to {schedule.stages - 1}")
+        if (a, b) in seen:
+            raise ScheduleError("edges", f"{a}>{b} is there twice", "keep one: a stage's tensors go as one message")
+        seen.add((a, b))
 
 
 def _check_tasks(graph: TaskGraph) -> None:

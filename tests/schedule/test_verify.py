@@ -6,6 +6,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.passes import add_updates, place_gradient_sync
+from raypipe.schedule.text import from_text
 from raypipe.schedule.verify import verify
 
 
@@ -76,6 +77,13 @@ def test_placement_of_the_wrong_length(good: Schedule) -> None:
         verify(good.with_orders(good.orders, placement=((0,),)))
     with pytest.raises(ScheduleError, match="device 5, which does not exist"):
         verify(good.with_orders(good.orders, placement=((0, 5),)))
+
+
+@pytest.mark.parametrize(("edges", "why"), [("0>1 0>1", "0>1 is there twice"), ("0>9", "0>9 joins no two stages")])
+def test_edges_that_are_none_or_doubled(edges: str, why: str) -> None:
+    """Of the text form, whose reader knows the number of stages only when all is read."""
+    with pytest.raises(ScheduleError, match=why):
+        verify(from_text(f"edges {edges}\ndevice 0: 0F0 0BW0\ndevice 1: 1F0 1BW0\n"))
 
 
 def test_large_grids_are_cut() -> None:
