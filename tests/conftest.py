@@ -9,14 +9,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# The same examples in every CI run: what fails there fails here. Elsewhere each run looks at new ones.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# The same examples in every CI run: what fails there fails here. Elsewhere each run looks at new ones. How long one
+# takes says something of the machine's load only.
+CALM: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", derandomize=True, **CALM)
+settings.register_profile("here", **CALM)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 DEVICES = 8
 """Most that any test takes of the pool, and that any fleet has of its own beside it."""
