@@ -16,10 +16,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from raypipe.arguments import read_arguments, recomputes, train_keys
 from raypipe.errors import SpecError
@@ -29,13 +28,7 @@ from raypipe.train import Prepared, prepare_run, run
 if TYPE_CHECKING:
     from ray.train import Result
 
-
-class Rows(Protocol):
-    """A map-style dataset: rows of named tensors, arrays or numbers."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+    from raypipe.data.rows import Collator, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +68,11 @@ class PipelineTrainer:
     ``model``: a transformers model type or local directory, a transformers model (its weights are the start), or what
     a job file has under ``model`` as a dict. ``args``: ``transformers.TrainingArguments``, or a dict of the names in
     ``arguments.READ``. ``train_dataset``, ``eval_dataset``: ``torch.utils.data.Dataset``, Hugging Face dataset or list
-    of dicts; every row has the same names and shapes. Without ``eval_dataset`` a tenth is held out.
+    of dicts; every row has the same names. Rows may have lengths of their own: each micro-batch is padded to its
+    longest row, tokens with the model's padding token, labels with -100, masks with 0; where there is no
+    ``attention_mask``, one is made. Without ``eval_dataset`` a tenth is held out.
+    ``data_collator``: makes the model's arguments of rows that are not yet those. It is called here on each row alone,
+    once before training, so no code of yours travels; padding is as it pads.
     The mini-batch is per_device_train_batch_size * gradient_accumulation_steps * dp (1 unless ``init`` was given one),
     whatever the plan; the trainer or the planner picks micro-batches. ``callbacks`` may hold a
     ``transformers.EarlyStoppingCallback``, and nothing else. ``job`` holds further keys of a job file, section by
@@ -92,6 +89,7 @@ class PipelineTrainer:
         train_dataset: Rows | None = None,
         eval_dataset: Rows | None = None,
         *,
+        data_collator: Collator | None = None,
         callbacks: Sequence[Any] = (),
         job: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
@@ -105,6 +103,7 @@ class PipelineTrainer:
         self.degrees = _degrees
         self._early_stop = _early_stop(callbacks)
         self._model, self._train, self._eval, self._more = model, train_dataset, eval_dataset, job or {}
+        self._collator = data_collator
 
     def train(self) -> Result:
         """Run to the end; returns Ray Train's result (metrics, newest checkpoint, path).
@@ -127,9 +126,11 @@ class PipelineTrainer:
     def _write(self, rows: Rows, name: str) -> Path:
         path = self.directory / "datasets" / f"{name}.npz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        columns = _columns(rows, f"{name}_dataset")
+        from raypipe.data import columns_of, flat
+
+        columns = columns_of(rows, f"{name}_dataset", self._collator, int(self.arguments["seed"]))
         with path.open("wb") as out:
-            np.savez(out, **columns)  # type: ignore[arg-type]
+            np.savez(out, **flat(columns))  # type: ignore[arg-type]
         return path
 
     def _job(self, data: dict[str, str]) -> JobSpec:
@@ -199,24 +200,3 @@ def microbatch(share: int, stages: int) -> int:
     """
     most = max(1, share // (2 * stages))
     return max(size for size in range(1, most + 1) if share % size == 0)
-
-
-def _columns(rows: Rows, where: str) -> dict[str, npt.NDArray[Any]]:
-    """The rows of a dataset as one array per name."""
-    found: dict[str, list[npt.NDArray[Any]]] = {}
-    for index in range(len(rows)):
-        row = rows[index]
-        if not isinstance(row, Mapping):
-            raise SpecError(where, f"row {index} is a {type(row).__name__}", "give dicts of the model's arguments")
-        if index and set(row) != set(found):
-            raise SpecError(where, f"row {index} holds {', '.join(map(str, row))}", "give every row the same names")
-        for name, value in row.items():
-            array = np.asarray(value)
-            column = found.setdefault(str(name), [])
-            if array.dtype.kind not in "buif":
-                raise SpecError(where, f"{name} of row {index} is no number or tensor", "leave it out, or tokenize it")
-            if column and array.shape != column[0].shape:
-                why = f"{name} of row {index} has shape {array.shape}, that of row 0 {column[0].shape}"
-                raise SpecError(where, why, "pad all rows to one length, with labels of -100")
-            column.append(array)
-    return {name: np.stack(column) for name, column in found.items()}

@@ -147,13 +147,49 @@ def test_a_model_as_an_object_is_where_training_starts(tmp_path) -> None:
     assert not [path for path in prepared.directory.rglob("*") if path.suffix in (".pkl", ".pt", ".bin")]
 
 
+TWO = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}]
+
+
+def collate(rows, left=False):
+    """As tokenizers pad, with a padding token of their own."""
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def filled(values, fill):
+        more = [fill] * (longest - len(values))
+        return more + list(values) if left else list(values) + more
+
+    return {
+        "input_ids": torch.tensor([filled(row["input_ids"], 7) for row in rows]),
+        "labels": torch.tensor([filled(row["input_ids"], -100) for row in rows]),
+    }
+
+
 WRONG = {
     "an argument that is not read": ({"args": {"learning_rat": 1}}, 'did you mean "learning_rate"'),
     "another optimizer": ({"args": {"optim": "adafactor"}}, "adafactor is not available"),
     "no output_dir": ({"args": {"output_dir": ""}}, "output_dir"),
-    "rows of two lengths": (
-        {"train_dataset": [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1], "labels": [1]}]},
-        "pad all rows",
+    "rows of two widths": (
+        {"train_dataset": [{"pixels": [[1, 2]], "labels": 0}, {"pixels": [[1]], "labels": 1}]},
+        "only the first size may differ",
+    ),
+    "a row that is no box": ({"train_dataset": [{"input_ids": [[1, 2], [3]]}] * 2}, "no number or tensor"),
+    "an empty row": ({"train_dataset": [TWO[0], {"input_ids": [], "labels": []}]}, "input_ids of row 1 is empty"),
+    "rows of values that nothing can pad": (
+        {"train_dataset": [{"x": [0.5, 1.0], "labels": 0}, {"x": [0.5], "labels": 1}]},
+        "what would pad them",
+    ),
+    "labels that are too few": (
+        {"train_dataset": [*TWO, {"input_ids": [1, 2, 3], "labels": [1]}]},
+        "row 2 has 3 input_ids and 1 labels",
+    ),
+    "a row longer than the positions": (
+        {"train_dataset": [*TWO, {"input_ids": [1] * 17, "labels": [1] * 17}]},
+        "longest row has 17 input_ids, but the model has positions for 16",
+    ),
+    "a collator that fails": ({"data_collator": lambda rows: rows[0]["nothing"]}, "data_collator fails on row 0"),
+    "a collator that pads on the left": (
+        {"train_dataset": TWO * 2, "data_collator": lambda rows: collate(rows, left=True)},
+        "pad on the right",
     ),
     "rows of other names": ({"train_dataset": [{"input_ids": [1]}, {"ids": [1]}]}, "the same names"),
     "text": ({"train_dataset": [{"input_ids": "abc"}, {"input_ids": "abd"}]}, "tokenize it"),
@@ -197,6 +233,28 @@ def test_what_init_leaves_out_is_the_planners(tmp_path) -> None:
     job = job_of(args)
     assert (job.parallel.stages, job.parallel.replicas, job.parallel.tensor) == (2, 2, 2)
     assert (job.parallel.auto, job.parallel.microbatch, job.train.batch) == (False, 1, 8)
+
+
+def test_a_collator_makes_the_rows_and_says_what_pads_them(tmp_path) -> None:
+    """Rows keep their lengths, and get what the collator makes of them; text columns are its own business."""
+    pytest.importorskip("transformers")
+    from raypipe.data import declared_fields, open_data
+    from raypipe.models import build_model
+
+    rows = [{"input_ids": [9] * n, "text": "x"} for n in range(1, 13)]
+    made = trainer(tmp_path, {"seed": 5}, train_dataset=rows, eval_dataset=rows[:3], data_collator=collate)
+    prepared = made.prepare()
+    model = build_model(prepared.job, declared_fields(prepared.job.data))
+    data = open_data(prepared.directory / "data", model.task, 4)
+    batch = data.batch("train", 5, 0, 12)
+    own = (batch["input_ids"] == 9).sum(1)
+    assert sorted(own.tolist()) == list(range(1, 13))
+    places = torch.arange(12)
+    assert torch.equal(batch["input_ids"], torch.where(places < own[:, None], 9, 7))
+    assert torch.equal(batch["labels"], torch.where(places < own[:, None], 9, -100))
+    assert torch.equal(batch["attention_mask"], (places < own[:, None]).long())
+    lengths = data.lengths("train", 5, 0, 12)
+    assert lengths["labels"].tolist() == [-(-n // 4) * 4 for n in own.tolist()]
 
 
 @pytest.mark.runs

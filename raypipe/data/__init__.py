@@ -4,12 +4,17 @@ from raypipe.data.arrays import Arrays, declared_fields, known_fields, prepare_a
 from raypipe.data.corpus import Corpus
 from raypipe.data.dataset import Dataset, is_prepared, open_data, prepare_data
 from raypipe.data.prepare import prepare
+from raypipe.data.ragged import Ragged, flat
+from raypipe.data.rows import columns_of
 
 __all__ = [
     "Arrays",
     "Corpus",
     "Dataset",
+    "Ragged",
+    "columns_of",
     "declared_fields",
+    "flat",
     "is_prepared",
     "known_fields",
     "open_data",

@@ -1,13 +1,15 @@
 """Named arrays, one row per sample: checked, split and laid out so that any device can map any rows.
 
-Rows are visited like windows of text: epoch after epoch, each in an order that follows from (seed, epoch) alone.
+Rows are visited like windows of text: epoch after epoch, each in an order that follows from (seed, epoch) alone. Rows
+may have lengths of their own (``ragged``).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +21,53 @@ from torch import Tensor
 from raypipe.data.atomic import digest, replace_file
 from raypipe.data.corpus import SPLITS, Split, order_key
 from raypipe.data.order import permuted
+from raypipe.data.ragged import (
+    FILL,
+    OFFSETS,
+    TOKENS,
+    Column,
+    Ragged,
+    Values,
+    check_beside,
+    check_rows,
+    classes,
+    fill_of,
+    flat,
+    joined,
+    of_one_form,
+)
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
-from raypipe.models.task import Field
+from raypipe.models.task import MASK, Field
 
 META = "arrays.json"
 HELD_OUT = 10
 """Without a file of their own, one of so many samples is held out."""
-Columns = Mapping[str, npt.NDArray[Any]]
+Columns = Mapping[str, Column]
 
 
 @dataclass(frozen=True)
 class Arrays:
     """The fields of each split, memory-mapped."""
 
-    columns: dict[Split, dict[str, npt.NDArray[Any]]]
+    columns: dict[Split, dict[str, Column]]
 
     @staticmethod
-    def open(directory: Path) -> Arrays:
-        """Map what ``prepare_arrays`` wrote; raises SpecError if there is none."""
+    def open(directory: Path, meta: str = META) -> Arrays:
+        """Map what ``write_arrays`` wrote; raises SpecError if there is none."""
         try:
-            meta = json.loads((directory / META).read_text())
-            return Arrays(
-                {
-                    split: {
-                        name: np.asarray(np.load(directory / f"{split}.{name}.npy", mmap_mode="r"))
-                        for name in meta["fields"]
-                    }
-                    for split in SPLITS
-                }
-            )
+            about = json.loads((directory / meta).read_text())
+            fills = about["fills"]
+
+            def mapped(split: Split, name: str) -> Values:
+                return np.asarray(np.load(directory / f"{split}.{name}.npy", mmap_mode="r"))
+
+            def column(split: Split, name: str) -> Column:
+                if name not in fills:
+                    return mapped(split, name)
+                return Ragged(mapped(split, name), mapped(split, f"{name}{OFFSETS}"), fills[name])
+
+            return Arrays({split: {name: column(split, name) for name in about["columns"]} for split in SPLITS})
         except (OSError, ValueError, KeyError) as error:
             raise SpecError(str(directory), f"holds no arrays: {error}", "prepare the data again") from None
 
@@ -56,33 +75,92 @@ class Arrays:
         """Samples of one epoch."""
         return len(next(iter(self.columns[split].values())))
 
-    def batch(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
-        """A step's mini-batch; integers as int64. Held-out samples don't depend on the seed."""
+    def places(self, split: Split, seed: int, step: int, batch: int) -> list[int]:
+        """The rows of a step's mini-batch. Held-out ones don't depend on the seed."""
         size = self.rows(split)
-        places = []
+        found = []
         for sample in range(step * batch, (step + 1) * batch):
             epoch, position = divmod(sample, size)
-            places.append(permuted(order_key(split, seed if split == "train" else 0, epoch), size, position))
-        return {name: _tensor(column[places]) for name, column in self.columns[split].items()}
+            found.append(permuted(order_key(split, seed if split == "train" else 0, epoch), size, position))
+        return found
+
+    @cached_property
+    def longest(self) -> dict[str, int]:
+        """Length of the longest row in any split, of every field whose rows differ."""
+        found: dict[str, int] = {}
+        for columns in self.columns.values():
+            for name, column in columns.items():
+                if isinstance(column, Ragged):
+                    found[name] = max(found.get(name, 0), column.longest())
+        return found
+
+    def lengths(
+        self, split: Split, seed: int, step: int, batch: int, multiple: int = 1
+    ) -> dict[str, npt.NDArray[np.int64]]:
+        """To what each sample of a mini-batch is padded alone: of every field whose rows differ in length."""
+        ragged = {name: c for name, c in self.columns[split].items() if isinstance(c, Ragged)}
+        if not ragged:
+            return {}
+        at = self.places(split, seed, step, batch)
+        found = {name: classes(c.lengths_at(at), multiple, self.longest[name]) for name, c in ragged.items()}
+        return found | ({MASK: found[TOKENS]} if _masked(self.columns[split]) else {})
+
+    def batch(
+        self, split: Split, seed: int, step: int, batch: int, multiple: int = 1, padding: int = 0
+    ) -> dict[str, Tensor]:
+        """A step's mini-batch; integers as int64. Rows of their own lengths are padded, tokens with ``padding``."""
+        at = self.places(split, seed, step, batch)
+        lengths = self.lengths(split, seed, step, batch, multiple)
+        made = {}
+        for name, column in self.columns[split].items():
+            if isinstance(column, Ragged):
+                fill = fill_of(name, padding) if column.fill is None else column.fill
+                made[name] = _tensor(column.padded(at, int(lengths[name].max()), fill))
+            else:
+                made[name] = _tensor(column[at])
+        if MASK in lengths and MASK not in made:
+            made[MASK] = mask_of(self.columns[split][TOKENS], at, int(lengths[MASK].max()))
+        return made
 
 
-def prepare_arrays(data: DataSpec, directory: Path) -> Arrays:
+def _masked(columns: Columns) -> bool:
+    """Whether a mask has to be made: the tokens' rows differ in length, and the data has none."""
+    return isinstance(columns.get(TOKENS), Ragged) and MASK not in columns
+
+
+def mask_of(column: Column, at: Sequence[int], length: int) -> Tensor:
+    """int64 ``[rows, length]``: 1 for the places of a row, 0 behind its end."""
+    assert isinstance(column, Ragged)
+    own = torch.from_numpy(column.lengths_at(at))
+    return (torch.arange(length) < own.unsqueeze(1)).long()
+
+
+def prepare_arrays(data: DataSpec, directory: Path, per_token: bool = False) -> Arrays:
     """Read the job's file (or files), split it, and write a ``.npy`` per split and field into ``directory``.
+
+    ``per_token``: every token has a label of its own.
 
     Raises SpecError where a file is missing or no arrays, rows don't match, or a field can't be a model's input.
     """
     train = read_columns(data.path, "data.path")
+    check_beside(train, per_token, "data.path")
     if data.held_out is not None:
-        held_out = read_columns(data.held_out, "data.held_out")
-        if {n: (a.shape[1:], a.dtype) for n, a in train.items()} != {
-            n: (a.shape[1:], a.dtype) for n, a in held_out.items()
-        }:
+        train, held_out = of_one_form(train, read_columns(data.held_out, "data.held_out"))
+        check_beside(held_out, per_token, "data.held_out")
+        if {n: _alike(c) for n, c in train.items()} != {n: _alike(c) for n, c in held_out.items()}:
             raise SpecError("data.held_out", "has other fields than data.path", "give both the same names and shapes")
         return write_arrays({"train": train, "val": held_out}, directory, data.path)
-    return write_arrays(_split(train), directory, data.path)
+    return write_arrays(split_rows(train), directory, data.path)
 
 
-def _split(columns: Columns) -> dict[Split, Columns]:
+def _alike(column: Column) -> object:
+    """What two files have to agree in."""
+    if isinstance(column, Ragged):
+        return "own lengths", column.values.shape[1:], column.values.dtype, column.fill
+    return column.shape[1:], column.dtype
+
+
+def split_rows(columns: Columns) -> dict[Split, Columns]:
     """A tenth of the rows, taken from all over, is held out; which ones follows from their number alone."""
     size = len(next(iter(columns.values())))
     if size < 2:
@@ -90,35 +168,43 @@ def _split(columns: Columns) -> dict[Split, Columns]:
     places = np.array([permuted(order_key("val", 0, -1), size, i) for i in range(size)])
     cut = max(1, size // HELD_OUT)
     chosen: dict[Split, npt.NDArray[np.int64]] = {"train": np.sort(places[cut:]), "val": np.sort(places[:cut])}
-    return {split: {name: column[rows] for name, column in columns.items()} for split, rows in chosen.items()}
+    return {
+        split: {name: c.taken(rows) if isinstance(c, Ragged) else c[rows] for name, c in columns.items()}
+        for split, rows in chosen.items()
+    }
 
 
-def write_arrays(splits: Mapping[Split, Columns], directory: Path, source: str) -> Arrays:
-    """Write checked columns where devices find them; ``arrays.json`` last, so a reader never sees half of them."""
+def write_arrays(splits: Mapping[Split, Columns], directory: Path, source: str, meta: str = META) -> Arrays:
+    """Write checked columns where devices find them; ``meta`` last, so a reader never sees half of them."""
     directory.mkdir(parents=True, exist_ok=True)
     digests = {}
     for split in SPLITS:
-        for name, column in splits[split].items():
+        for name, values in flat(splits[split]).items():
+            if name.endswith(FILL):
+                continue
             path = directory / f"{split}.{name}.npy"
             partial = path.with_suffix(".partial")
             with partial.open("wb") as out:
-                np.save(out, column, allow_pickle=False)
+                np.save(out, values, allow_pickle=False)
             partial.replace(path)
             digests[path.name] = digest(path)
-    meta = {
+    train = splits["train"]
+    about = {
         "source": source,
         "samples": {split: len(next(iter(splits[split].values()))) for split in SPLITS},
+        "columns": list(train),
+        "fills": {name: column.fill for name, column in train.items() if isinstance(column, Ragged)},
         "fields": {
             name: {"shape": list(field.shape), "dtype": str(field.dtype).removeprefix("torch.")}
-            for name, field in ((name, _field(column)) for name, column in splits["train"].items())
+            for name, field in _fields(*splits.values()).items()
         },
         "sha256": digests,
     }
-    replace_file(directory / META, json.dumps(meta, indent=1).encode())
-    return Arrays.open(directory)
+    replace_file(directory / meta, json.dumps(about, indent=1).encode())
+    return Arrays.open(directory, meta)
 
 
-def read_columns(source: str, key: str) -> dict[str, npt.NDArray[Any]]:
+def read_columns(source: str, key: str) -> dict[str, Column]:
     """All arrays of an ``.npz`` or ``.safetensors`` file; ``key`` is the job's key that names it.
 
     Raises SpecError: no such file, no arrays, names that no model's argument can have, rows that don't match.
@@ -127,9 +213,10 @@ def read_columns(source: str, key: str) -> dict[str, npt.NDArray[Any]]:
     if not path.is_file():
         raise SpecError(key, f'"{source}" is no file', "give an .npz or .safetensors file of arrays")
     try:
-        columns = _safetensors(path) if path.suffix == ".safetensors" else _npz(path)
+        arrays = _safetensors(path) if path.suffix == ".safetensors" else _npz(path)
     except (OSError, ValueError, EOFError, KeyError) as error:
         raise _no_arrays(source, key, error) from None
+    columns = joined(arrays, key)
     check_columns(columns, key)
     return columns
 
@@ -142,15 +229,17 @@ def check_columns(columns: Columns, key: str) -> None:
     """Raise SpecError unless these can be the fields of samples."""
     if not columns:
         raise SpecError(key, "holds no arrays", "give at least a model input and labels")
-    rows = {name: column.shape[0] if column.ndim else None for name, column in columns.items()}
+    rows = {name: len(c) if isinstance(c, Ragged) or c.ndim else None for name, c in columns.items()}
     if len(set(rows.values())) > 1 or None in rows.values():
         said = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise SpecError(key, f"the arrays differ in rows: {said}", "give every array one row per sample")
     for name, column in columns.items():
         if not name.isidentifier():
             raise SpecError(key, f'"{name}" cannot be the name of a model\'s argument', "name arrays like arguments")
-        if column.dtype.kind not in "buif":
-            raise SpecError(key, f"{name} holds {column.dtype}", "give numbers or booleans")
+        values = column.values if isinstance(column, Ragged) else column
+        if values.dtype.kind not in "buif":
+            raise SpecError(key, f"{name} holds {values.dtype}", "give numbers or booleans")
+        check_rows(name, column, key)
 
 
 def _npz(path: Path) -> dict[str, npt.NDArray[Any]]:
@@ -183,29 +272,40 @@ def _tensor(rows: npt.NDArray[Any]) -> Tensor:
 def declared_fields(data: DataSpec) -> dict[str, Field] | None:
     """What the job's arrays are as raw inputs, from the head of the file alone; None for text.
 
+    Of rows that differ in length, the longest counts, also a held-out one.
+
     Raises SpecError as ``read_columns`` does, where the file is none.
     """
     if data.type != "arrays":
         return None
-    path = Path(data.path).expanduser()
+    train = _heads(data.path, "data.path")
+    if data.held_out is None:
+        return _fields(train)
+    return _fields(*of_one_form(train, _heads(data.held_out, "data.held_out")))
+
+
+def _heads(source: str, key: str) -> dict[str, Column]:
+    """The columns of a file without their values, where it can be read like that."""
+    path = Path(source).expanduser()
     if path.suffix != ".npz" or not path.is_file():
-        return {name: _field(column) for name, column in read_columns(data.path, "data.path").items()}
+        return read_columns(source, key)
     try:
         with np.load(path, allow_pickle=False) as archive:
-            heads = {name: _head(archive, name) for name in archive.files}
+            arrays = {n: archive[n] if n.endswith((OFFSETS, FILL)) else _head(archive, n) for n in archive.files}
     except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
-        raise _no_arrays(data.path, "data.path", error) from None
-    check_columns(heads, "data.path")
-    return {name: _field(column) for name, column in heads.items()}
+        raise _no_arrays(source, key, error) from None
+    heads = joined(arrays, key)
+    check_columns(heads, key)
+    return heads
 
 
-def _head(archive: Any, name: str) -> npt.NDArray[Any]:
-    """No row of one array of an archive: its shape and dtype, without reading it."""
+def _head(archive: Any, name: str) -> Values:
+    """One array of an archive as zeros that take no memory: its shape and dtype, without reading it."""
     with archive.zip.open(f"{name}.npy") as content:
         version = np.lib.format.read_magic(content)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(content)
-    return np.empty((0, *shape[1:]), dtype=dtype)
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def known_fields(directory: Path) -> dict[str, Field] | None:
@@ -217,6 +317,14 @@ def known_fields(directory: Path) -> dict[str, Field] | None:
     return {name: Field(tuple(about["shape"]), getattr(torch, about["dtype"])) for name, about in fields.items()}
 
 
-def _field(column: npt.NDArray[Any]) -> Field:
-    none = _tensor(column[:0])
-    return Field(tuple(none.shape[1:]), none.dtype)
+def _fields(*parts: Columns) -> dict[str, Field]:
+    """What the columns are for one sample: the longest one, where samples differ."""
+    made = {}
+    for name, column in parts[0].items():
+        values = column.values if isinstance(column, Ragged) else column
+        none = _tensor(np.empty((0, *values.shape[1:]), values.dtype))
+        own = [c.longest() for part in parts if isinstance(c := part.get(name), Ragged)]
+        made[name] = Field((*([max(own)] if own else ()), *none.shape[1:]), none.dtype)
+    if _masked(parts[0]):
+        made[MASK] = Field(made[TOKENS].shape[:1], torch.int64)
+    return made

@@ -53,7 +53,7 @@ def problems(job: JobSpec) -> Iterator[Problem]:
 
 
 def _gpt(model: GptSpec, data: DataSpec) -> Iterator[Problem]:
-    if data.type != "bytes":
+    if data.type == "arrays":
         yield Problem("data.type", f"the built-in GPT reads bytes, not {data.type}", "use bytes, or another model")
     if model.vocabulary < 256:
         yield Problem("model.vocabulary", f"{model.vocabulary}, but bytes take 256 values", "use 256")
@@ -72,9 +72,10 @@ def _gpt(model: GptSpec, data: DataSpec) -> Iterator[Problem]:
 
 
 def _captured(model: CapturedSpec, data: DataSpec) -> Iterator[Problem]:
-    if data.type == "bytes":
+    if data.type != "arrays":
         if model.sequence is None:
-            yield Problem("model.sequence", "missing: how many bytes a sample holds", "add it, for example 128")
+            what = "a sample holds" if data.type == "bytes" else "the longest line may have"
+            yield Problem("model.sequence", f"missing: how many bytes {what}", "add it, for example 128")
         if model.task in ("classification", "regression"):
             yield Problem("model.task", f"{model.task} needs labels, bytes have none", "use data: {type: arrays, ...}")
 

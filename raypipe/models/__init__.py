@@ -6,7 +6,7 @@ from raypipe.models.gpt_layers import GptLayers, join_tied
 from raypipe.models.keyed_random import KeyedDropout, random_keys
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
 from raypipe.models.split import split_layers
-from raypipe.models.task import Field, Inputs, Task, cross_entropy
+from raypipe.models.task import Field, Inputs, Lengths, Task, cross_entropy
 
 __all__ = [
     "DTYPES",
@@ -17,6 +17,7 @@ __all__ = [
     "Inputs",
     "KeyedDropout",
     "LayeredModel",
+    "Lengths",
     "StageBody",
     "Task",
     "TiedGroup",

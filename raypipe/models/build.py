@@ -21,7 +21,7 @@ from raypipe.models.hugging_face import HuggingFace
 from raypipe.models.imported import Imported
 from raypipe.models.layered import LayeredModel
 from raypipe.models.source import Identity, ModelSource
-from raypipe.models.task import Field, Task
+from raypipe.models.task import MASK, Field, Task
 from raypipe.partition.capture import Captured, capture
 from raypipe.partition.empty import build_without_memory
 from raypipe.partition.fingerprint import OWN_CODE, fingerprint
@@ -53,7 +53,8 @@ def build_model(job: JobSpec, fields: Fields | None, member: int | None = None) 
     record = json.dumps(job.model.model_dump(mode="json"), sort_keys=True)
     # Members differ in nothing that is captured.
     common = division and replace(division, member=0)
-    model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common)
+    lines = job.data.type == "lines"
+    model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines)
     return model if division is None else model.share_of(division)
 
 
@@ -64,7 +65,7 @@ def _frozen(fields: Fields | None) -> tuple[tuple[str, Field], ...] | None:
 @lru_cache(maxsize=4)
 def _captured(
     kind: type[HfSpec] | type[ImportSpec], record: str, mask: float, given: tuple[tuple[str, Field], ...] | None,
-    dtype: str, division: Division | None,
+    dtype: str, division: Division | None, lines: bool = False,
 ) -> CapturedModel:  # fmt: skip
     spec = kind.model_validate_json(record)
     arrays = None if given is None else dict(given)
@@ -72,11 +73,16 @@ def _captured(
     task = source.task(arrays, mask)
     fields = dict(arrays) if arrays is not None else task.text_fields(_sequence(spec))
     fields |= _made(task, fields)
+    if lines:
+        if task.window(1) != 1:
+            why = "a line is one sequence, and this model takes two"
+            raise SpecError("data.type", why, "use arrays with input_ids and labels")
+        fields[MASK] = Field((_sequence(spec),), torch.int64)
     whole = build = _in_training(source.build, spec, DTYPES[dtype])
     share = None
     if division is not None:
         build = _divided(whole, division)
-        undivided = _captured(kind, record, mask, given, dtype, None).graph
+        undivided = _captured(kind, record, mask, given, dtype, None, lines).graph
         share = Share(division, divide_module(build_without_memory(whole), division), undivided)
 
     def fresh() -> Captured:
@@ -146,7 +152,7 @@ def _example(field: Field, dtype: torch.dtype) -> Tensor:
 
 def _field(argument: str, fields: Fields) -> tuple[str, Field]:
     """The field that ``_arguments`` gave an argument: its namesake, or the only one there is beside the labels."""
-    name = argument if argument in fields else next(field for field in fields if field not in LABELS)
+    name = argument if argument in fields else next(field for field in fields if field not in LABELS | {MASK})
     return name, fields[name]
 
 
@@ -156,7 +162,7 @@ LABELS = frozenset({"labels", "shift_labels"})
 def _arguments(module: nn.Module, fields: Fields, task: Task) -> dict[str, str]:
     """Which field each argument of the model's forward gets: that of its own name.
 
-    A model of one argument gets the one field that there is beside the labels, whatever either is called.
+    A model of one argument gets the one field that there is beside the labels and the mask, whatever it is called.
 
     Raises:
         SpecError: an argument that must be given has no field, or the loss has no labels.
@@ -169,8 +175,9 @@ def _arguments(module: nn.Module, fields: Fields, task: Task) -> dict[str, str]:
     inputs = [name for name in fields if name not in LABELS]
     matched = {name: name for name in parameters if name in inputs}
     required = [name for name, p in parameters.items() if p.default is p.empty]
-    if not matched and len(inputs) == 1 and len(required) == 1:
-        matched = {required[0]: inputs[0]}
+    values = [name for name in inputs if name != MASK]
+    if not matched and len(values) == 1 and len(required) == 1:
+        matched = {required[0]: values[0]}
     for name in required:
         if name not in matched:
             why = f"the model's argument {name} has no array; there are {', '.join(sorted(fields))}"

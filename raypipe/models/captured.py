@@ -19,7 +19,7 @@ from raypipe.models.running_statistics import (
     uses_batch_statistics,
 )
 from raypipe.models.start_values import StartValues
-from raypipe.models.task import Field, Inputs, Task
+from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, Task
 from raypipe.partition.capture import Captured
 from raypipe.partition.dims import Sizes, evaluate_all
 from raypipe.partition.flops import forward_flops
@@ -80,17 +80,21 @@ class CapturedModel(LayeredModel):
         )
         self.flops = tuple(sum(forward_flops(graph, i, one) for i in range(a, b)) for a, b in pairwise(self.edges))
 
-    def sizes(self, samples: int, graph: OperationGraph | None = None) -> Sizes:
+    def sizes(self, samples: int, graph: OperationGraph | None = None, lengths: Lengths = ANY_LENGTH) -> Sizes:
         """What the symbols in the shapes of the model, or of another graph of the same inputs, stand for."""
-        return (graph or self.graph).sizes({name: (samples, *field.shape) for name, (_, field) in self.fields.items()})
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (called, field) in self.fields.items():
+            own = (lengths[called], *field.shape[1:]) if called in lengths else field.shape
+            shapes[name] = (samples, *own)
+        return (graph or self.graph).sizes(shapes)
 
     def parameters(self, i: int) -> int:
         """Number of values in sub-graph ``i``'s parameters, tied ones counted in each holder."""
         return sum(self.graph.parameters[name] for name in self.held[i])
 
-    def crossing(self, i: int, samples: int) -> tuple[CutTensor, ...]:
+    def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
         """What is live behind sub-graph ``i``."""
-        sizes = self.sizes(samples)
+        sizes = self.sizes(samples, lengths=lengths)
         return tuple(
             CutTensor(evaluate_all(kind.shape, sizes), getattr(torch, kind.dtype), self.graph.requires_grad[number])
             for number, kind in ((number, _type(self.graph.operations[number])) for number in self.sharding.cuts[i])

@@ -15,7 +15,7 @@ from raypipe.job import GptSpec
 from raypipe.models import gpt
 from raypipe.models.keyed_random import fold64
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
-from raypipe.models.task import Inputs, NextToken
+from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
 from raypipe.partition.tensor import Division
 
 
@@ -58,9 +58,10 @@ class GptLayers(LayeredModel):
             self.division.divide(layer, self.model.type, self.model, gather_logits=False, part=True)
         return layer
 
-    def crossing(self, i: int, samples: int) -> tuple[CutTensor, ...]:
+    def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
         """The residual stream, which keeps the parameters' dtype under autocast too."""
-        return (CutTensor((samples, self.model.sequence, self.model.hidden), self.dtype, True),)
+        sequence = lengths.get("input_ids", self.model.sequence)
+        return (CutTensor((samples, sequence, self.model.hidden), self.dtype, True),)
 
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """The embedding reads the tokens."""

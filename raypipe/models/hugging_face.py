@@ -68,9 +68,21 @@ class HuggingFace:
 
     def task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
         """What its class is trained for."""
+        task = self._task(arrays, mask)
+        text = self.config.get_text_config()
+        padding = getattr(text, "pad_token_id", None)
+        if isinstance(padding, int) and 0 <= padding < getattr(text, "vocab_size", 0):
+            task.padding = padding
+        return task
+
+    def _task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
         config = self.config
         if arrays is None:
             self._check_bytes()
+        elif "input_ids" in arrays and arrays["input_ids"].shape:
+            longest = arrays["input_ids"].shape[0]
+            fix = "shorten it, or raise model.config.max_position_embeddings"
+            self._check_positions("data", f"the longest row has {longest} input_ids", longest, fix)
         if self.task_name == "causal-lm":
             return NextToken(arrays if arrays is not None else ("shift_labels",))
         if self.task_name == "masked-lm":
@@ -87,12 +99,19 @@ class HuggingFace:
             more = ", and one more for the mask" if needed > BYTES else ""
             why = f"{known}, but bytes take {BYTES} values{more}"
             raise SpecError("model.config.vocab_size", why, f"use {needed} or more")
-        longest = getattr(text, "max_position_embeddings", None)
-        if longest is not None and self.spec.sequence is not None and self.spec.sequence > longest:
-            raise SpecError(
-                "model.sequence", f"{self.spec.sequence}, but the model has positions for {longest}",
-                "shorten it, or raise model.config.max_position_embeddings",
-            )  # fmt: skip
+        if (given := self.spec.sequence) is not None:
+            fix = "shorten it, or raise model.config.max_position_embeddings"
+            self._check_positions("model.sequence", str(given), given, fix)
+
+    def _check_positions(self, where: str, what: str, tokens: int, fix: str) -> None:
+        text = self.config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None)
+        if positions is None:
+            return
+        if "roberta" in text.model_type:  # its positions begin behind the padding token
+            positions -= text.pad_token_id + 1
+        if tokens > positions:
+            raise SpecError(where, f"{what}, but the model has positions for {positions}", fix)
 
     def values(self, build: Callable[[], nn.Module]) -> StartValues:
         """A type's are random, a directory's in its files."""

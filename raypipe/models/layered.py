@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.models.running_statistics import RunningStatistics
-from raypipe.models.task import Inputs, Task
+from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, Task
 from raypipe.partition.tensor import Division, Shard
 
 
@@ -91,8 +91,14 @@ class LayeredModel(ABC):
         """Number of values in layer ``i``'s parameters, tied ones counted in each holder."""
 
     @abstractmethod
-    def crossing(self, i: int, samples: int) -> tuple[CutTensor, ...]:
-        """What crosses a cut behind layer ``i`` for a micro-batch of ``samples``."""
+    def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
+        """What crosses a cut behind layer ``i`` for a micro-batch of ``samples``.
+
+        Raw inputs that ``lengths`` does not name are as long as the longest sample's.
+
+        Raises:
+            RaypipeError: the model was captured for other lengths only.
+        """
 
     @abstractmethod
     def reads(self, layers: Sequence[int]) -> frozenset[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from raypipe.errors import SpecError
 from raypipe.models.keyed_random import random_halves
 from raypipe.partition.tensor.loss import divided_cross_entropy
 
+MASK = "attention_mask"
+"""Raw input that tells a sample's own places, 1, from those that only pad it, 0."""
 IGNORED = -100
 """Label of what is not to be predicted, PyTorch's and Hugging Face's convention."""
 BYTES = 256
@@ -25,6 +28,9 @@ BYTES = 256
 
 Inputs = Mapping[str, Tensor]
 """Raw inputs of some samples by name, one row per sample."""
+Lengths = Mapping[str, int]
+"""Of a micro-batch: to what length each raw input is padded of which samples have their own. Empty where none has."""
+ANY_LENGTH: Lengths = MappingProxyType({})
 
 
 class Field(NamedTuple):
@@ -39,6 +45,10 @@ class Task(ABC):
 
     reads: frozenset[str]
     """Raw inputs that the loss reads."""
+    padding = 0
+    """Token that fills up short samples; nothing may depend on it."""
+    per_token = False
+    """Every token has a label of its own, in its place."""
 
     @abstractmethod
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
@@ -63,6 +73,10 @@ class Task(ABC):
     def complete(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The user's arrays with what follows from them."""
         return dict(inputs)
+
+    def complete_lengths(self, lengths: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for the lengths of samples: what follows from an array is as long."""
+        return dict(lengths)
 
     def text_fields(self, sequence: int) -> dict[str, Field]:
         """What ``from_text`` makes, for one sample."""
@@ -96,6 +110,8 @@ class NextToken(Labels):
     of their own: the last place has none, nor has what is ``IGNORED``.
     """
 
+    per_token = True
+
     def __init__(self, fields: Collection[str] = ("shift_labels",)) -> None:
         self.shifted = "shift_labels" in fields
         self.reads = frozenset({"shift_labels" if self.shifted else "labels"})
@@ -125,6 +141,8 @@ class MaskedToken(Labels):
     Of text, each byte is masked with probability ``share``, by the sample's key alone. Devlin et al. 2018 (BERT)
     leave a tenth of the masked ones as they are and replace another tenth at random; here all are masked.
     """
+
+    per_token = True
 
     def __init__(self, mask_token: int, share: float) -> None:
         self.mask_token, self.share = mask_token, share
@@ -167,6 +185,12 @@ class Sequences(Labels):
         labels = inputs["labels"]
         shifted = torch.cat([torch.full_like(labels[:, :1], self.start_token), labels[:, :-1]], dim=1)
         return {**inputs, "decoder_input_ids": shifted.masked_fill(shifted == IGNORED, self.padding)}
+
+    def complete_lengths(self, lengths: Mapping[str, Any]) -> dict[str, Any]:
+        """``decoder_input_ids`` are as long as the labels."""
+        if "decoder_input_ids" in lengths or "labels" not in lengths:
+            return dict(lengths)
+        return {**lengths, "decoder_input_ids": lengths["labels"]}
 
 
 class Values(Task):

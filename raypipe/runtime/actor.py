@@ -30,6 +30,7 @@ from raypipe.runtime.norm import Shares
 from raypipe.runtime.optimizer import learning_rate, make_optimizer
 from raypipe.runtime.process import heap_bytes, settle
 from raypipe.runtime.setup import Setup
+from raypipe.runtime.shapes import Wires
 from raypipe.runtime.stage import StageModule
 from raypipe.runtime.state import (
     Piece,
@@ -95,7 +96,8 @@ class Stage:
             for key, kept in versions.items():
                 kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.member))
         feed = Feed(
-            open_data(setup.data, plan.task), plan.task, {name for m in self.modules.values() for name in m.reads},
+            open_data(setup.data, plan.task, job.data.pad_to_multiple_of), plan.task,
+            {name for m in self.modules.values() for name in m.reads},
             job.train.seed, job.train.batch, setup.samples_per_microbatch, self.device,
             DTYPES[job.train.dtype],
         )  # fmt: skip
@@ -112,7 +114,7 @@ class Stage:
         sync = GradientSync(setup.device, self.modules, setup.placement, setup.tied, groups, setup.member)
         self.executor = Executor(
             settings, self.modules, self.optimizers, plan.task, feed, sync, Shares(links.world),
-            senders, receivers, setup.wire, versions,
+            senders, receivers, Wires(plan, setup.cut, setup.samples_per_microbatch), versions,
         )  # fmt: skip
         self.executor.measures = setup.search_again
         self.group = self._tensor_group(groups)

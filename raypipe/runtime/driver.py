@@ -36,7 +36,6 @@ from raypipe.runtime.optimizer import learning_rate
 from raypipe.runtime.raise_alphas import Raiser, raises
 from raypipe.runtime.replan import Replanner
 from raypipe.runtime.setup import Setup
-from raypipe.runtime.shapes import wires
 from raypipe.runtime.step import StepResult
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.endless import WHOLE, Part
@@ -147,7 +146,6 @@ class Driver:
                 timeout_s=job.train.message_timeout_s,
             ),
             tied=tied,
-            wire=wires(layers, self.plan.cut, samples),
             samples_per_microbatch=samples,
             microbatches=schedule.microbatches,
             versions=schedule.versions,

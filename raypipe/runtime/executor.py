@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.data.corpus import Split
-from raypipe.models import Inputs, Task, random_keys
+from raypipe.models import Inputs, Lengths, Task, random_keys
 from raypipe.models.running_statistics import move_all, part_of_step
 from raypipe.partition.tensor import ProcessGroup, current_group
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes
@@ -21,6 +21,7 @@ from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.norm import Shares
 from raypipe.runtime.runner import Payload, ProgramRunner
 from raypipe.runtime.segments import Joints, Segment, as_leaves
+from raypipe.runtime.shapes import Wires
 from raypipe.runtime.stack import stacked, stacked_inputs, unstacked
 from raypipe.runtime.stage import Half, Live, StageModule
 from raypipe.runtime.step import StepResult, StepSettings
@@ -46,12 +47,13 @@ class Executor(ProgramRunner):
         shares: Shares,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
-        wire: Mapping[int, Wire],
+        wire: Wires,
         versions: Mapping[StageKey, WeightVersions],
     ) -> None:
         super().__init__(
             settings.microbatches, settings.timeout_s, senders, receivers, wire, settings.device, settings.narrowing
         )  # fmt: skip
+        self.wires = wire
         self.settings = settings
         self.modules = modules
         self.task = task
@@ -118,6 +120,14 @@ class Executor(ProgramRunner):
             return nullcontext()
         return torch.autocast(self.settings.device.type, dtype=self.settings.autocast)
 
+    def _lengths(self, mb: int) -> Lengths:
+        ahead, of_step = divmod(mb, self.settings.microbatches)
+        return self.feed.lengths(self.split, self.step + ahead, of_step)
+
+    def wire_of(self, stage: int, mb: int) -> Wire:
+        """See ProgramRunner.wire_of; every device knows all micro-batches' lengths from the data."""
+        return self.wires.of(stage, self._lengths(mb))
+
     def _inputs(self, mb: int) -> Inputs:
         held = self._fed.get(self.base + mb)
         if held is None:
@@ -181,6 +191,7 @@ class Executor(ProgramRunner):
         """A forward's micro-batches, in one go where that is possible: larger kernels take less time."""
         task = action.task
         together = len(task.mbs) > 1 and self._keeps_nothing(task) and self.modules[(task.stage, task.replica)].stacks
+        together = together and all(self._lengths(mb) == self._lengths(task.mbs[0]) for mb in task.mbs[1:])
         for mbs in (task.mbs,) if together else [(mb,) for mb in task.mbs]:
             self._forward_of(action, mbs)
 

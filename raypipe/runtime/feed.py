@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raypipe.data import Dataset
 from raypipe.data.corpus import Split
-from raypipe.models import Inputs, Task
+from raypipe.models import Inputs, Lengths, Task
 
 
 class Feed:
@@ -27,6 +27,7 @@ class Feed:
         self.data, self.task, self.fields = data, task, frozenset(fields)
         self.seed, self.batch, self.samples, self.device, self.dtype = seed, batch, samples, device, dtype
         self._steps: dict[tuple[Split, int], dict[str, Tensor]] = {}
+        self._lengths: dict[tuple[Split, int], list[Lengths]] = {}
 
     def _step(self, split: Split, step: int) -> dict[str, Tensor]:
         held = self._steps.get((split, step))
@@ -39,13 +40,32 @@ class Feed:
             self._steps[(split, step)] = held
         return held
 
+    def lengths(self, split: Split, step: int, mb: int) -> Lengths:
+        """To what micro-batch ``mb`` of a step is padded: its longest sample's length.
+
+        From the data's order alone, so every device knows it of every micro-batch, also one that reads no raw inputs.
+        """
+        found = self._lengths.get((split, step))
+        if found is None:
+            while len(self._lengths) > 1:
+                del self._lengths[next(iter(self._lengths))]
+            own = self.data.lengths(split, self.seed, step, self.batch)
+            firsts = range(0, self.batch, self.samples)
+            found = [{name: int(n[i : i + self.samples].max()) for name, n in own.items()} for i in firsts]
+            self._lengths[(split, step)] = found
+        return found[mb]
+
     def _placed(self, values: Tensor) -> Tensor:
         return values.to(self.device, self.dtype if values.is_floating_point() else None)
 
     def inputs(self, split: Split, step: int, mb: int) -> Inputs:
         """Raw inputs of micro-batch ``mb`` of a step, on the device."""
         rows = slice(mb * self.samples, (mb + 1) * self.samples)
-        return {name: values[rows] for name, values in self._step(split, step).items()}
+        lengths = self.lengths(split, step, mb)
+        return {
+            name: values[rows, : lengths[name]].contiguous() if name in lengths else values[rows]
+            for name, values in self._step(split, step).items()
+        }
 
     def targets(self, split: Split, step: int) -> int:
         """Targets of the whole mini-batch; at least 1, so that it can divide."""

@@ -38,7 +38,6 @@ from raypipe.runtime.profiling_steps import (
     update_seconds,
 )
 from raypipe.runtime.setup import Setup
-from raypipe.runtime.shapes import wires
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.schedule.endless import WHOLE
 from raypipe.schedule.ir import Kind, Schedule
@@ -46,6 +45,8 @@ from raypipe.schedule.messages import Program, programs
 
 COPIES = 4
 """A parameter, its gradient and Adam's two moments."""
+LONGEST = 1 << 40
+"""More than any sample holds: where they have their own lengths, all are measured as long as the longest."""
 MEMORY: tuple[tuple[str, Way, Kind, int, int], ...] = (
     ("F", "joint", "F", BEFORE, AFTER),
     ("BW", "joint", "BW", BEFORE, WORST),
@@ -186,13 +187,15 @@ class LayerBench:
         setup = Setup(
             device=0,
             member=0,
-            job=job.model_copy(update={"train": job.train.model_copy(update={"batch": size * step.microbatches})}),
+            job=job.model_copy(update={
+                "train": job.train.model_copy(update={"batch": size * step.microbatches}),
+                "data": job.data.model_copy(update={"pad_to_multiple_of": LONGEST}),
+            }),
             cut=cut,
             placement=step.placement,
             wiring=Wiring(peers=(self.fleet.locations[0].peer,), rendezvous="", edges=(), groups={},
                           transport="auto", run_id=self.fleet.run_id),
             tied=(),
-            wire=wires(model, cut, size),
             samples_per_microbatch=size,
             microbatches=step.microbatches,
             versions="flush",

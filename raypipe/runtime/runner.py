@@ -172,6 +172,10 @@ class ProgramRunner(ABC):
             for sender in senders:
                 sender.progress()
 
+    def wire_of(self, stage: int, mb: int) -> Wire:
+        """What a stage sends on for a micro-batch of this step, or of the one after it."""
+        return self.wire[stage]
+
     def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
         """Of the tensors on their way."""
         specs = self._stage_specs(message)
@@ -180,8 +184,8 @@ class ProgramRunner(ABC):
     def _stage_specs(self, message: Message) -> tuple[TensorSpec, ...]:
         # A gradient belongs to the output of the stage it goes to.
         if message.direction == "act":
-            return self.wire[message.src_stage].act
-        return self.wire[message.dst_stage].grad
+            return self.wire_of(message.src_stage, message.mb).act
+        return self.wire_of(message.dst_stage, message.mb).grad
 
     def _label(self, m: Message) -> Label:
         ahead, mb = divmod(m.mb, self.microbatches)

@@ -10,7 +10,6 @@ from raypipe.models.task import Field
 from raypipe.runtime.gradients import TiedHolders
 from raypipe.runtime.links import Wiring
 from raypipe.runtime.members import rank_of
-from raypipe.runtime.transport.channel import Wire
 from raypipe.schedule.endless import Part
 from raypipe.schedule.ir import Versions
 from raypipe.schedule.messages import Program
@@ -30,8 +29,6 @@ class Setup:
     placement: tuple[tuple[int, ...], ...]
     wiring: Wiring
     tied: tuple[TiedHolders, ...]
-    wire: dict[int, Wire]
-    """Per stage that feeds another, the tensors it sends per micro-batch."""
     samples_per_microbatch: int
     microbatches: int
     """Micro-batch ids of a step, over all replicas."""

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from raypipe.models import LayeredModel
+from raypipe.models import LayeredModel, Lengths
 from raypipe.runtime.transport.channel import TensorSpec, Wire
 
 
-def wires(model: LayeredModel, cut: Sequence[Sequence[int]], samples: int) -> dict[int, Wire]:
-    """Per stage but the last, what it sends per micro-batch of ``samples`` and what comes back."""
-    found = {}
-    for stage, layers in enumerate(cut[:-1]):
-        crossing = model.crossing(layers[-1], samples)
-        found[stage] = Wire(
-            act=tuple(TensorSpec(t.shape, t.dtype) for t in crossing),
-            differentiable=tuple(t.differentiable for t in crossing),
-        )
-    return found
+class Wires(Mapping[int, Wire]):
+    """Per stage but the last, what it sends per micro-batch of ``samples`` and what comes back.
+
+    As a mapping: of micro-batches that are as long as the longest sample.
+    """
+
+    def __init__(self, model: LayeredModel, cut: Sequence[Sequence[int]], samples: int) -> None:
+        self.model, self.samples = model, samples
+        self.ends = tuple(layers[-1] for layers in cut[:-1])
+        self._known: dict[tuple[int, tuple[tuple[str, int], ...]], Wire] = {}
+
+    def of(self, stage: int, lengths: Lengths) -> Wire:
+        """Of micro-batches of these lengths; derived once, from the shapes that the model was captured with.
+
+        Raises:
+            RaypipeError: the model was captured for other lengths only.
+        """
+        key = (stage, tuple(lengths.items()))
+        found = self._known.get(key)
+        if found is None:
+            crossing = self.model.crossing(self.ends[stage], self.samples, lengths)
+            found = self._known[key] = Wire(
+                act=tuple(TensorSpec(t.shape, t.dtype) for t in crossing),
+                differentiable=tuple(t.differentiable for t in crossing),
+            )
+        return found
+
+    def __getitem__(self, stage: int) -> Wire:
+        if not 0 <= stage < len(self.ends):
+            raise KeyError(stage)
+        return self.of(stage, {})
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.ends)))
+
+    def __len__(self) -> int:
+        return len(self.ends)

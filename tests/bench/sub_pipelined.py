@@ -26,7 +26,7 @@ from raypipe.runtime.executor import Executor
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync
 from raypipe.runtime.norm import Shares
-from raypipe.runtime.shapes import wires
+from raypipe.runtime.shapes import Wires
 from raypipe.runtime.stage import StageModule
 from raypipe.runtime.step import StepSettings
 from raypipe.schedule.messages import programs
@@ -90,7 +90,7 @@ def measure(layers: int, compute_s: float, sums_s: float, halves: bool) -> tuple
     }
     executor = Executor(
         settings, modules, optimizers, model.task, feed,
-        GradientSync(0, modules, schedule.placement, (), {}), Shares(None), {}, {}, wires(model, cut, ROWS), {},
+        GradientSync(0, modules, schedule.placement, (), {}), Shares(None), {}, {}, Wires(model, cut, ROWS), {},
     )  # fmt: skip
     (program,) = programs(schedule)
     found: list[tuple[float, float]] = []

@@ -19,7 +19,7 @@ from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, TiedHolders
 from raypipe.runtime.norm import Shares
 from raypipe.runtime.optimizer import make_optimizer
-from raypipe.runtime.shapes import wires
+from raypipe.runtime.shapes import Wires
 from raypipe.runtime.stage import StageModule
 from raypipe.runtime.step import StepSettings
 from raypipe.runtime.versions import WeightVersions
@@ -60,6 +60,9 @@ class Noise:
         tokens = torch.randint(self.spec.vocabulary, (batch, self.spec.sequence))
         return {"input_ids": tokens, "shift_labels": tokens}
 
+    def lengths(self, split, seed, step, batch):
+        return {}
+
 
 def executor(spec, schedule, cut, microbatch, dtype, again=None):
     """The runtime's own executor over all stages, as a stage actor would make it."""
@@ -82,7 +85,7 @@ def executor(spec, schedule, cut, microbatch, dtype, again=None):
     return Executor(
         settings, modules, {k: make_optimizer(train, m.named.values()) for k, m in modules.items()}, model.task,
         Feed(Noise(spec), model.task, reads, 0, train.batch, samples, cpu, weights),
-        sync, Shares(None), {}, {}, wires(model, cut, samples),
+        sync, Shares(None), {}, {}, Wires(model, cut, samples),
         {k: WeightVersions(m, schedule.versions) for k, m in modules.items()} if schedule.versions != "flush" else {},
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from raypipe.runtime.executor import Executor
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, TiedHolders
 from raypipe.runtime.norm import Shares
-from raypipe.runtime.shapes import wires
+from raypipe.runtime.shapes import Wires
 from raypipe.runtime.stage import StageModule
 from raypipe.runtime.step import StepSettings
 from raypipe.schedule.messages import programs
@@ -35,6 +35,9 @@ class Fixed:
 
     def batch(self, split: str, seed: int, step: int, batch: int) -> dict[str, Tensor]:
         return {name: values[:batch] for name, values in self.rows.items()}
+
+    def lengths(self, split: str, seed: int, step: int, batch: int) -> dict[str, Any]:
+        return {}
 
 
 @dataclass
@@ -101,7 +104,7 @@ def run_step(
             autocast=autocast, device=device,
         ),
         modules, optimizers, model.task, feed, GradientSync(0, modules, schedule.placement, tied, {}), Shares(None),
-        {}, {}, wires(model, cut, microbatch), {},
+        {}, {}, Wires(model, cut, microbatch), {},
     )  # fmt: skip
     (program,) = programs(schedule)
     before = {(s, n): p.detach().clone() for s, stage in enumerate(stages) for n, p in stage.named.items()}

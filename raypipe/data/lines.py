@@ -1,0 +1,63 @@
+"""Text whose samples are its lines, each of its own length: or the records of a ``.jsonl`` file, of any text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from raypipe.data.arrays import Arrays, split_rows, write_arrays
+from raypipe.data.files import TextFile, find_text
+from raypipe.data.ragged import Ragged
+from raypipe.errors import SpecError
+from raypipe.job import DataSpec
+
+META = "lines.json"
+LINE = "line"
+"""The one field that is kept: bytes."""
+
+
+def prepare_lines(data: DataSpec, longest: int, directory: Path) -> Arrays:
+    """Find the job's text and write its lines into ``directory``, a tenth of them held out. Blank ones are left out.
+
+    Raises SpecError where there is no text, a line of more than ``longest`` bytes, or a record that is none.
+    """
+    found: list[bytes] = []
+    too_long: list[tuple[str, int]] = []
+    for file in find_text(data.path).files:
+        for place, line in _lines(file):
+            if len(line) > longest:
+                too_long.append((place, len(line)))
+            found.append(line)
+    if too_long:
+        place, length = max(too_long, key=lambda one: one[1])
+        why = f"{len(too_long)} of {len(found)} lines take more than {longest} bytes; {place} takes {length}"
+        raise SpecError("data.path", why, f"raise model.sequence to {length}, or break them up")
+    rows = [np.frombuffer(line, dtype=np.uint8) for line in found]
+    if len(rows) < 2:
+        raise SpecError("data.path", f'"{data.path}" holds {len(rows)} lines', "give text with more of them")
+    return write_arrays(split_rows({LINE: Ragged.of(rows)}), directory, data.path, META)
+
+
+def _lines(file: TextFile) -> Iterator[tuple[str, bytes]]:
+    """(where it is, its bytes) of each."""
+    records = file.path.suffix == ".jsonl"
+    for number, line in enumerate(file.path.read_bytes().splitlines(), 1):
+        if line.strip():
+            where = f"{file.name}, line {number}"
+            yield where, _text(line, where) if records else line
+
+
+def _text(record: bytes, where: str) -> bytes:
+    """The text of one record."""
+    try:
+        text = json.loads(record)["text"].encode()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        fix = 'give one {"text": "..."} a line'
+        raise SpecError("data.path", f"{where}: no JSON object with a text", fix) from None
+    if not text or b"\0" in text:
+        why = "is empty" if not text else "holds a NUL byte"
+        raise SpecError("data.path", f"{where}: its text {why}", "leave it out")
+    return bytes(text)

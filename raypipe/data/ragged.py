@@ -1,0 +1,172 @@
+"""Rows of their own lengths, such as the tokens of sentences: kept one behind the other, padded where they are read.
+
+In a file of named arrays, ``NAME`` then holds the values of all rows and ``NAME.offsets`` (rows + 1 whole numbers, from
+0) where each begins; ``NAME.fill``, one number, is what pads them, where that does not follow from the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raypipe.errors import SpecError
+from raypipe.models.task import IGNORED, MASK
+
+Values = npt.NDArray[Any]
+OFFSETS, FILL = ".offsets", ".fill"
+TOKENS = "input_ids"
+BESIDE = frozenset({MASK, "token_type_ids", "position_ids", "shift_labels"})
+"""Fields of which each value belongs to the token in its place."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """One field of some samples, row behind row."""
+
+    values: Values
+    """``[total, ...]``"""
+    offsets: npt.NDArray[np.int64]
+    """``[rows + 1]``; row i is ``values[offsets[i]:offsets[i + 1]]``."""
+    fill: int | None = None
+    """What pads a row; None for what its name suggests (``fill_of``)."""
+
+    @staticmethod
+    def of(rows: Sequence[Values], fill: int | None = None) -> Ragged:
+        """From rows that differ in length alone."""
+        return Ragged(np.concatenate(rows), np.cumsum([0, *map(len, rows)], dtype=np.int64), fill)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Of every row."""
+        return np.diff(self.offsets)
+
+    def longest(self) -> int:
+        """Length of the longest row."""
+        return int(self.lengths().max())
+
+    def lengths_at(self, places: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Of some rows."""
+        at = np.asarray(places)
+        found: npt.NDArray[np.int64] = self.offsets[at + 1] - self.offsets[at]
+        return found
+
+    def taken(self, places: npt.NDArray[np.int64]) -> Ragged:
+        """Some rows."""
+        return Ragged.of([self.values[self.offsets[i] : self.offsets[i + 1]] for i in places], self.fill)
+
+    def padded(self, places: Sequence[int], length: int, fill: int) -> Values:
+        """Some rows as one array ``[len(places), length, ...]``, filled up behind their ends."""
+        made = np.full((len(places), length, *self.values.shape[1:]), fill, self.values.dtype)
+        for row, i in zip(made, places, strict=True):
+            begin, end = self.offsets[i], self.offsets[i + 1]
+            row[: end - begin] = self.values[begin:end]
+        return made
+
+
+Column = Values | Ragged
+"""One field of all samples."""
+
+
+def fill_of(name: str, padding: int) -> int:
+    """What a field is padded with: tokens with the model's padding token, labels with what no loss counts.
+
+    Masks, types and positions are 0 there.
+    """
+    if name in ("labels", "shift_labels"):
+        return IGNORED
+    return padding if name in (TOKENS, "decoder_input_ids") else 0
+
+
+def classes(lengths: npt.NDArray[np.int64], multiple: int, longest: int) -> npt.NDArray[np.int64]:
+    """Lengths rounded up to a multiple, but not past the longest row: so that few shapes exist.
+
+    >>> classes(np.array([3, 8, 9, 20]), 8, 20).tolist()
+    [8, 8, 16, 20]
+    """
+    return np.minimum(-(-lengths // multiple) * multiple, longest)
+
+
+def joined(arrays: Mapping[str, Values], key: str) -> dict[str, Column]:
+    """The columns that a file's arrays stand for; ``key`` is the job's key that names it.
+
+    Raises SpecError: offsets that do not fit their values, a row without values, rows that cannot be padded.
+    """
+    made: dict[str, Column] = {n: a for n, a in arrays.items() if not n.endswith((OFFSETS, FILL))}
+    for name in [n for n in arrays if n.endswith((OFFSETS, FILL))]:
+        owner, _, kind = name.rpartition(".")
+        if owner not in made or f"{owner}{OFFSETS}" not in arrays:
+            raise SpecError(key, f"{name} belongs to rows that are not there", f"give {owner} and {owner}{OFFSETS}")
+        if kind == "fill":
+            continue
+        offsets = arrays[name]
+        values = arrays[owner]
+        end = int(offsets[-1]) if offsets.ndim == 1 and offsets.dtype.kind in "ui" and len(offsets) > 1 else -1
+        if end < 0 or offsets[0] != 0 or values.ndim < 1 or end != len(values):
+            why = f"{name} does not say where the rows of {owner} begin and end"
+            raise SpecError(key, why, "give rows + 1 whole numbers, from 0 to the number of values")
+        fill = arrays.get(f"{owner}{FILL}")
+        made[owner] = Ragged(values, offsets.astype(np.int64), None if fill is None else int(fill))
+        check_rows(owner, made[owner], key)
+    return made
+
+
+def check_rows(name: str, column: Column, key: str) -> None:
+    """Raise SpecError unless rows of their own lengths can be padded."""
+    if not isinstance(column, Ragged):
+        return
+    short = np.flatnonzero(column.lengths() < 1)
+    if len(short):
+        raise SpecError(key, f"{name} of row {short[0]} is empty", "leave out rows without values")
+    if column.values.dtype.kind not in "bui":
+        why = f"the rows of {name} differ in length and hold {column.values.dtype}: what would pad them?"
+        raise SpecError(key, why, "make them equally long; whole numbers (tokens) are padded")
+
+
+def check_beside(columns: Mapping[str, Column], labels: bool, key: str) -> None:
+    """Raise SpecError where a row has not as many tokens as values that belong to them; ``labels`` are such."""
+    tokens = columns.get(TOKENS)
+    if not isinstance(tokens, Ragged):
+        return
+    for name in sorted((BESIDE | {"labels"} if labels else BESIDE) & columns.keys()):
+        column = columns[name]
+        own = column.lengths() if isinstance(column, Ragged) else np.full(len(column), (*column.shape, 1)[1])
+        wrong = np.flatnonzero(own != tokens.lengths())
+        if len(wrong):
+            row = int(wrong[0])
+            why = f"row {row} has {tokens.lengths()[row]} {TOKENS} and {own[row]} {name}"
+            raise SpecError(key, why, f"give every token its place in {name}")
+
+
+def of_one_form(a: Mapping[str, Column], b: Mapping[str, Column]) -> tuple[dict[str, Column], dict[str, Column]]:
+    """Two sets of samples of which either may happen to hold rows of one length: such columns as ``Ragged`` too."""
+    return _as_in(a, b), _as_in(b, a)
+
+
+def _as_in(columns: Mapping[str, Column], others: Mapping[str, Column]) -> dict[str, Column]:
+    made = dict(columns)
+    for name, column in columns.items():
+        other = others.get(name)
+        if isinstance(other, Ragged) and not isinstance(column, Ragged) and column.ndim > 1:
+            rows, length = column.shape[:2]
+            offsets = np.arange(rows + 1, dtype=np.int64) * length
+            made[name] = Ragged(column.reshape(-1, *column.shape[2:]), offsets, other.fill)
+    return made
+
+
+def flat(columns: Mapping[str, Column]) -> dict[str, Values]:
+    """What ``joined`` reads."""
+    made: dict[str, Values] = {}
+    for name, column in columns.items():
+        if not isinstance(column, Ragged):
+            made[name] = column
+            continue
+        made |= {name: column.values, f"{name}{OFFSETS}": column.offsets}
+        if column.fill is not None:
+            made[f"{name}{FILL}"] = np.int64(column.fill)  # type: ignore[assignment]
+    return made

@@ -1,0 +1,126 @@
+"""Datasets of dicts, as Python code holds them, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from raypipe.data.ragged import Column, Ragged, Values, check_rows
+from raypipe.errors import SpecError
+
+
+class Rows(Protocol):
+    """A map-style dataset: rows of named tensors, arrays or numbers."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+"""What makes a batch of rows, as transformers and torch have it."""
+
+
+def columns_of(rows: Rows, where: str, collator: Collator | None = None, seed: int = 0) -> dict[str, Column]:
+    """The rows of a dataset as one column per name; rows may differ in their first size alone.
+
+    A ``collator`` is called on every row alone, once; what it pads with is seen from one call on the shortest and the
+    longest row together. What it draws from torch's generator follows from ``seed``.
+
+    Raises:
+        SpecError: rows that are no dicts of numbers, differ in names or other sizes, or are empty; no rows; a collator
+            that pads on the left, or that makes something else of a row beside others.
+    """
+    if not len(rows):
+        raise SpecError(where, "holds no rows", "give a dataset of dicts")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _columns(rows, where, collator)
+
+
+def _columns(rows: Rows, where: str, collator: Collator | None) -> dict[str, Column]:
+    found: dict[str, list[Values]] = {}
+    for index in range(len(rows)):
+        row: Any = rows[index]
+        if collator is not None:
+            row = _alone(collator, row, index, where)
+        if not isinstance(row, Mapping):
+            raise SpecError(where, f"row {index} is a {type(row).__name__}", "give dicts of the model's arguments")
+        if index and {str(name) for name in row} != set(found):
+            raise SpecError(where, f"row {index} holds {', '.join(map(str, row))}", "give every row the same names")
+        for name, value in row.items():
+            column = found.setdefault(str(name), [])
+            column.append(_array(value, str(name), index, column, where))
+    columns = {name: _column(name, values, where) for name, values in found.items()}
+    if collator is None:
+        return columns
+    return _with_fills(columns, rows, collator, where)
+
+
+def _array(value: Any, name: str, index: int, before: Sequence[Values], where: str) -> Values:
+    try:
+        array = np.asarray(value)
+    except ValueError:  # nested lists that are no box
+        array = np.empty(0, dtype=object)
+    if array.size == 0 and array.dtype.kind == "f":  # an empty list has no type of its own
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "buif":
+        raise SpecError(where, f"{name} of row {index} is no number or tensor", "leave it out, or tokenize it")
+    if before and (array.ndim != before[0].ndim or array.shape[1:] != before[0].shape[1:]):
+        why = f"{name} of row {index} has shape {array.shape}, that of row 0 {before[0].shape}"
+        raise SpecError(where, why, "only the first size may differ: pad the others")
+    return array
+
+
+def _column(name: str, values: list[Values], where: str) -> Column:
+    if len({value.shape for value in values}) == 1:
+        made: Column = np.stack(values)
+        if values[0].ndim and not len(values[0]):
+            raise SpecError(where, f"{name} of row 0 is empty", "leave out rows without values")
+        return made
+    made = Ragged.of(values)
+    check_rows(name, made, where)
+    return made
+
+
+def _alone(collator: Collator, row: Any, index: int, where: str) -> dict[str, Values]:
+    """What the collator makes of a row by itself."""
+    made = _collated(collator, [row], f"row {index}", where)
+    return {name: value[0] for name, value in made.items()}
+
+
+def _collated(collator: Collator, rows: list[Any], what: str, where: str) -> dict[str, Values]:
+    try:
+        made = {str(name): np.asarray(value) for name, value in collator(rows).items()}
+    except Exception as error:  # whatever a user's collator may raise
+        why = f"data_collator fails on {what}: {type(error).__name__}: {error}"
+        raise SpecError(where, why, "mend it, or leave it out where rows hold numbers alone") from error
+    for name, value in made.items():
+        if value.ndim < 1 or len(value) != len(rows):
+            why = f"data_collator gives {name} of shape {value.shape} for {len(rows)} rows"
+            raise SpecError(where, why, "return tensors of one row per sample")
+    return made
+
+
+def _with_fills(columns: dict[str, Column], rows: Rows, collator: Collator, where: str) -> dict[str, Column]:
+    """The columns with what the collator pads them with."""
+    ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
+    made = dict(columns)
+    for name, column in ragged.items():
+        lengths = column.lengths()
+        short, long = int(lengths.argmin()), int(lengths.argmax())
+        together = _collated(collator, [rows[short], rows[long]], f"rows {short} and {long}", where)
+        both = together.get(name, np.empty((2, 0)))
+        own, longest = int(lengths[short]), int(lengths[long])
+        tail = both[0, own:] if both.ndim > 1 and both.shape[1] >= longest else np.empty(0)
+        alone = column.values[column.offsets[short] : column.offsets[short + 1]]
+        # A collator that draws makes something else of a row each time: then the tail alone tells.
+        left = tail.size and np.array_equal(both[0, -own:], alone) and not np.array_equal(both[0, :own], alone)
+        if not tail.size or left or (tail != tail.flat[0]).any():
+            why = f"data_collator does not pad {name} of row {short} behind its end with one value"
+            raise SpecError(where, why, 'pad on the right (padding_side="right")')
+        made[name] = Ragged(column.values, column.offsets, int(tail.flat[0]))
+    return made
