@@ -123,7 +123,7 @@ def _tensor(job: JobSpec) -> Iterator[Problem]:
 
 WISHES = (
     "schedule", "stages", "replicas", "microbatch", "chunks", "unit", "pipelines", "concat", "sync", "recompute",
-    "transport", "wire_dtype",
+    "transport", "wire_dtype", "replan",
 )  # fmt: skip
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 

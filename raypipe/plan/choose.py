@@ -85,7 +85,8 @@ class _Chooser:
 
     def refusal(self, c: Candidate) -> str | None:
         """Why a candidate may not be chosen."""
-        if c.form.versions != "flush" and not self.asynchronous:
+        named = self.job.parallel.auto and self.job.parallel.given.get("schedule") == c.schedule
+        if c.form.versions != "flush" and not (self.asynchronous or named):
             return "trains on stale weights; allow it with --allow asynchronous"
         return None
 
@@ -192,7 +193,7 @@ def label(c: Candidate) -> str:
     return "data parallel" if c.stages == 1 else c.schedule
 
 
-OWN = ("transport", "wire_dtype")
+OWN = ("transport", "wire_dtype", "replan")
 """Keys of ``parallel`` that the job decides, whatever the plan."""
 
 

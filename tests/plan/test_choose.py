@@ -142,6 +142,10 @@ def test_wishes_are_kept() -> None:
     searched = choose(make_job(batch=16, parallel={"auto": True, "schedule": "auto"}), make_profile(), search_s=1.0)
     assert searched.plan.parallel.schedule == "auto"
     assert searched.plan.order is not None
+    stale = choose(make_job(batch=16, parallel={"auto": True, "schedule": "pipedream-2bw"}), make_profile(), search_s=0)
+    assert stale.plan.parallel.schedule == "pipedream-2bw"  # asked for by name
+    again = choose(make_job(parallel={"auto": True, "replan": True}), make_profile(), search_s=0)
+    assert again.plan.parallel.replan
     with pytest.raises(SpecError, match="stages: 7"):
         choose(make_job(parallel={"auto": True, "stages": 7}), make_profile())
 

@@ -10,10 +10,12 @@ import pytest
 
 from raypipe.cli import run
 from raypipe.cost.gpt_work import gpt_work
+from raypipe.cost.noise import Noise
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
+from raypipe.runtime import profiling
 from raypipe.runtime.profiling import measure_profile
 from raypipe.runtime.profiling_steps import (
     AFTER,
@@ -96,10 +98,13 @@ def test_bytes_come_back() -> None:
 
 
 @pytest.mark.runs
-def test_a_job_is_measured(local_ray, text_folder: Path) -> None:
+def test_a_job_is_measured(local_ray, text_folder: Path, monkeypatch) -> None:
     job = small_job(text_folder, {}, MODEL, dtype="float32", clip=1.0)
     sizes = [4, 2]
-    profile = measure_profile(job, sizes, 2, quick=True)
+    # However busy this machine is: keep what is measured, and take it for true the next time.
+    monkeypatch.setattr(Noise, "warning", lambda _: None)
+    monkeypatch.setattr(profiling, "SAME", 1e9)
+    profile = measure_profile(job, sizes, 2, quick=True, cached=True)
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
     model = GptLayers(job.model)
     plain = [model.build(i, 0) for i in range(model.count)]
@@ -124,6 +129,10 @@ def test_a_job_is_measured(local_ray, text_folder: Path) -> None:
     assert profile.inside.alpha_s > 0
     assert [(c.kind, c.group) for c in profile.collectives] == [("all_reduce", 2)]
     assert (profile.devices, profile.devices_per_host) == (2, 2)
+    assert 0 < profile.alone <= 1
+    said: list[str] = []
+    assert measure_profile(job, sizes, 2, quick=True, cached=True, say=said.append) == profile
+    assert any(text.startswith("took the profile kept") for text in said)
 
 
 def test_a_model_that_fits_no_device_is_refused(text_folder: Path) -> None:
