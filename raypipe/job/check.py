@@ -115,6 +115,8 @@ def _tensor(job: JobSpec) -> Iterator[Problem]:
         if parallel.sub_pipelined:
             yield Problem("parallel.sub_pipelined", "nothing is summed with tensor: 1", "leave it out, or raise tensor")
         return
+    if getattr(job.model, "loss", "task") == "model":
+        yield Problem("model.loss", "a model's own loss is not divided with its layers", "use tensor: 1, or loss: task")
     if parallel.update == "optimistic":
         yield Problem(
             "parallel.update", f"optimistic does not go with tensor: {parallel.tensor}", "use auto, which then waits"

@@ -45,6 +45,10 @@ class CapturedSpec(Spec):
     """Tokens a sample of text holds; with ``data.type: arrays`` the arrays say it."""
     task: TaskName | None = None
     """What it is trained for; by default what its architecture, or else the data's labels, suggest."""
+    loss: Literal["task", "model"] = "task"
+    """``task``: computed from the model's output and the labels, a mean over the targets of the whole mini-batch.
+    ``model``: what the model itself returns as its loss when it is given ``labels``, with whatever terms of its own
+    (load balancing of experts); a mini-batch's is the mean of its micro-batches', as with gradient accumulation."""
     batch_norm: Literal["frozen"] | None = None
     """``frozen`` normalises with the running statistics the model starts with, and leaves them as they are. By default
     batch norm learns as in PyTorch with gradient accumulation: each micro-batch is normalised by its own statistics."""

@@ -20,12 +20,14 @@ from raypipe.models.gpt_layers import GptLayers
 from raypipe.models.hugging_face import HuggingFace
 from raypipe.models.imported import Imported
 from raypipe.models.layered import LayeredModel
+from raypipe.models.own_loss import LOSS, OwnLoss
 from raypipe.models.source import Identity, ModelSource
 from raypipe.models.task import MASK, Field, Task
 from raypipe.partition.capture import Captured, capture
 from raypipe.partition.empty import build_without_memory
 from raypipe.partition.fingerprint import OWN_CODE, fingerprint
 from raypipe.partition.kept import captured_once
+from raypipe.partition.operations import OperationGraph
 from raypipe.partition.shard import shard
 from raypipe.partition.tensor import Division, divide_module
 
@@ -71,6 +73,9 @@ def _captured(
     arrays = None if given is None else dict(given)
     source: ModelSource = HuggingFace(spec) if isinstance(spec, HfSpec) else Imported(spec)
     task = source.task(arrays, mask)
+    own = spec.loss == "model"
+    if own:
+        task = OwnLoss(task, arrays if arrays is not None else ("labels",))
     fields = dict(arrays) if arrays is not None else task.text_fields(_sequence(spec))
     fields |= _made(task, fields)
     if lines:
@@ -89,15 +94,27 @@ def _captured(
         skeleton = build_without_memory(build)
         arguments = _arguments(skeleton, fields, task)
         example = {name: _example(fields[field], DTYPES[dtype]) for name, field in arguments.items()}
-        found = capture(skeleton, example, outputs=source.outputs)
+        found = capture(skeleton, example, outputs=(LOSS,) if own and source.outputs is not None else source.outputs)
+        wanted = LOSS if own else "logits"
         if len(found.graph.outputs) > 1:
             names = list(found.graph.outputs)
-            found = capture(skeleton, example, outputs=["logits" if "logits" in names else names[0]])
+            found = capture(skeleton, example, outputs=[wanted if wanted in names else names[0]])
+        if own:
+            _check_loss(found.graph)
         return found
 
     found = captured_once(_key(source.identity(build), record, fields, dtype, share), fresh)
     named = {name: _field(name, fields) for name in found.graph.inputs}
     return CapturedModel(found, shard(found.graph), task, source.values(whole), named, build, share)
+
+
+def _check_loss(graph: OperationGraph) -> None:
+    ((name, number),) = graph.outputs.items()
+    kind = graph.operations[number].type
+    if kind is None or kind.shape or not kind.floating:
+        what = "no tensor" if kind is None else f"{kind.dtype} of shape {list(kind.shape)}"
+        raise SpecError("model.loss", f'the model returns "{name}", {what}, where its loss should be',
+                        'return a scalar, or a dict with "loss"; or leave model.loss out')  # fmt: skip
 
 
 def _divided(build: Callable[[], nn.Module], division: Division) -> Callable[[], nn.Module]:
@@ -172,7 +189,10 @@ def _arguments(module: nn.Module, fields: Fields, task: Task) -> dict[str, str]:
         for name, p in inspect.signature(module.forward).parameters.items()
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
-    inputs = [name for name in fields if name not in LABELS]
+    own = isinstance(task, OwnLoss)
+    if own and "labels" in fields and "labels" not in parameters:
+        raise SpecError("model.loss", "the model's forward takes no labels", "add an argument labels, or leave it out")
+    inputs = [name for name in fields if own or name not in LABELS]
     matched = {name: name for name in parameters if name in inputs}
     required = [name for name, p in parameters.items() if p.default is p.empty]
     values = [name for name in inputs if name != MASK]

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
+from raypipe.models.own_loss import OwnLoss
 from raypipe.models.running_statistics import (
     RunningStatistics,
     check_buffers,
@@ -62,7 +63,7 @@ class CapturedModel(LayeredModel):
         self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
         self.edges = (*sharding.starts, sharding.end)
         check_buffers(graph, captured.calls)
-        self.batch_statistics = any(
+        self.batch_statistics = isinstance(task, OwnLoss) or any(
             uses_batch_statistics(o, call.args) for o, call in zip(graph.operations, captured.calls, strict=True)
         )
         one = self.sizes(1)

@@ -74,7 +74,7 @@ class LayeredModel(ABC):
     shards: Mapping[str, Shard] = MappingProxyType({})
     """How each divided parameter is cut, by name."""
     batch_statistics: bool = False
-    """In training, the output for a sample depends on the other samples of its micro-batch (batch norm)."""
+    """What comes out for a sample depends on the other samples of its micro-batch (batch norm; a loss of its own)."""
 
     @property
     def count(self) -> int:

@@ -46,7 +46,7 @@ def matrix_flops(graph: OperationGraph, operation: Operation, sizes: Sizes) -> f
     written = prod(evaluate_all(operation.type.shape, sizes))
     if name == "linear":
         return 2.0 * written * shapes[1][-1]
-    if name in ("mm", "bmm", "matmul", "mv", "dot"):
+    if name in ("mm", "bmm", "matmul", "mv", "dot", "_grouped_mm", "grouped_mm_fallback"):
         return 2.0 * written * shapes[0][-1]
     if name in ("addmm", "baddbmm", "addbmm", "addmv"):
         return 2.0 * written * shapes[1][-1]

@@ -10,8 +10,9 @@ Source: Lai et al. 2023 (Merak), section 4.2, Algorithms 1 and 2. Where it diffe
 - Sub-graphs are runs of the order in which operations run, so where they start says everything, and pulling back
   means forgetting starts: linear time. The paper renumbers nodes one by one, up to and including the farthest
   dependency; where that is the output of an earlier sub-graph, renumbering it as well would make two tensors cross.
-- A common result is one that two repeated blocks of the model use, read off the module paths. The paper's rule (more
-  users than there are layers) is what is left for models without such blocks.
+- A common result is one that two repeated blocks of the model use, read off the module paths, or its own block and
+  what is outside of all, or what is outside behind another block (a router's loss takes something of every block). The
+  paper's rule (more users than there are layers) is what is left for models without such blocks.
 - What follows from raw inputs alone (attention masks) is computed anew where it is needed and ties nothing together.
 - The default share is an eighth of an average block, so that a lone norm before the head closes nothing, and an
   attention does, whatever the size of the vocabulary.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from raypipe.errors import RequestError
 from raypipe.partition.flops import matrix_flops
@@ -78,13 +79,21 @@ def shard(graph: OperationGraph, parts: int | None = None) -> Sharding:
 def common_operations(graph: OperationGraph) -> frozenset[int]:
     """The operations whose results are passed along instead of tying their users together."""
     found = set()
+    # Per operation, the last block that has begun by then.
+    begun = list(accumulate(graph.blocks, _latest))
     for number, users in enumerate(graph.users):
         if graph.layers:
-            if len({graph.blocks[user] for user in users} - {""}) > 1:
+            own, using = graph.blocks[number], {graph.blocks[user] for user in users}
+            far = any(not graph.blocks[user] and begun[user] != begun[number] for user in users)
+            if len(using - {""}) > 1 or far or (own and "" in using and len(using) > 1):
                 found.add(number)
         elif len(users) > len(graph.parameters):
             found.add(number)
     return frozenset(found)
+
+
+def _latest(before: str, block: str) -> str:
+    return block or before
 
 
 def _starts(graph: OperationGraph, parts: int | None) -> list[int]:
