@@ -15,8 +15,8 @@ SIDE_BY_SIDE = {"models", "partition", "data", "checkpoint"}
 PLANNING = {"errors", "schedule", "simulate", "auto", "cost", "plan", "job", "observe"}
 HEAVY = {"torch", "ray"}
 CUTTING = {
-    "balance", "borders", "cache", "calls", "dims", "document", "fingerprint", "flops", "here", "labels", "line",
-    "liveness", "operations", "pieces_kept", "report", "runs", "shard", "two_a_device", "work",
+    "autograd", "balance", "borders", "cache", "calls", "dims", "document", "fingerprint", "flops", "here", "labels",
+    "line", "liveness", "operations", "pieces_kept", "precision", "report", "runs", "shard", "two_a_device", "work",
 }  # fmt: skip
 """What of ``partition`` plans the cut of a model that has been captured."""
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")

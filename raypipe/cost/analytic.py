@@ -29,6 +29,7 @@ def analytic_profile(
     sizes: Sequence[int] = SIZES,
     optimizer: str = "adamw",
     momentum: bool = False,
+    tied: int = 0,
 ) -> Profile:
     """Compute the costs of a model's layers on a cluster's devices.
 
@@ -39,6 +40,7 @@ def analytic_profile(
         sizes: micro-batch sizes, in samples.
         optimizer: ``train.optimizer``: how many bytes an update moves.
         momentum: whether ``sgd`` has any.
+        tied: of other layers than a job's GPT, values of matrices that the first and the last of them share.
 
     Raises:
         SpecError: the device has no peak for this arithmetic, or there is nothing to profile.
@@ -62,7 +64,7 @@ def analytic_profile(
         devices=cluster.devices, devices_per_host=cluster.devices_per_host, host_links=cluster.host_links,
         memory_bytes=device.memory_gib * GIB, base_bytes=(1 - device.usable) * device.memory_gib * GIB,
         layers=tuple(_layer(work, device, rate, sizes) for work in works),
-        tied_parameters=_tied(model),
+        tied_parameters=_tied(model, tied),
         update_s_per_parameter=update_bytes(optimizer, momentum, width) / (device.memory_gb_s * 1e9),
         inside=_link(cluster.inside), between=_link(cluster.between),
         collective=_link(cluster.collective) if cluster.collective else None,
@@ -85,8 +87,10 @@ def update_bytes(optimizer: str, momentum: bool, width: int) -> int:
 _OPTIMIZERS = tuple(TrainSpec.model_fields["optimizer"].annotation.__args__)  # type: ignore[union-attr]
 
 
-def _tied(model: GptSpec | Sequence[LayerWork]) -> int:
-    return 0 if isinstance(model, Sequence) or not model.tie_embeddings else model.vocabulary * model.hidden
+def _tied(model: GptSpec | Sequence[LayerWork], given: int) -> int:
+    if isinstance(model, Sequence):
+        return given
+    return model.vocabulary * model.hidden if model.tie_embeddings else 0
 
 
 def _link(link: LinkModel) -> LinkFit:

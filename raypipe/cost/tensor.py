@@ -13,8 +13,8 @@ from dataclasses import fields, replace
 from typing import NamedTuple
 
 from raypipe.cost.analytic import SIZES, analytic_profile
-from raypipe.cost.collectives import Layout, collective_seconds
-from raypipe.cost.gpt_work import RAYPIPE, STATISTIC, Software, gpt_work, mask_bytes, master_width
+from raypipe.cost.collectives import Kind, Layout, collective_seconds
+from raypipe.cost.gpt_work import RAYPIPE, SOFTWARE, STATISTIC, Software, gpt_work, mask_bytes, master_width
 from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.work import Effort, LayerWork
 from raypipe.errors import SpecError
@@ -30,6 +30,8 @@ class Member(NamedTuple):
     forward_sums: tuple[float, ...]
     """Bytes of each sum over the group in the forward of one sample."""
     backward_sums: tuple[float, ...]
+    gathers: tuple[float, ...] = ()
+    """Bytes of each whole tensor that is put together from the members' shares in the forward of one sample."""
 
 
 def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYPIPE) -> tuple[Member, ...]:
@@ -72,12 +74,19 @@ def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYP
         kept_bytes=(m + e) * stream + (2 * STATISTIC[dtype] + 8) * s, waiting_bytes=e * stream, output_bytes=0.0,
     )  # fmt: skip
     token = float(STATISTIC[dtype] * s)
-    pair = (e * stream, e * stream)
+    # Norms write wide values, which products narrow for themselves: so wide are the gradients that meet there.
+    there, back = (e * stream, e * stream), (m * stream, m * stream)
     block = share(blocks[0], whole_block, size)
+    if size > 1:  # a sum is made in a copy of its own, and a bias comes behind it
+        block = replace(
+            block,
+            forward=replace(block.forward, traffic=block.forward.traffic + (4 * m + 8 * e) * stream),
+            input_grad=replace(block.input_grad, traffic=block.input_grad.traffic + 4 * m * stream),
+        )
     return (
         Member(share(embedding, whole_embedding, size), (m * stream,), ()),
-        *(Member(replace(block, name=work.name), pair, pair) for work in blocks),
-        Member(share(head, whole_head, size), (token, 2 * token), (e * stream,)),
+        *(Member(replace(block, name=work.name), there, back) for work in blocks),
+        Member(share(head, whole_head, size), (token, 2 * token), (m * stream,)),
     )
 
 
@@ -101,7 +110,7 @@ def _part(total: float, whole: float, size: int) -> float:
 
 
 def tensor_profile(
-    model: GptSpec,
+    model: GptSpec | Sequence[Member],
     cluster: ClusterSpec,
     dtype: str,
     size: int,
@@ -110,37 +119,58 @@ def tensor_profile(
     sub_pipelined: bool = False,
     optimizer: str = "adamw",
     momentum: bool = False,
+    tied: int = 0,
 ) -> Profile:
     """The profile of a cluster whose devices are groups of ``size``; see ``analytic_profile``.
 
-    With ``sub_pipelined``, sums run beside the other half's compute: a layer takes as long as the longer of the two.
-    The start and the end of a stage, where there is no other half, are left out: a quarter of a layer each.
+    With ``sub_pipelined``, a micro-batch runs in two halves and the sums of one beside the compute of the other: a
+    layer takes as long as the longer of the two, its kernels as long as for two micro-batches of half the size. The
+    start and the end of a stage, where there is no other half, are left out: a quarter of a layer each. Only even
+    micro-batches have halves; the profile has no others.
+
+    Args:
+        model: the built-in GPT, or a member's share of any other model's layers.
+        cluster: the machine.
+        dtype: ``train.dtype``.
+        size: members of a group, T.
+        sizes: micro-batch sizes, in samples.
+        sub_pipelined: ``parallel.sub_pipelined``.
+        optimizer, momentum: ``train``'s.
+        tied: with members given, values of a member's share of matrices that first and last layer share.
 
     Raises:
-        SpecError: the heads or the devices do not divide.
+        SpecError: the heads or the devices do not divide; no even micro-batch where it takes one.
     """
     if cluster.devices % size:
         raise SpecError(
             "parallel.tensor", f"{cluster.devices} devices do not divide into groups of {size}", "use others"
         )
-    members = divided_gpt(model, dtype, size)
-    plain = analytic_profile([m.work for m in members], cluster, dtype, sizes, optimizer, momentum)
+    members = (
+        divided_gpt(model, dtype, size, SOFTWARE[cluster.software]) if isinstance(model, GptSpec) else tuple(model)
+    )
+    if isinstance(model, GptSpec) and model.tie_embeddings:
+        tied = members[-1].work.parameters - 2 * model.hidden
+    if sub_pipelined:
+        sizes = [n for n in sizes if n % 2 == 0]
+    parts = sorted({n // 2 for n in sizes}) if sub_pipelined else sizes
+    plain = analytic_profile([m.work for m in members], cluster, dtype, parts, optimizer, momentum)
     layout = Layout.of(range(size), cluster.devices_per_host)
 
-    def sums(each: Sequence[float], samples: int) -> float:
-        return sum(collective_seconds(plain, "all_reduce", samples * one, layout) for one in each)
+    def exchanged(kind: Kind, each: Sequence[float], samples: int) -> float:
+        return sum(collective_seconds(plain, kind, samples * one, layout) for one in each)
 
     def timed(layer: LayerProfile, member: Member) -> LayerProfile:
         times = {}
         for samples, t in layer.times.items():
-            there, back = sums(member.forward_sums, samples), sums(member.backward_sums, samples)
-            join = max if sub_pipelined else _added
-            times[samples] = t.model_copy(
-                update={
-                    "forward": join(t.forward, there), "recompute": join(t.recompute, there),
-                    "input_grad": join(t.input_grad, back), "joint": join(t.joint, back),
-                }
-            )  # fmt: skip
+            there = exchanged("all_reduce", member.forward_sums, samples)
+            there += exchanged("all_gather", member.gathers, samples)
+            back = exchanged("all_reduce", member.backward_sums, samples)
+            sums = {"forward": there, "recompute": there, "input_grad": back, "joint": back, "weight_grad": 0.0}
+            if sub_pipelined:
+                both = {name: 2 * max(getattr(t, name), added) for name, added in sums.items()}
+            else:
+                both = {name: getattr(t, name) + added for name, added in sums.items()}
+            times[samples * (1 + sub_pipelined)] = t.model_copy(update=both)
         return layer.model_copy(update={"times": times})
 
     # Equal members of neighbouring groups send at the same time, over as many links as there are.
@@ -149,12 +179,8 @@ def tensor_profile(
     return plain.model_copy(
         update={
             "layers": tuple(timed(layer, member) for layer, member in zip(plain.layers, members, strict=True)),
-            "tied_parameters": members[-1].work.parameters - 2 * model.hidden if model.tie_embeddings else 0,
+            "tied_parameters": tied,
             "devices": cluster.devices // size, "devices_per_host": max(1, cluster.devices_per_host // size),
             "host_links": max(1, cluster.host_links // size), "between": between,
         }
     )  # fmt: skip
-
-
-def _added(a: float, b: float) -> float:
-    return a + b

@@ -36,26 +36,38 @@ def partition_job(
     schedule = base_schedule(job.parallel, job.train.batch)
     described = None if cluster is None else load_cluster(cluster)
     measured = None if profile is None else _read(profile)
-    pieces, works = _pieces(job)
+    pieces, members = job_pieces(divided(job, 1))
     if measured is None:
         where = this_machine(job.train.dtype, schedule.devices) if described is None else described
+        works = [member.work for member in members]
         measured = analytic_profile(works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer)
     measured = narrowed(measured, job.parallel.wire_dtype)
     return make_partition(pieces, measured, schedule, job.parallel.microbatch, memory_bytes, job.train.optimizer)
 
 
-def _pieces(job: JobSpec) -> Kept:
-    """The model's pieces and their work: from the cache, or from the model itself."""
+def divided(job: JobSpec, size: int) -> JobSpec:
+    """The job with its layers shared by groups of ``size``."""
+    return job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": size})})
+
+
+def job_pieces(job: JobSpec) -> Kept:
+    """The model's pieces and their work, a member's share of both where the job divides layers: from the cache, or from
+    the model itself.
+
+    Raises:
+        SpecError: the model does not divide.
+        CaptureError: it cannot be captured.
+    """
     key = pieces_key(job)
     kept = None if key is None else load_pieces(key)
     if kept is not None:
         return kept
     from raypipe.data import declared_fields  # torch from here on
     from raypipe.models import build_model
-    from raypipe.partition.pieces import pieces_of, works_of
+    from raypipe.partition.pieces import members_of, pieces_of
 
-    model = build_model(job, declared_fields(job.data))
-    found = pieces_of(model, job.parallel.microbatch), works_of(job, model)
+    model = build_model(job, declared_fields(job.data), member=0)
+    found = pieces_of(model, job.parallel.microbatch), members_of(job, model)
     if key is not None:
         save_pieces(key, *found)
     return found

@@ -7,11 +7,13 @@ from itertools import pairwise
 import torch
 
 from raypipe.cost.gpt_work import gpt_work
-from raypipe.cost.work import LayerWork
+from raypipe.cost.tensor import Member
 from raypipe.job import GptSpec, JobSpec
+from raypipe.job.base import WIDTH
 from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
 from raypipe.models.gpt import make_layer
+from raypipe.models.keyed_operations import ATTENTION
 from raypipe.partition.report import Crossing, Piece
 from raypipe.partition.work import captured_work
 
@@ -47,12 +49,22 @@ def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
     return tuple(made)
 
 
-def works_of(job: JobSpec, model: LayeredModel) -> tuple[LayerWork, ...]:
-    """The work of the same layers, for the cost model."""
+def members_of(job: JobSpec, model: LayeredModel) -> tuple[Member, ...]:
+    """The work of the same layers for the cost model; of a divided model, a member's share of it."""
     if isinstance(model, CapturedModel):
-        return captured_work(model.graph, model.sharding, model.sizes(1))
+        narrow = WIDTH[job.train.dtype] == 2
+        return captured_work(model.graph, model.sharding, model.sizes(1), narrow, _causal(model))
     assert isinstance(job.model, GptSpec)
-    return tuple(gpt_work(job.model, job.train.dtype))
+    return tuple(Member(work, (), ()) for work in gpt_work(job.model, job.train.dtype))
+
+
+def _causal(model: CapturedModel) -> frozenset[int]:
+    """The attentions whose places see only what came before them."""
+    calls = enumerate(zip(model.graph.operations, model.captured.calls, strict=True))
+    return frozenset(
+        i for i, (operation, call) in calls
+        if operation.target == ATTENTION and (call.kwargs.get("is_causal") or (call.args[5:6] or [False])[0] is True)
+    )  # fmt: skip
 
 
 def _crossing(name: str, tensor: CutTensor) -> Crossing:

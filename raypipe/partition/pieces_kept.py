@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from raypipe.cost.tensor import Member
 from raypipe.cost.work import Effort, LayerWork
 from raypipe.errors import RequestError
 from raypipe.job import HfSpec, JobSpec
@@ -19,8 +20,9 @@ from raypipe.partition.cache import Notify, cache_folder, to_stderr, write_file
 from raypipe.partition.fingerprint import fingerprint, transformers_code
 from raypipe.partition.report import Crossing, Piece
 
-Kept = tuple[tuple[Piece, ...], tuple[LayerWork, ...]]
+Kept = tuple[tuple[Piece, ...], tuple[Member, ...]]
 MODELS = Path(__file__).parent.parent / "models"
+TENSOR = Path(__file__).parent / "tensor"
 
 
 def pieces_key(job: JobSpec) -> str | None:
@@ -37,6 +39,10 @@ def pieces_key(job: JobSpec) -> str | None:
         "dtype": job.train.dtype, "microbatch": job.parallel.microbatch,
     }  # fmt: skip
     code = [*transformers_code(str(says.get("model_type"))), *sorted(MODELS.glob("*.py"))]
+    if job.parallel.tensor > 1:
+        asked["tensor"] = job.parallel.tensor
+        own = job.parallel.tensor_table
+        code += [*sorted(TENSOR.rglob("*.[py]*")), *([Path(own)] if own is not None and Path(own).is_file() else [])]
     return fingerprint(asked, code, ("torch", "transformers"))
 
 
@@ -44,8 +50,8 @@ def load_pieces(key: str, notify: Notify = to_stderr) -> Kept | None:
     """The pieces kept under a key, and their work; None if there are none."""
     path = cache_folder() / f"{key}.pieces.json"
     try:
-        pieces, works = json.loads(path.read_bytes())
-        return tuple(map(_piece, pieces)), tuple(map(_work, works))
+        pieces, members = json.loads(path.read_bytes())
+        return tuple(map(_piece, pieces)), tuple(map(_member, members))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -55,9 +61,9 @@ def load_pieces(key: str, notify: Notify = to_stderr) -> Kept | None:
     return None
 
 
-def save_pieces(key: str, pieces: Sequence[Piece], works: Sequence[LayerWork], notify: Notify = to_stderr) -> None:
+def save_pieces(key: str, pieces: Sequence[Piece], members: Sequence[Member], notify: Notify = to_stderr) -> None:
     """Keep them; a folder that can't be written is no error."""
-    content = json.dumps([[asdict(p) for p in pieces], [asdict(w) for w in works]])
+    content = json.dumps([[asdict(p) for p in pieces], [[asdict(m.work), *m[1:]] for m in members]])
     try:
         write_file(cache_folder() / f"{key}.pieces.json", content.encode())
     except OSError as error:
@@ -68,6 +74,12 @@ def _piece(item: dict[str, Any]) -> Piece:
     behind = tuple(Crossing(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in item["behind"])
     values = tuple((str(name), int(count)) for name, count in item["parameters"])
     return Piece(**{**item, "behind": behind, "parameters": values})
+
+
+def _member(item: list[Any]) -> Member:
+    work, *exchanged = item
+    forward, backward, gathers = (tuple(map(float, each)) for each in exchanged)
+    return Member(_work(work), forward, backward, gathers)
 
 
 def _work(item: dict[str, Any]) -> LayerWork:

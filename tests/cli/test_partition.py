@@ -10,7 +10,7 @@ from raypipe.cli import run
 
 JOB = """
 name: small
-model: {hf: gpt2, config: {n_layer: 12, n_embd: 64, n_head: 2, vocab_size: 6000}, sequence: 32}
+model: {hf: gpt2, config: {n_layer: 12, n_embd: 512, n_head: 8, vocab_size: 60000}, sequence: 512}
 data: {type: bytes, path: stdlib}
 train: {steps: 1, batch: 16}
 parallel: {schedule: 1f1b, stages: 2, microbatch: 1}
@@ -33,7 +33,7 @@ def test_gpt2_is_an_embedding_attentions_mlps_and_a_head(path, capsys):
     assert labels == ["embedding", *["attention", "mlp"] * 12, "head"]  # 2 * layers + 2: 98 for 48 layers
     assert found["most_tensors_across_any_cut"] == 1
     (tensor,) = found["cuts"][0]["tensors"]
-    assert (tensor["shape"], tensor["dtype"], tensor["bytes"]) == ([1, 32, 64], "float32", 8192)
+    assert (tensor["shape"], tensor["dtype"], tensor["bytes"]) == ([1, 512, 512], "float32", 2**20)
     assert len(found["stages"]) == 4
     assert len(found["cuts"]) == 3
     for stage in found["stages"]:
@@ -45,7 +45,7 @@ def test_gpt2_is_an_embedding_attentions_mlps_and_a_head(path, capsys):
 
     assert run(["partition", path, "--cluster", "cluster/a100.yaml"]) == 0  # from the cache: torch is not needed
     drawn = capsys.readouterr().out
-    parameters = 6000 * 64 + 1024 * 64 + 12 * (12 * 64**2 + 13 * 64) + 2 * 64  # the head's matrix is the embedding's
+    parameters = 60000 * 512 + 1024 * 512 + 12 * (12 * 512**2 + 13 * 512) + 2 * 512  # the head is tied
     assert f"small: {parameters:,} parameters in 26 sub-graphs; at most 1 tensor across any cut" in drawn
     (strip,) = (line for line in drawn.splitlines() if line.startswith("Eam"))
     assert strip.replace("|", "").strip() == "E" + "am" * 12 + "H"

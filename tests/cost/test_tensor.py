@@ -47,6 +47,37 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(dtype, dropout, index):
     assert found == pytest.approx(SAMPLES * work.kept_bytes, rel=0.02)
 
 
+class Listening(Two):
+    """Writes down how many bytes are summed."""
+
+    def __init__(self) -> None:
+        self.bytes: list[float] = []
+
+    def start_all_reduce(self, x, operation="sum"):
+        self.bytes.append(float(x.nbytes))
+        return super().start_all_reduce(x, operation)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_sums_are_as_large_as_the_layers_make_them(dtype, index):
+    shape = spec(dropout=0.1)
+    member = divided_gpt(shape, dtype, 2)[index]
+    model = GptLayers(shape, DTYPES[dtype], Division(2, 0))
+    layer, group = model.build(index, seed=0), Listening()
+    x, ids = inputs_of(shape, index, dtype)
+    with group_of_thread(group):
+        if index < 3:
+            y = forward(shape, layer, index, dtype, x, ids).sum()
+        else:
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+                y = model.task.loss(layer(x), {"shift_labels": ids})
+        there, group.bytes = group.bytes, []
+        y.backward()
+    assert there == [SAMPLES * one for one in member.forward_sums]
+    assert group.bytes == [SAMPLES * one for one in member.backward_sums]
+
+
 def test_a_group_of_one_is_the_device():
     shape, cluster = spec(dropout=0.1), load_cluster(CLUSTER)
     one, plain = tensor_profile(shape, cluster, "bfloat16", 1), analytic_profile(shape, cluster, "bfloat16")
@@ -70,8 +101,15 @@ def test_a_large_block_takes_its_share_and_two_sums():
     before, after = whole.layers[1].times[4], shared.layers[1].times[4]
     compute = after.forward - 2 * sum_s
     assert before.forward / size < compute < 1.15 * before.forward / size  # norms and residual sums do not divide
-    beside = tensor_profile(shape, cluster, "bfloat16", size, sizes=[4], sub_pipelined=True).layers[1].times[4]
-    assert beside.forward == pytest.approx(max(compute, 2 * sum_s))
+    half = tensor_profile(shape, cluster, "bfloat16", size, sizes=[2]).layers[1].times[2].forward
+    half_sum_s = min(
+        terms("all_reduce", model, size).seconds(whole.inside, 2 * 2 * 2048 * 8192)
+        for model in ("ring", "rabenseifner")
+    )
+    beside = tensor_profile(shape, cluster, "bfloat16", size, sizes=[1, 4], sub_pipelined=True).layers[1].times
+    assert set(beside) == {4}  # one sample has no halves
+    assert beside[4].forward == pytest.approx(2 * max(half - 2 * half_sum_s, 2 * half_sum_s))
+    assert beside[4].weight_grad > after.weight_grad  # smaller kernels, and the sum of gradients twice
     assert after.weight_grad < 1.1 * before.weight_grad / size
     assert shared.devices == whole.devices // size
     assert shared.layers[0].output_bytes == whole.layers[0].output_bytes  # every member passes the whole stream on

@@ -1,0 +1,101 @@
+"""What a job's model costs on a described cluster: the built-in GPT by its formulas, others by their operations."""
+
+from __future__ import annotations
+
+from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.profile import Profile
+from raypipe.cost.tensor import Member, tensor_profile
+from raypipe.errors import CaptureError, SpecError
+from raypipe.job.cluster import ClusterSpec
+from raypipe.job.model_spec import GptSpec
+from raypipe.job.spec import JobSpec
+from raypipe.partition.cache import Notify, to_stderr
+from raypipe.partition.of_job import divided, job_pieces
+from raypipe.partition.pieces_kept import Kept
+
+
+def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
+    """The computed profile of a job's model.
+
+    Raises:
+        SpecError: the device has no peak for the job's arithmetic.
+        CaptureError: the model cannot be captured.
+    """
+    train = job.train
+    momentum = train.momentum > 0
+    if isinstance(job.model, GptSpec):
+        return analytic_profile(job.model, cluster, train.dtype, optimizer=train.optimizer, momentum=momentum)
+    found = job_pieces(divided(job, 1))
+    works = [member.work for member in found[1]]
+    return analytic_profile(
+        works, cluster, train.dtype, optimizer=train.optimizer, momentum=momentum, tied=tied_values(found)
+    )
+
+
+def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined: bool = False) -> Profile:
+    """The same with every layer shared by a group of ``size`` devices, which then counts as one device.
+
+    Raises:
+        SpecError: the model, or the cluster, does not divide so.
+        CaptureError: the model cannot be captured.
+    """
+    train, model = job.train, job.model
+    tied = 0
+    members: GptSpec | tuple[Member, ...]
+    if isinstance(model, GptSpec):
+        members = model
+    else:
+        found = job_pieces(divided(job, size))
+        members, tied = found[1], tied_values(found)
+    return tensor_profile(
+        members, cluster, train.dtype, size, sub_pipelined=sub_pipelined, optimizer=train.optimizer,
+        momentum=train.momentum > 0, tied=tied,
+    )  # fmt: skip
+
+
+def shared_profiles(
+    job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stderr
+) -> dict[tuple[int, bool], Profile]:  # fmt: skip
+    """``divided_profile`` for every group that the model can be divided over, by (size, ``sub_pipelined``).
+
+    Only of the size, and the kind, that the job asks for, where it does.
+
+    Raises:
+        SpecError: a size that the job asks for does not divide the model or the cluster's hosts.
+    """
+    given = job.parallel.given if job.parallel.auto else {}
+    asked = given.get("tensor")
+    if asked == 1:
+        return {}
+    sizes = group_sizes(cluster)
+    if asked is not None and asked not in sizes:
+        fix = f"use 1 or {' or '.join(map(str, sizes))}" if sizes else "use 1"
+        why = f"groups of {asked} do not divide a host of {cluster.devices_per_host} devices"
+        raise SpecError("parallel.tensor", why, fix)
+    found = {}
+    for size in sizes if asked is None else [asked]:
+        for halves in (False, True) if "sub_pipelined" not in given else (bool(given["sub_pipelined"]),):
+            try:
+                found[size, halves] = divided_profile(job, cluster, size, halves)
+            except (SpecError, CaptureError) as error:
+                if asked is not None:
+                    raise
+                if isinstance(error, CaptureError):
+                    notify(f"no plan shares layers by {size}: {error.where}: {error.why}")
+                break
+    return found
+
+
+def tied_values(found: Kept) -> int:
+    """Values of the parameters that the first and the last piece share."""
+    first, last = found[0][0], found[0][-1]
+    if first is last:
+        return 0
+    return sum(count for name, count in first.parameters if name in {other for other, _ in last.parameters})
+
+
+def group_sizes(cluster: ClusterSpec) -> list[int]:
+    """Sizes of groups that share layers: groups stay inside a host, over whose links they sum in every layer
+    (Narayanan et al. 2021, arXiv:2104.04473, takeaway 1)."""
+    per_host = cluster.devices_per_host
+    return [size for size in range(2, per_host + 1) if per_host % size == 0]
