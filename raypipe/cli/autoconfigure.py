@@ -15,6 +15,7 @@ from raypipe.errors import RequestError, SpecError, nearest
 if TYPE_CHECKING:
     from raypipe.cost.profile import Profile
     from raypipe.job.spec import JobSpec
+    from raypipe.plan.groups import Sharing
 
 ALLOWED = ("asynchronous",)
 
@@ -60,12 +61,13 @@ def autoconfigure(
     if out is not None and not out.parent.is_dir():
         raise SpecError(str(out), "there is no such folder", "make it, or give another file")
     spec = load_job(job, override or ())
-    costs = _costs(spec, cluster, profile, devices)
+    costs, shared = _costs(spec, cluster, profile, devices)
     if (warning := costs.noise.warning()) is not None:
         print(warning, file=sys.stderr)
     decision = choose(
-        spec, costs, devices, top=top, asynchronous="asynchronous" in (allow or ()), policy=policy, search_s=search
-    )
+        spec, costs, devices, top=top, asynchronous="asynchronous" in (allow or ()), policy=policy, search_s=search,
+        shared=shared,
+    )  # fmt: skip
     if out is not None:
         decision.plan.save(out)
         print(f"wrote {out}", file=sys.stderr)
@@ -79,32 +81,27 @@ def autoconfigure(
     show_decision(decision, Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH))
 
 
-def _costs(job: JobSpec, cluster: Path | None, profile: Path | None, devices: int | None) -> Profile:
-    """The profile to plan with: the given one, one of the described cluster, or one measured now."""
+def _costs(
+    job: JobSpec, cluster: Path | None, profile: Path | None, devices: int | None
+) -> tuple[Profile, dict[Sharing, Profile]]:
+    """The profile to plan with: the given one, one of the described cluster, or one measured now; and of a described
+    cluster those whose devices are groups that share layers."""
     if profile is not None:
         from raypipe.cost.profile_file import load_profile
 
-        return load_profile(profile)
+        return load_profile(profile), {}
     if cluster is not None:
-        from raypipe.cost.analytic import analytic_profile
         from raypipe.job import load_cluster
-        from raypipe.job.model_spec import GptSpec
+        from raypipe.partition.job_costs import job_profile, shared_profiles
 
         described = load_cluster(cluster)
         if devices is not None:
             described = described.resized(devices)
-        if not isinstance(job.model, GptSpec):
-            raise SpecError(
-                "model",
-                "costs are computed for the built-in GPT only",
-                "measure it: raypipe profile, then --profile FILE",
-            )
-        return analytic_profile(
-            job.model, described, job.train.dtype, optimizer=job.train.optimizer, momentum=job.train.momentum > 0
-        )
+        with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
+            return job_profile(job, described), shared_profiles(job, described)
     from raypipe.observe.progress import stderr_console
     from raypipe.runtime.plan_here import profile_here
 
     console = stderr_console()
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
-        return profile_here(job, devices, None, None, lambda text: console.print(text, style="dim"))
+        return profile_here(job, devices, None, None, lambda text: console.print(text, style="dim")), {}

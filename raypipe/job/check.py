@@ -125,7 +125,7 @@ def _tensor(job: JobSpec) -> Iterator[Problem]:
 
 WISHES = (
     "schedule", "stages", "replicas", "microbatch", "chunks", "unit", "pipelines", "concat", "sync", "recompute",
-    "transport", "wire_dtype", "replan",
+    "transport", "wire_dtype", "replan", "tensor", "sub_pipelined", "tensor_table",
 )  # fmt: skip
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 

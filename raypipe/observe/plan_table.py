@@ -27,19 +27,21 @@ DRAWN_TASKS = 6000
 def ranked_table(decision: Decision) -> Table:
     """One row per candidate, the chosen one first."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    for name in ("", "schedule", "D x W", "B", "N", "details", "step", "samples/s", "bubbles", "memory", "why"):
-        justify = "right" if name in ("", "D x W", "B", "N", "step", "samples/s", "bubbles", "memory") else "left"
+    shared = any(row.prediction.candidate.tensor > 1 for row in decision.rows)
+    across = "D x W x T" if shared else "D x W"
+    for name in ("", "schedule", across, "B", "N", "details", "step", "samples/s", "bubbles", "memory", "why"):
+        justify = "right" if name in ("", across, "B", "N", "step", "samples/s", "bubbles", "memory") else "left"
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for number, row in enumerate(decision.rows):
-        table.add_row(*_cells(number + 1, row), style="" if row.prediction.fits else "dim")
+        table.add_row(*_cells(number + 1, row, shared), style="" if row.prediction.fits else "dim")
     return table
 
 
-def _cells(number: int, row: Row) -> list[str]:
+def _cells(number: int, row: Row, shared: bool) -> list[str]:
     p, c = row.prediction, row.prediction.candidate
-    name = label(c) if c.stages == 1 else c.schedule
+    across = f"{c.stages} x {c.replicas}" + (f" x {c.tensor}" if shared else "")
     return [
-        str(number), name, f"{c.stages} x {c.replicas}", str(c.microbatch), str(c.microbatches), details(p),
+        str(number), label(c), across, str(c.microbatch), str(c.microbatches), details(p),
         seconds(p.step_s), f"{p.throughput:,.4g}", f"{p.bubble_ratio:.1%}", gib(max(p.memory_bytes)), row.why,
     ]  # fmt: skip
 
@@ -54,6 +56,7 @@ def details(p: Prediction) -> str:
         c.concat if c.concat != "direct" else "",
         c.placement if c.schedule == "auto" else "",
         f"recompute {recompute_word(p)}" if c.recompute != "none" else "",
+        "halves beside sums" if c.sub_pipelined else "",
         f"limit {c.memory_limit:g}" if c.memory_limit is not None else "",
         f"{c.sync} sums" if c.sync != "lazy" else "",
     ]
@@ -89,7 +92,10 @@ def closed_model(p: Prediction) -> RenderableType | None:
     for row in rows:
         table.add_row(row.what, seconds(row.closed_s), seconds(row.simulated_s), row.why)
     table.add_row("step", seconds(sum(r.closed_s for r in rows)), seconds(sum(r.simulated_s for r in rows)), "")
-    head = Text(f"Chimera's Eq. 1 beside the simulator: {c.schedule}, {c.stages} x {c.replicas}, B = {c.microbatch}")
+    shared = f" x {c.tensor}" if c.tensor > 1 else ""
+    head = Text(
+        f"Chimera's Eq. 1 beside the simulator: {c.schedule}, {c.stages} x {c.replicas}{shared}, B = {c.microbatch}"
+    )
     return Group(head, table)
 
 

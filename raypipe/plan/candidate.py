@@ -27,16 +27,31 @@ FEW = 4
 
 
 class Grid(NamedTuple):
-    """How many devices do what: ``stages * replicas`` devices, ``microbatch`` samples a micro-batch."""
+    """How many devices do what: ``stages * replicas * tensor`` devices, ``microbatch`` samples a micro-batch."""
 
     stages: int
-    """Devices along a pipeline, D."""
+    """Devices along a pipeline, D; with ``tensor``, groups of devices."""
     replicas: int
     """Data-parallel copies, W."""
     microbatch: int
     """Samples of a micro-batch, B."""
     microbatches: int
     """Micro-batches of a step on one data-parallel copy, N."""
+    tensor: int = 1
+    """Devices that share each layer, T."""
+    sub_pipelined: bool = False
+    """Each micro-batch in two halves, of which one computes while the other's sums are under way."""
+
+    def candidate(self, schedule: str, **options: Any) -> Candidate:
+        """A schedule on these devices; ``options`` are further fields of ``Candidate``.
+
+        A group of devices waits for the global norm: that is all the runtime knows there (docs/tensor.md).
+        """
+        update = "wait" if self.tensor > 1 else "auto"
+        return Candidate(
+            schedule, self.stages, self.replicas, self.microbatch, self.microbatches, tensor=self.tensor,
+            sub_pipelined=self.sub_pipelined, **{"update": update, **options},
+        )  # fmt: skip
 
 
 class Candidate(NamedTuple):
@@ -60,11 +75,18 @@ class Candidate(NamedTuple):
     """Where a searched order's stages are; see ``auto.placements``."""
     update: Literal["auto", "wait"] = "auto"
     """What updates do about the global norm, where the job clips."""
+    tensor: int = 1
+    sub_pipelined: bool = False
+
+    @property
+    def groups(self) -> int:
+        """What the schedule calls devices: each is ``tensor`` of them."""
+        return self.stages * self.replicas
 
     @property
     def devices(self) -> int:
         """Of the whole plan."""
-        return self.stages * self.replicas
+        return self.groups * self.tensor
 
     @property
     def form(self) -> Form:
@@ -81,7 +103,9 @@ class Candidate(NamedTuple):
     @property
     def grid(self) -> Grid:
         """Its devices and micro-batches."""
-        return Grid(self.stages, self.replicas, self.microbatch, self.microbatches)
+        return Grid(
+            self.stages, self.replicas, self.microbatch, self.microbatches, self.tensor, self.sub_pipelined
+        )  # fmt: skip
 
     def parallel(self, **changes: Any) -> ParallelSpec:
         """As a job's ``parallel`` keys."""
@@ -90,6 +114,7 @@ class Candidate(NamedTuple):
             "microbatch": self.microbatch, "chunks": self.chunks, "unit": self.unit, "pipelines": self.pipelines,
             "concat": self.concat, "sync": self.sync, "memory_limit": self.memory_limit, "update": self.update,
             "placement": self.placement, "recompute": "none" if self.recompute == "none" else "full",
+            "tensor": self.tensor, "sub_pipelined": self.sub_pipelined,
         }  # fmt: skip
         return ParallelSpec(**{**values, **changes})
 
@@ -97,7 +122,7 @@ class Candidate(NamedTuple):
     def simplicity(self) -> tuple[int, ...]:
         """Smaller is simpler: what decides between plans that take as long."""
         return (
-            self.stages > 1, self.recompute != "none", self.devices, self.stages,
+            self.stages > 1, self.tensor > 1, self.sub_pipelined, self.recompute != "none", self.devices, self.stages,
             [*SCHEDULES, "auto"].index(self.schedule), self.chunks, self.pipelines, CONCATS.index(self.concat),
             SYNCS.index(self.sync), self.update != "auto", self.memory_limit is not None, -self.microbatch,
             self.unit or 0,
@@ -114,7 +139,10 @@ def divisors(n: int) -> list[int]:
     return sorted({*low, *(n // k for k in low)})
 
 
-def grids(devices: int, batch: int, most_stages: int, smallest: int, largest: int) -> Iterator[Grid]:
+def grids(
+    devices: int, batch: int, most_stages: int, smallest: int, largest: int, tensor: int = 1,
+    sub_pipelined: bool = False,
+) -> Iterator[Grid]:  # fmt: skip
     """Every (D, W, B) with at most ``devices`` devices in all; one device and pure data parallelism among them.
 
     Args:
@@ -122,15 +150,18 @@ def grids(devices: int, batch: int, most_stages: int, smallest: int, largest: in
         batch: mini-batch in samples; W * B divides it, so that every replica does the same.
         most_stages: deepest pipeline: the model's layers.
         smallest, largest: micro-batch sizes whose times are known.
+        tensor: devices that share each layer; ``devices`` counts each of them.
+        sub_pipelined: micro-batches run in halves, so they are even.
     """
+    groups = devices // tensor
     for replicas in divisors(batch):
-        if replicas > devices:
+        if replicas > groups:
             break
         share = batch // replicas
         for microbatch in divisors(share):
-            if smallest <= microbatch <= largest:
-                for stages in range(1, min(devices // replicas, most_stages) + 1):
-                    yield Grid(stages, replicas, microbatch, share // microbatch)
+            if smallest <= microbatch <= largest and not (sub_pipelined and microbatch % 2):
+                for stages in range(1, min(groups // replicas, most_stages) + 1):
+                    yield Grid(stages, replicas, microbatch, share // microbatch, tensor, sub_pipelined)
 
 
 def chunk_counts(stages: int, layers: int) -> list[int]:
@@ -166,9 +197,9 @@ def candidates(grid: Grid, most_stages: int) -> Iterator[Candidate]:
     ``gpipe``) are one candidate, under the first one's name. On one device every schedule is the same: ``gpipe``
     stands for all... it would hold every activation, so ``1f1b`` does.
     """
-    stages, replicas, microbatch, microbatches = grid
+    stages, microbatches = grid.stages, grid.microbatches
     if stages == 1:
-        yield Candidate("1f1b", 1, replicas, microbatch, microbatches)
+        yield grid.candidate("1f1b")
         return
     for name, family in SCHEDULES.items():
         options = family.options
@@ -179,7 +210,9 @@ def candidates(grid: Grid, most_stages: int) -> Iterator[Candidate]:
                     form = form_of(name, stages, v, pipelines, concat)
                     if isinstance(form, ScheduleError) or form.alias != name or form.stages > most_stages:
                         continue
-                    if microbatch % form.size.denominator:
+                    if grid.microbatch % (form.size.denominator * (1 + grid.sub_pipelined)):
+                        continue
+                    if grid.sub_pipelined and form.versions != "flush":  # both halves run on one version
                         continue
                     for unit in unit_sizes(stages, microbatches) if "unit" in options else [None]:
-                        yield Candidate(name, stages, replicas, microbatch, microbatches, v, unit, pipelines, concat)
+                        yield grid.candidate(name, chunks=v, unit=unit, pipelines=pipelines, concat=concat)

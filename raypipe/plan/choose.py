@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from raypipe.cost.narrow import narrowed
 from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import JobSpec
-from raypipe.plan.candidate import SYNCS, Candidate, Grid, candidates, grids
+from raypipe.plan.candidate import SYNCS, Candidate, Grid, grids
 from raypipe.plan.explain import why_refused, why_slower, why_too_large, why_won
+from raypipe.plan.groups import ALONE, Judges, Sharing
+from raypipe.plan.orders import Orders
 from raypipe.plan.plan import Plan
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict import Predictor, without_noise
@@ -63,7 +66,7 @@ class _Chooser:
     """One choice under way."""
 
     job: JobSpec
-    judge: Predictor
+    judge: Judges
     grids: list[Grid]
     top: int
     asynchronous: bool
@@ -102,17 +105,18 @@ class _Chooser:
         """The best of each family that is not among ``ranked``, on the grids of those that are."""
         seen = {label(p.candidate) for p in ranked}
         for kind, of_kind in (
-            ("single device", [g for g in self.grids if g.stages == g.replicas == 1]),
-            ("data parallel", [g for g in self.grids if g.stages == 1 < g.replicas]),
+            ("single device", [g for g in self.grids if g.stages == g.replicas == g.tensor == 1]),
+            ("data parallel", [g for g in self.grids if g.stages == g.tensor == 1 < g.replicas]),
+            ("tensor parallel", self._shared(ranked)),
         ):
             if kind not in seen:
                 yield from best_first(self.judge, of_kind, 1, self.wished).best
         deep = list(dict.fromkeys(p.candidate.grid for p in ranked if p.candidate.stages > 1))[:GRIDS]
         if not deep:
-            deep = sorted((g for g in self.grids if g.stages > 1), key=self.judge.least_on)[:GRIDS]
+            deep = sorted((g for g in self.grids if g.stages > 1 == g.tensor), key=self.judge.least_on)[:GRIDS]
         families: dict[str, list[Candidate]] = {name: [] for name in SCHEDULES if name not in seen}
         for grid in deep:
-            for made in candidates(grid, self.judge.most_stages):
+            for made in self.judge.on(grid):
                 c = self.wished(made)
                 if c is not None and c.schedule in families:
                     families[c.schedule].append(c)
@@ -127,11 +131,19 @@ class _Chooser:
             if tried:
                 yield min(tried, key=lambda p: (not p.fits, p.excess if not p.fits else 0.0, rank_key(p)))
 
+    def _shared(self, ranked: list[Prediction]) -> list[Grid]:
+        """Of the grids of groups that share layers, the most promising; none where the ranking has some already."""
+        if any(p.candidate.tensor > 1 for p in ranked):
+            return []
+        return sorted((g for g in self.grids if g.tensor > 1), key=self.judge.least_on)[:GRIDS]
+
     def remedy(self, p: Prediction) -> str | None:
         """The least change with which a plan that is too large would fit."""
         c = p.candidate
         for grid in sorted(self.grids, key=lambda g: -g.microbatch):
-            if (grid.stages, grid.replicas) == (c.stages, c.replicas) and grid.microbatch < c.microbatch:
+            if grid.microbatch < c.microbatch and grid == c.grid._replace(
+                microbatch=grid.microbatch, microbatches=grid.microbatches
+            ):
                 smaller = c._replace(microbatch=grid.microbatch, microbatches=grid.microbatches)
                 if smaller.unit is not None:
                     smaller = smaller._replace(unit=min(smaller.unit, grid.microbatches))
@@ -146,13 +158,9 @@ class _Chooser:
         deepest = max(g.stages for g in self.grids)
         tried = list(found.too_large)
         for grid in self.grids:
-            if grid.stages in (1, deepest) and grid.microbatch == 1:
-                c = self.wished(Candidate("1f1b", *grid))
-                for made in (
-                    [c]
-                    if c is not None
-                    else list(filter(None, map(self.wished, candidates(grid, self.judge.most_stages))))
-                ):
+            if grid.stages in (1, deepest) and grid.microbatch == 1 + grid.sub_pipelined:
+                c = self.wished(grid.candidate("1f1b"))
+                for made in [c] if c is not None else list(filter(None, map(self.wished, self.judge.on(grid)))):
                     try:
                         tried += [self.judge.predict(made), self.judge.predict(made._replace(recompute="stage-aware"))]
                     except ScheduleError:
@@ -163,10 +171,11 @@ class _Chooser:
             )
         least = min(tried, key=lambda p: p.excess)
         c = least.candidate
+        shared = f" x {c.tensor}" if c.tensor > 1 else ""
         recomputed = ", recomputing," if c.recompute != "none" else ""
         return SpecError(
             "memory",
-            f"no plan fits: even {c.schedule} on {c.stages} x {c.replicas} devices with micro-batches of "
+            f"no plan fits: even {c.schedule} on {c.stages} x {c.replicas}{shared} devices with micro-batches of "
             f"{c.microbatch}{recomputed} {least.memory[least.fullest].sentence(least.capacity)}",
             self._more(least),
         )
@@ -177,10 +186,11 @@ class _Chooser:
         memory = p.memory[p.fullest]
         static = memory.weights + memory.gradients + memory.optimizer + memory.replicas
         rest = p.capacity - (memory.total - static)
-        if rest > 0 and p.candidate.stages < self.judge.most_stages:
+        most = self.judge.of(p.candidate).most_stages
+        if rest > 0 and p.candidate.stages < most:
             stages = -(-static * p.candidate.stages // rest)
-            if stages <= self.judge.most_stages:
-                fixes.append(f"or at least {stages:.0f} devices in a pipeline")
+            if stages <= most:
+                fixes.append(f"or at least {stages * p.candidate.tensor:.0f} devices in a pipeline")
         if self.job.train.optimizer != "sgd" and memory.optimizer:
             fixes.append("or train.optimizer: sgd")
         return ", ".join(fixes)
@@ -190,7 +200,9 @@ def label(c: Candidate) -> str:
     """What a candidate is a case of."""
     if c.devices == 1:
         return "single device"
-    return "data parallel" if c.stages == 1 else c.schedule
+    if c.stages > 1:
+        return c.schedule
+    return "data parallel" if c.tensor == 1 else "tensor parallel"
 
 
 OWN = ("transport", "wire_dtype", "replan")
@@ -200,7 +212,8 @@ OWN = ("transport", "wire_dtype", "replan")
 def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     """The ``parallel`` keys of a plan; what the job says of other things than the plan stays."""
     keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
-    own = {key: value for key in OWN if (value := job.parallel.given.get(key)) is not None}
+    stay = [*OWN, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
+    own = {key: value for key in stay if (value := job.parallel.given.get(key)) is not None}
     return {**p.candidate.parallel(**keep, **own).model_dump(), "auto": False}
 
 
@@ -221,7 +234,7 @@ def deepest(job: JobSpec, profile: Profile) -> int:
 
 def choose(
     job: JobSpec, profile: Profile, devices: int | None = None, *, top: int = 10, asynchronous: bool = False,
-    policy: str = "best", search_s: float = SEARCH_S,
+    policy: str = "best", search_s: float = SEARCH_S, shared: Mapping[Sharing, Profile] = MappingProxyType({}),
 ) -> Decision:  # fmt: skip
     """The fastest plan that fits, and why the others lost.
 
@@ -233,6 +246,8 @@ def choose(
         asynchronous: schedules that train on stale weights may be chosen.
         policy: ``best``; or ``largest-microbatch``, Chimera's greedy rule (Li and Hoefler 2021, section 3.4).
         search_s: seconds for searching orders; 0 for none.
+        shared: profiles whose devices are groups that share each layer, by (size, ``sub_pipelined``); with none,
+            no plan divides layers.
 
     Raises:
         SpecError: the profile is of another model, or no plan fits: the largest term, the excess, and what would.
@@ -241,22 +256,28 @@ def choose(
     check_profile(job, profile)
     parallel, train = job.parallel, job.train
     given = parallel.given if parallel.auto else {}
-    most = deepest(job, profile)
-    judge = Predictor(
-        narrowed(without_noise(profile), parallel.wire_dtype), train, most,
-        syncs=tuple(s for s in SYNCS if given.get("sync", s) == s), recompute=given.get("recompute") != "none",
-        partly=policy != "largest-microbatch",
-    )  # fmt: skip
-    largest = max(size for layer in profile.layers for size in layer.times)
+    syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)
+    profiles = {ALONE: profile, **(shared if policy == "best" or "tensor" in given else {})}
+    orders_made = Orders()
+    judge = Judges({
+        sharing: Predictor(
+            narrowed(without_noise(own), parallel.wire_dtype), train, deepest(job, own), syncs=syncs,
+            recompute=given.get("recompute") != "none", partly=policy != "largest-microbatch", _orders=orders_made,
+        )
+        for sharing, own in profiles.items()
+    })  # fmt: skip
+    count = devices or profile.devices
     every = [
-        g for g in grids(devices or profile.devices, train.batch, most, 1, largest)
-        if all(given.get(key, getattr(g, key)) == getattr(g, key) for key in ("stages", "replicas", "microbatch"))
+        g for (tensor, halves), own in profiles.items()
+        for g in grids(count, train.batch, deepest(job, own), 1, _largest(own), tensor, halves)
+        if all(given.get(key, getattr(g, key)) == getattr(g, key) for key in Grid._fields if key != "microbatches")
     ]  # fmt: skip
     if not every:
         raise SpecError(
             "parallel",
-            f"no plan on {devices or profile.devices} devices has {_words(given)} at train.batch = {train.batch}",
-            "give fewer keys, or others",
+            f"no plan on {count} devices has {_words(given)} at train.batch = {train.batch}",
+            "give fewer keys, or others" if given.get("tensor", 1) in {size for size, _ in profiles} else
+            "costs of divided layers are computed, not measured: --cluster, with a tensor that divides model and host",
         )  # fmt: skip
     chooser = _Chooser(job, judge, every, top, asynchronous)
     search = largest_microbatch if policy == "largest-microbatch" else best_first
@@ -306,6 +327,11 @@ def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -
         if timed.step_s < best.step_s:
             seen.add(label(p.candidate))
             yield Row(chooser.judge.time(p, final=True), why_too_large(timed, chooser.remedy(timed)))
+
+
+def _largest(profile: Profile) -> int:
+    """The largest micro-batch that it has times of."""
+    return max(size for layer in profile.layers for size in layer.times)
 
 
 def check_profile(job: JobSpec, profile: Profile) -> None:

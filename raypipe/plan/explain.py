@@ -72,6 +72,9 @@ def _work(p: Prediction, best: Prediction) -> str:
         return f"it uses {c.devices} of {b.devices} devices"
     if _recomputes(p) and not _recomputes(best):
         return "it computes activations twice"
+    if c.tensor != b.tensor:
+        ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
+        return f"layers shared by {c.tensor} and their sums take {ratio:.2f} times the device time of {b.tensor}"
     if c.microbatch != b.microbatch:
         ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
         return (

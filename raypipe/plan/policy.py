@@ -8,15 +8,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.candidate import Candidate, Grid, candidates
-from raypipe.plan.predict import Predictor
+from raypipe.plan.candidate import Candidate, Grid
 from raypipe.plan.prediction import Prediction
-from raypipe.plan.search import TIE, Pick, Ranking, rank_key
+from raypipe.plan.search import TIE, Judge, Pick, Ranking, rank_key
 from raypipe.schedule.collector import no_collection
 
 
 @no_collection()
-def largest_microbatch(judge: Predictor, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c) -> Ranking:
+def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c) -> Ranking:
     """The ``top`` fastest plans among those with the largest micro-batch that fits their schedule, depth and width.
 
     "It greedily chooses to use the maximum micro-batch size fitting in the device memory", then (W, D) by the
@@ -60,17 +59,17 @@ def largest_microbatch(judge: Predictor, grids: Iterable[Grid], top: int, pick: 
 
 def _by_shape(grids: Iterable[Grid]) -> list[list[Grid]]:
     """Grids of one depth and width, the largest micro-batch first; those with N >= D where there are any."""
-    shapes: dict[tuple[int, int], list[Grid]] = {}
+    shapes: dict[Grid, list[Grid]] = {}
     for grid in sorted(grids, key=lambda g: -g.microbatch):
-        shapes.setdefault((grid.stages, grid.replicas), []).append(grid)
+        shapes.setdefault(grid._replace(microbatch=0, microbatches=0), []).append(grid)
     return [[g for g in same if g.microbatches >= g.stages] or same for same in shapes.values()]
 
 
-def _kinds(judge: Predictor, same: Sequence[Grid], pick: Pick) -> Iterable[list[Candidate]]:
+def _kinds(judge: Judge, same: Sequence[Grid], pick: Pick) -> Iterable[list[Candidate]]:
     """Per schedule of these grids' shape, its candidates by micro-batch, the largest first."""
     kinds: dict[object, list[Candidate]] = {}
     for grid in same:
-        for made in candidates(grid, judge.most_stages):
+        for made in judge.on(grid):
             c = pick(made)
             if c is not None and _spoken_of(c):
                 kinds.setdefault((c.schedule, c.chunks, c.pipelines, c.concat), []).append(c)
@@ -82,7 +81,7 @@ def _spoken_of(c: Candidate) -> bool:
     return c.unit in (None, c.microbatches) and c.pipelines == 2 and units
 
 
-def _largest(judge: Predictor, kind: Sequence[Candidate], found: Ranking) -> Prediction | None:
+def _largest(judge: Judge, kind: Sequence[Candidate], found: Ranking) -> Prediction | None:
     """The candidate with the largest micro-batch that fits, relieved only where none fits as it is."""
     too_large: list[Prediction] = []
     for c in kind:

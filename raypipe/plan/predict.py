@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import floor, lcm
 
@@ -17,7 +17,7 @@ from raypipe.errors import ScheduleError
 from raypipe.job.spec import TrainSpec
 from raypipe.plan.at_scale import Figures, at_scale
 from raypipe.plan.bounds import least_step_seconds
-from raypipe.plan.candidate import SYNCS, Candidate, Grid
+from raypipe.plan.candidate import SYNCS, Candidate, Grid, candidates
 from raypipe.plan.cut import Cut, balanced_cut, bottlenecks
 from raypipe.plan.form import Form
 from raypipe.plan.orders import Keep, Order, Orders
@@ -110,9 +110,13 @@ class Predictor:
             return Around(copies=c.replicas)
         key = (c.stages, c.replicas)
         if key not in self._norms:
-            everyone = Layout.of(range(c.devices), self.profile.devices_per_host)
+            everyone = Layout.of(range(c.groups), self.profile.devices_per_host)
             self._norms[key] = collective_seconds(self.profile, "all_reduce", 8.0, everyone)
         return Around(copies=c.replicas, norm=c.update, norm_s=self._norms[key])
+
+    def on(self, grid: Grid) -> Iterator[Candidate]:
+        """See ``Judge``."""
+        return candidates(grid, self.most_stages)
 
     # Bounds
 

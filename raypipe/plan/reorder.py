@@ -10,6 +10,7 @@ from raypipe.auto import search
 from raypipe.auto.placements import placed
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import Candidate
+from raypipe.plan.groups import Judges
 from raypipe.plan.predict import Predictor
 from raypipe.plan.prediction import Prediction
 from raypipe.schedule.shape import Shape
@@ -23,30 +24,30 @@ GAIN = 1e-3
 
 
 def searched_orders(
-    judge: Predictor, ranked: Sequence[Prediction], seconds: float, better: bool = True
+    judges: Judges, ranked: Sequence[Prediction], seconds: float, better: bool = True
 ) -> list[Prediction]:  # fmt: skip
     """Orders searched for the placements of the best candidates.
 
     Args:
-        judge: costs and memory.
+        judges: costs and memory.
         ranked: candidates, the best first.
         seconds: for all searches together.
         better: leave out those that do not beat the best candidate.
     """
     until = time.monotonic() + seconds
-    targets = list(_targets(judge, ranked))[:PLACEMENTS]
+    targets = list(_targets(judges, ranked))[:PLACEMENTS]
     found = []
     for n, (like, c) in enumerate(targets):
         budget = (until - time.monotonic()) / (len(targets) - n)
         if budget <= 0:
             break
-        other = _searched(judge, like, c, budget)
+        other = _searched(judges.of(c), like, c, budget)
         if other is not None and other.fits and (not better or other.step_s < ranked[0].step_s * (1 - GAIN)):
             found.append(other)
     return found
 
 
-def _targets(judge: Predictor, ranked: Sequence[Prediction]) -> Iterator[tuple[Prediction, Candidate]]:
+def _targets(judges: Judges, ranked: Sequence[Prediction]) -> Iterator[tuple[Prediction, Candidate]]:
     """(a candidate, the same placement to be searched), each placement once."""
     seen: set[object] = set()
     for p in ranked:
@@ -67,11 +68,11 @@ def _targets(judge: Predictor, ranked: Sequence[Prediction]) -> Iterator[tuple[P
                 continue
             what = (rows, c.grid)
             stages = len(rows[0])
-            if what in seen or stages > judge.most_stages or 3 * stages * c.microbatches > MOST_TASKS:
+            if what in seen or stages > judges.of(c).most_stages or 3 * stages * c.microbatches > MOST_TASKS:
                 continue
             if rows == p.form.placement:
                 seen.add(what)
-                yield p, Candidate("auto", *c.grid, chunks, None, pipelines, placement=name)
+                yield p, c.grid.candidate("auto", chunks=chunks, pipelines=pipelines, placement=name)
 
 
 def _searched(judge: Predictor, like: Prediction, c: Candidate, seconds: float) -> Prediction | None:

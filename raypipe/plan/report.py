@@ -31,10 +31,13 @@ def _candidate(row: Row) -> dict[str, Any]:
     return {
         "schedule": c.schedule, "kind": label(c), "stages": c.stages, "replicas": c.replicas,
         "microbatch": c.microbatch, "microbatches": c.microbatches, "chunks": c.chunks, "unit": c.unit,
+        "tensor": c.tensor, "sub_pipelined": c.sub_pipelined,
         "pipelines": c.pipelines, "concat": c.concat, "placement": c.placement, "sync": c.sync,
         "recompute": recompute_word(p), "keep": list(p.keep) if p.keep is not None else None,
         "predicted_step_s": p.step_s, "chimera_step_s": eq1, "throughput": p.throughput,
-        "bubble_ratio": p.bubble_ratio, "memory_bytes": list(p.memory_bytes) * c.replicas,
+        "bubble_ratio": p.bubble_ratio,
+        # Of every device: the members of a group hold as much as one another, and are neighbours.
+        "memory_bytes": [held for held in p.memory_bytes for _ in range(c.tensor)] * c.replicas,
         "memory_terms": p.memory[p.fullest].terms(), "capacity_bytes": p.capacity, "fits": p.fits, "why": row.why,
     }  # fmt: skip
 

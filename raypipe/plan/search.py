@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.candidate import Candidate, Grid, candidates
+from raypipe.plan.candidate import Candidate, Grid
 from raypipe.plan.prediction import Prediction
 from raypipe.schedule.collector import no_collection
 
@@ -25,7 +25,8 @@ TIE = 1e-6
 class Judge(Protocol):
     """What the search asks of the cost model."""
 
-    most_stages: int
+    def on(self, grid: Grid) -> Iterable[Candidate]:
+        """The candidates of a grid, before anything is done about memory."""
 
     def least_on(self, grid: Grid) -> float:
         """No candidate of the grid takes less; infinite where none fits."""
@@ -92,7 +93,7 @@ def best_first(
         if len(fitting) >= top and bound > _kth(fitting.values(), top) * (1 + TIE):
             break
         if isinstance(node, Grid):
-            for made in candidates(node, judge.most_stages):
+            for made in judge.on(node):
                 candidate = pick(made)
                 if candidate is not None:
                     push(max(bound, judge.least(candidate)), candidate)
@@ -121,4 +122,4 @@ def _kth(found: Iterable[Prediction], top: int) -> float:
 def _same(p: Prediction) -> object:
     """Equal for plans that do the same under two names (1F1B that recomputes everything, early recompute)."""
     c = p.candidate
-    return c.stages, c.replicas, c.microbatch, float(f"{p.step_s:.5e}"), p.memory_bytes
+    return c.stages, c.replicas, c.tensor, c.microbatch, float(f"{p.step_s:.5e}"), p.memory_bytes

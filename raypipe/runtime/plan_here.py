@@ -32,10 +32,16 @@ def profile_here(
     """A short profile on the Ray cluster there is, or on this machine.
 
     Raises:
-        SpecError: RAY_ADDRESS names a cluster that does not answer, or it has not so many devices.
+        SpecError: RAY_ADDRESS names a cluster that does not answer, or it has not so many devices; layers are
+            to be divided.
         RunError: a device died.
     """
     given = job.parallel.given if job.parallel.auto else {}
+    if given.get("tensor", 1) > 1:
+        raise SpecError(
+            "parallel.tensor", "costs of divided layers are computed for a described cluster, not measured",
+            "plan with raypipe autoconfigure --cluster FILE, or give schedule, stages and microbatch",
+        )  # fmt: skip
     count = connect_all(dashboard_port, given.get("stages", 1) * given.get("replicas", 1))
     wish = given.get("microbatch")
     sizes = [wish] if wish is not None else [size for size in SIZES if job.train.batch % size == 0]

@@ -79,6 +79,25 @@ def test_a_profile_and_fewer_devices(files, tmp_path, capsys) -> None:
     assert all(row["stages"] * row["replicas"] <= 2 for row in told["candidates"])
 
 
+CAPTURED = """
+name: captured
+model: {hf: gpt2, config: {n_layer: 2, n_embd: 64, n_head: 2, n_positions: 32, vocab_size: 256}, sequence: 32}
+data: {type: bytes, path: stdlib}
+train: {steps: 4, batch: 8}
+parallel: auto
+"""
+
+
+def test_a_captured_model_is_planned_for_a_described_cluster(files, tmp_path, capsys) -> None:
+    job, cluster = files
+    job.write_text(CAPTURED)
+    out = tmp_path / "plan.json"
+    assert command(job, "--cluster", cluster, "--json", "--search", 0, "-o", out) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {row["tensor"] for row in told["candidates"]} == {1, 2}  # two heads, two devices a host
+    assert [i for part in load_plan(out).cut for i in part] == list(range(6))  # embedding, two sub-graphs a block, head
+
+
 def test_the_worked_example_is_planned_for_its_machine(capsys) -> None:
     """Chimera's GPT-2 on Piz Daint: the largest case of the documentation, all families."""
     job = ROOT / "jobs" / "gpt2-1.3b.yaml"
@@ -101,6 +120,7 @@ WRONG = [
     (["--cluster", "CLUSTER", "-o", "no/such/folder/plan.json"], "no such folder"),
     (["--cluster", "CLUSTER", "--set", "train.dtype=bfloat16"], "no peak_tflops for bfloat16"),
     (["--cluster", "CLUSTER", "--set", "parallel.schedule=zbv"], "did you mean"),
+    (["--cluster", "CLUSTER", "--set", "parallel.tensor=3"], "use 1 or 2"),
     (["--cluster", "CLUSTER", "--set", "parallel.stages=5"], "no plan on 4 devices has stages: 5"),
 ]
 

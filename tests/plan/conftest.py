@@ -54,3 +54,31 @@ def make_job(layers: int = 6, batch: int = 8, parallel: Any = "auto", **train: A
             "parallel": parallel,
         }
     )  # fmt: skip
+
+
+def make_shared(profile: Profile, size: int, halves: bool = False) -> Profile:
+    """The same model with every layer shared by ``size`` devices: what they do takes its share and a sum, or, in
+    halves, the longer of the two."""
+    sum_s = 1.5e-3
+
+    def layer(one: LayerProfile) -> LayerProfile:
+        times = {}
+        for n, t in one.times.items():
+            if halves and n % 2:
+                continue
+            there, back, weight = (x / size + 1e-4 * halves for x in (t.forward, t.input_grad, t.weight_grad))
+            joined = [max(x, n * sum_s) if halves else x + n * sum_s for x in (there, back)]
+            times[n] = TaskTimes(
+                forward=joined[0], input_grad=joined[1], weight_grad=weight, joint=joined[1] + weight,
+                recompute=joined[0],
+            )  # fmt: skip
+        return one.model_copy(
+            update={"times": times, "parameters": one.parameters // size, "kept_bytes": one.kept_bytes * 0.6}
+        )
+
+    return profile.model_copy(
+        update={
+            "layers": tuple(map(layer, profile.layers)), "devices": profile.devices // size,
+            "devices_per_host": max(1, profile.devices_per_host // size),
+        }
+    )  # fmt: skip

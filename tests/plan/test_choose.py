@@ -13,7 +13,7 @@ from raypipe.plan.report import as_json
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.memory import peak_activations
 from raypipe.simulate.engine import simulate
-from tests.plan.conftest import MIB, make_job, make_profile
+from tests.plan.conftest import MIB, make_job, make_profile, make_shared
 
 GIB = 2**30
 
@@ -156,6 +156,35 @@ def test_a_searched_order_is_no_worse_and_fits() -> None:
     searched = choose(job, profile, search_s=1.5)
     assert searched.best.step_s <= named.best.step_s * (1 + 1e-9)
     assert max(searched.best.memory_bytes) <= 0.7 * GIB
+
+
+def test_groups_that_share_layers_are_candidates_like_others() -> None:
+    profile = make_profile(devices=8)
+    shared = {(2, halves): make_shared(profile, 2, halves) for halves in (False, True)}
+    job = make_job(batch=4, clip=1.0)
+    decision = choose(job, profile, search_s=0, shared=shared)
+    alone = choose(job, profile, search_s=0)
+    assert decision.best.step_s < alone.best.step_s  # more devices than samples and layers can keep busy
+    best = decision.best.candidate
+    assert (best.tensor, best.devices) == (2, decision.plan.parallel.devices)
+    assert decision.plan.parallel.update == "wait"
+    assert {row.prediction.candidate.tensor for row in decision.rows} == {1, 2}
+    for row in as_json(decision)["candidates"]:
+        assert len(row["memory_bytes"]) == row["stages"] * row["replicas"] * row["tensor"] <= 8
+    lost = choose(job, profile, search_s=0, shared={(2, False): make_shared(profile, 1)})  # that gains nothing
+    (row,) = [row for row in lost.rows if row.prediction.candidate.tensor == 2][:1]
+    assert lost.best.candidate.tensor == 1
+    assert "slower" in row.why
+
+
+def test_a_size_of_groups_may_be_asked_for() -> None:
+    profile = make_profile()
+    asked = make_job(batch=16, parallel={"auto": True, "tensor": 2})
+    decision = choose(asked, profile, search_s=0, shared={(2, False): make_shared(profile, 2)})
+    assert {row.prediction.candidate.tensor for row in decision.rows} == {2}
+    with pytest.raises(SpecError, match="tensor: 2") as caught:
+        choose(asked, profile, search_s=0)
+    assert "computed, not measured" in caught.value.fix
 
 
 @pytest.mark.parametrize("parallel", ["auto", {"auto": True, "schedule": "1f1b"}, {"auto": True, "schedule": "auto"}])

@@ -6,14 +6,14 @@ from contextlib import suppress
 
 import pytest
 
-from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError
-from raypipe.plan.candidate import Candidate, candidates, grids
+from raypipe.plan.candidate import Candidate, Grid, grids
+from raypipe.plan.groups import ALONE, Judges
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict import Predictor
 from raypipe.plan.prediction import Prediction
 from raypipe.plan.search import best_first, rank_key
-from tests.plan.conftest import make_job, make_profile
+from tests.plan.conftest import make_job, make_profile, make_shared
 
 CASES = [
     {"layers": 4, "devices": 3, "batch": 6, "seed": 1, "alone": 0.7},
@@ -21,6 +21,8 @@ CASES = [
     {"layers": 6, "devices": 4, "batch": 8, "seed": 3, "clip": 1.0},
     {"layers": 4, "devices": 4, "batch": 4, "seed": 4, "memory_bytes": 0.42 * 2**30},
     {"layers": 6, "devices": 4, "batch": 8, "seed": 5, "clip": 1.0, "memory_bytes": 0.6 * 2**30},
+    {"layers": 3, "devices": 4, "batch": 4, "seed": 6, "clip": 1.0, "memory_bytes": 0.36 * 2**30, "tensor": 2},
+    {"layers": 4, "devices": 4, "batch": 8, "seed": 7, "tensor": 2},
 ]
 
 
@@ -28,10 +30,17 @@ def flushing(c: Candidate) -> Candidate | None:
     return c if c.form.versions == "flush" else None
 
 
-def setting(layers: int, devices: int, batch: int, seed: int, **more: object) -> tuple[Predictor, Profile]:
-    train = {"clip": more.pop("clip")} if "clip" in more else {}
+def setting(
+    layers: int, devices: int, batch: int, seed: int, tensor: int = 1, **more: object
+) -> tuple[Judges, list[Grid]]:
+    """The judges and the grids of a case; with ``tensor`` also those of groups, with and without halves."""
+    train = make_job(layers, batch, **({"clip": more.pop("clip")} if "clip" in more else {})).train
     profile = make_profile(layers, devices, seed, **more)
-    return Predictor(profile, make_job(layers, batch, **train).train, layers), profile
+    profiles = {ALONE: profile}
+    if tensor > 1:
+        profiles |= {(tensor, halves): make_shared(profile, tensor, halves) for halves in (False, True)}
+    every = [g for sharing in profiles for g in grids(devices, batch, layers, 1, 16, *sharing)]
+    return Judges({sharing: Predictor(own, train, layers) for sharing, own in profiles.items()}), every
 
 
 KNOWN: dict[int, list[Prediction]] = {}
@@ -40,16 +49,15 @@ KNOWN: dict[int, list[Prediction]] = {}
 def everything_of(case: dict[str, int]) -> list[Prediction]:
     """``everything`` of a case, worked out once."""
     if case["seed"] not in KNOWN:
-        judge, _ = setting(**case)
-        KNOWN[case["seed"]] = everything(judge, case["devices"], case["batch"], case["layers"])
+        KNOWN[case["seed"]] = everything(*setting(**case))
     return KNOWN[case["seed"]]
 
 
-def everything(judge: Predictor, devices: int, batch: int, layers: int) -> list[Prediction]:
+def everything(judge: Judges, every: list[Grid]) -> list[Prediction]:
     """Every candidate timed, and everything that relieves the memory of those that do not fit."""
     found: list[Prediction] = []
-    for grid in grids(devices, batch, layers, 1, 16):
-        todo = [c for made in candidates(grid, layers) if (c := flushing(made)) is not None]
+    for grid in every:
+        todo = [c for made in judge.on(grid) if (c := flushing(made)) is not None]
         for c in todo:
             try:
                 p = judge.predict(c)
@@ -63,11 +71,12 @@ def everything(judge: Predictor, devices: int, batch: int, layers: int) -> list[
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed {c['seed']}")
 def test_nothing_better_is_missed(case) -> None:
-    judge, _ = setting(**case)
-    devices, batch, layers = case["devices"], case["batch"], case["layers"]
+    judge, every = setting(**case)
     all_of_them = sorted(everything_of(case), key=rank_key)
     assert len(all_of_them) > 40
-    found = best_first(judge, grids(devices, batch, layers, 1, 16), 12, flushing)
+    if "tensor" in case:  # and groups are worth a place among them
+        assert {p.candidate.tensor for p in all_of_them[:12]} == {1, 2}
+    found = best_first(judge, every, 12, flushing)
     best = [p.step_s for p in found.best]
     expected: list[float] = []
     for p in all_of_them:  # plans that do the same under two names count once
@@ -82,13 +91,13 @@ def test_nothing_better_is_missed(case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed {c['seed']}")
 def test_every_bound_holds(case) -> None:
-    judge, _ = setting(**case)
+    judge, every = setting(**case)
     for p in everything_of(case):
         if p.candidate.recompute == "none":
             assert judge.least(p.candidate) <= p.step_s
         assert judge.least_on(p.candidate.grid) <= p.step_s * (1 + 1e-12)
-    for grid in grids(case["devices"], case["batch"], case["layers"], 1, 16):
-        for c in candidates(grid, case["layers"]):
+    for grid in every:
+        for c in judge.on(grid):
             if flushing(c) is None:
                 continue
             try:
@@ -102,8 +111,7 @@ def test_every_bound_holds(case) -> None:
 
 def test_more_devices_more_memory_and_faster_links_are_never_worse() -> None:
     def best(**changes: object) -> float:
-        judge, profile = setting(6, 4, 8, 7, **changes)
-        return best_first(judge, grids(profile.devices, 8, 6, 1, 16), 1, flushing).best[0].step_s
+        return best_first(*setting(6, 4, 8, 7, **changes), 1, flushing).best[0].step_s
 
     base = best(memory_bytes=0.6 * 2**30)
     assert best(memory_bytes=8 * 2**30) <= base
@@ -111,18 +119,16 @@ def test_more_devices_more_memory_and_faster_links_are_never_worse() -> None:
     assert best(memory_bytes=0.6 * 2**30, between=fast) <= base
     steps = []
     for devices in (1, 2, 3, 4, 6, 8):
-        judge, _ = setting(6, devices, 8, 7)
-        steps.append(best_first(judge, grids(devices, 8, 6, 1, 16), 1, flushing).best[0].step_s)
+        steps.append(best_first(*setting(6, devices, 8, 7), 1, flushing).best[0].step_s)
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] < steps[0] / 3
 
 
 def test_the_rule_of_the_largest_micro_batch() -> None:
-    judge, _ = setting(6, 4, 16, 2)
-    every = list(grids(4, 16, 6, 1, 16))
+    judge, every = setting(6, 4, 16, 2)
     greedy = largest_microbatch(judge, every, 50, flushing).best
     largest: dict[object, Prediction] = {}
-    for p in everything(judge, 4, 16, 6):
+    for p in everything(judge, every):
         c = p.candidate
         kind = (c.stages, c.replicas, c.schedule, c.chunks, c.concat)
         plain = c.recompute == "none" and c.memory_limit is None and c.unit in (None, c.microbatches)
@@ -139,9 +145,8 @@ def test_the_rule_of_the_largest_micro_batch() -> None:
 
 
 def test_the_rule_recomputes_all_or_nothing_and_only_where_it_must() -> None:
-    judge, _ = setting(6, 4, 16, 2, memory_bytes=0.42 * 2**30)
-    judge.partly = False
-    every = list(grids(4, 16, 6, 1, 16))
+    judge, every = setting(6, 4, 16, 2, memory_bytes=0.42 * 2**30)
+    judge.by[ALONE].partly = False
     greedy = largest_microbatch(judge, every, 50, flushing).best
     again = [p for p in greedy if p.candidate.recompute != "none"]
     assert again
@@ -157,8 +162,7 @@ def test_the_rule_recomputes_all_or_nothing_and_only_where_it_must() -> None:
 
 
 def test_equal_plans_are_told_apart_in_the_same_way_every_time() -> None:
-    judge, _ = setting(6, 4, 8, 2)
+    judge, every = setting(6, 4, 8, 2)
     again, _ = setting(6, 4, 8, 2)
-    every = list(grids(4, 8, 6, 1, 16))
     first = [p.candidate for p in best_first(judge, every, 20, flushing).best]
     assert first == [p.candidate for p in best_first(again, every[::-1], 20, flushing).best]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from raypipe.errors import SpecError
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.plan import load_plan
 from raypipe.runtime import plan_here
@@ -46,3 +47,11 @@ def test_a_job_that_leaves_everything_to_the_planner(
     assert again.plan == prepared.plan
     losses = [row["loss"] for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row]
     assert losses == pytest.approx(plain_losses(job, tmp_path / "run" / "data", STEPS), abs=1e-9, rel=0)
+
+
+def test_divided_layers_are_refused_before_anything_is_measured(text_folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(plan_here, "connect_all", lambda *_: pytest.fail("connected"))
+    job = make_job(text_folder, {"auto": True, "tensor": 2})
+    job = job.model_copy(update={"parallel": type(job.parallel).model_validate({"auto": True, "tensor": 2})})
+    with pytest.raises(SpecError, match="not measured"):
+        plan_here.profile_here(job, None, None, None, print)

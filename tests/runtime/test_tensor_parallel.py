@@ -9,9 +9,15 @@ import pytest
 
 from raypipe.checkpoint import open_checkpoint
 from raypipe.errors import SpecError
+from raypipe.job.cluster import cluster_from
 from raypipe.job.load import job_from
-from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.train import make_plan
+from raypipe.job.spec import JobSpec
+from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
+from raypipe.partition.job_costs import job_profile, shared_profiles
+from raypipe.plan.choose import choose
+from raypipe.plan.report import as_json
+from raypipe.runtime.driver import Driver
+from raypipe.train import make_plan, prepare_run
 from tests.runtime.small_runs import drive, small_job
 
 STEPS = 4
@@ -80,21 +86,47 @@ def test_a_checkpoint_is_of_whole_parameters(before, after, reference, stage_poo
     assert rest.val_losses == pytest.approx(first.val_losses, abs=1e-9, rel=0)
 
 
+CAPTURED = {
+    "hf": "gpt2", "config": {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 257, "n_positions": 16,
+                             "tie_word_embeddings": False},
+    "sequence": 16,
+}  # fmt: skip
+MACHINE = {
+    "name": "four cores", "hosts": 1, "devices_per_host": 4, "inside": {"latency_us": 10, "bandwidth_gb_s": 10},
+    "device": {"name": "core", "memory_gib": 4, "peak_tflops": {"float64": 0.05}, "memory_gb_s": 10, "efficiency": 1},
+}  # fmt: skip
+
+
+def captured_job(text: Path, parallel: dict[str, Any]) -> JobSpec:
+    job = small_job(text, {}, clip=0.5, steps=2)
+    return job_from({**job.model_dump(), "model": CAPTURED, "parallel": parallel})
+
+
 @pytest.mark.runs
 def test_a_captured_model_is_divided_too(stage_pool, text_folder, tmp_path) -> None:
-    """With dropout of attention weights, of which each member has its heads', and a vocabulary that does not divide."""
-    model = {
-        "hf": "gpt2", "config": {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 257, "n_positions": 16,
-                                 "tie_word_embeddings": False},
-        "sequence": 16,
-    }  # fmt: skip
+    """With dropout of attention weights, of which each member has its heads', and a vocabulary that does not divide; as
+    the job says, and by a plan file that the planner wrote."""
 
     def run(parallel: dict[str, Any]) -> list[float]:
-        job = small_job(text_folder, {"stages": 2, **parallel}, clip=0.5, steps=2)
-        job = job_from({**job.model_dump(), "model": model})
+        job = captured_job(text_folder, {"stages": 2, "microbatch": 2, **parallel})
         return drive(job, stage_pool, tmp_path / str(len(parallel))).losses
 
-    assert run({"schedule": "zb-h1", "tensor": 2}) == pytest.approx(run({}), abs=1e-9, rel=0)
+    expected = run({})
+    assert run({"schedule": "zb-h1", "tensor": 2}) == pytest.approx(expected, abs=1e-9, rel=0)
+
+    job = captured_job(text_folder, {"auto": True, "stages": 2, "tensor": 2, "sub_pipelined": True})
+    cluster = cluster_from(MACHINE)
+    decision = choose(job, job_profile(job, cluster), search_s=0, shared=shared_profiles(job, cluster))
+    decision.plan.save(tmp_path / "plan.json")
+    prepared = prepare_run(job, tmp_path / "run", resume=False, plan_file=tmp_path / "plan.json")
+    driver = Driver(prepared.job, prepared.plan, tmp_path / "run", RunLog(tmp_path / "run"), lambda *_: None)
+    driver.run(stage_pool(driver.schedule.devices * 2), None, 0)
+    driver.log.close()
+    losses = [row["loss"] for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row]
+    assert losses == pytest.approx(expected, abs=1e-9, rel=0)
+    held = decision.best.memory_bytes
+    assert decision.plan.parallel.devices == 4
+    assert as_json(decision)["candidates"][0]["memory_bytes"] == [held[0], held[0], held[1], held[1]]
 
 
 @pytest.mark.parametrize(
