@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
     "errors", "schedule", "simulate", "auto", "job", "cost", "plan", "models", "partition", "data", "checkpoint",
-    "observe", "runtime", "train", "sample", "export", "arguments", "trainer", "cli", "__main__",
+    "observe", "runtime", "train", "trained", "sample", "export", "arguments", "trainer", "cli", "__main__",
 ]  # fmt: skip
 SIDE_BY_SIDE = {"models", "partition", "data", "checkpoint"}
 """One layer of the house: these may use one another."""

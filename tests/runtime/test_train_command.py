@@ -129,10 +129,11 @@ def test_the_sampled_model_is_the_trained_one(undisturbed, capsys) -> None:
 
     from raypipe.cli import run
     from raypipe.data import Corpus
-    from raypipe.sample import load_model, sample_text
+    from raypipe.sample import sample_text
+    from raypipe.trained import load_body
 
     result, directory = undisturbed
-    model, network = load_model(directory)
+    job, network = load_body(directory)
     corpus = Corpus.open(directory / "data")
     with torch.no_grad():
         losses = []
@@ -144,7 +145,7 @@ def test_the_sampled_model_is_the_trained_one(undisturbed, capsys) -> None:
                 ).item()
             )
     assert sum(losses) / 2 == pytest.approx(result["val_loss"], rel=1e-5)
-    assert model.layers == 2
+    assert job.model.layers == 2
 
     text = sample_text(directory, "def ", 30, 0.8, seed=1)
     assert text.startswith("def ")

@@ -1,0 +1,87 @@
+"""The model of a run with the weights that it ended with: as a module of transformers, or as layers in one stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from raypipe.checkpoint import Checkpoint, buffer_key, open_checkpoint, outcome
+from raypipe.data import known_fields
+from raypipe.errors import SpecError
+from raypipe.job import CapturedSpec, HfSpec, JobSpec
+from raypipe.models import StageBody, build_model
+from raypipe.models.hugging_face import HuggingFace
+from raypipe.models.start_values import Constructed
+from raypipe.partition.empty import build_without_memory
+from raypipe.train import saved_job
+
+
+def last_checkpoint(directory: Path, job: JobSpec) -> Checkpoint:
+    """A run's newest checkpoint; with ``train.load_best_at_end``, its best.
+
+    Raises:
+        SpecError: it has none yet.
+    """
+    found, notices = outcome(directory / "checkpoints", job.train.load_best_at_end)
+    if found is None:
+        raise SpecError(str(directory), "; ".join(notices) or "has no checkpoint yet", "train it first")
+    return open_checkpoint(found, verify=False)
+
+
+def load_body(directory: Path) -> tuple[JobSpec, StageBody]:
+    """All layers as one stage, in evaluation mode; of a model that was trained on its own loss, up to the output.
+
+    Raises:
+        SpecError: the directory holds no run, or the run has no checkpoint yet.
+    """
+    job = saved_job(directory)
+    checkpoint = last_checkpoint(directory, job)
+    if isinstance(job.model, CapturedSpec):
+        job = job.model_copy(update={"model": job.model.model_copy(update={"loss": "task"})})
+    model = build_model(job, known_fields(directory / "data"))
+    body = model.build_stage(range(model.count), seed=0)
+    with torch.no_grad():
+        for name, parameter in body.named().items():
+            key = f"param/{name}"
+            parameter.copy_(checkpoint.read([key])[key])
+        for one in body.statistics:
+            for name, buffer in one.buffers_by_name.items():
+                buffer.copy_(checkpoint.read([buffer_key(name)])[buffer_key(name)])
+    return job, body.eval()
+
+
+def load_hugging_face(directory: Path, job: JobSpec, spec: HfSpec) -> tuple[HuggingFace, nn.Module]:
+    """The library's own module, in float32, as ``job``'s run left it. Holds the whole model in memory, once.
+
+    Raises:
+        SpecError: the run has no checkpoint yet.
+    """
+    checkpoint = last_checkpoint(directory, job)
+    source = HuggingFace(spec)
+    module = build_without_memory(source.build)
+    _fill(module, checkpoint, source)
+    return source, module
+
+
+def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace) -> None:
+    """Give the parameters the checkpoint's values, and the buffers too, or those that the run began with."""
+    for name, parameter in list(module.named_parameters()):  # tied ones by their first name, as checkpoints do
+        value = checkpoint.read([f"param/{name}"])[f"param/{name}"].to(torch.float32)
+        _replace_everywhere(module, parameter, nn.Parameter(value))
+    buffers = dict(module.named_buffers())
+    values = source.values(source.build)
+    if not isinstance(values, Constructed):
+        for name, value in values.read((), buffers, 0).items():
+            buffers[name].copy_(value)
+    learned = {name: buffer_key(name) for name in buffers if buffer_key(name) in checkpoint.files}
+    for name, key in learned.items():
+        buffers[name].copy_(checkpoint.read([key])[key])
+
+
+def _replace_everywhere(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    for part in module.modules():
+        for name, held in part._parameters.items():
+            if held is old:
+                part._parameters[name] = new

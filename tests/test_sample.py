@@ -1,0 +1,117 @@
+"""What a trained language model writes, against transformers' own ``generate``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raypipe.checkpoint import commit, write_shard
+from raypipe.cli import run
+from raypipe.data import declared_fields, prepare_data
+from raypipe.errors import SpecError
+from raypipe.export import export
+from raypipe.job.load import job_from
+from raypipe.models import build_model
+from raypipe.sample import Writer
+from raypipe.train import JOB_FILE
+from tests.partition.models import FAMILIES
+
+transformers = pytest.importorskip("transformers")
+HERE = "tests.test_sample"
+TYPES = {"gpt2": {"vocab_size": 256, "n_positions": 16}, "llama": {"vocab_size": 256}}
+
+
+class Counting(nn.Module):
+    """Says that the token after t is t + 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.embed(words))
+
+
+def finished(directory: Path, model: dict[str, Any], data: dict[str, Any]) -> Path:
+    """A run that ended where it started, its matrices ten times as large, so that the likeliest token is clear."""
+    job = job_from({"name": "done", "model": model, "data": data, "train": {"steps": 1, "batch": 2}})
+    directory.mkdir()
+    whole = build_model(job, declared_fields(job.data))
+    prepare_data(job, whole.task, directory / "data")
+    tensors = {}
+    for name, parameter in whole.build_stage(range(whole.count), seed=3).named().items():
+        tensors[f"param/{name}"] = parameter.detach() * (10 if parameter.dim() > 1 else 1)
+        if model.get("import"):
+            tensors[f"param/{name}"] = torch.eye(64).roll(1, 0) if name == "out.weight" else torch.eye(64)
+    checkpoint = directory / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    commit(checkpoint, 1, [write_shard(checkpoint, "rank-00000", tensors)], {})
+    (directory / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json")))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("rows") / "rows.npz"
+    ids = np.arange(40).reshape(4, 10)
+    np.savez(file, words=ids, labels=ids)
+    return {"type": "arrays", "path": str(file)}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_greedy_text_is_transformers(kind: str, text_folder: Path, tmp_path: Path, capsys) -> None:
+    config = {**FAMILIES[kind], **TYPES[kind], "bos_token_id": 0, "eos_token_id": 0}
+    model = {"hf": kind, "config": config, "sequence": 16}
+    directory = finished(tmp_path / "run", model, {"type": "bytes", "path": str(text_folder)})
+    writer = Writer(directory)
+    prompt = list(b"def ")
+    made = writer.ids(prompt, 12, 0, seed=0)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(export(directory, tmp_path / "out")).eval()
+    wanted = saved.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert made == wanted[0].tolist()
+    # Beyond what it can look back on, it looks back on the last places.
+    longer = writer.ids(prompt, 30, 0, seed=0)
+    assert longer[:16] == made
+    assert longer[-1] == int(saved(torch.tensor([longer[-17:-1]])).logits[0, -1].argmax())
+    assert writer.ids(prompt, 30, 1.0, seed=1) == writer.ids(prompt, 30, 1.0, seed=1) != longer
+    assert run(["sample", str(directory), "--ids", "100,101", "--length", "3", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("100,101,")
+    assert run(["sample", str(directory), "--length", "3"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
+
+
+def test_a_module_of_ones_own_and_a_local_tokenizer(arrays: dict[str, Any], tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    directory = finished(tmp_path / "run", {"import": f"{HERE}:Counting", "task": "causal-lm"}, arrays)
+    assert Writer(directory).ids([3], 4, 0, seed=0) == [3, 4, 5, 6, 7]
+    with pytest.raises(SpecError, match="what its tokens mean is not known") as caught:
+        Writer(directory).text("w3", 4, 0, seed=0)
+    assert "--tokenizer" in caught.value.fix
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w63"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
+    assert Writer(directory, tmp_path / "words").text("w3", 4, 0, seed=0) == "w3 w4 w5 w6 w7"
+    with pytest.raises(SpecError, match="holds no tokenizer"):
+        Writer(directory, tmp_path)
+
+
+def test_what_does_not_write_says_so(arrays: dict[str, Any], text_folder: Path, tmp_path: Path, capsys) -> None:
+    config = {**FAMILIES["bert"], "vocab_size": 257}
+    bert = finished(tmp_path / "bert", {"hf": "bert", "config": config, "sequence": 16},
+                    {"type": "bytes", "path": str(text_folder)})  # fmt: skip
+    with pytest.raises(SpecError, match="bert, trained for masked-lm, does not write"):
+        Writer(bert)
+    labels = finished(tmp_path / "labels", {"import": f"{HERE}:Counting"}, arrays)
+    with pytest.raises(SpecError, match="does not write text token by token"):
+        Writer(labels)
+    assert run(["sample", str(bert)]) == 2
+    assert "raypipe export" in capsys.readouterr().err
+    words = finished(tmp_path / "words", {"import": f"{HERE}:Counting", "task": "causal-lm"}, arrays)
+    assert run(["sample", str(words), "--ids", "1,x"]) == 2
+    assert "write 1,2,3" in capsys.readouterr().err
