@@ -49,9 +49,11 @@ def profile(
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
         from raypipe.runtime.profiling import measure_profile
 
-        found = measure_profile(spec, sizes, devices, quick=quick, say=lambda text: console.print(text, style="dim"))
+        found = measure_profile(
+            spec, sizes, devices, quick=quick, say=lambda text: console.print(text, style="dim", soft_wrap=True)
+        )
     if (warning := found.noise.warning()) is not None:
-        console.print(warning)
+        console.print(warning, soft_wrap=True)
     if out is not None:
         out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
     if json:

@@ -34,7 +34,7 @@ def train(
     spec = load_job(job, override or ())
     with contextlib.redirect_stdout(sys.stderr):
         prepared = prepare_run(
-            spec, run_dir, resume, plan, dashboard_port, lambda text: console.print(text, style="dim")
+            spec, run_dir, resume, plan, dashboard_port, lambda text: console.print(text, style="dim", soft_wrap=True)
         )
     view = ProgressView(prepared.directory, prepared.job.train.steps, console)
     view.skip_past()

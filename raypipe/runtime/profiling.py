@@ -7,6 +7,7 @@ slower than one alone. Times come from the executor that trains, in actors set u
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,14 +126,18 @@ def _middle(sizes: Sequence[int]) -> int:
     return sizes[len(sizes) // 2]
 
 
-def measure_again(bench: LayerBench, effort: Effort, say: Say) -> Noise:
-    """Repeat what was disturbed, a few times at most; returns what remains."""
+def measure_again(bench: LayerBench, effort: Effort, say: Say, began: float) -> Noise:
+    """Repeat what was disturbed, a few times at most; returns what remains.
+
+    A machine that is busy all the time makes measuring long and repeating vain: then ``effort.patience_s`` after
+    ``began`` (monotonic) the least disturbed measurements so far have to do.
+    """
     sizes = sorted(bench.times)
     ends = sorted({sizes[0], _middle(sizes)})
     drifted, again = bench.drift(ends, effort), 0
     for _ in range(effort.again):
         disturbed = to_repeat(bench.stolen, drifted)
-        if not disturbed:
+        if not disturbed or time.monotonic() - began > effort.patience_s:
             break
         say(f"{Noise(stolen=max(bench.stolen.values()), drift=drifted).cause()}: measuring again")
         if drifted > LIMIT:
@@ -147,7 +152,7 @@ def measure_again(bench: LayerBench, effort: Effort, say: Say) -> Noise:
 def _measure(
     bench: LayerBench, facts: Sequence[DeviceFacts], sizes: Sequence[int], effort: Effort, say: Say
 ) -> Profile:  # fmt: skip
-    fleet, model = bench.fleet, bench.model
+    fleet, model, began = bench.fleet, bench.model, time.monotonic()
     sharing = per_host(facts)
     memory = min(one.memory_bytes for one in facts)
     if all(at.peer.device == "cpu" for at in fleet.locations):
@@ -167,7 +172,7 @@ def _measure(
             size, effort, effort.every_memory or size in (sizes[0], _middle(sizes)),
             alone=size == _middle(sizes) and sharing > 1,
         )  # fmt: skip
-    noise = measure_again(bench, effort, say)
+    noise = measure_again(bench, effort, say, began)
     inside: list[Timed] = []
     between: list[Timed] = []
     sums: list[TimedCollective] = []

@@ -23,6 +23,8 @@ class Effort:
     """Look at memory at every micro-batch size; else at the smallest and the middle one, which a line goes through."""
     again: int
     """Times that disturbed measurements are made again at most."""
+    patience_s: float
+    """None is made again once so much time has passed."""
     brief: bool
     """Say once what is measured."""
     message_bytes: tuple[int, ...]
@@ -32,13 +34,13 @@ class Effort:
 
 
 THOROUGH = Effort(
-    warm_up=2, least=3, most=40, budget_s=2.0, every_memory=True, again=2, brief=False,
+    warm_up=2, least=3, most=40, budget_s=2.0, every_memory=True, again=2, patience_s=120.0, brief=False,
     message_bytes=(1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23),
     collective_bytes=(1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25), repeats=15,
     collectives=("all_reduce", "all_gather", "reduce_scatter"),
 )  # fmt: skip
 QUICK = Effort(
-    warm_up=1, least=2, most=10, budget_s=0.15, every_memory=False, again=1, brief=True,
+    warm_up=1, least=2, most=10, budget_s=0.15, every_memory=False, again=1, patience_s=10.0, brief=True,
     message_bytes=(1 << 12, 1 << 17, 1 << 21), collective_bytes=(1 << 17, 1 << 22), repeats=7,
     collectives=("all_reduce",),
 )  # fmt: skip

@@ -142,7 +142,7 @@ class LayerBench:
         self.overheads.append(overhead_seconds(found["joint"], self.here))
 
     def _alone(self, size: int, effort: Effort, together: Samples) -> float:
-        """The first device's time while all others wait, over ``together``; as many devices as it likes on its host."""
+        """The first device's time while all others wait, over its time ``together`` with them."""
         program = self._program(size, "joint")
         by_itself: Samples = ray.get(self.fleet.actors[0].run_layers.remote(program, 0, effort, False))
         share = self._seconds([by_itself]) / self._seconds([together])

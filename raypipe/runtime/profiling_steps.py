@@ -168,7 +168,8 @@ def update_seconds(found: Iterable[Samples]) -> float:
     spans = []
     for one in found:
         last = max(k for k, task in enumerate(one.order) if task.kind != "U")
-        spans += (one.times[:, -1, 1] - one.times[:, last, 1]).tolist()
+        lost = (one.times[:, :, 1] - one.times[:, :, 0] - own_seconds(one))[:, last + 1 :].sum(axis=1)
+        spans += (one.times[:, -1, 1] - one.times[:, last, 1] - lost).tolist()
     return typical(spans)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,7 +95,14 @@ class Bench:
 def test_disturbed_measurements_are_made_again(effort, shares, drifts, measured, left) -> None:
     bench = Bench(list(shares), list(drifts))
     said: list[str] = []
-    assert measure_again(bench, effort, said.append) == left
+    assert measure_again(bench, effort, said.append, time.monotonic()) == left
     assert bench.measured == measured
     assert len(said) == len(drifts) - 1
     assert (left.warning() is not None) == (left.worst > LIMIT)
+
+
+def test_nothing_is_made_again_for_ever() -> None:
+    bench = Bench([0.5, 0.5, 0.5], [0.0])
+    long_ago = time.monotonic() - QUICK.patience_s - 1
+    assert measure_again(bench, QUICK, print, long_ago) == Noise(stolen=0.5)
+    assert not bench.measured
