@@ -37,5 +37,8 @@ def times_at(layer: LayerProfile, samples: float) -> TaskTimes:
 def stage_times(layers: Sequence[LayerProfile], samples: float, share: float = 1.0) -> TaskTimes:
     """Task times of several layers in a row, each ``share`` of what the profile says."""
     each = [times_at(layer, samples) for layer in layers]
-    sums = {f: share * sum(getattr(t, f) for t in each) for f in FIELDS}
-    return TaskTimes(**sums)
+    return TaskTimes(
+        forward=share * sum([t.forward for t in each]), input_grad=share * sum([t.input_grad for t in each]),
+        weight_grad=share * sum([t.weight_grad for t in each]), joint=share * sum([t.joint for t in each]),
+        recompute=share * sum([t.recompute for t in each]),
+    )  # fmt: skip

@@ -69,10 +69,9 @@ def stage_costs(
         scale = [(t.joint + extra) / (b + w) if b + w else 1.0 for t, b, w in zip(times, inputs, weight, strict=True)]
         inputs = [b * k for b, k in zip(inputs, scale, strict=True)]
         weight = [w * k for w, k in zip(weight, scale, strict=True)]
-    remade = [
-        stage_times([profile.layers[i] for i in layers if again is None or i in again], samples, share)
-        for layers in cut
-    ]
+    remade = times
+    if again is not None:
+        remade = [stage_times([profile.layers[i] for i in layers if i in again], samples, share) for layers in cut]
     tied = tied_seconds(profile, cut, placed)
     last = len(cut) - 1
     return CostTable(
@@ -80,7 +79,7 @@ def stage_costs(
         input_grad=tuple(t / size for t in inputs),
         weight_grad=tuple(t / size for t in weight),
         recompute=tuple((t.recompute + extra) / size for t in remade),
-        all_reduce=tuple(_all_reduce(profile, cut, placed, s) for s in range(len(cut))),
+        all_reduce=_all_reduces(profile, cut, placed),
         # The sum over tied copies runs after all others and before the updates; both ends wait for it.
         update=tuple(
             profile.update_s_per_parameter * parameters(profile, layers) + (tied if s in (0, last) else 0.0)
@@ -196,13 +195,21 @@ def parameters(profile: Profile, layers: Sequence[int]) -> int:
     return sum(profile.layers[i].parameters for i in layers) - (profile.tied_parameters if both_ends else 0)
 
 
-def _all_reduce(profile: Profile, cut: Cut, placed: Placed, stage: int) -> float:
-    """Sum of a stage's own gradients over its holders; tied ones are summed apart."""
-    own = parameters(profile, cut[stage])
-    ends = {0, len(profile.layers) - 1} & set(cut[stage])
-    if profile.tied_parameters and ends:
-        own -= profile.tied_parameters
-    return group_seconds(profile, own * gradient_width(profile.dtype), {row[stage] for row in placed.rows}, placed)
+def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...]:
+    """Per stage, the sum of its own gradients over its holders; tied ones are summed apart."""
+    width, known = gradient_width(profile.dtype), dict[tuple[int, frozenset[int]], float]()
+    found = []
+    for stage, layers in enumerate(cut):
+        own = parameters(profile, layers)
+        if profile.tied_parameters and {0, len(profile.layers) - 1} & set(layers):
+            own -= profile.tied_parameters
+        holders = frozenset(row[stage] for row in placed.rows)
+        # Which devices of a copy they are matters only where a host has several.
+        key = own, holders if placed.per_host > 1 else frozenset(range(len(holders)))
+        if key not in known:
+            known[key] = group_seconds(profile, own * width, holders, placed)
+        found.append(known[key])
+    return tuple(found)
 
 
 def tied_seconds(profile: Profile, cut: Cut, placed: Placed) -> float:

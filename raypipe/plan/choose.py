@@ -23,6 +23,7 @@ from raypipe.plan.prediction import Prediction
 from raypipe.plan.reorder import searched_orders
 from raypipe.plan.search import Ranking, best_first, rank_key
 from raypipe.schedule import SCHEDULES
+from raypipe.schedule.collector import no_collection
 from raypipe.schedule.text import to_text
 
 SEARCH_S = 3.0
@@ -232,6 +233,7 @@ def deepest(job: JobSpec, profile: Profile) -> int:
     return job.model.layers if isinstance(job.model, GptSpec) else len(profile.layers)
 
 
+@no_collection()
 def choose(
     job: JobSpec, profile: Profile, devices: int | None = None, *, top: int = 10, asynchronous: bool = False,
     policy: str = "best", search_s: float = SEARCH_S, shared: Mapping[Sharing, Profile] = MappingProxyType({}),

@@ -4,7 +4,7 @@ schedule, so that the family's own rules decide what exists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 
@@ -54,16 +54,32 @@ class Form:
         return len(self.placement)
 
 
+CHUNKS = 3
+"""Two families that make the same of so many chunks make the same of more."""
+
+
 @cache
 def form_of(
     name: str, devices: int, chunks: int = 1, pipelines: int = 2, concat: Concat = "direct"
 ) -> Form | ScheduleError:  # fmt: skip
     """The form, from the family's smallest schedule; the error with which the family refuses, if it does."""
+    placement = SCHEDULES[name].placement
     try:
-        small = _smallest(name, devices, chunks, pipelines, concat)
+        if placement is None:
+            form = Form.of(_smallest(name, devices, chunks, pipelines, concat), name)
+        else:
+            shape = Shape(devices=devices, microbatches=1, chunks=chunks, pipelines=pipelines, concat=concat)
+            SCHEDULES[name].check(name, shape)
+            form = replace(_like(name), placement=(placement(shape),))
     except ScheduleError as error:
         return error
-    return Form.of(small, _alias(name, chunks, concat))
+    return replace(form, alias=_alias(name, min(chunks, CHUNKS), concat))
+
+
+@cache
+def _like(name: str) -> Form:
+    """A form of the family, for all that does not depend on the number of stages."""
+    return Form.of(_smallest(name, 2, 1, 2, "direct"), name)
 
 
 def _smallest(name: str, devices: int, chunks: int, pipelines: int, concat: Concat) -> Schedule:

@@ -61,7 +61,9 @@ class Order:
     def whole(self, sync: Sync | None) -> Order:
         """With gradient sums of data-parallel copies (unless None) and updates, as the runtime will place them."""
         if sync not in self._whole:
-            placed = self.schedule if sync is None else place_gradient_sync(self.schedule, sync, copies=2)
+            placed = self.schedule
+            if sync is not None:
+                placed = place_gradient_sync(self.schedule, sync, copies=2, graph=self.graph)
             self._whole[sync] = Order(add_updates(placed))
         return self._whole[sync]
 
@@ -119,10 +121,10 @@ class Orders:
             return found
         if c.recompute == "none":
             schedule = generate(c.schedule, shape)
-        else:
-            plain = self.of(c._replace(recompute="none"), count).schedule
-            schedule = add_recompute(plain, "early")
-            schedule = keep_activations(schedule, keep) if keep is not None else schedule
+        elif keep is None:
+            schedule = add_recompute(self.of(c._replace(recompute="none"), count).schedule, "early")
+        else:  # a search for shares asks for several
+            schedule = keep_activations(self.of(c, count).schedule, keep)
         order = self._kept[key] = Order(schedule)
         self._tasks += order.tasks
         while self._tasks > MOST_TASKS and len(self._kept) > 1:

@@ -11,6 +11,7 @@ from raypipe.schedule.families import (
     chimera,
     gems,
     gpipe,
+    greedy,
     merak,
     one_f_one_b,
     out_of_order,
@@ -56,18 +57,22 @@ SCHEDULES: dict[str, Family] = {
     ),
     "zb-h1": Family(
         make=zero_bubble.h1, about="zero bubble in 1F1B's memory: split backward, least makespan", options=_MEMORY,
+        placement=greedy.ring,
     ),
     "zb-h2": Family(
         make=zero_bubble.h2, about="zero bubble in twice 1F1B's memory: no idle time inside a device's span",
         options=_MEMORY,
+        placement=greedy.ring,
     ),
     "zb-v": Family(
         make=zb_v.zb_v, about="zero bubble in 1F1B's memory: two stages a device in a V", fixed_chunks=2,
         options=_MEMORY,
+        placement=zb_v.vee,
     ),
     "zeropp": Family(
         make=zeropp.zeropp, about="units of U micro-batches, stage by stage, W's in the bubbles; for sharded weights",
         options=frozenset({"chunks", "unit", "memory_limit"}),
+        placement=greedy.ring,
     ),
     "early-recompute": Family(make=merak.early_recompute, about="1F1B that recomputes while it waits for a gradient"),
     "shifted-critical-path": Family(
@@ -78,9 +83,11 @@ SCHEDULES: dict[str, Family] = {
     ),
     "fast-forward": Family(
         make=out_of_order.fast_forward, about="input gradients before weight gradients (OOO-Pipe1)", options=_CHUNKS,
+        placement=out_of_order.blocks,
     ),
     "modulo": Family(
         make=out_of_order.modulo, about="fast-forwarding with stage s on device s mod D (OOO-Pipe2)", options=_CHUNKS,
+        placement=greedy.ring,
     ),
 }  # fmt: skip
 """Every schedule that has a name."""

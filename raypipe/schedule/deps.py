@@ -106,7 +106,21 @@ def link(schedule: Schedule) -> TaskGraph:
     preds: list[list[int]] = []
     missing: list[tuple[int, Need, int]] = []
     recomputed = [where.get(("R", s), empty) for s in range(schedule.stages)]
+    plain: dict[tuple[Kind, int], list[dict[int, int]]] = {}
+    """What a task without choices waits for: no recomputation at its stage, one kind for each need."""
     for i, (kind, stage, mbs, _) in enumerate(tasks):
+        if len(mbs) == 1:  # nearly all tasks of nearly all schedules
+            one = plain.get((kind, stage))
+            if one is None and not recomputed[stage]:
+                rule = dependencies(kind, stage, inputs[stage], outputs[stage], False, rules)
+                one = plain[kind, stage] = [_either(where, need) for need in rule]
+            if one is not None:
+                (mb,) = mbs
+                try:
+                    preds.append([source[mb] for source in one])
+                    continue
+                except KeyError:
+                    pass  # said below
         found: list[int] = []
         for mb in mbs:
             case = (kind, stage, mb in recomputed[stage])
@@ -127,6 +141,18 @@ def link(schedule: Schedule) -> TaskGraph:
     if bookkeeping:
         _link_bookkeeping(tasks, bookkeeping, preds)
     return TaskGraph(schedule, tasks, device, first, preds, missing, doubled)
+
+
+def _either(where: dict[tuple[Kind, int], dict[int, int]], need: Need) -> dict[int, int]:
+    """Micro-batch -> task of the first of the kinds that has one."""
+    kinds, stage = need
+    known = [where[kind, stage] for kind in kinds if (kind, stage) in where]
+    if len(known) == 1:
+        return known[0]
+    merged: dict[int, int] = {}
+    for one in reversed(known):
+        merged.update(one)
+    return merged
 
 
 def _link_bookkeeping(tasks: list[Task], bookkeeping: list[int], preds: list[list[int]]) -> None:

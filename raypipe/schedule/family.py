@@ -23,6 +23,9 @@ class Family:
     """Fields of a Shape it reads besides devices and microbatches."""
     fixed_chunks: int | None = None
     """Stages per device where the placement decides it (ZB-V: 2)."""
+    placement: Callable[[Shape], tuple[int, ...]] | None = None
+    """Device of each stage, for families that search for their orders, so that nobody has to wait for an order to learn
+    where stages are; such a family exists for every number of devices and chunks."""
 
     def stages(self, shape: Shape) -> int:
         """Stages of one replica: devices times chunks."""

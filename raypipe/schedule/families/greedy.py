@@ -15,6 +15,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task
 from raypipe.schedule.latency import delays
+from raypipe.schedule.shape import Shape
 
 KINDS: tuple[Kind, Kind, Kind] = ("F", "B", "W")
 
@@ -42,6 +43,11 @@ class Ordered(NamedTuple):
     makespan: float
     span: float
     """The longest device's, from its first start to its last end."""
+
+
+def ring(shape: Shape) -> tuple[int, ...]:
+    """Device of each stage: stage s on device s mod D."""
+    return tuple(s % shape.devices for s in range(shape.devices * shape.chunks))
 
 
 def whole_step(name: str, placement: tuple[int, ...], count: int, rules: Rules | None = None) -> Schedule:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.greedy import Policy, order_greedily, whole_step
+from raypipe.schedule.families.greedy import Policy, order_greedily, ring, whole_step
 from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task
 from raypipe.schedule.shape import Shape
 
 RULES = Rules(w_dep="grad", skip_first_b=True)
 
 
-def _blocks(shape: Shape) -> tuple[int, ...]:
-    """Neighbouring stages share a device."""
+def blocks(shape: Shape) -> tuple[int, ...]:
+    """Device of each stage where neighbouring stages share one."""
     return tuple(s // shape.chunks for s in range(shape.devices * shape.chunks))
 
 
@@ -26,7 +26,7 @@ def model_parallel(shape: Shape, costs: CostTable) -> Schedule:
 
     Source: OOO backprop, section 5 (cross-layer model parallelism), Figure 5 (a).
     """
-    placement = _blocks(shape)
+    placement = blocks(shape)
     rows: list[list[Task]] = [[] for _ in range(shape.devices)]
     for m in range(shape.microbatches):
         for stage, device in enumerate(placement):
@@ -46,7 +46,7 @@ def fast_forward(shape: Shape, costs: CostTable) -> Schedule:
 
     Source: OOO backprop, section 5, Figures 5 (b) and 13 (b).
     """
-    return _ordered("fast-forward", _blocks(shape), shape, costs, ("F", "B", "W"))
+    return _ordered("fast-forward", blocks(shape), shape, costs, ("F", "B", "W"))
 
 
 def modulo(shape: Shape, costs: CostTable) -> Schedule:
@@ -57,8 +57,7 @@ def modulo(shape: Shape, costs: CostTable) -> Schedule:
 
     Source: OOO backprop, section 5, Figures 5 (c) and 13 (c).
     """
-    placement = tuple(s % shape.devices for s in range(shape.devices * shape.chunks))
-    return _ordered("modulo", placement, shape, costs, ("B", "F", "W"))
+    return _ordered("modulo", ring(shape), shape, costs, ("B", "F", "W"))
 
 
 def _ordered(

@@ -29,7 +29,7 @@ def zb_v(shape: Shape, costs: CostTable) -> Schedule:
         if shape.memory_limit < 2:
             raise ScheduleError("memory_limit", f"{shape.memory_limit:g} activations; a V needs two", "use 2 or more")
         cap = min(cap, math.floor(shape.memory_limit))
-    placement = (*range(depth), *reversed(range(depth)))
+    placement = vee(shape)
     best = _textbook(placement, count)
     span = _span(best, costs) if cap == 2 * depth else math.inf
     work = max(
@@ -47,6 +47,11 @@ def zb_v(shape: Shape, costs: CostTable) -> Schedule:
             "memory_limit", f"no order found within {cap} activations", f"use {2 * depth}, or a smaller problem"
         )
     return best
+
+
+def vee(shape: Shape) -> tuple[int, ...]:
+    """Device of each stage: there and back."""
+    return (*range(shape.devices), *reversed(range(shape.devices)))
 
 
 _SEARCHED = 4096

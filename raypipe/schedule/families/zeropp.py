@@ -6,7 +6,7 @@ import math
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.greedy import Policy, order_greedily, whole_step
+from raypipe.schedule.families.greedy import Policy, order_greedily, ring, whole_step
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.shape import Shape
 
@@ -31,7 +31,7 @@ def zeropp(shape: Shape, costs: CostTable) -> Schedule:
                 f"use {chunks} or more",
             )  # fmt: skip
         unit = min(unit, math.floor(shape.memory_limit) // chunks)
-    placement = tuple(s % depth for s in range(depth * chunks))
+    placement = ring(shape)
     units = {n: _unit(placement, n, costs) for n in {unit, count % unit} if n}
     rows: list[list[Task]] = [[] for _ in range(depth)]
     for first in range(0, count, unit):

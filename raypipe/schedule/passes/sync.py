@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from raypipe.errors import ScheduleError, nearest
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.deps import link
+from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.walk import walk
@@ -24,7 +24,7 @@ def held(schedule: Schedule) -> list[list[tuple[int, int]]]:
 
 
 def place_gradient_sync(
-    schedule: Schedule, policy: Sync, costs: CostTable | None = None, copies: int = 1
+    schedule: Schedule, policy: Sync, costs: CostTable | None = None, copies: int = 1, graph: TaskGraph | None = None
 ) -> Schedule:  # fmt: skip
     """Insert one AR per held stage replica, for stages that more than one replica holds.
 
@@ -35,6 +35,7 @@ def place_gradient_sync(
             middle stages, which have no bubble to hide in, do not slow down the compute beside them.
         costs: decides where devices idle and which stage is ready first; default F = B = W = 1.
         copies: data-parallel copies that take part, of which ``schedule`` is one; what holds for it holds for all.
+        graph: ``link(schedule)``, where the caller has it already and ``schedule`` has no AR.
 
     Every device issues its all-reduces in one global order, the order in which stages get ready: collectives issued
     in different orders on two devices would wait for each other for ever.
@@ -50,7 +51,7 @@ def place_gradient_sync(
     if bare.replicas * copies < 2:
         return bare
     costs = CostTable.even(bare.stages) if costs is None else costs
-    graph = link(bare)
+    graph = link(bare) if graph is None else graph
     check_links(graph)
     durations = costs.durations(bare, graph.tasks)
     done = walk(graph, durations, costs.comm)
