@@ -268,7 +268,9 @@ def test_a_run_returns_ray_trains_result(local_ray, tmp_path) -> None:
         tmp_path, max_steps=12, learning_rate=0.02, save_steps=4, eval_strategy="steps", eval_steps=4,
         load_best_model_at_end=True,
     )  # fmt: skip
-    given = {"model": {"hf": "gpt2", "config": SMALL}, "train_dataset": Sums(20), "eval_dataset": Sums(6)}
+    ids = [[(i + k) % 90 for k in range(12 - i % 4)] for i in range(20)]
+    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids]  # of four lengths
+    given = {"model": {"hf": "gpt2", "config": SMALL}, "train_dataset": rows, "eval_dataset": Sums(6)}
     result = raypipe.PipelineTrainer(args=args, **given).train()
     assert isinstance(result, Result)
     assert result.metrics["step"] == 12

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 
 from raypipe.errors import CaptureError
 from raypipe.models.keyed_random import in_training, keyed_dropout
-from raypipe.partition.dims import Sizes, evaluate_all
-from raypipe.partition.operations import OperationGraph
+from raypipe.partition.dims import Dim, Sizes, evaluate_all
+from raypipe.partition.operations import Operation, OperationGraph, TensorType
 
 DROPOUT = "aten.dropout.default"
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -31,11 +31,17 @@ class Site(NamedTuple):
     """Dimension of what it drops from that holds the samples; None where there is none."""
     divided_dim: int | None = None
     """Dimension of which a member of a tensor group has its share; None where all have the same."""
+    longest: tuple[int, ...] | None = None
+    """Shape of what it drops from, for one of the longest samples."""
 
 
 def random_shapes(graph: OperationGraph, sizes: Sizes) -> list[tuple[int, ...]]:
     """What the random operations of a model drop from, in order."""
-    return [evaluate_all(o.type.shape, sizes) for o in graph.operations if o.random and o.type is not None]
+    return [
+        evaluate_all(_dropped_from(graph, o, o.type), sizes)
+        for o in graph.operations
+        if o.random and o.type is not None and o.target in (DROPOUT, ATTENTION)
+    ]
 
 
 def find_sites(
@@ -57,12 +63,23 @@ def find_sites(
             where = ", ".join(p for p in (f"operation {operation.name}", operation.module, operation.source) if p)
             why = f"{operation.target} draws random numbers that would depend on the process that runs it"
             raise CaptureError(where, why, "use torch.nn.Dropout, or switch it off in the model's configuration")
-        few, many = (evaluate_all(operation.type.shape, sizes) for sizes in (small, large))
+        few, many = (evaluate_all(_dropped_from(graph, operation, operation.type), sizes) for sizes in (small, large))
         dims = [d for d, (a, b) in enumerate(zip(few, many, strict=True)) if b == 2 * a]
         undivided = few if whole is None else whole[len(found)]
         shares = [d for d, (a, b) in enumerate(zip(few, undivided, strict=True)) if a != b]
-        found[operation.name] = Site(len(found), dims[0] if dims else None, shares[0] if shares else None)
+        batch = dims[0] if dims else None
+        longest = tuple(n // 2 if d == batch else n for d, n in enumerate(few))
+        found[operation.name] = Site(len(found), batch, shares[0] if shares else None, longest)
     return found
+
+
+def _dropped_from(graph: OperationGraph, operation: Operation, made: TensorType) -> tuple[Dim, ...]:
+    """Shape of what it drops from: what it returns, or attention's weights."""
+    if operation.target == DROPOUT:
+        return made.shape
+    key = graph.operations[operation.inputs[1]].type
+    assert key is not None, "attention reads tensors"
+    return (*made.shape[:-1], key.shape[-2])
 
 
 def key_random_operations(module: fx.GraphModule, sites: dict[str, Site]) -> None:

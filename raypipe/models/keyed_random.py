@@ -1,8 +1,8 @@
 """Dropout whose mask follows from what is computed, never from who computes it.
 
 A mask bit depends on (seed, step, sample, site, element) and on nothing else: not on the process, the micro-batch a
-sample travels in, the device, or any generator's state. So one job drops the same values under every plan, after
-every resume, and in a recomputed forward.
+sample travels in, the length it is padded to, the device, or any generator's state. So one job drops the same values
+under every plan, after every resume, and in a recomputed forward.
 
 How: each (seed, step, sample, site) is hashed to two 32-bit keys on the host (splitmix64's finaliser). Each pair of
 elements hashes its counter (murmur3's 32-bit finaliser, cached), then the keys (one more round each), in integer
@@ -125,7 +125,12 @@ def random_halves(keys: Sequence[int], elements: int, device: torch.device) -> T
 
     Which half comes first follows the byte order; torch runs on little-endian machines only, so it never differs.
     """
-    counters = _counters((elements + 1) // 2, device)
+    return _hashed(keys, _counters((elements + 1) // 2, device))[:, :elements]
+
+
+def _hashed(keys: Sequence[int], counters: Tensor) -> Tensor:
+    """int16 ``[len(keys), 2 * counters]``: the two halves of every pair of elements."""
+    device = counters.device
     first: int | Tensor
     second: int | Tensor
     if len(keys) == 1:  # plain numbers need no tensor of keys: half the overhead of a small micro-batch
@@ -136,16 +141,38 @@ def random_halves(keys: Sequence[int], elements: int, device: torch.device) -> T
         first, second = torch.tensor(columns, dtype=torch.int32, device=device).unsqueeze(-1).unbind()
     h = _fold_(counters + first, 16).mul_(_FIRST).add_(second)
     h = _fold_(_fold_(h, 13).mul_(_SECOND), 16)
-    return h.view(torch.int16)[:, :elements]
+    return h.view(torch.int16)
 
 
-def keyed_dropout(x: Tensor, p: float, site: int, batch_dim: int | None = 0, divided_dim: int | None = None) -> Tensor:
+def halves_of_part(keys: Sequence[int], part: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
+    """int16 ``[len(keys), *part]``: what ``random_halves`` has at the first places along every size of ``whole``."""
+    if list(part) == list(whole):
+        return random_halves(keys, math.prod(part), device).reshape(len(keys), *part)
+    begins = torch.arange(0, math.prod(whole), whole[-1], device=device).reshape(tuple(whole[:-1]))
+    begins = begins[tuple(slice(size) for size in part[:-1])].flatten().unsqueeze(1)
+    # A row of an odd size may begin with the second element of a pair.
+    length = part[-1]
+    pairs = begins // 2 + torch.arange(length // 2 + 1, device=device)
+    halves = _hashed(keys, _counters(math.prod(whole) // 2 + 1, device)[pairs].flatten())
+    rows = halves.reshape(len(keys), len(begins), -1)
+    if whole[-1] % 2:
+        own = begins % 2 + torch.arange(length, device=device)
+        rows = rows.gather(2, own.expand(len(keys), -1, -1))
+    return rows[:, :, :length].reshape(len(keys), *part)
+
+
+def keyed_dropout(
+    x: Tensor, p: float, site: int, batch_dim: int | None = 0, divided_dim: int | None = None,
+    longest: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """Zero a share ``p`` of the values and scale the rest by ``1 / (1 - p)``; the mask comes from ``random_keys``.
 
     ``site`` numbers the place in the model, so that two places never share a mask. ``batch_dim`` is the dimension of
     ``x`` that holds the samples of the context, each with the same number of rows; None where all samples share what is
     dropped. ``divided_dim`` is the dimension of which the members of a tensor group have equal shares: the mask is
-    that of the whole. ``x`` itself in evaluation, or with ``p = 0``; gradients pass through the same mask.
+    that of the whole. ``longest`` is the shape of ``x`` for one of the longest samples: a shorter one's mask is the
+    first part of its, however far it is padded. ``x`` itself in evaluation, or with ``p = 0``; gradients pass through
+    the same mask.
     Raises RunError when training without keys, or with keys for another number of samples.
     """
     keys = _current
@@ -163,11 +190,16 @@ def keyed_dropout(x: Tensor, p: float, site: int, batch_dim: int | None = 0, div
             raise RunError(f"dropout site {site}", f"{rows} rows for {len(seeds)} samples", "one key per sample")
     y = x.movedim(batch_dim, 0) if batch_dim else x
     shape = list(y.shape)
+    part = shape if batch_dim is None else [shape[0] // len(seeds), *shape[1:]]
+    whole = list(part if longest is None else longest)
+    if longest is not None and batch_dim:
+        whole.insert(0, whole.pop(batch_dim))
     if divided_dim is not None:
         group, length = current_group(), x.shape[divided_dim]
         moved = divided_dim + 1 if batch_dim is not None and divided_dim < batch_dim else divided_dim
-        shape[moved] *= group.size
-    halves = random_halves(seeds, math.prod(shape) // len(seeds), x.device).reshape(shape)
+        for sizes in (shape, part, whole):
+            sizes[moved] = length * group.size
+    halves = halves_of_part(seeds, part, whole, x.device).reshape(shape)
     if divided_dim is not None:
         halves = halves.narrow(moved, group.rank * length, length)
     # Dropped are the lowest int16 values; keep / 65536 is the exact probability, so the mean stays exact too. A mask of

@@ -1,11 +1,21 @@
 """Dropout depends on what is computed, never on who computes it, and is as random as it should be."""
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from raypipe.errors import RunError
-from raypipe.models.keyed_random import KeyedDropout, fold64, random_halves, random_keys
+from raypipe.models.keyed_random import (
+    KeyedDropout,
+    fold64,
+    halves_of_part,
+    keyed_dropout,
+    random_halves,
+    random_keys,
+)
 
 SHAPE = (8, 16, 24)
 
@@ -50,6 +60,28 @@ def test_the_masks_are_the_ones_older_checkpoints_were_trained_with():
     halves = random_halves([fold64(0, 1, 2)], 6, torch.device("cpu"))
     assert halves[0].tolist() == GOLDEN
     assert random_halves([fold64(0, 1, 2), fold64(3)], 6, torch.device("cpu"))[0].tolist() == GOLDEN
+
+
+@pytest.mark.parametrize("whole", [(3, 5, 8), (3, 5, 7), (2, 9), (11,)])
+def test_a_part_drops_what_the_whole_drops_there(whole):
+    """However far a sample is padded: also where rows begin with the second element of a pair."""
+    keys, device = [fold64(1), fold64(2)], torch.device("cpu")
+    halves = random_halves(keys, math.prod(whole), device).reshape(2, *whole)
+    for part in itertools.product(*(range(1, size + 1) for size in whole)):
+        first = halves[(slice(None), *(slice(size) for size in part))]
+        assert torch.equal(halves_of_part(keys, part, whole, device), first)
+
+
+def test_a_shorter_sample_drops_the_first_part_of_the_longest():
+    x = torch.ones(3, 2, 6, 9)  # attention weights: samples, heads, queries, keys
+    with random_keys(0, 0, range(3), training=True):
+        mask = keyed_dropout(x, 0.3, 1, 0, None, (1, 2, 6, 9))
+        assert torch.equal(mask, keyed_dropout(x, 0.3, 1))
+        assert torch.equal(keyed_dropout(x[:, :, :4, :5], 0.3, 1, 0, None, (1, 2, 6, 9)), mask[:, :, :4, :5])
+        moved = keyed_dropout(x[:, :, :4, :5].movedim(0, 2), 0.3, 1, 2, None, (2, 6, 1, 9))
+        assert torch.equal(moved.movedim(2, 0), mask[:, :, :4, :5])
+        shared = keyed_dropout(x[0], 0.3, 1, None, None, (2, 6, 9))
+        assert torch.equal(keyed_dropout(x[0, :, :4, :5], 0.3, 1, None, None, (2, 6, 9)), shared[:, :4, :5])
 
 
 def test_gradient_goes_through_the_same_mask_and_the_mean_stays():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.models import LayeredModel
@@ -32,12 +34,14 @@ class Fixed:
     """The same mini-batch in every step."""
 
     rows: Mapping[str, Tensor]
+    own: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Lengths of the samples, of fields where they differ."""
 
     def batch(self, split: str, seed: int, step: int, batch: int) -> dict[str, Tensor]:
         return {name: values[:batch] for name, values in self.rows.items()}
 
-    def lengths(self, split: str, seed: int, step: int, batch: int) -> dict[str, Any]:
-        return {}
+    def lengths(self, split: str, seed: int, step: int, batch: int) -> dict[str, NDArray[np.int64]]:
+        return {name: values[:batch] for name, values in self.own.items()}
 
 
 @dataclass
@@ -80,6 +84,7 @@ def run_step(
     model: LayeredModel, cut: list[range], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
     *, split: bool = False, recompute: bool = False, pairs: bool = False, seed: int = 3, step: int = 5,
     autocast: torch.dtype | None = None, again: set[int] | None = None, finest: bool = False,
+    lengths: Mapping[str, NDArray[np.int64]] | None = None,
 ) -> Outcome:  # fmt: skip
     """One training step over all rows; gradients are read off a plain SGD update."""
     device = torch.device("cpu")
@@ -97,7 +102,7 @@ def run_step(
         for g in model.tied
     )
     fields = {name for stage in stages for name in stage.reads}
-    feed = Feed(Fixed(rows), model.task, fields, seed, batch, microbatch, device, dtype)
+    feed = Feed(Fixed(rows, lengths or {}), model.task, fields, seed, batch, microbatch, device, dtype)
     executor = Executor(
         StepSettings(
             seed=seed, microbatches=count, samples_per_microbatch=microbatch, clip=None, update="wait", timeout_s=10.0,

@@ -17,7 +17,7 @@ from torch import Tensor
 from raypipe.data import Arrays, Ragged, flat, known_fields
 from raypipe.job import JobSpec
 from raypipe.job.load import job_from
-from raypipe.models import GptLayers, build_model
+from raypipe.models import GptLayers, build_model, random_keys
 from tests.partition.models import FAMILIES
 from tests.runtime.eager_reference import with_values
 from tests.runtime.small_runs import drive
@@ -83,13 +83,14 @@ def lines_losses(job: JobSpec, data: Path) -> list[float]:
 
     def loss_of(split: str, step: int) -> Tensor:
         chosen = [list(kept[split][i]) for i in prepared.places(split, job.train.seed, step, BATCH)]
-        logits = module(filled(chosen, 0))
+        with random_keys(job.train.seed, step, range(BATCH), training=split == "train"):
+            logits = module(filled(chosen, 0))
         return F.cross_entropy(logits.flatten(0, 1), filled([[*line[1:], 0] for line in chosen], -100).flatten())
 
     return trained(module, loss_of, job)
 
 
-GPT = {"type": "gpt", "layers": 4, "hidden": 16, "heads": 2, "sequence": 40, "tie_embeddings": True}
+GPT = {"type": "gpt", "layers": 4, "hidden": 16, "heads": 2, "sequence": 40, "dropout": 0.1}
 PLANS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b", "stages": 2},
     "gpipe over gloo, replicas": {"schedule": "gpipe", "stages": 2, "replicas": 2, "transport": "gloo"},
