@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from raypipe.auto.packing import distances, telling
 from raypipe.auto.problem import Problem, lane_order
 
 Edge = tuple[int, int, float]
@@ -43,7 +44,34 @@ def all_edges(p: Problem) -> list[list[Edge]]:
             for e in [*held, c]:
                 for last, places in freeing(p, e, p.cap[d] - alive):
                     edges[c].append((last, max(1, places), 0.0))
+        _space(p, d, edges)
     return edges
+
+
+_FEW = 10
+"""Activations up to which packings of micro-batches are tried: with more room there are too many."""
+
+
+def _space(p: Problem, d: int, edges: list[list[Edge]]) -> None:
+    """How far apart the last forwards are that micro-batches of one replica run on a device; see ``packing``."""
+    if p.cap[d] > _FEW:
+        return
+    for replica in range(len(p.placement)):
+        takers = [c for c in p.lanes_of[d] if p.kind[c] == "F" and p.takes[c] and p.replica[c] == replica]
+        if len(takers) < 2 or p.count[takers[0]] < 2:
+            continue
+        last = max(takers, key=lane_order(p).index)
+        ups, downs = [], []
+        for c in takers:
+            path = longest(p, c, last) - p.time[last]
+            frees = [(longest(p, last, e), p.frees[e]) for e in freed_by(p, c)]
+            if path > -math.inf and frees and all(at > -math.inf for at, _ in frees):
+                ups.append((path, 1.0))
+                downs += frees
+        if len(ups) > 1:
+            most = min(p.count[last] - 1, 2 * int(p.cap[d]) + 1)
+            for k, distance in telling(distances(tuple(ups), tuple(downs), p.cap[d], most)):
+                edges[last].append((last, k, distance - p.time[last]))
 
 
 def lanes_below(p: Problem) -> list[set[int]]:
@@ -55,14 +83,21 @@ def lanes_below(p: Problem) -> list[set[int]]:
     return found
 
 
+def freed_by(p: Problem, taker: int) -> list[int]:
+    """Lanes that end a stage's activations, or a share of them."""
+    own = p.lanes_of[p.device[taker]]
+    return [
+        e for e in own if p.stage[e] == p.stage[taker] and p.replica[e] == p.replica[taker] and p.frees[e] > 0
+    ]  # fmt: skip
+
+
 def freeing(p: Problem, taker: int, room: float) -> Iterator[tuple[int, int]]:
     """Lanes that end a stage's activations, and how many of them that lane hasn't ended yet there is room for."""
-    for e in p.lanes_of[p.device[taker]]:
-        if p.stage[e] == p.stage[taker] and p.replica[e] == p.replica[taker] and p.frees[e] > 0:
-            if p.kind[e] == "B":  # until then an activation is whole
-                yield e, math.floor(room + 1e-9)
-            elif p.kind[e] in ("W", "BW"):  # until then its last share is alive, and the newest one is whole
-                yield e, 1 + math.floor((room - 1) / p.frees[e] + 1e-9)
+    for e in freed_by(p, taker):
+        if p.kind[e] == "B":  # until then an activation is whole
+            yield e, math.floor(room + 1e-9)
+        else:  # W or BW: until then its last share is alive, and the newest one is whole
+            yield e, 1 + math.floor((room - 1) / p.frees[e] + 1e-9)
 
 
 def earliest(p: Problem, before: list[list[Edge]], first: tuple[int, int] | None = None) -> list[float]:
