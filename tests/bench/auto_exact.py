@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from raypipe.auto.budget import Budget
 from tests.bench.auto_judge import judge, random_case
 
 
@@ -17,7 +18,7 @@ def run(instances: int, budget: float, first: int) -> None:
     gaps, unsolved, began = [], 0, time.monotonic()
     for seed in range(first, first + instances):
         case = random_case(seed)
-        found = case.search(budget_s=budget)
+        found = case.search(budget=Budget(budget))
         if found.gap <= 1e-9:
             gaps.append(0.0)
             continue
@@ -39,7 +40,7 @@ def run(instances: int, budget: float, first: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.bench.auto_exact", description=__doc__)
     parser.add_argument("--instances", type=int, default=200)
-    parser.add_argument("--budget", type=float, default=2.5, help="seconds of a search")
+    parser.add_argument("--budget", type=float, default=2.5, help="seconds of processor time of a search")
     parser.add_argument("--first", type=int, default=1000, help="seed of the first instance")
     args = parser.parse_args()
     run(args.instances, args.budget, args.first)

@@ -10,6 +10,7 @@ import argparse
 import random
 
 from raypipe.auto import search
+from raypipe.auto.budget import Budget
 from raypipe.schedule.costs import CostTable
 from tests.bench.zero_bubble_heuristic import shortest
 
@@ -30,7 +31,7 @@ def run(cases: int, budget: float, first: int) -> None:
             forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros,
             update=zeros, comm=rng.choice((0, 1, 2)),
         )  # fmt: skip
-        found = search((tuple(range(depth)),), count, costs, memory_limit=memory, budget_s=budget)
+        found = search((tuple(range(depth)),), count, costs, memory_limit=memory, budget=Budget(budget))
         other = shortest(depth, count, costs, memory)
         totals.setdefault(share, []).append((found.gap, other / found.value - 1))
         print(
@@ -47,7 +48,7 @@ def run(cases: int, budget: float, first: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.bench.auto_uneven", description=__doc__)
     parser.add_argument("--cases", type=int, default=30)
-    parser.add_argument("--budget", type=float, default=2.0, help="seconds of a search")
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds of processor time of a search")
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     args = parser.parse_args()
     run(args.cases, args.budget, args.first)
