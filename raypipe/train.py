@@ -149,9 +149,17 @@ def with_plan(job: JobSpec, plan: Plan) -> JobSpec:
 
 def _planned(job: JobSpec, directory: Path, dashboard_port: int | None, say: Callable[[str], None]) -> Plan:
     """Measure and choose; the decision goes to the run's events."""
+    from raypipe.data import declared_fields
+    from raypipe.models import build_model
     from raypipe.plan.report import as_json
     from raypipe.runtime.plan_here import plan_here
 
+    statistics = build_model(job, declared_fields(job.data)).batch_statistics
+    if statistics and "microbatch" not in job.parallel.given:
+        say(
+            "note: this model's loss depends on the size of its micro-batches (batch norm, or a loss of its own), "
+            "which the planner chooses; parallel.microbatch fixes it"
+        )
     decision = plan_here(job, directory, directory / "data", dashboard_port, say)
     told = as_json(decision)
     log = RunLog(directory)

@@ -18,6 +18,8 @@ from raypipe.job import JobSpec
 from raypipe.job.load import job_from
 from raypipe.models import build_model
 from raypipe.models.task import Field
+from raypipe.runtime import plan_here
+from raypipe.train import prepare_run
 from tests.partition.models import Residual
 from tests.runtime.eager_reference import with_values
 from tests.runtime.one_device import even_cut, run_step
@@ -185,6 +187,23 @@ def test_running_a_forward_again_moves_nothing_twice(way: dict[str, Any], rows: 
     assert held.keys() == dict(module.named_buffers()).keys()
     for name, buffer in module.named_buffers():
         torch.testing.assert_close(held[name], buffer, rtol=0, atol=1e-12, msg=name)
+
+
+def test_who_leaves_the_size_of_micro_batches_to_the_planner_is_told(rows: Path, tmp_path, monkeypatch) -> None:
+    class PlannedError(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise PlannedError
+
+    monkeypatch.setattr(plan_here, "plan_here", stop)
+    for name, parallel in (("open", {"auto": True}), ("fixed", {"auto": True, "microbatch": 4})):
+        job = make_job(rows, {})
+        job = job.model_copy(update={"parallel": type(job.parallel).model_validate(parallel)})
+        said: list[str] = []
+        with pytest.raises(PlannedError):
+            prepare_run(job, tmp_path / name, resume=False, say=said.append)
+        assert sum("parallel.microbatch fixes it" in text for text in said) == (name == "open")
 
 
 @pytest.mark.parametrize(
