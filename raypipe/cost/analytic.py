@@ -105,7 +105,8 @@ def _layer(work: LayerWork, device: DeviceModel, rate: float, sizes: Sequence[in
         times[size] = TaskTimes(forward=f, input_grad=b, weight_grad=w, joint=b + w, recompute=f)
     return LayerProfile(
         name=work.name, parameters=work.parameters, times=times, kept_bytes=work.kept_bytes,
-        kept_fixed_bytes=work.kept_fixed_bytes, waiting_bytes=work.waiting_bytes, output_bytes=work.output_bytes,
+        kept_fixed_bytes=work.kept_fixed_bytes, cast_bytes=work.cast_bytes,
+        waiting_bytes=work.waiting_bytes, output_bytes=work.output_bytes,
         output_floats=work.output_floats,
         workspace_bytes=work.workspace_bytes, workspace_fixed_bytes=work.workspace_fixed_bytes,
         split_workspace_bytes=work.split_workspace_bytes,

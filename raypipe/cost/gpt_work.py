@@ -87,7 +87,8 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
 
     # The four products: inputs of 1 + 1 + 1 + 4 streams, outputs of 3 + 1 + 4 + 1.
     linear, operands = 24.0 * stream * h, 16.0 * e * stream
-    weights = float(matrices * e + (matrices * (m + e) if narrow else 0))  # autocast casts them for every micro-batch
+    # Casts are charged to every micro-batch: the runtime makes them once a step, but again where it recomputes.
+    weights = float(matrices * e + (matrices * (m + e) if narrow else 0))
     norm_cast = 2 * (m + e) * stream if narrow else 0
     # Norms, GELU (in elementary operations: eight instead of one, twice as many bytes back), sums with the stream.
     forward = 4 * m * stream + norm_cast + 8 * e * stream * (2 * gelu if gelu > 1 else 1) + 2 * (2 * m + e) * stream
@@ -119,7 +120,7 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         weight_grad=Effort(
             flops=linear, operands=operands, weights=3.0 * matrices * m, traffic=9.0 * e * stream, overhead=0.3
         ),
-        kept_bytes=kept, kept_fixed_bytes=matrices * e if narrow else 0,
+        kept_bytes=kept, cast_bytes=matrices * e if narrow else 0,
         waiting_bytes=16.0 * e * stream,  # both sides of the four products
         output_bytes=m * stream,
         # The MLP's inner gradient, or attention's; then a matrix gradient before it is added to the sum.
@@ -170,7 +171,7 @@ def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         ),
         weight_grad=Effort(flops=product.flops, operands=product.operands, weights=3.0 * m * matrix, overhead=0.3),
         kept_bytes=m * s * h + e * s * h + stat * logits + 2 * stat * s + 8 * s,
-        kept_fixed_bytes=matrix * e if narrow else 0,
+        cast_bytes=matrix * e if narrow else 0,
         waiting_bytes=e * (s * h + logits),
         output_bytes=0,
         # Gradients of the log-probabilities and of the logits; the matrix's comes when they are gone again.

@@ -1,8 +1,8 @@
 """What a device holds, term by term, at its fullest moment.
 
-Follows the runtime: float32 (or float64) weights whatever the arithmetic, a full set of weights, gradients and
-optimizer state for every stage replica, what autograd and the deferred weight gradients keep of each micro-batch in
-flight, one flat vector per stage whose gradients are being summed.
+Follows the runtime: float32 (or float64) weights whatever the arithmetic and one narrow copy of them under autocast, a
+full set of weights, gradients and optimizer state for every stage replica, what autograd and the deferred weight
+gradients keep of each micro-batch in flight, one flat vector per stage whose gradients are being summed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ WORDS = {
     "gradients": ("gradients", "more stages, or shard: zero2"),
     "optimizer": ("optimizer state", "more stages, shard: zero1, or a simpler optimizer"),
     "versions": ("older versions of the weights", "a schedule that flushes"),
+    "casts": ("narrow copies of the weights", "more stages"),
     "undo": ("copies that can undo an update made before the gradient norm", "update: wait"),
     "replicas": ("further stage replicas with their gradients and optimizer state", "a schedule of one direction"),
     "activations": ("activations of micro-batches in flight", "recompute, or smaller or fewer micro-batches in flight"),
@@ -53,6 +54,8 @@ class DeviceMemory:
     optimizer: float = 0.0
     versions: float = 0.0
     """Snapshots of weights that forwards in flight used (PipeDream, PipeDream-2BW)."""
+    casts: float = 0.0
+    """Autocast's narrow copies of the weights, one for all micro-batches of a step and of each weight version."""
     undo: float = 0.0
     """What an update overwrote that was made before the global gradient norm was known, and its gradients."""
     replicas: float = 0.0
@@ -70,8 +73,8 @@ class DeviceMemory:
     def total(self) -> float:
         """All of it."""
         return (
-            self.base + self.weights + self.gradients + self.optimizer + self.versions + self.undo + self.replicas
-            + self.activations + self.workspace + self.messages + self.communication
+            self.base + self.weights + self.gradients + self.optimizer + self.versions + self.casts + self.undo
+            + self.replicas + self.activations + self.workspace + self.messages + self.communication
         )  # fmt: skip
 
     def terms(self) -> dict[str, float]:
@@ -170,7 +173,7 @@ class _Stage:
     messages: float
     workspace: float
     casts: float
-    """Narrow copies of the weights, alive until the end of a forward even where the backward does not need them."""
+    """Narrow copies of the weights."""
 
 
 def _stages(
@@ -186,7 +189,7 @@ def _stages(
         leaving = layers[-1].output_bytes * samples
         arriving = profile.layers[numbers[0] - 1].output_bytes * samples if numbers[0] else 0.0
         kept = sum(layer.kept_bytes for layer in layers) * samples + leaving
-        casts = sum(layer.kept_fixed_bytes for layer in layers)
+        fixed = sum(layer.kept_fixed_bytes for layer in layers)
         local = s > 0 and all(row[s] == row[s - 1] for row in schedule.placement)
         own = parameters(profile, numbers)
         ends = {0, len(profile.layers) - 1} & set(numbers)
@@ -194,10 +197,11 @@ def _stages(
         found.append(
             _Stage(
                 weights=float(own * width), summed=float((own - (profile.tied_parameters if ends else 0)) * width),
-                kept=kept + (casts if s not in split else 0.0),
+                kept=kept + (fixed if s not in split else 0.0),
                 waiting=sum(_waiting(layer) for layer in layers) * samples,
                 arrived=arriving, handed=arriving if local else 0.0, messages=arriving + leaving,
-                workspace=_workspace(layers, samples, s in split, tied), casts=casts if s in split else 0.0,
+                workspace=_workspace(layers, samples, s in split, tied),
+                casts=sum(layer.cast_bytes for layer in layers),
                 held=_held(profile, numbers, samples, arriving, again),
             )
         )  # fmt: skip
@@ -254,37 +258,42 @@ class _Fullest:
         gradients: Sequence[float],
         primary: int,
         with_b: set[tuple[int, int]],
+        versions: int,
     ) -> None:
         self.static, self.stages, self.gradients, self.primary = static, stages, gradients, primary
+        self.versions = versions
+        """Of the weights, that forwards in flight use."""
         self.with_b = with_b
         """(stage, micro-batch) that have a B on this device: its W does not end them if it comes first."""
         self.alive: dict[tuple[int, int], float] = {}
         # Sums that every task changes a little, kept up to date: there are as many moments as tasks.
-        self.activations = self.mine = self.others = self.summed = 0.0
+        self.activations = self.mine = self.others = self.summed = self.casts = 0.0
         self.ran: set[tuple[int, int]] = set()
         """(stage, micro-batch) whose backward ran and whose B or W is still to come."""
         self.graded: set[tuple[int, int]] = set()
         self.reduced: set[tuple[int, int]] = set()
+        self.cast: set[tuple[int, int]] = set()
         self.unsettled = 0.0
         self._most = 0.0
-        self._terms: tuple[float, ...] = (0.0,) * 7
+        self._terms: tuple[float, ...] = (0.0,) * 8
 
     def moment(self, workspace: float = 0.0, messages: float = 0.0) -> None:
         """Is it now?"""
-        changing = self.activations + self.mine + self.others + self.summed + self.unsettled + workspace + messages
+        held = self.activations + self.casts
+        changing = held + self.mine + self.others + self.summed + self.unsettled + workspace + messages
         if changing > self._most:
             self._most = changing
             self._terms = (
-                self.activations, self.mine, self.others, self.summed, self.unsettled, workspace, messages,
+                self.activations, self.casts, self.mine, self.others, self.summed, self.unsettled, workspace, messages,
             )  # fmt: skip
 
     @property
     def best(self) -> DeviceMemory:
         """The fullest moment so far."""
-        activations, mine, others, summed, unsettled, workspace, messages = self._terms
+        activations, casts, mine, others, summed, unsettled, workspace, messages = self._terms
         return replace(
             self.static, gradients=mine, replicas=self.static.replicas + others, activations=activations,
-            workspace=workspace, messages=messages, undo=unsettled,
+            casts=casts, workspace=workspace, messages=messages, undo=unsettled,
             communication=self.static.communication + summed,
         )  # fmt: skip
 
@@ -311,6 +320,12 @@ class _Fullest:
             self.reduced.add((stage, replica))
             self.summed += self.stages[stage].summed
 
+    def narrow(self, stage: int, replica: int) -> None:
+        """Autocast has made its copies of a stage replica's weights."""
+        if (stage, replica) not in self.cast:
+            self.cast.add((stage, replica))
+            self.casts += self.stages[stage].casts * self.versions
+
     def task(self, task: Task, again: set[tuple[int, int]]) -> None:
         """One task of the order."""
         kind, s, mbs, replica = task
@@ -318,15 +333,17 @@ class _Fullest:
             self.reduce(s, replica)
             self.moment()
         stage = self.stages[s]
+        if kind in ("F", "R"):
+            self.narrow(s, replica)
         for mb in mbs:
             key = (s, mb)
             if kind == "F":
                 handed = 0.0 if (s - 1, mb) in again else stage.handed
                 self.hold(key, stage.held if key in again else stage.kept - handed)
-                self.moment(stage.casts)
+                self.moment()
             elif kind == "R":
                 self.hold(key, stage.kept)
-                self.moment(stage.casts)
+                self.moment()
             elif key in self.ran:
                 self.ran.discard(key)
                 self.hold(key, 0.0)
@@ -375,6 +392,7 @@ def _device(
         ),
         stages, [share(s, 2) for s in range(len(stages))], primary,
         {(t.stage, mb) for t in schedule.orders[device] if t.kind == "B" for mb in t.mbs},
+        max(1, versions),
     )  # fmt: skip
     # In the head of its order the last update may be undone; of 2BW it has yet to be made.
     copies = 0.0 if schedule.versions == "2bw" else sum(share(s, 3) + states * share(s, 1) for s, _ in own)

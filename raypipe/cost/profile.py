@@ -45,7 +45,9 @@ class LayerProfile(Spec):
     kept_bytes: Bytes
     """Activations of one sample kept from the forward to the end of the backward, its input included."""
     kept_fixed_bytes: Bytes = 0.0
-    """Kept by every micro-batch whatever its size, until a joint backward: autocast's narrow copies of the weights."""
+    """Kept by every micro-batch whatever its size, until a joint backward."""
+    cast_bytes: Bytes = 0.0
+    """Autocast's narrow copies of the weights, which all micro-batches of a step share."""
     waiting_bytes: Bytes | None = None
     """Where the backward is split, what one sample keeps from B to W: inputs of products and the gradients of their
     outputs. None: as much as from F to B."""

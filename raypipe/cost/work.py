@@ -48,6 +48,7 @@ class LayerWork:
     weight_grad: Effort
     kept_bytes: float
     kept_fixed_bytes: float = 0.0
+    cast_bytes: float = 0.0
     waiting_bytes: float | None = None
     output_bytes: float
     output_floats: float | None = None

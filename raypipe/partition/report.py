@@ -248,7 +248,10 @@ def _memory(
     width = gradient_width(profile.dtype) * (2 + STATES[optimizer])  # the weight itself, its gradient, its state
     return Memory(
         limit_bytes=limit,
-        weights=[{name: float(count * width) for name, count in piece.parameters} for piece in pieces],
+        weights=[
+            {name: float(count * width) for name, count in piece.parameters} | {f"casts of piece {i}": layer.cast_bytes}
+            for i, (piece, layer) in enumerate(zip(pieces, profile.layers, strict=True))
+        ],
         kept_bytes=[layer.kept_bytes * microbatch + layer.kept_fixed_bytes for layer in profile.layers],
         live=live_per_stage(schedule),
     )

@@ -149,7 +149,7 @@ def _member(counted: _Counted, sharding: Sharding, number: int) -> Member:
     matrices = sum(sums.matrices.values())
     tables = sum(sums.tables.values())
     narrowed = counted.narrow and matrices > 0
-    # Autocast casts a matrix for every micro-batch; a gradient is written, then read and added to the sum.
+    # A cast is charged to every micro-batch (cost.gpt_work); a gradient is written, then read and added to the sum.
     read = matrices * (NARROW + wide + NARROW if narrowed else wide)
     overhead = sums.kernels / BLOCK
     gradient = max([n * (wide + NARROW if narrowed else wide) for n in sums.matrices.values()], default=0.0)
@@ -170,7 +170,7 @@ def _member(counted: _Counted, sharding: Sharding, number: int) -> Member:
             flops=sums.weight_flops, operands=sums.waiting, weights=3 * wide * matrices + 4 * tables,
             traffic=sums.weight_traffic, overhead=WEIGHT_GRAD * overhead if names else 0.0,
         ),
-        kept_bytes=sum(sums.kept.values()) + sums.aside, kept_fixed_bytes=matrices * NARROW if narrowed else 0.0,
+        kept_bytes=sum(sums.kept.values()) + sums.aside, cast_bytes=matrices * NARROW if narrowed else 0.0,
         waiting_bytes=sums.waiting + sums.looked_up,
         # What crosses a cut is as wide as it was captured, also under autocast.
         output_bytes=float(sum(kind.bytes(counted.one) for kind in behind)),

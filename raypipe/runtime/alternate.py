@@ -67,7 +67,11 @@ class Alternation:
     """Runs pairs of functions in turns; keeps the second thread between them."""
 
     def __init__(self) -> None:
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="raypipe-second-half")
+        # Never in the outermost autocast block of its thread: at the end of one, the copies of weights that both halves
+        # share (``casts``) would go.
+        self._helper = ThreadPoolExecutor(
+            1, thread_name_prefix="raypipe-second-half", initializer=torch.autocast_increment_nesting
+        )
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         """What both return. ``first`` runs in the calling thread and begins.

@@ -21,6 +21,7 @@ class WeightQueue:
 
     def __init__(self) -> None:
         self.current: list[Closure] = []
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     @contextmanager
     def collect(self, into: list[Closure]) -> Iterator[None]:
@@ -30,6 +31,25 @@ class WeightQueue:
             yield
         finally:
             self.current = before
+
+    def narrow(self, parameter: Tensor) -> Tensor:
+        """What autocast, where it is on, makes of a parameter of a product: one copy for all micro-batches of a step.
+
+        Autograd functions run without gradients, so autocast's own copies would not do here (``casts``).
+        """
+        kind = parameter.device.type
+        if not torch.is_autocast_enabled(kind) or parameter.dtype != torch.float32:
+            return parameter
+        held, version, copy = self._copies.get(id(parameter), (None, 0, parameter))
+        dtype = torch.get_autocast_dtype(kind)
+        if held is None or version != parameter._version or copy.dtype != dtype:
+            copy = parameter.detach().to(dtype)
+            self._copies[id(parameter)] = parameter, parameter._version, copy
+        return copy
+
+    def drop_copies(self) -> None:
+        """Give up the memory of the copies."""
+        self._copies.clear()
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
@@ -56,10 +76,11 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
-        y = F.linear(x, weight, bias)
+        used = queue.narrow(weight)
+        y = F.linear(x, used, None if bias is None else queue.narrow(bias))
         # Under autocast the product ran in y's dtype; keep x in it, as autograd would. Saved, not just referenced:
         # autograd then notices when something overwrites them in place.
-        ctx.save_for_backward(x.to(y.dtype), weight)
+        ctx.save_for_backward(x.to(y.dtype), used)
         ctx.x_dtype = x.dtype
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
         return y
@@ -68,12 +89,12 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (gy,) = grads
         weight, bias = ctx.weight, ctx.bias
-        x = ctx.saved_tensors[0].detach()
+        x, used = ctx.saved_tensors[0].detach(), ctx.saved_tensors[1]
         if weight.requires_grad or (bias is not None and bias.requires_grad):
             ctx.queue.current.append(lambda: _linear_weight_grad(weight, bias, x, gy))
         gx = None
         if ctx.needs_input_grad[0]:
-            gx = gy.matmul(weight.to(gy.dtype)).to(ctx.x_dtype)
+            gx = gy.matmul(used.to(gy.dtype)).to(ctx.x_dtype)
         return gx, None, None, None
 
 
@@ -109,9 +130,10 @@ class _DeferredProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
-        y = torch.addmm(bias, x, weight)
+        used = queue.narrow(weight)
+        y = torch.addmm(queue.narrow(bias), x, used)
         # Under autocast the product ran in y's dtype; keep x in it, as autograd would.
-        ctx.save_for_backward(x.to(y.dtype), weight)
+        ctx.save_for_backward(x.to(y.dtype), used)
         ctx.x_dtype = x.dtype
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
         return y
@@ -120,7 +142,7 @@ class _DeferredProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (gy,) = grads
         weight, bias = ctx.weight, ctx.bias
-        x = ctx.saved_tensors[0].detach()
+        x, used = ctx.saved_tensors[0].detach(), ctx.saved_tensors[1]
 
         def weight_grad() -> None:
             if weight.requires_grad:
@@ -133,7 +155,7 @@ class _DeferredProduct(torch.autograd.Function):
 
         if weight.requires_grad or bias.requires_grad:
             ctx.queue.current.append(weight_grad)
-        gx = gy.mm(weight.to(gy.dtype).t()).to(ctx.x_dtype) if ctx.needs_input_grad[1] else None
+        gx = gy.mm(used.to(gy.dtype).t()).to(ctx.x_dtype) if ctx.needs_input_grad[1] else None
         return None, gx, None, None
 
 
@@ -146,8 +168,11 @@ class _DeferredConvolution(torch.autograd.Function):
     ) -> Tensor:
         stride, padding, dilation, groups = settings
         # By the names that autocast knows.
-        y = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1](x, weight, bias, stride, padding, dilation, groups)
-        ctx.save_for_backward(x.to(y.dtype), weight)
+        used = queue.narrow(weight)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
+        shift = None if bias is None else queue.narrow(bias)
+        y = convolve(x, used, shift, stride, padding, dilation, groups)
+        ctx.save_for_backward(x.to(y.dtype), used)
         ctx.x_dtype, ctx.settings = x.dtype, settings
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
         return y
@@ -156,13 +181,13 @@ class _DeferredConvolution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (gy,) = grads
         weight, bias = ctx.weight, ctx.bias
-        x = ctx.saved_tensors[0].detach()
+        x, used = ctx.saved_tensors[0].detach(), ctx.saved_tensors[1]
         stride, padding, dilation, groups = ctx.settings
 
         def gradients(want: list[bool]) -> Any:
             sizes = None if bias is None else list(bias.shape)
             return torch.ops.aten.convolution_backward(
-                gy, x, weight.to(gy.dtype), sizes, stride, padding, dilation, False, [0] * len(stride), groups, want
+                gy, x, used.to(gy.dtype), sizes, stride, padding, dilation, False, [0] * len(stride), groups, want
             )
 
         def weight_grad() -> None:

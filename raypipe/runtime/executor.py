@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from raypipe.models.running_statistics import move_all, part_of_step
 from raypipe.partition.tensor import ProcessGroup, current_group
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes
 from raypipe.runtime.alternate import Alternation
+from raypipe.runtime.casts import Casts
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.norm import Shares
@@ -60,6 +61,7 @@ class Executor(ProgramRunner):
         self.feed = feed
         self.sync = sync
         self.versions = versions
+        self.casts = Casts(settings.device, settings.autocast, modules.values())
         self.turns = Alternation() if settings.sub_pipelined else None
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update)
         # By micro-batch ids that count on over the steps, as in ``mail``.
@@ -87,7 +89,7 @@ class Executor(ProgramRunner):
             self.settle()
         self._again_bytes: dict[int, int] = {}
         meter = PeakMeter(self.settings.device) if self.measures and self.training else None
-        with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext():
+        with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
             times = self.walk(program, step)
         return self._end(times, StepMemory(meter.peak if meter is not None else 0, self._again_bytes))
 
@@ -114,11 +116,6 @@ class Executor(ProgramRunner):
             self.sync.launch(key, self._seen(key))
         elif kind == "U":
             self._update((task.stage, task.replica))
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.settings.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.settings.device.type, dtype=self.settings.autocast)
 
     def _lengths(self, mb: int) -> Lengths:
         ahead, of_step = divmod(mb, self.settings.microbatches)
@@ -166,8 +163,8 @@ class Executor(ProgramRunner):
         inputs = stacked_inputs([self._inputs(mb) for mb in mbs]) if module.reads else {}
 
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
-            with random_keys(self.settings.seed, self.step + ahead, samples, self.training), self._autocast():
-                outputs = run_with(module, weights, arrived, inputs, segment)
+            with random_keys(self.settings.seed, self.step + ahead, samples, self.training), self.casts.forward():
+                outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
                 if stage not in self.wire and (segment is None or not segment.gives):  # the last stage sends nothing on
                     outputs = (self.task.loss(outputs[0], inputs),)
             return outputs
@@ -343,6 +340,7 @@ class Executor(ProgramRunner):
         if self._stashes:
             self._collect(key)
             self._squares.append(float(self.sync.norm_squared()))
+        self.casts.drop()
         self.updates.make(key, self.lr)
         self._move_statistics(key)
 
@@ -372,7 +370,11 @@ class Executor(ProgramRunner):
 
     def settle(self, wait: bool = True) -> bool | None:
         """See ProgramRunner.settle; also before anything but the next step reads weights or optimizer state."""
-        return self.updates.settle(self.outgoing.push, wait)
+        pending = self.updates.pending
+        stands = self.updates.settle(self.outgoing.push, wait)
+        if pending and stands is not None:
+            self.casts.drop()
+        return stands
 
     def forget(self) -> None:
         """See ProgramRunner.forget."""

@@ -28,6 +28,7 @@ from raypipe.runtime.profiling_steps import (
     Taken,
     Way,
     alike,
+    cast_bytes,
     fixed_and_each,
     grown_bytes,
     measured_layers,
@@ -74,6 +75,8 @@ class LayerBench:
     """By micro-batch size; then by kind of task and kind of layer."""
     grown: dict[str, dict[int, dict[int, float]]] = field(default_factory=lambda: defaultdict(dict))
     """Bytes by what of, micro-batch size and kind of layer."""
+    casts: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Bytes of autocast's copies of the weights, by micro-batch size and kind of layer."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Values of each parameter that is built, by name."""
     updates: list[float] = field(default_factory=list)
@@ -138,6 +141,8 @@ class LayerBench:
         self.times[size] = times
         for what, way, kind, since, until in MEMORY if memory else ():
             self.grown[what][size] = grown_bytes(found[way], kind, self.groups, since, until)
+        if memory and self.job.train.dtype == "bfloat16":
+            self.casts[size] = cast_bytes(found["joint"], self.groups)
         self.updates.append(update_seconds(found["joint"]))
         self.overheads.append(overhead_seconds(found["joint"], self.here))
 
@@ -239,6 +244,7 @@ class LayerBench:
             times={size: times(size) for size in self.times},
             kept_bytes=kept,
             kept_fixed_bytes=kept_fixed,
+            cast_bytes=median(casts[kind] for casts in self.casts.values()) if self.casts else 0.0,
             waiting_bytes=memory("W")[1],
             output_bytes=self._crossing(i),
             output_floats=self._crossing(i, floating=True),

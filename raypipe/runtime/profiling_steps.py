@@ -204,6 +204,17 @@ def grown_bytes(
     return {layer: median(values) for layer, values in every.items()}
 
 
+def cast_bytes(found: Sequence[Samples], groups: Sequence[int]) -> dict[int, float]:
+    """By kind of layer, how much more the first forward of a step leaves behind than the others: what is made once."""
+    first: dict[int, list[float]] = defaultdict(list)
+    for one in found:
+        for k, task in enumerate(one.order):
+            if task.kind == "F" and task.mbs == (0,):
+                first[groups[task.stage]].append(float(one.memory[k, AFTER] - one.memory[k, BEFORE]))
+    others = grown_bytes(found, "F", groups, BEFORE, AFTER)
+    return {layer: max(0.0, median(values) - others[layer]) for layer, values in first.items()}
+
+
 def fixed_and_each(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, float]:
     """Bytes whatever the micro-batch's size, and of each sample, that explain the totals best; neither is negative.
 

@@ -87,6 +87,8 @@ CASES = (
     Case("gpipe", {"recompute": "full"}),
     Case("gpipe", {"microbatch": 2}),
     Case("pipedream-2bw"),
+    Case("1f1b", {"microbatch": 1}, {"dtype": "bfloat16"}),
+    Case("zb-h1", {}, {"dtype": "bfloat16"}),
 )
 
 
@@ -175,10 +177,14 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="raypipe-memory-") as name,
     ):  # fmt: skip
         sizes = sorted({case.job().parallel.microbatch for case in cases} | {2})
-        profile = measure_profile(cases[0].job(), sizes, 2, quick=True)
+        profiles: dict[str, Profile] = {}
         for case in cases:
+            job = case.job()
+            if job.train.dtype not in profiles:
+                profiles[job.train.dtype] = measure_profile(job, sizes, 2, quick=True)
+            profile = profiles[job.train.dtype]
             progress.print(f"{case.schedule} {case.label}", style="dim")
-            want, peaks = predicted(case.job(), profile), measured(case.job(), Path(name))
+            want, peaks = predicted(job, profile), measured(job, Path(name))
             have = [peak.allocated for peak in peaks]
             fullest = max(range(len(have)), key=lambda d: have[d])
             rows.append(

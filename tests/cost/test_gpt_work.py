@@ -82,7 +82,7 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(dtype, dropout, split, i
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
         y = forward(shape, layer, index, dtype, x, ids)
     places = 8 * shape.sequence  # position numbers, once a micro-batch: left out of the account
-    expected = SAMPLES * work.kept_bytes + (0 if split else work.kept_fixed_bytes)
+    expected = SAMPLES * work.kept_bytes + work.cast_bytes
     assert sizes(saved, list(layer.parameters())) == pytest.approx(expected, abs=places)
     if not split:
         return

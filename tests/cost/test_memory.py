@@ -165,14 +165,27 @@ def test_running_ahead_of_the_gradient_norm_takes_copies(profile):
     assert [d.undo for d in delayed] == [4 * 20_000, 4 * 10_000, 4 * 10_000, 4 * 20_000]
 
 
-def test_narrow_copies_live_until_a_joint_backward(profile):
-    """Autocast's copies: one set a micro-batch where the backward is joint, one forward long where it is split."""
+def test_narrow_copies_are_one_set_a_step_and_version(profile):
+    """Autocast's copies: however many micro-batches are in flight; of each stage replica, of each weight version."""
     casts = profile.model_copy(
+        update={"layers": tuple(x.model_copy(update={"cast_bytes": 7.0}) for x in profile.layers)}
+    )
+    for name in ("1f1b", "zb-h1", "gpipe"):
+        plain, found = memory(profile, name, 8), memory(casts, name, 8)
+        assert [d.casts for d in plain] == [0, 0, 0, 0]
+        assert [d.casts for d in found] == [14, 7, 7, 14]
+        assert [b.total - a.total for a, b in zip(plain, found, strict=True)] == [14, 7, 7, 14]
+    assert [d.casts for d in memory(casts, "chimera", 8)] == [28, 14, 14, 28]  # less only if both never meet
+    assert [d.casts for d in memory(casts, "pipedream-2bw", 8)] == [28, 14, 14, 28]
+
+
+def test_what_every_micro_batch_keeps_whatever_its_size_goes_with_a_joint_backward(profile):
+    fixed = profile.model_copy(
         update={"layers": tuple(x.model_copy(update={"kept_fixed_bytes": 7.0}) for x in profile.layers)}
     )
-    plain, joint = memory(profile, "1f1b", 8), memory(casts, "1f1b", 8)
+    plain, joint = memory(profile, "1f1b", 8), memory(fixed, "1f1b", 8)
     assert [b.activations - a.activations for a, b in zip(plain, joint, strict=True)] == [4 * 14, 3 * 7, 2 * 7, 14]
-    plain, split = memory(profile, "zb-h1", 8), memory(casts, "zb-h1", 8)
+    plain, split = memory(profile, "zb-h1", 8), memory(fixed, "zb-h1", 8)
     assert [b.activations - a.activations for a, b in zip(plain, split, strict=True)] == [0, 0, 0, 0]
 
 

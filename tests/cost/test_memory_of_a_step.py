@@ -120,6 +120,7 @@ CASES = [
     ("zeropp", TWO, "float32", None, {"dropout": 0.1}),
     ("zb-v", TWO, "float32", None, {"vocabulary": 3000}),
     ("fast-forward", TWO, "float32", None, {}),
+    ("gpipe", ONE, "bfloat16", "late", {"vocabulary": 2000}),
     ("gpipe", ONE, "float32", "late", {}),
     ("bfs", TWO, "float32", "early", {}),
     ("1f1b", ONE, "float32", None, {"vocabulary": 3000, "sequence": 32}),

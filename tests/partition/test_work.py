@@ -115,7 +115,7 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(kind, config, dtype, ten
     for i in (0, 1, 2, model.count - 1):
         with group_of_thread(Two()) if tensor > 1 else nullcontext():
             saved = saved_bytes(model, i, dtype == "bfloat16") - table_bytes(model, i)
-        expected = SAMPLES * works[i].kept_bytes + works[i].kept_fixed_bytes
+        expected = SAMPLES * works[i].kept_bytes + works[i].cast_bytes
         assert saved == pytest.approx(expected, abs=8 * SEQUENCE), works[i].name
     tied = 260 * 64 // tensor if kind == "gpt2" else 0
     assert sum(work.parameters for work in works) - tied == sum(model.graph.parameters.values())
@@ -140,7 +140,7 @@ def test_the_same_architecture_costs_what_the_built_in_gpt_costs(dtype) -> None:
             assert ours[1] + ours[2] == pytest.approx(theirs[1], rel=0.03), what
             assert ours[-1] == pytest.approx(theirs[-1], rel=0.05), what
             assert sum(ours) == pytest.approx(sum(theirs), rel=0.03), what
-    for what in ("parameters", "kept_bytes", "kept_fixed_bytes", "waiting_bytes"):
+    for what in ("parameters", "kept_bytes", "cast_bytes", "waiting_bytes"):
         block = getattr(attention, what) + getattr(mlp, what)
         assert block == getattr(formulas.layers[1], what)
         assert getattr(head, what) == getattr(formulas.layers[-1], what)

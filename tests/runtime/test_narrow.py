@@ -20,6 +20,8 @@ from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.train import make_plan
 from tests.runtime.small_runs import drive, small_job
 
+torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
+
 
 class Rounded(torch.autograd.Function):
     """The identity, rounded both ways; the gradient multiplied by ``scale`` while it is narrow."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from raypipe.runtime.profiling_steps import (
     WORST,
     Samples,
     alike,
+    cast_bytes,
     grown_bytes,
     measured_layers,
     measured_step,
@@ -95,6 +97,11 @@ def test_bytes_come_back() -> None:
     assert grown_bytes([sample], "F", GROUPS, BEFORE, AFTER) == {0: 100, 1: 200, 5: 600}
     assert grown_bytes([sample], "W", GROUPS, AFTER, BEFORE) == {0: 100, 1: 199, 5: 595}
     assert grown_bytes([sample], "B", GROUPS, BEFORE, WORST) == {0: 9, 1: 9, 5: 9}
+    assert cast_bytes([sample], GROUPS) == {0: 0, 1: 0, 5: 0}
+    made_once = np.cumsum([0, *(task.kind == "F" and task.mbs == (0,) for task in order)]) * 1000
+    more = np.stack([made_once[:-1], made_once[1:], made_once[1:]], axis=1)
+    first = replace(sample, memory=memory + more)
+    assert cast_bytes([first], GROUPS) == {0: 1000, 1: 1000, 5: 1000}
 
 
 @pytest.mark.runs
