@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "shard": ("none",),
     "sync": ("lazy", "eager", "eager-opt"),
-    "recompute": ("none", "full", "stage-aware"),
+    "recompute": ("none", "full", "stage-aware", "auto"),
 }
 """Per key of ``parallel``, the values that work today; the others are refused instead of ignored."""
 

@@ -123,7 +123,7 @@ class ParallelSpec(Spec):
 
     auto: bool = False
     """What is not given here is chosen by the planner when the run starts; ``parallel: auto`` gives nothing. Giving
-    schedule, stages and microbatch leaves it nothing to choose."""
+    schedule, stages and microbatch leaves it nothing to choose, unless ``recompute`` is ``auto``."""
     schedule: str = "1f1b"
     """Name of a pipeline schedule (``raypipe schedule --list`` describes them), a file that holds one, or ``auto``."""
     placement: Literal["line", "ring", "v", "bidirectional"] = "line"
@@ -164,7 +164,9 @@ class ParallelSpec(Spec):
     recompute: Literal["none", "full", "stage-aware", "auto"] | Again = "none"
     """Activations to compute again instead of keeping, while the device waits for the gradient; beside what the
     schedule recomputes by itself. ``full``: all of them. ``stage-aware``: those of a share of each stage's layers, see
-    ``alphas``. A list: those of these layers alone, by number, name or pattern (``block.*``)."""
+    ``alphas``. A list: those of these layers alone, by number, name or pattern (``block.*``). ``auto``: the planner
+    decides when the run starts, with all else as given: nothing, some layers or some micro-batches of each stage, as
+    its memory asks for."""
     alphas: Annotated[float, Field(ge=0, le=1)] | Shares | None = None
     """With ``recompute: stage-aware``: the share of a stage's layers that keeps its activations. A list has one per
     stage; a number is the first stage's, from which the others follow so that all use the same memory (Merak). null:
@@ -220,6 +222,8 @@ class ParallelSpec(Spec):
     def _spelled_out(cls, data: object) -> object:
         if data == "auto":
             return {"auto": True}
+        if isinstance(data, Mapping) and data.get("recompute") == "auto":
+            return {**data, "auto": True}
         if isinstance(data, Mapping) and data.get("auto") is True and data.keys() >= DECIDED:
             return {**data, "auto": False}
         return data

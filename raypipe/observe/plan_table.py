@@ -55,12 +55,17 @@ def details(p: Prediction) -> str:
         f"{c.pipelines} pipelines" if p.form.replicas > 2 else "",
         c.concat if c.concat != "direct" else "",
         c.placement if c.schedule == "auto" else "",
-        f"recompute {recompute_word(p)}" if c.recompute != "none" else "",
+        f"recompute {_recomputed(p)}" if c.recompute != "none" else "",
         "halves beside sums" if c.sub_pipelined else "",
         f"limit {c.memory_limit:g}" if c.memory_limit is not None else "",
         f"{c.sync} sums" if c.sync != "lazy" else "",
     ]
     return ", ".join(word for word in words if word)
+
+
+def _recomputed(p: Prediction) -> str:
+    word = recompute_word(p)
+    return f"{len(p.again or ())} of {sum(map(len, p.cut))} layers" if word == "layers" else word
 
 
 def seconds(value: float) -> str:

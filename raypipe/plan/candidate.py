@@ -16,9 +16,10 @@ from raypipe.schedule import SCHEDULES
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import Concat
 
-Recompute = Literal["none", "stage-aware"]
+Recompute = Literal["none", "stage-aware", "layers"]
 """``stage-aware``: activations are computed again while waiting for the gradient, except for as many micro-batches of
-each stage as its device's memory holds (Merak section 3.4); that may be none."""
+each stage as its device's memory holds (Merak section 3.4); that may be none. ``layers``: of every micro-batch, except
+for as many of each stage's first layers as memory holds: finer where few micro-batches are in flight."""
 SYNCS: tuple[Sync, ...] = ("lazy", "eager-opt", "eager")
 """Placements of gradient sums, from the simplest."""
 CONCATS: tuple[Concat, ...] = ("direct", "doubling", "halving")
@@ -113,7 +114,7 @@ class Candidate(NamedTuple):
             "schedule": self.schedule, "stages": self.stages, "replicas": self.replicas,
             "microbatch": self.microbatch, "chunks": self.chunks, "unit": self.unit, "pipelines": self.pipelines,
             "concat": self.concat, "sync": self.sync, "memory_limit": self.memory_limit, "update": self.update,
-            "placement": self.placement, "recompute": "none" if self.recompute == "none" else "full",
+            "placement": self.placement, "recompute": "full" if self.recompute == "stage-aware" else "none",
             "tensor": self.tensor, "sub_pipelined": self.sub_pipelined,
         }  # fmt: skip
         return ParallelSpec(**{**values, **changes})

@@ -215,7 +215,8 @@ def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
     stay = [*OWN, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
     own = {key: value for key in stay if (value := job.parallel.given.get(key)) is not None}
-    return {**p.candidate.parallel(**keep, **own).model_dump(), "auto": False}
+    again = {"recompute": tuple(sorted(p.again))} if p.again else {}
+    return {**p.candidate.parallel(**keep, **own, **again).model_dump(), "auto": False}
 
 
 def plan_of(p: Prediction, job: JobSpec) -> Plan:

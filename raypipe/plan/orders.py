@@ -103,8 +103,12 @@ class Orders:
         self._kept: OrderedDict[object, Order] = OrderedDict()
         self._tasks = 0
 
-    def of(self, c: Candidate, count: int, keep: Keep | None = None) -> Order:
+    def of(
+        self, c: Candidate, count: int, keep: Keep | None = None, remade: frozenset[int] | None = None
+    ) -> Order:  # fmt: skip
         """What one data-parallel copy runs with ``count`` micro-batches, as the runtime will make it.
+
+        Where the candidate recomputes: all but what ``keep`` says, on the stages ``remade`` (None: on all).
 
         Raises:
             ScheduleError: the family has no such shape.
@@ -114,17 +118,18 @@ class Orders:
             devices=c.stages, microbatches=count, chunks=c.chunks, unit=unit, pipelines=c.pipelines, concat=c.concat,
             memory_limit=c.memory_limit,
         )  # fmt: skip
-        key = (c.schedule, shape, c.recompute != "none", keep)
+        key = (c.schedule, shape, c.recompute != "none", keep, remade)
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
             return found
         if c.recompute == "none":
             schedule = generate(c.schedule, shape)
-        elif keep is None:
-            schedule = add_recompute(self.of(c._replace(recompute="none"), count).schedule, "early")
-        else:  # a search for shares asks for several
-            schedule = keep_activations(self.of(c, count).schedule, keep)
+        elif keep is not None:  # a search for shares asks for several
+            schedule = keep_activations(self.of(c, count, remade=remade).schedule, keep)
+        else:
+            plain = self.of(c._replace(recompute="none"), count).schedule
+            schedule = add_recompute(plain, "early", remade) if remade is None or remade else plain
         order = self._kept[key] = Order(schedule)
         self._tasks += order.tasks
         while self._tasks > MOST_TASKS and len(self._kept) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import floor, lcm
 
@@ -14,6 +14,7 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import crowding, gradient_width, stage_costs
 from raypipe.errors import ScheduleError
+from raypipe.job.recompute import again_after
 from raypipe.job.spec import TrainSpec
 from raypipe.plan.at_scale import Figures, at_scale
 from raypipe.plan.bounds import least_step_seconds
@@ -21,7 +22,7 @@ from raypipe.plan.candidate import SYNCS, Candidate, Grid, candidates
 from raypipe.plan.cut import Cut, balanced_cut, bottlenecks
 from raypipe.plan.form import Form
 from raypipe.plan.orders import Keep, Order, Orders
-from raypipe.plan.prediction import Prediction
+from raypipe.plan.prediction import Prediction, stages_of
 from raypipe.plan.step_time import Around, StepTime, step_time
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.costs import CostTable
@@ -98,11 +99,14 @@ class Predictor:
         form = c.form if form is None else form
         key = (c.microbatch, form.joint, form.placement, form.size, c.replicas)
         if key not in self._tables:
-            self._tables[key] = stage_costs(
-                self.profile, self.cut(form.stages, c.microbatch), c.microbatch, form.placement, copies=c.replicas,
-                size=float(form.size), split=not form.joint,
-            )  # fmt: skip
+            self._tables[key] = self._stage_costs(c, form)
         return self._tables[key]
+
+    def _stage_costs(self, c: Candidate, form: Form, again: frozenset[int] | None = None) -> CostTable:
+        return stage_costs(
+            self.profile, self.cut(form.stages, c.microbatch), c.microbatch, form.placement, copies=c.replicas,
+            size=float(form.size), split=not form.joint, again=again,
+        )  # fmt: skip
 
     def around(self, c: Candidate) -> Around:
         """What its step has besides tasks."""
@@ -171,10 +175,12 @@ class Predictor:
             ScheduleError: the family has no such shape.
         """
         keep = self._keep(c) if c.recompute == "stage-aware" else None
+        again = self._again(c) if c.recompute == "layers" else None
         found = Prediction(
-            candidate=c, batch=self.train.batch, cut=self.cut(c.form.stages, c.microbatch), costs=self.costs(c),
-            step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory(c, keep),
-            capacity=self.profile.memory_bytes, keep=keep,
+            candidate=c, batch=self.train.batch, cut=self.cut(c.form.stages, c.microbatch),
+            costs=self.costs(c) if again is None else self._stage_costs(c, c.form, again),
+            step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory(c, keep, again),
+            capacity=self.profile.memory_bytes, keep=keep, again=again,
         )  # fmt: skip
         return self.time(found) if found.fits or timed else found
 
@@ -203,7 +209,8 @@ class Predictor:
                 return step_time(Order(p.order), costs, sync, around, parts=final)
 
             def figures(count: int) -> Figures:
-                return np.array(step_time(self._orders.of(c, count, p.keep), costs, sync, around, parts=final))
+                order = self._orders.of(c, count, p.keep, p.remade)
+                return np.array(step_time(order, costs, sync, around, parts=final))
 
             return StepTime(*map(float, self._at_scale(c, figures, FINAL if final else None)))
 
@@ -219,9 +226,9 @@ class Predictor:
             p, candidate=c._replace(sync=sync), step_s=best.step, compute_s=best.compute, busy_s=best.busy
         )
         if final and shared and sync != "lazy" and p.fits:
-            order = Order(p.order) if p.order is not None else self._orders.of(c, c.microbatches, p.keep)
+            order = Order(p.order) if p.order is not None else self._orders.of(c, c.microbatches, p.keep, p.remade)
             if order.tasks <= DIRECT:  # sums under way beside activations
-                held = replace(timed_p, memory=self._order_memory(c, order.whole(sync)))
+                held = replace(timed_p, memory=self._order_memory(c, order.whole(sync), p.again))
                 if not held.fits and "lazy" in self.syncs:
                     lazy = timed("lazy")
                     return replace(p, step_s=lazy.step, compute_s=lazy.compute, busy_s=lazy.busy)
@@ -235,16 +242,23 @@ class Predictor:
         turn = lcm(2 * c.stages, 1 if c.unit is None or c.unit == count else c.unit)
         return at_scale(measure, count, turn)
 
-    def _order_memory(self, c: Candidate, order: Order) -> tuple[DeviceMemory, ...]:
+    def _order_memory(
+        self, c: Candidate, order: Order, again: frozenset[int] | None = None
+    ) -> tuple[DeviceMemory, ...]:  # fmt: skip
         ahead = self.train.clip is not None and not self.around(c).waits(order)
         return device_memory(
             self.profile, self.cut(order.schedule.stages, c.microbatch), order.schedule, c.microbatch,
             copies=c.replicas, optimizer=self.train.optimizer, momentum=self.train.momentum > 0, ahead=ahead,
+            again=again,
         )  # fmt: skip
 
-    def _memory(self, c: Candidate, keep: Keep | None) -> tuple[DeviceMemory, ...]:
+    def _memory(
+        self, c: Candidate, keep: Keep | None, again: frozenset[int] | None = None
+    ) -> tuple[DeviceMemory, ...]:  # fmt: skip
+        remade = None if again is None else stages_of(self.cut(c.form.stages, c.microbatch), again)
+
         def measure(count: int) -> Figures:
-            devices = self._order_memory(c, self._orders.of(c, count, keep))
+            devices = self._order_memory(c, self._orders.of(c, count, keep, remade), again)
             return np.array([value for device in devices for value in device.terms().values()])
 
         rows = self._at_scale(c, measure).reshape(c.stages, -1)
@@ -272,6 +286,26 @@ class Predictor:
                     high[d] = level[d]
         return tuple(min(low[row[s]] for row in form.placement) / LEVELS for s in range(form.stages))
 
+    def _again(self, c: Candidate) -> frozenset[int]:
+        """Layers that are recomputed if each stage keeps as many of its first ones as its device's memory holds.
+
+        Levels are shares of a stage's layers, the same for all stages of a device; devices fill up independently.
+        """
+        form, cut = c.form, self.cut(c.form.stages, c.microbatch)
+        levels = max(map(len, cut))
+        everything = again_after(cut, (0.0,) * form.stages)
+        if max(row.total for row in self._memory(c, None, everything)) > self.profile.memory_bytes:
+            return everything
+        low, high = [0] * c.stages, [levels + 1] * c.stages  # holds, holds not
+        while any(h - k > 1 for k, h in zip(low, high, strict=True)):
+            level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
+            for d, row in enumerate(self._memory(c, None, again_after(cut, _shares(form, level, levels)))):
+                if row.total <= self.profile.memory_bytes:
+                    low[d] = level[d]
+                else:
+                    high[d] = level[d]
+        return again_after(cut, _shares(form, low, levels))
+
     def relief(self, p: Prediction) -> list[tuple[float, Candidate]]:
         """See ``Judge``: fewer activations where the family can be told, else recomputation."""
         c = p.candidate
@@ -288,6 +322,8 @@ class Predictor:
             found.append((self.least(limited), limited))
         if self.recompute and not c.form.recomputes and c.memory_limit is None:
             found.append(self._recomputing(p))
+            if self.partly and not c.sub_pipelined:  # halves are recomputed whole
+                found.append(self._recomputing_layers(p))
         return found
 
     def _recomputing(self, p: Prediction) -> tuple[float, Candidate]:
@@ -309,6 +345,33 @@ class Predictor:
         )  # fmt: skip
         return bound * (1 - 1e-9), c._replace(recompute="stage-aware")
 
+    def _recomputing_layers(self, p: Prediction) -> tuple[float, Candidate]:
+        """The same by layers. All micro-batches in flight keep the same layers, so where activations are to shrink to a
+        share, the layers that one of the device's stages keeps are no more than that share of what it keeps now."""
+        c, form, costs = p.candidate, p.candidate.form, self.costs(p.candidate)
+        levels = max(map(len, p.cut))
+        samples = c.microbatch * float(form.size)
+        most = [0] * c.stages
+        for s, layers in enumerate(p.cut):
+            own = [self.profile.layers[i] for i in layers]
+            kept = [layer.kept_bytes * samples + layer.kept_fixed_bytes for layer in own]
+            whole = sum(kept) + own[-1].output_bytes * samples
+            for d in {row[s] for row in form.placement}:
+                memory = p.memory[d]
+                room = memory.activations - (memory.total - p.capacity)
+                share = min(1.0, max(0.0, room / memory.activations)) if memory.activations else 1.0
+                fits = [
+                    level for level in range(levels + 1)
+                    if sum(kept[: floor(level / levels * len(kept) + 1e-9)]) <= share * whole * (1 + 1e-9)
+                ]  # fmt: skip
+                most[d] = max(most[d], max(fits, default=0))
+        again = again_after(p.cut, _shares(form, most, levels))
+        remade = stages_of(p.cut, again)
+        if remade:
+            costs = self._stage_costs(c, form, again)
+        bound = least_step_seconds(form, c.microbatches, costs, self.around(c), remade)
+        return bound * (1 - 1e-9), c._replace(recompute="layers")
+
     def _largest(self, p: Prediction) -> list[float]:
         """Per device, the most bytes of activations that a micro-batch has on a stage of it."""
         most = [0.0] * p.candidate.stages
@@ -322,7 +385,9 @@ class Predictor:
 
     def schedule_of(self, p: Prediction) -> Schedule:
         """Compute tasks of one data-parallel copy."""
-        return self._orders.of(p.candidate, p.candidate.microbatches, p.keep).schedule if p.order is None else p.order
+        if p.order is not None:
+            return p.order
+        return self._orders.of(p.candidate, p.candidate.microbatches, p.keep, p.remade).schedule
 
     def holds(self, c: Candidate) -> bool:
         """Whether the candidate fits; False for one that does not exist."""
@@ -340,3 +405,8 @@ class Predictor:
             for memory, one in zip(p.memory, self._largest(p), strict=True)
         ]
         return max(0, floor(min(most)))
+
+
+def _shares(form: Form, level: Sequence[int], levels: int) -> Keep:
+    """Per stage, the share of its layers that are kept at these levels of the devices that hold it."""
+    return tuple(min(level[row[s]] for row in form.placement) / levels for s in range(form.stages))

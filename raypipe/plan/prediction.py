@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from raypipe.cost.memory import DeviceMemory
@@ -10,6 +11,11 @@ from raypipe.plan.cut import Cut
 from raypipe.plan.form import Form
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
+
+
+def stages_of(cut: Cut, layers: Collection[int]) -> frozenset[int]:
+    """Stages that hold any of these layers."""
+    return frozenset(s for s, own in enumerate(cut) if any(i in layers for i in own))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +40,15 @@ class Prediction:
     """Memory of a device."""
     keep: tuple[float, ...] | None = None
     """Per stage, share of micro-batches not recomputed (stage-aware)."""
+    again: frozenset[int] | None = None
+    """Layers that are recomputed, of those stages that recompute some (``layers``)."""
     order: Schedule | None = None
     """The order of a searched schedule; None where its name generates it."""
+
+    @property
+    def remade(self) -> frozenset[int] | None:
+        """Stages that recompute where only some layers are; None where all may."""
+        return None if self.again is None else stages_of(self.cut, self.again)
 
     @property
     def form(self) -> Form:

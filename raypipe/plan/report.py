@@ -34,6 +34,7 @@ def _candidate(row: Row) -> dict[str, Any]:
         "tensor": c.tensor, "sub_pipelined": c.sub_pipelined,
         "pipelines": c.pipelines, "concat": c.concat, "placement": c.placement, "sync": c.sync,
         "recompute": recompute_word(p), "keep": list(p.keep) if p.keep is not None else None,
+        "recomputed_layers": sorted(p.again) if p.again is not None else None,
         "predicted_step_s": p.step_s, "chimera_step_s": eq1, "throughput": p.throughput,
         "bubble_ratio": p.bubble_ratio,
         # Of every device: the members of a group hold as much as one another, and are neighbours.
@@ -43,7 +44,10 @@ def _candidate(row: Row) -> dict[str, Any]:
 
 
 def recompute_word(p: Prediction) -> str:
-    """``none``, ``full``, or ``stage-aware`` where some micro-batches keep their activations."""
+    """``none``, ``full``, ``stage-aware`` where some micro-batches keep their activations, or ``layers`` where some
+    layers do."""
+    if p.again is not None:
+        return "layers" if len(p.again) < sum(map(len, p.cut)) else "full"
     if p.candidate.recompute == "none":
         return "full" if p.form.recomputes and p.order is None else "none"
     return "stage-aware" if p.keep is not None and any(p.keep) else "full"
@@ -53,7 +57,7 @@ def schedule_of(p: Prediction) -> Schedule:
     """Compute tasks of one data-parallel copy."""
     if p.order is not None:
         return p.order
-    return Orders().of(p.candidate, p.candidate.microbatches, p.keep).schedule
+    return Orders().of(p.candidate, p.candidate.microbatches, p.keep, p.remade).schedule
 
 
 def closed_seconds(p: Prediction) -> float | None:

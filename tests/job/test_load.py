@@ -79,7 +79,6 @@ WRONG = [  # override, key in `where`, words in the message
     ("parallel.placement=ring", "parallel.placement", "1f1b has its own"),
     ("parallel.chunks=2", "parallel.chunks", "leave chunks out"),
     ("parallel.shard=zero3", "parallel.shard", "not available yet"),
-    ("parallel.recompute=auto", "parallel.recompute", "use none or full or stage-aware"),
     ("parallel.recompute=sometimes", "parallel.recompute", "'stage-aware'"),
     ("parallel.recompute=stage-aware", "parallel.memory_cap_mb", "missing"),
     ("parallel.memory_cap_mb=100", "parallel.memory_cap_mb", "use recompute: stage-aware"),

@@ -9,6 +9,7 @@ import pytest
 from raypipe.errors import SpecError
 from raypipe.plan.choose import choose, label
 from raypipe.plan.plan import Plan, build_schedule
+from raypipe.plan.predict import Predictor
 from raypipe.plan.report import as_json
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.memory import peak_activations
@@ -92,23 +93,49 @@ def test_memory_decides_and_the_faster_plan_says_what_would_fit() -> None:
 
 def test_recomputation_keeps_as_much_as_memory_holds() -> None:
     """Below the memory of 1F1B the planner recomputes, and with a little more it recomputes less."""
-    job = make_job(layers=4, batch=16, parallel={"auto": True, "schedule": "1f1b", "stages": 4, "replicas": 1})
+    wishes = {"auto": True, "schedule": "1f1b", "stages": 4, "replicas": 1}
+    job = make_job(layers=4, batch=16, parallel=wishes)
     bare = choose(job, make_profile(layers=4), search_s=0)
     need = max(bare.best.memory_bytes)
-    steps, shares = [], []
+    steps, shares, layers = [], [], []
     for part in (0.75, 0.85, 0.95):
-        found = choose(
-            make_job(
-                layers=4, batch=16, parallel={"auto": True, "schedule": "1f1b", "stages": 4, "replicas": 1},
-            ),
-            make_profile(layers=4, memory_bytes=part * need), search_s=0,
-        ).best  # fmt: skip
-        same = [found] if found.candidate.microbatch == bare.best.candidate.microbatch else []
+        profile = make_profile(layers=4, memory_bytes=part * need)
+        found = choose(job, profile, search_s=0).best
         steps.append(found.step_s)
-        shares += [sum(p.keep or ()) for p in same]
         assert max(found.memory_bytes) <= part * need
+        judge = Predictor(profile, job.train, 4)
+        kept, again = (judge.predict(bare.best.candidate._replace(recompute=how)) for how in ("stage-aware", "layers"))
+        shares.append(sum(kept.keep or ()))
+        layers.append(len(again.again or ()))
+        assert found.step_s <= min(kept.step_s, again.step_s) * (1 + 1e-9)
     assert steps == sorted(steps, reverse=True)
     assert shares == sorted(shares)
+    assert layers == sorted(layers, reverse=True)
+
+
+def test_few_micro_batches_recompute_some_of_their_layers() -> None:
+    """One micro-batch in flight is kept or not; of its layers, as many as memory holds."""
+    wishes = {"schedule": "1f1b", "stages": 2, "replicas": 1, "microbatch": 8, "recompute": "auto"}
+    job = make_job(layers=8, batch=64, parallel=wishes)
+    need = max(choose(job, make_profile(layers=8), search_s=0).best.memory_bytes)
+    decision = choose(job, make_profile(layers=8, memory_bytes=0.8 * need), search_s=0)
+    best = decision.best
+    assert best.candidate.recompute == "layers"
+    assert max(best.memory_bytes) <= 0.8 * need
+    plan = Plan.model_validate_json(decision.plan.model_dump_json())
+    again = plan.parallel.recompute
+    assert again == tuple(sorted(best.again or ()))
+    assert again
+    for layers in plan.cut:  # its last layers, and not all of them
+        mine = [i for i in layers if i in again]
+        assert mine == list(layers[len(layers) - len(mine) :])
+        assert len(mine) < len(layers)
+    whole = choose(job, make_profile(layers=8, memory_bytes=0.8 * need), search_s=0, policy="largest-microbatch")
+    assert best.step_s < whole.best.step_s
+    schedule = build_schedule(plan, 64)
+    assert simulate(schedule, best.costs).makespan == pytest.approx(best.step_s, rel=0.05)
+    row = as_json(decision)["candidates"][0]
+    assert (row["recompute"], row["recomputed_layers"]) == ("layers", list(again))
 
 
 def test_nothing_fits_names_the_term_the_excess_and_what_would() -> None:
