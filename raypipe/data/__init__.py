@@ -2,7 +2,7 @@
 
 from raypipe.data.arrays import Arrays, declared_fields, known_fields, prepare_arrays
 from raypipe.data.corpus import Corpus
-from raypipe.data.dataset import Dataset, is_prepared, open_data, prepare_data
+from raypipe.data.dataset import Dataset, is_prepared, open_data, prepare_data, tokens_per_sample
 from raypipe.data.prepare import prepare
 from raypipe.data.ragged import Ragged, flat
 from raypipe.data.rows import columns_of
@@ -21,4 +21,5 @@ __all__ = [
     "prepare",
     "prepare_arrays",
     "prepare_data",
+    "tokens_per_sample",
 ]

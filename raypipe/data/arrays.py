@@ -194,6 +194,7 @@ def write_arrays(splits: Mapping[Split, Columns], directory: Path, source: str, 
         "samples": {split: len(next(iter(splits[split].values()))) for split in SPLITS},
         "columns": list(train),
         "fills": {name: column.fill for name, column in train.items() if isinstance(column, Ragged)},
+        "mean_lengths": {n: float(c.lengths().mean()) for n, c in train.items() if isinstance(c, Ragged)},
         "fields": {
             name: {"shape": list(field.shape), "dtype": str(field.dtype).removeprefix("torch.")}
             for name, field in _fields(*splits.values()).items()
@@ -315,6 +316,15 @@ def known_fields(directory: Path) -> dict[str, Field] | None:
     except FileNotFoundError:
         return None
     return {name: Field(tuple(about["shape"]), getattr(torch, about["dtype"])) for name, about in fields.items()}
+
+
+def mean_tokens(directory: Path, name: str = TOKENS, meta: str = META) -> float | None:
+    """Tokens of a prepared training sample on average, without what pads it; None where all are equally long."""
+    try:
+        found: dict[str, float] = json.loads((directory / meta).read_text()).get("mean_lengths", {})
+    except FileNotFoundError:
+        return None
+    return found.get(name)
 
 
 def _fields(*parts: Columns) -> dict[str, Field]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raypipe.data.arrays import META as ARRAYS
-from raypipe.data.arrays import Arrays, mask_of, prepare_arrays
+from raypipe.data.arrays import Arrays, mask_of, mean_tokens, prepare_arrays
 from raypipe.data.corpus import META as CORPUS
 from raypipe.data.corpus import Corpus, Split
 from raypipe.data.lines import LINE, prepare_lines
@@ -129,6 +129,12 @@ def prepare_data(job: JobSpec, task: Task, directory: Path) -> None:
         prepare_lines(job.data, job.model.sequence, directory)
     else:
         prepare(job.data, task.window(job.model.sequence), directory)
+
+
+def tokens_per_sample(job: JobSpec, directory: Path) -> float:
+    """What throughput counts of the data that was prepared in a directory: tokens, without what pads them."""
+    found = mean_tokens(directory, LINE, LINES) if job.data.type == "lines" else mean_tokens(directory)
+    return job.tokens_per_sample if found is None else found
 
 
 def is_prepared(directory: Path) -> bool:

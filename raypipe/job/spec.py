@@ -241,8 +241,8 @@ class JobSpec(Spec):
 
     @property
     def tokens_per_sample(self) -> int:
-        """What throughput counts: the tokens of a sample of text; 1 for a sample of arrays."""
-        return (self.model.sequence or 1) if self.data.type == "bytes" else 1
+        """Most tokens of a sample of text; 1 for a sample of arrays."""
+        return (self.model.sequence or 1) if self.data.type != "arrays" else 1
 
     @property
     def microbatches(self) -> int:

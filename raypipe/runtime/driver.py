@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from raypipe.checkpoint import LOSS, best, commit, forget_best, keep_best, step_directory
-from raypipe.data import known_fields
+from raypipe.data import known_fields, tokens_per_sample
 from raypipe.errors import DivergenceError
 from raypipe.job.recompute import layers_again
 from raypipe.job.spec import JobSpec
@@ -72,7 +72,7 @@ class Driver:
         self.log, self.saved = log, saved
         self.schedule = build_schedule(plan, job.train.batch)
         self._clips = job.train.clip is not None
-        self.tokens_per_step = job.train.batch * job.tokens_per_sample
+        self.tokens_per_step = job.train.batch * tokens_per_sample(job, directory / "data")
         self.clock = StepClock(self.schedule)
         self.ahead = runs_ahead(plan.parallel, self._clips, self.schedule, CostTable.even(self.schedule.stages))
         self.replanner: Replanner | None = None

@@ -107,6 +107,9 @@ def test_lines_of_text(plan, stage_pool, tmp_path) -> None:
     done = drive(job, stage_pool, tmp_path / "run")
     losses = lines_losses(job, tmp_path / "run" / "data")
     assert [*done.losses, *done.val_losses] == pytest.approx(losses, abs=1e-9, rel=0)
+    lengths = Arrays.open(tmp_path / "run" / "data", "lines.json").columns["train"]["line"].lengths()
+    tokens = [row["tokens_per_s"] * row["step_s"] for row in done.rows]
+    assert tokens == pytest.approx([BATCH * lengths.mean()] * STEPS)  # what pads them is no throughput
 
 
 def rows_of(case: str) -> dict[str, list[list[int]]]:
