@@ -6,8 +6,10 @@ of each length is kept among the best: equally long ones are mostly the same ord
 
 from __future__ import annotations
 
+import itertools
 import random
 
+from raypipe.auto.alternate import alternating
 from raypipe.auto.budget import Budget
 from raypipe.auto.cross import cross
 from raypipe.auto.decode import decode, disturbed
@@ -87,7 +89,7 @@ class Rounds:
             if self.done() or (self.elite and self.budget.left < rest):
                 break
         if self.best > self.goal:
-            for words in published(self.p, self.costs):
+            for words in itertools.chain(alternating(self.p), published(self.p, self.costs)):
                 self.start_from(words)
                 if self.p.tasks > _LARGE and self.budget.left < last:
                     break
