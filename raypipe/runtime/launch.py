@@ -109,5 +109,10 @@ def start_actors(titles: list[str], request: DeviceRequest, actor_class: type, t
         .remote(rank, title)
         for rank, title in enumerate(titles)
     ]
-    locations = ray.get([actor.locate.remote() for actor in actors], timeout=timeout_s)
-    return Fleet(actors, titles, locations, group, run_id)
+    fleet = Fleet(actors, titles, [], group, run_id)
+    try:
+        fleet.locations += ray.get(fleet.call("locate"), timeout=timeout_s)
+    except BaseException:
+        fleet.stop()  # nobody else has it yet
+        raise
+    return fleet

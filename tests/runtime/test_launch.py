@@ -11,7 +11,7 @@ from ray.util import list_named_actors
 
 from raypipe.errors import RunError
 from raypipe.runtime.devices import DeviceRequest
-from raypipe.runtime.launch import device_title, start_fleet
+from raypipe.runtime.launch import device_title, start_actors, start_fleet
 from raypipe.runtime.transport.shared_memory import file_path
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
@@ -97,6 +97,26 @@ def test_a_fleet_comes_up_under_its_names_and_goes_away(local_ray) -> None:
     finally:
         if not stopped:
             fleet.stop()
+
+
+class SecondFails:
+    """An actor, of which the second one does not come up."""
+
+    def __init__(self, rank: int, title: str) -> None:
+        if rank == 1:
+            raise ValueError("no")
+
+    def locate(self) -> None:
+        pass
+
+
+@pytest.mark.runs
+def test_actors_of_which_one_does_not_come_up_are_all_gone(local_ray) -> None:
+    with pytest.raises(ray.exceptions.RayActorError):
+        start_actors(["sound one", "broken one"], DeviceRequest(cpus=0.01, gpus=0.0), SecondFails)
+    assert not [name for name in list_named_actors() if name.startswith(("sound one", "broken one"))]
+    groups = ray.util.placement_group_table().values()
+    assert all(group["state"] == "REMOVED" for group in groups if group["name"].startswith("raypipe "))
 
 
 def _wait_until_gone(pids: list[int]) -> None:
