@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.narrow import narrowed
-from raypipe.cost.profile import Profile
-from raypipe.errors import SpecError
+from raypipe.cost.profile_file import load_profile
 from raypipe.job.cluster import load_cluster
 from raypipe.job.order import base_schedule
 from raypipe.job.spec import JobSpec
@@ -35,7 +32,7 @@ def partition_job(
     """
     schedule = base_schedule(job.parallel, job.train.batch)
     described = None if cluster is None else load_cluster(cluster)
-    measured = None if profile is None else _read(profile)
+    measured = None if profile is None else load_profile(profile)
     pieces, members = job_pieces(divided(job, 1))
     if measured is None:
         where = this_machine(job.train.dtype, schedule.devices) if described is None else described
@@ -71,16 +68,3 @@ def job_pieces(job: JobSpec) -> Kept:
     if key is not None:
         save_pieces(key, *found)
     return found
-
-
-def _read(path: Path) -> Profile:
-    try:
-        return Profile.model_validate_json(path.read_bytes())  # by JSON's rules: its lists are our tuples
-    except OSError as error:
-        raise SpecError(str(path), f"cannot be read: {error.strerror}", "raypipe profile JOB.yaml -o FILE") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise SpecError(
-            f"{path}: {key}" if key else str(path), first["msg"], "raypipe profile JOB.yaml -o FILE"
-        ) from None
