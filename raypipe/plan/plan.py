@@ -12,9 +12,9 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, ValidationError
 
 from raypipe.errors import SpecError
+from raypipe.job.order import base_schedule
 from raypipe.job.recompute import Cut, layers_again
 from raypipe.job.spec import ParallelSpec, Spec
-from raypipe.schedule import generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync, replicate
 from raypipe.schedule.passes.sync import Sync
@@ -67,10 +67,7 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
         ScheduleError: the shape is impossible for the schedule.
     """
     parallel = plan.parallel
-    if plan.order is not None:
-        schedule = from_text(plan.order, "plan: order")
-    else:
-        schedule = generate(parallel.schedule, parallel.shape(batch))
+    schedule = base_schedule(parallel, batch) if plan.order is None else from_text(plan.order, "plan: order")
     schedule = with_recompute(schedule, parallel, plan.cut)
     schedule = replicate(schedule, parallel.replicas)
     schedule = place_gradient_sync(schedule, cast(Sync, parallel.sync))  # it refuses what it does not know
