@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from raypipe.checkpoint import commit, write_shard
 from raypipe.cli import run
-from raypipe.data import Corpus
+from raypipe.data import Corpus, declared_fields
 from raypipe.errors import SpecError
 from raypipe.export import export
 from raypipe.job.load import job_from
-from raypipe.models import build_model
+from raypipe.models import build_model, random_keys
 from raypipe.train import JOB_FILE
 from tests.runtime.small_runs import drive
 
@@ -88,13 +90,39 @@ def test_fine_tuning_a_local_checkpoint(checkpoint, stage_pool, text_folder, tmp
         for name, parameter in body.named().items():
             parameter.copy_(after.get_parameter(name))
         tokens = torch.randint(256, (3, SEQUENCE))
-        from raypipe.models import random_keys
-
         with random_keys(0, 0, [], training=False):
             mine = body((), {"input_ids": tokens})[0]
         assert (mine - after.eval()(tokens).logits).abs().max() < 1e-5
     with pytest.raises(SpecError, match="already there"):
         export(tmp_path / "run", tmp_path / "out")
+
+
+def test_running_statistics_are_exported(tmp_path) -> None:
+    images = torch.randn(4, 3, 16, 16)
+    np.savez(tmp_path / "rows.npz", pixel_values=images.numpy(), labels=np.array([0, 1, 0, 1]))
+    config = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    job = job_from(
+        {"name": "norms", "model": {"hf": "resnet", "config": config},
+         "data": {"type": "arrays", "path": str(tmp_path / "rows.npz")}, "train": {"steps": 1, "batch": 2}}
+    )  # fmt: skip
+    model = build_model(job, declared_fields(job.data))
+    body = model.build_stage(range(model.count), seed=0)
+    tensors = {f"param/{name}": p.detach() for name, p in body.named().items()}
+    for one in body.statistics:
+        for name, buffer in one.buffers_by_name.items():
+            buffer.add_(torch.rand_like(buffer) if buffer.is_floating_point() else 3)
+            tensors[f"buffer/{name}"] = buffer
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    commit(checkpoint, 1, [write_shard(checkpoint, "rank-00000", tensors)], {})
+    (tmp_path / "run" / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json")))
+    after = transformers.AutoModelForImageClassification.from_pretrained(export(tmp_path / "run", tmp_path / "out"))
+    held = dict(after.named_buffers())
+    assert {key.removeprefix("buffer/") for key in tensors if key.startswith("buffer/")} == held.keys()
+    with torch.no_grad(), random_keys(0, 0, [], training=False):
+        mine = body((), {"pixel_values": images})[0]
+        assert (mine - after.eval()(images).logits).abs().max() < 1e-5
+    assert all(torch.equal(held[key.removeprefix("buffer/")], t) for key, t in tensors.items() if "buffer/" in key)
 
 
 def test_each_stage_reads_its_own_tensors_and_no_file_of_others(checkpoint, text_folder, tmp_path, monkeypatch) -> None:
