@@ -8,13 +8,12 @@ disturbed profiles' times are from the quiet one's.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import ray
@@ -32,25 +31,29 @@ MODEL = {"type": "gpt", "layers": 8, "hidden": 256, "heads": 8, "sequence": 128,
 SIZES = (2, 4, 8)
 
 
-def burn(after_s: float) -> None:
-    """Compute for ever."""
-    time.sleep(after_s)
-    while True:
-        sum(range(10_000))
+class Burners:
+    """Processes that compute for ever, ``after_s`` seconds after the measuring began.
 
+    Not before: Ray starts actors at low priority, which would then never come up.
+    """
 
-@contextmanager
-def burners(count: int, after_s: float) -> Iterator[None]:
-    """Processes that keep so many cores busy, from ``after_s`` on."""
-    processes = [multiprocessing.Process(target=burn, args=(after_s,), daemon=True) for _ in range(count)]
-    for process in processes:
-        process.start()
-    try:
-        yield
-    finally:
-        for process in processes:
+    def __init__(self, count: int, after_s: float) -> None:
+        self.code = f"import time; time.sleep({after_s})\nwhile True: pass"
+        self.count = count
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.began = 0.0
+
+    def heard(self, text: str) -> None:
+        """Begin when the profile says that it measures."""
+        if text.startswith("micro-batches of") and not self.began:
+            self.began = time.monotonic()
+            self.processes = [subprocess.Popen([sys.executable, "-c", self.code]) for _ in range(self.count)]
+
+    def stop(self) -> None:
+        """End them."""
+        for process in self.processes:
             process.kill()
-            process.join()
+            process.wait()
 
 
 def job() -> JobSpec:
@@ -93,10 +96,17 @@ def main() -> int:
 
         def measure(label: str, count: int, after_s: float) -> None:
             say(label)
-            began = time.monotonic()
-            with burners(count, after_s):
-                profile = measure_profile(job(), SIZES, 2, quick=not args.thorough, data=data, say=say)
-            found[label] = profile, time.monotonic() - began
+            burners = Burners(count, after_s)
+
+            def heard(text: str) -> None:
+                say(text)
+                burners.heard(text)
+
+            try:
+                profile = measure_profile(job(), SIZES, 2, quick=not args.thorough, data=data, say=heard)
+            finally:
+                burners.stop()
+            found[label] = profile, time.monotonic() - burners.began
 
         measure("quiet", 0, 0.0)
         took = found["quiet"][1]
