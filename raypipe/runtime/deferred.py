@@ -60,15 +60,40 @@ def accumulate(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
+def _accumulate_product(weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, gy: Tensor) -> None:
+    """Add ``a @ b`` to the weight's gradient, and the sum of the rows of ``gy`` to the bias's."""
+    if weight.requires_grad:
+        if weight.grad is not None and weight.grad.dtype == a.dtype == b.dtype:
+            weight.grad.addmm_(a, b)  # one pass, no temporary of the weight's size
+        else:
+            accumulate(weight, a.mm(b.to(a.dtype)))
+    if bias is not None and bias.requires_grad:
+        accumulate(bias, gy.sum(0))
+
+
 def _linear_weight_grad(weight: Tensor, bias: Tensor | None, x: Tensor, gy: Tensor) -> None:
     gy2, x2 = gy.reshape(-1, gy.shape[-1]), x.reshape(-1, x.shape[-1])
-    if weight.requires_grad:
-        if weight.grad is not None and weight.grad.dtype == gy2.dtype == x2.dtype:
-            weight.grad.addmm_(gy2.t(), x2)  # one pass, no temporary of the weight's size
-        else:
-            accumulate(weight, gy2.t().mm(x2.to(gy2.dtype)))
-    if bias is not None and bias.requires_grad:
-        accumulate(bias, gy2.sum(0))
+    _accumulate_product(weight, bias, gy2.t(), x2, gy2)
+
+
+def _keep(
+    ctx: Any, x: Tensor, y: Tensor, used: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue
+) -> Tensor:
+    """Keep for the backward what made ``y``; returns it.
+
+    Under autocast the product ran in y's dtype: x is kept in it, as autograd would. Saved, not just referenced:
+    autograd then notices when something overwrites them in place.
+    """
+    ctx.save_for_backward(x.to(y.dtype), used)
+    ctx.x_dtype = x.dtype
+    ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
+    return y
+
+
+def _leave(ctx: Any, closure: Closure) -> None:
+    """Leave the weights' part in the queue, if there is any."""
+    if ctx.weight.requires_grad or (ctx.bias is not None and ctx.bias.requires_grad):
+        ctx.queue.current.append(closure)
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -78,20 +103,14 @@ class _DeferredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
         used = queue.narrow(weight)
         y = F.linear(x, used, None if bias is None else queue.narrow(bias))
-        # Under autocast the product ran in y's dtype; keep x in it, as autograd would. Saved, not just referenced:
-        # autograd then notices when something overwrites them in place.
-        ctx.save_for_backward(x.to(y.dtype), used)
-        ctx.x_dtype = x.dtype
-        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
-        return y
+        return _keep(ctx, x, y, used, weight, bias, queue)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (gy,) = grads
         weight, bias = ctx.weight, ctx.bias
         x, used = ctx.saved_tensors[0].detach(), ctx.saved_tensors[1]
-        if weight.requires_grad or (bias is not None and bias.requires_grad):
-            ctx.queue.current.append(lambda: _linear_weight_grad(weight, bias, x, gy))
+        _leave(ctx, lambda: _linear_weight_grad(weight, bias, x, gy))
         gx = None
         if ctx.needs_input_grad[0]:
             gx = gy.matmul(used.to(gy.dtype)).to(ctx.x_dtype)
@@ -132,29 +151,14 @@ class _DeferredProduct(torch.autograd.Function):
     def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
         used = queue.narrow(weight)
         y = torch.addmm(queue.narrow(bias), x, used)
-        # Under autocast the product ran in y's dtype; keep x in it, as autograd would.
-        ctx.save_for_backward(x.to(y.dtype), used)
-        ctx.x_dtype = x.dtype
-        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
-        return y
+        return _keep(ctx, x, y, used, weight, bias, queue)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (gy,) = grads
         weight, bias = ctx.weight, ctx.bias
         x, used = ctx.saved_tensors[0].detach(), ctx.saved_tensors[1]
-
-        def weight_grad() -> None:
-            if weight.requires_grad:
-                if weight.grad is not None and weight.grad.dtype == gy.dtype == x.dtype:
-                    weight.grad.addmm_(x.t(), gy)
-                else:
-                    accumulate(weight, x.t().mm(gy))
-            if bias.requires_grad:
-                accumulate(bias, gy.sum(0))
-
-        if weight.requires_grad or bias.requires_grad:
-            ctx.queue.current.append(weight_grad)
+        _leave(ctx, lambda: _accumulate_product(weight, bias, x.t(), gy, gy))
         gx = gy.mm(used.to(gy.dtype).t()).to(ctx.x_dtype) if ctx.needs_input_grad[1] else None
         return None, gx, None, None
 
@@ -172,10 +176,8 @@ class _DeferredConvolution(torch.autograd.Function):
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
         shift = None if bias is None else queue.narrow(bias)
         y = convolve(x, used, shift, stride, padding, dilation, groups)
-        ctx.save_for_backward(x.to(y.dtype), used)
-        ctx.x_dtype, ctx.settings = x.dtype, settings
-        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
-        return y
+        ctx.settings = settings
+        return _keep(ctx, x, y, used, weight, bias, queue)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -197,8 +199,7 @@ class _DeferredConvolution(torch.autograd.Function):
             if gb is not None:
                 accumulate(bias, gb)
 
-        if weight.requires_grad or (bias is not None and bias.requires_grad):
-            ctx.queue.current.append(weight_grad)
+        _leave(ctx, weight_grad)
         gx = gradients([True, False, False])[0].to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
         return gx, None, None, None, None
 
