@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from raypipe.errors import RunError
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
 from raypipe.models.own_loss import OwnLoss
@@ -116,6 +117,10 @@ class CapturedModel(LayeredModel):
             tuple(getattr(torch, _type(operation).dtype) for operation in part.leaves),
             statistics,
         )
+        for name in part.inputs:
+            for dim in self.graph.sources[name].type.shape[1:2]:
+                if isinstance(dim, str) and dim in self.graph.at_least:
+                    stage.shortest[self.fields[name][0]] = self.graph.at_least[dim]
         stage.fill(self.values, seed, device, self._cut)
         return stage
 
@@ -144,9 +149,19 @@ class CapturedStage(StageBody):
         self.graph = graph
         self.arguments, self.leaves = reads, leaves
         self._statistics = statistics
+        self.shortest: dict[str, int] = {}
+        """Lengths of raw inputs below which the model's own code takes another branch than the one captured."""
 
     def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
-        """What leaves has the dtype it was captured with, also under autocast: so a message has one form."""
+        """What leaves has the dtype it was captured with, also under autocast: so a message has one form.
+
+        Raises:
+            RunError: a micro-batch is too short for what was captured.
+        """
+        for name, least in self.shortest.items():
+            if (length := inputs[name].shape[1]) < least:
+                why = f"a micro-batch of length {length}, but below {least} the model's code does something else"
+                raise RunError(name, why, f"set data.pad_to_multiple_of: {least}")
         outputs = self.graph(*arrived, *(inputs[name] for name in self.arguments))
         return tuple(y.to(dtype) for y, dtype in zip(outputs, self.leaves, strict=True))
 

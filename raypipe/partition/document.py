@@ -22,6 +22,7 @@ def to_document(graph: OperationGraph, calls: Sequence[Call]) -> dict[str, Any]:
         "tied": [list(group) for group in graph.tied],
         "classes": dict(graph.classes),
         "example": dict(graph.example),
+        "at_least": dict(graph.at_least),
     }
 
 
@@ -47,6 +48,7 @@ def from_document(document: Mapping[str, Any]) -> tuple[OperationGraph, tuple[Ca
         tied=tuple(tuple(group) for group in document["tied"]),
         classes=dict(document["classes"]),
         example=dict(document["example"]),
+        at_least=dict(document["at_least"]),
     )
     missing = {name for o in operations for name in o.sources} - graph.sources.keys()
     if missing or not all(0 <= number < len(operations) for number in graph.outputs.values()):

@@ -310,8 +310,14 @@ class _Encoder:
             tied=tuple(group for group in self.tied if len(group) > 1),
             classes=self.classes,
             example=self.example,
+            at_least=self.at_least(),
         )
         return Encoded(graph, calls)
+
+    def at_least(self) -> dict[str, int]:
+        """What branches taken demand of the symbols; the exporter itself demands 2 of each, which nothing needs."""
+        ranges = {str(symbol): found.lower for symbol, found in self.program.range_constraints.items()}
+        return {name: int(ranges[name]) for name in self.example if name in ranges and ranges[name] > 2}
 
     def place(self, number: int) -> tuple[int, int]:
         """Where an operation stands: writes appended at the end belong behind the last reader of the old value."""

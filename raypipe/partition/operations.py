@@ -100,6 +100,8 @@ class OperationGraph:
     """Class of each module that calls an operation, by the module's path."""
     example: Mapping[str, int] = field(default_factory=dict)
     """Values of the symbols in the shapes of the inputs that the model was captured with."""
+    at_least: Mapping[str, int] = field(default_factory=dict)
+    """Least values of symbols below which the model's own code would have taken another branch."""
 
     @cached_property
     def parameters(self) -> dict[str, int]:

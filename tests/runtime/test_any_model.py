@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.errors import SpecError
+from raypipe.errors import RunError, SpecError
 from raypipe.job import JobSpec
 from raypipe.job.load import job_from
 from raypipe.models import LayeredModel, build_model
@@ -188,6 +188,28 @@ def test_pipedream_refuses_a_parameter_on_two_stages() -> None:
     with pytest.raises(SpecError, match=r"copies of transformer\.wte\.weight would differ"):
         make_plan(job(tied=True))
     assert len(make_plan(job(tied=False)).cut) == 2
+
+
+class Branching(nn.Module):
+    """Its code looks at the length, as some attention implementations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(96, 8), nn.Linear(8, 96)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x.tanh() if tokens.shape[1] > 8 else x)
+
+
+def test_a_branch_on_the_length_is_not_taken_for_short_samples() -> None:
+    rows = {name: t for name, t in tokens().items() if name != "attention_mask"}
+    spec = {"import": f"{HERE}:Branching", "task": "causal-lm"}
+    model = build_model(job_of(spec), fields_of(rows))
+    cut, long = even_cut(model, 1), {name: np.array([9] * BATCH) for name in rows}
+    run_step(model, cut, rows, torch.float64, MICROBATCH, lengths=long)
+    with pytest.raises(RunError, match=r"length 8, but below 9 .*(?s:.*)pad_to_multiple_of: 9"):
+        run_step(model, cut, rows, torch.float64, MICROBATCH, lengths={n: own - 1 for n, own in long.items()})
 
 
 WRONG = {
