@@ -18,11 +18,11 @@ Cut = tuple[tuple[int, ...], ...]
 """Per stage, the numbers of its layers."""
 
 
-def contiguous_split(costs: Sequence[float], parts: int) -> list[int]:
+def contiguous_split(costs: Sequence[float], parts: int, slowest: float | None = None) -> list[int]:
     """Where parts 1, 2, ... begin, for the smallest largest sum (then the smallest sum of squares) of ``parts`` runs.
 
     Of equally even cuts the one whose larger parts come late, since early stages hold more micro-batches in flight. No
-    part is empty. O(parts * n^2).
+    part is empty. O(parts * n^2). ``slowest``: the smallest largest sum, where the caller has it from ``bottlenecks``.
 
     >>> contiguous_split([1, 1, 1, 1, 4], 3)
     [2, 4]
@@ -30,7 +30,8 @@ def contiguous_split(costs: Sequence[float], parts: int) -> list[int]:
     [2, 5]
     """
     runs = _runs(costs)
-    bound = _bottlenecks(runs, parts)[-1] * (1 + 1e-12)  # sums taken in another order may differ by rounding
+    slowest = _bottlenecks(runs, parts)[-1] if slowest is None else slowest
+    bound = slowest * (1 + 1e-12)  # sums taken in another order may differ by rounding
     squares = np.where(runs <= bound, runs * runs, np.inf)
     n = len(costs)
     best = np.full(n + 1, np.inf)
@@ -58,15 +59,15 @@ def bottlenecks(costs: Sequence[float], most: int) -> list[float]:
     return _bottlenecks(_runs(costs), most)
 
 
-def balanced_cut(times: Sequence[float], stages: int) -> Cut:
-    """The layers of each stage, from the time of each layer.
+def balanced_cut(times: Sequence[float], stages: int, slowest: float | None = None) -> Cut:
+    """The layers of each stage, from the time of each layer; ``slowest`` as for ``contiguous_split``.
 
     Raises:
         SpecError: more stages than layers.
     """
     if not 1 <= stages <= len(times):
         raise SpecError("parallel.stages", f"{stages} stages for {len(times)} layers", f"use 1 to {len(times)}")
-    edges = [0, *contiguous_split(times, stages), len(times)]
+    edges = [0, *contiguous_split(times, stages, slowest), len(times)]
     return tuple(tuple(range(a, b)) for a, b in pairwise(edges))
 
 

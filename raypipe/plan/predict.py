@@ -91,7 +91,8 @@ class Predictor:
         """The layers of each stage: the slowest as fast as can be."""
         key = (stages, microbatch)
         if key not in self._cuts:
-            self._cuts[key] = balanced_cut(self.layer_times(microbatch), stages)
+            slowest = self._slowest(microbatch)[stages - 1] if stages <= self.most_stages else None
+            self._cuts[key] = balanced_cut(self.layer_times(microbatch), stages, slowest)
         return self._cuts[key]
 
     def costs(self, c: Candidate, form: Form | None = None) -> CostTable:
@@ -225,7 +226,8 @@ class Predictor:
         timed_p = replace(
             p, candidate=c._replace(sync=sync), step_s=best.step, compute_s=best.compute, busy_s=best.busy
         )
-        if final and shared and sync != "lazy" and p.fits:
+        small = 3 * p.form.stages * c.microbatches <= DIRECT
+        if final and shared and sync != "lazy" and p.fits and (small or p.order is not None):
             order = Order(p.order) if p.order is not None else self._orders.of(c, c.microbatches, p.keep, p.remade)
             if order.tasks <= DIRECT:  # sums under way beside activations
                 held = replace(timed_p, memory=self._order_memory(c, order.whole(sync), p.again))

@@ -1,4 +1,4 @@
-"""How long the planner takes as the cluster grows: ``python -m tests.bench.planner_speed [MOST_DEVICES]``.
+"""How long the planner takes as the cluster grows: ``python -m tests.bench.planner_speed [MOST_DEVICES] [LAYERS]``.
 
 Chimera's 64-layer GPT-2, one sample a device (weak scaling, as in its Figure 1) on P100 nodes, all families, with and
 without a global gradient norm. One core: the search is single-threaded.
@@ -19,13 +19,14 @@ from raypipe.plan.explain import gib
 ROOT = Path(__file__).parents[2]
 
 
-def main(most: int) -> None:
+def main(most: int, layers: int) -> None:
     """Print one line per number of devices."""
     print(f"{'devices':>8} {'clip':>5} {'seconds':>8} {'processor':>9} {'candidates':>11} {'simulated':>9}  chosen")
     devices = 8
     while devices <= most:
         for clip in ("null", "1.0"):
-            job = load_job(ROOT / "jobs" / "gpt2-1.3b.yaml", [f"train.batch={devices}", f"train.clip={clip}"])
+            changes = [f"train.batch={devices}", f"train.clip={clip}", f"model.layers={layers}"]
+            job = load_job(ROOT / "jobs" / "gpt2-1.3b.yaml", changes)
             assert isinstance(job.model, GptSpec)
             began, used = time.monotonic(), time.process_time()
             cluster = load_cluster(ROOT / "cluster" / "p100.yaml").resized(devices)
@@ -45,4 +46,5 @@ def main(most: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 16384)
+    given = [int(word) for word in sys.argv[1:]]
+    main(*given, *(16384, 64)[len(given) :])
