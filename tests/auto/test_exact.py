@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from raypipe.auto.budget import Budget
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 
@@ -29,7 +30,7 @@ def test_within_one_per_cent_on_average(make_case):
     gaps = []
     for seed in range(24):
         case = make_case(seed)
-        found = case.search(budget_s=0.7)
+        found = case.search(budget=Budget(0.7))
         verify(found.schedule, case.memory)
         assert simulate(found.schedule, case.costs).makespan == pytest.approx(found.makespan)
         assert found.bound <= found.value * (1 + 1e-9)

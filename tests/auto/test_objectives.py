@@ -6,6 +6,7 @@ import random
 import pytest
 
 from raypipe.auto import search
+from raypipe.auto.budget import Budget
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, StageGraph, Task
@@ -93,7 +94,7 @@ def test_the_least_of_all_orders(case, objective):
             best = min(best, period(schedule, costs))
     assert tried > 1
     found = search(
-        placement, count, costs, memory_limit=memory, split=split, objective=objective, budget_s=5, enough=best,
+        placement, count, costs, memory_limit=memory, split=split, objective=objective, budget=Budget(5.0), enough=best,
     )  # fmt: skip
     timeline = simulate(found.schedule, costs)
     value = max(timeline.device_spans) if objective == "span" else period(found.schedule, costs)

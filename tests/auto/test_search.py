@@ -7,6 +7,7 @@ import pytest
 
 from raypipe.auto import search
 from raypipe.auto.bounds import lower_bound
+from raypipe.auto.budget import Budget
 from raypipe.auto.placements import placed
 from raypipe.auto.problem import build
 from raypipe.errors import ScheduleError
@@ -58,8 +59,8 @@ def test_other_rules(rules, split):
 def test_a_share_that_dies_with_b():
     """If B frees most of an activation, a forward fits in before the W, and the step is shorter."""
     costs = CostTable.even(4, 10, 12, 8, comm=1)
-    whole = search(((0, 1, 2, 3),), 12, costs, memory_limit=3.25, budget_s=1)
-    half = search(((0, 1, 2, 3),), 12, costs, memory_limit=3.25, freed_by_b=0.75, budget_s=1)
+    whole = search(((0, 1, 2, 3),), 12, costs, memory_limit=3.25, budget=Budget(1.0))
+    half = search(((0, 1, 2, 3),), 12, costs, memory_limit=3.25, freed_by_b=0.75, budget=Budget(1.0))
     assert max(peak_activations(whole.schedule)) <= 3
     assert half.makespan < whole.makespan
     for order in half.schedule.orders:
@@ -80,7 +81,7 @@ def test_memory_may_differ_by_device():
 def test_span_and_period(objective):
     """Twice 1F1B's memory is enough for no bubble at all in either (PAPERS, "checked")."""
     costs = CostTable.even(4)
-    found = search(((0, 1, 2, 3),), 12, costs, memory_limit=7, objective=objective, budget_s=2)
+    found = search(((0, 1, 2, 3),), 12, costs, memory_limit=7, objective=objective, budget=Budget(2.0))
     timeline = simulate(found.schedule, costs)
     value = max(timeline.device_spans) if objective == "span" else period(found.schedule, costs)
     assert found.value == pytest.approx(value)
@@ -107,7 +108,7 @@ def test_the_clock_is_kept():
 
 def test_more_time_is_no_worse(make_case):
     case = make_case(7)
-    assert case.search(budget_s=0.6).value <= case.search(budget_s=0.02).value
+    assert case.search(budget=Budget(0.6)).value <= case.search(budget=Budget(0.02)).value
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -159,7 +160,7 @@ def test_placements_refuse_what_they_have_no_use_for():
 def test_the_same_seed_tries_the_same_order_of_things():
     """Up to the clock: with a goal that is reached, two searches end in the same order."""
     costs = CostTable.even(4, 10, 12, 8, comm=1)
-    two = [search(((0, 1, 2, 3),), 9, costs, memory_limit=4, seed=3, budget_s=5) for _ in range(2)]
+    two = [search(((0, 1, 2, 3),), 9, costs, memory_limit=4, seed=3, budget=Budget(5.0)) for _ in range(2)]
     assert two[0].gap == 0
     assert two[0].schedule == two[1].schedule
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.auto import search
+from raypipe.auto.budget import Budget
 from raypipe.auto.placements import placed
 from raypipe.schedule import Shape
 from raypipe.schedule.costs import CostTable
@@ -62,7 +63,7 @@ def test_short_line_from_very_little_memory_to_plenty(times):
     f, b, w, c = times
     costs = CostTable.even(4, f, b, w, comm=c)
     for memory in (2, 3, 4, 5, 6):
-        found = checked(search(line(4), 8, costs, memory_limit=memory, budget_s=1), costs, memory)
+        found = checked(search(line(4), 8, costs, memory_limit=memory, budget=Budget(1.0)), costs, memory)
         if found.gap > 1e-9:
             verdict = judge.judge(line(4), 8, [f] * 4, [b] * 4, [w] * 4, c, memory, seconds=60, hint=round(found.value))
             assert verdict.makespan == verdict.bound, "not solved"
@@ -98,7 +99,7 @@ def test_two_directions_in_very_little_memory():
         verdict = judge.judge(placement, count, *times, links, memory, split=False, seconds=60)
         assert verdict.makespan == verdict.bound, "not solved"
         found = search(
-            placement, count, costs, memory_limit=memory, split=False, enough=verdict.makespan, budget_s=3
+            placement, count, costs, memory_limit=memory, split=False, enough=verdict.makespan, budget=Budget(3.0)
         )  # fmt: skip
         assert found.bound <= verdict.makespan
         gaps.append(checked(found, costs, memory).value / verdict.makespan - 1)
@@ -129,6 +130,6 @@ def test_uneven_line_in_twice_the_memory():
                 forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros,
                 update=zeros, comm=rng.choice((0, 1, 2)),
             )  # fmt: skip
-            found = search(line(depth), rounds * depth, costs, memory_limit=2 * depth, budget_s=1.5)
+            found = search(line(depth), rounds * depth, costs, memory_limit=2 * depth, budget=Budget(1.5))
             gaps.append(checked(found, costs, 2 * depth).gap)
     assert sum(gaps) / len(gaps) <= 0.01
