@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
@@ -149,8 +150,11 @@ class ProfilingStage(Stage):
         for _ in range(warm_up):
             step(timed)
         if memory:
+            gc.collect()
+            gc.disable()  # else what an earlier step left in cycles is given back in the middle of a task
             step(metered)
             step(peaking)  # apart: the meter's own traces are freed late
+            gc.enable()
         seen = [(a, a + peak, b) for (a, b), peak in zip(in_use, peaks, strict=True)]
         times: list[NDArray[np.float64]] = []
         ran.clear()

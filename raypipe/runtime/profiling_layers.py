@@ -128,7 +128,8 @@ class LayerBench:
                 found[way] = self._run(size, way, 0, effort, False)
             else:
                 self._hold(size, way)
-                found[way] = self._run(size, way, effort.warm_up, effort, memory)
+                # Memory settles later than times: one step more.
+                found[way] = self._run(size, way, effort.warm_up + memory, effort, memory)
             if alone and way == "joint":
                 self.alone = self._alone(size, effort, found[way][0])
         disturbed = max(map(stolen, found.values()))
