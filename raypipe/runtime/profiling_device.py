@@ -25,11 +25,15 @@ from raypipe.runtime.allocated import PeakMeter, allocated_bytes, process_bytes
 from raypipe.runtime.links import Links, Wiring
 from raypipe.runtime.optimizer import learning_rate
 from raypipe.runtime.profiling_effort import Effort
-from raypipe.runtime.profiling_steps import Samples
+from raypipe.runtime.profiling_steps import Samples, middle_look
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
 from raypipe.schedule.ir import Task
 from raypipe.schedule.messages import Action, Program
+
+LOOKS, LOOKING_S = 5, 0.2
+"""Steps in which memory is looked at, at most; and seconds of this thread after which none is begun. Where a step takes
+longer, the few kilobytes of other threads are nothing beside what layers keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +121,12 @@ class ProfilingStage(Stage):
         return {name: p.numel() for module in self.modules.values() for name, p in module.named.items()}
 
     def run_layers(self, program: Program, warm_up: int, effort: Effort, memory: bool) -> Samples:
-        """Run a step again and again, and look at its ``memory`` once; ``effort`` says how often."""
+        """Run a step again and again, and look at its ``memory``; ``effort`` says how often."""
         train = self.setup_data.job.train
         plain = type(self.executor).run_task
         in_use: list[tuple[int, int]] = []
         peaks: list[int] = []
+        looks: list[NDArray[np.int64]] = []
         ran: list[float] = []
         own_clock = time.thread_time if self.device.type == "cpu" else lambda: math.nan
 
@@ -152,19 +157,21 @@ class ProfilingStage(Stage):
         if memory:
             gc.collect()
             gc.disable()  # else what an earlier step left in cycles is given back in the middle of a task
-            step(metered)
-            step(peaking)  # apart: the meter's own traces are freed late
+            began = time.thread_time()
+            while len(looks) < LOOKS and (not looks or time.thread_time() - began < LOOKING_S):
+                in_use.clear()
+                peaks.clear()
+                step(metered)
+                step(peaking)  # apart: the meter's own traces are freed late
+                looks.append(np.array([(a, a + peak, b) for (a, b), peak in zip(in_use, peaks, strict=True)]))
             gc.enable()
-        seen = [(a, a + peak, b) for (a, b), peak in zip(in_use, peaks, strict=True)]
         times: list[NDArray[np.float64]] = []
         ran.clear()
         until = time.monotonic() + effort.budget_s
         while len(times) < effort.least or (len(times) < effort.most and time.monotonic() < until):
             times.append(step(timed))
         order: tuple[Task, ...] = tuple(action.task for action in program.actions)
-        return Samples(
-            order, np.stack(times), np.array(ran).reshape(len(times), -1), np.array(seen, dtype=np.int64).reshape(-1, 3)
-        )
+        return Samples(order, np.stack(times), np.array(ran).reshape(len(times), -1), middle_look(looks))
 
     def connect(self, wiring: Wiring) -> None:
         """Join the groups and open the channels that are measured next."""

@@ -118,7 +118,7 @@ class Samples:
     ran: NDArray[np.float64]
     """``[steps, tasks]`` seconds that the thread ran in each task; not a number on GPUs, whose tasks no thread runs."""
     memory: NDArray[np.int64]
-    """``[tasks, 3]`` bytes in use before each task, at its worst moment and after it, in a step of its own; no rows
+    """``[tasks, 3]`` bytes in use before each task, at its worst moment and after it, in steps of their own; no rows
     where nobody looked."""
 
 
@@ -187,6 +187,18 @@ def overhead_seconds(found: Iterable[Samples], stages_here: Iterable[int]) -> fl
 
 BEFORE, WORST, AFTER = range(3)
 """Columns of ``Samples.memory``."""
+
+
+def middle_look(looks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """``Samples.memory`` from several steps' worth of it: what each task added, in the middle one of them.
+
+    A process's other threads allocate and free, too, so one look may be wrong by some kilobytes.
+    """
+    if not looks:
+        return np.zeros((0, 3), dtype=np.int64)
+    each = np.stack(looks)
+    grown = np.median(each - each[:, :, :1], axis=0)
+    return np.asarray(each[0, :, :1] + grown, dtype=np.int64)
 
 
 def grown_bytes(

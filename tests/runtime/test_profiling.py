@@ -30,6 +30,7 @@ from raypipe.runtime.profiling_steps import (
     grown_bytes,
     measured_layers,
     measured_step,
+    middle_look,
     overhead_seconds,
     task_times,
     update_seconds,
@@ -102,6 +103,17 @@ def test_bytes_come_back() -> None:
     more = np.stack([made_once[:-1], made_once[1:], made_once[1:]], axis=1)
     first = replace(sample, memory=memory + more)
     assert cast_bytes([first], GROUPS) == {0: 1000, 1: 1000, 5: 1000}
+
+
+def test_what_another_thread_allocates_meanwhile_does_not_count() -> None:
+    quiet = np.array([[100, 190, 150], [150, 170, 120]])
+    late = quiet + 5000  # the process has grown since
+    late[1, 1:] += 2600  # and here it did so within a task
+    odd = quiet - 300
+    odd[0] -= [0, 0, 900]
+    assert middle_look([quiet, late, odd]).tolist() == quiet.tolist()
+    assert middle_look([late]).tolist() == late.tolist()
+    assert middle_look([]).shape == (0, 3)
 
 
 @pytest.mark.runs
