@@ -89,7 +89,7 @@ class Rounds:
             if self.done() or (self.elite and self.budget.left < rest):
                 break
         if self.best > self.goal:
-            for words in itertools.chain(alternating(self.p), published(self.p, self.costs)):
+            for words in itertools.chain(published(self.p, self.costs), alternating(self.p)):
                 self.start_from(words)
                 if self.p.tasks > _LARGE and self.budget.left < last:
                     break
