@@ -33,6 +33,11 @@ class TaskTimes(Spec):
     spread: Annotated[float, Field(ge=0)] = 0.0
     """Half of the range between the quartiles of the forward's samples, over their median; 0 where computed."""
 
+    def scaled(self, factor: float) -> TaskTimes:
+        """On a device that takes ``factor`` times as long."""
+        tasks = ("forward", "input_grad", "weight_grad", "joint", "recompute")
+        return self.model_copy(update={task: factor * getattr(self, task) for task in tasks})
+
 
 class LayerProfile(Spec):
     """One layer: the smallest piece that a cut of the model can move from one stage to another."""
@@ -134,3 +139,17 @@ class Profile(Spec):
     """Links between hosts that one host can fill at the same time: its network cards."""
     collectives: Annotated[tuple[CollectiveFit, ...], Field(strict=False)] = ()
     """Measured ones; without, they follow from the links."""
+
+    def at_speed(self, factor: float) -> Profile:
+        """The same where all that devices compute takes ``factor`` times as long; links and sums are what they were."""
+        layers = tuple(
+            layer.model_copy(update={"times": {size: times.scaled(factor) for size, times in layer.times.items()}})
+            for layer in self.layers
+        )
+        return self.model_copy(
+            update={
+                "layers": layers,
+                "update_s_per_parameter": factor * self.update_s_per_parameter,
+                "task_overhead_s": factor * self.task_overhead_s,
+            }
+        )

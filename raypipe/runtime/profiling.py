@@ -10,8 +10,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import ray
 
@@ -34,6 +35,8 @@ from raypipe.runtime.profiling_noise import to_repeat
 Say = Callable[[str], None]
 SAME = 0.1
 """Share by which a measurement may differ from a kept profile: machines' speed moves by so much from hour to hour."""
+PROBE_S = 0.5
+"""Seconds of that measurement."""
 
 
 def measure_profile(
@@ -74,10 +77,9 @@ def measure_profile(
             effort = QUICK if quick else THOROUGH
             path = profile_path(job, model, sizes, count) if cached else None
             known = read_kept(path) if path is not None else None
-            facts: list[DeviceFacts] = ray.get(fleet.call("facts"))
-            if known is not None and still_holds(bench, facts, *known, effort, say):
-                return known[0]
-            profile = _measure(bench, facts, sizes, effort, say)
+            if known is not None and (found := at_present(bench, bench.facts(), *known, effort, say)) is not None:
+                return found
+            profile = profile_by(bench, sizes, effort, say)
             if path is not None and profile.noise.warning() is None:
                 keep(path, profile)
             return profile
@@ -101,20 +103,24 @@ def _folder(job: JobSpec, model: LayeredModel, data: Path | None) -> Iterator[Pa
         yield Path(name)
 
 
-def still_holds(
+def at_present(
     bench: LayerBench, facts: Sequence[DeviceFacts], known: Profile, age: str, effort: Effort, say: Say
-) -> bool:  # fmt: skip
-    """Whether these devices are what they were when ``known`` was taken, and take as long for one micro-batch size."""
+) -> Profile | None:
+    """``known`` as these devices are now, if they are what they were then and take about as long; else None.
+
+    One micro-batch size is measured, and all times follow it: a shared machine's speed differs from hour to hour.
+    """
     if any(one.name != known.device for one in facts) or per_host(facts) != known.devices_per_host:
-        return False
+        return None
     size = _middle(sorted(known.layers[0].times))
-    now, then = bench.probe(size, effort), bench.known_seconds(known, size)
-    change = now / then - 1
+    longer = replace(effort, budget_s=max(PROBE_S, effort.budget_s))
+    factor = bench.probe(size, longer) / bench.known_seconds(known, size)
+    change = factor - 1
     if abs(change) > SAME:
         say(f"the profile kept {age} ago is {abs(change):.0%} {'too fast' if change > 0 else 'too slow'} now")
-        return False
+        return None
     say(f"took the profile kept {age} ago: micro-batches of {size} take {change:+.0%} now")
-    return True
+    return known.at_speed(factor)
 
 
 def per_host(facts: Sequence[DeviceFacts]) -> int:
@@ -132,7 +138,7 @@ def measure_again(bench: LayerBench, effort: Effort, say: Say, began: float) -> 
     A machine that is busy all the time makes measuring long and repeating vain: then ``effort.patience_s`` after
     ``began`` (monotonic) the least disturbed measurements so far have to do.
     """
-    sizes = sorted(bench.times)
+    sizes = sorted(bench.stolen)
     ends = sorted({sizes[0], _middle(sizes)})
     drifted, again = bench.drift(ends, effort), 0
     for _ in range(effort.again):
@@ -140,19 +146,18 @@ def measure_again(bench: LayerBench, effort: Effort, say: Say, began: float) -> 
         if not disturbed or time.monotonic() - began > effort.patience_s:
             break
         say(f"{Noise(stolen=max(bench.stolen.values()), drift=drifted).cause()}: measuring again")
-        if drifted > LIMIT:
-            bench.stolen.clear()
         for size in disturbed:
+            if drifted > LIMIT:
+                bench.forget(size)
             bench.measure(size, effort, memory=False)
         again += len(disturbed)
         drifted = bench.drift(ends, effort)
     return Noise(stolen=max(bench.stolen.values()), drift=drifted, again=again)
 
 
-def _measure(
-    bench: LayerBench, facts: Sequence[DeviceFacts], sizes: Sequence[int], effort: Effort, say: Say
-) -> Profile:  # fmt: skip
-    fleet, model, began = bench.fleet, bench.model, time.monotonic()
+def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) -> Profile:
+    """``measure_profile`` on devices that are there: ``sizes`` ascending."""
+    fleet, model, facts, began = bench.fleet, bench.model, bench.facts(), time.monotonic()
     sharing = per_host(facts)
     memory = min(one.memory_bytes for one in facts)
     if all(at.peer.device == "cpu" for at in fleet.locations):
@@ -162,9 +167,11 @@ def _measure(
     layers = f"{len(bench.here)} of {model.count} layers on each of {len(facts)} devices"
     if effort.brief:
         say(f"micro-batches of {', '.join(map(str, sizes))}: {layers}")
+    sizes = list(sizes)
     for size in sizes:
-        if bench.times and not bench.fits(size, memory - base):
+        if size > sizes[0] and not bench.fits(size, memory - base):
             say(f"micro-batches from {size} on do not fit a device: left out")
+            del sizes[sizes.index(size) :]
             break
         if not effort.brief:
             say(f"micro-batches of {size}: {layers}")
@@ -172,6 +179,10 @@ def _measure(
             size, effort, effort.every_memory or size in (sizes[0], _middle(sizes)),
             alone=size == _middle(sizes) and sharing > 1,
         )  # fmt: skip
+    for number in range(1, effort.passes):
+        say(f"once more, {'from the largest on' if number % 2 else 'from the smallest on'}")
+        for size in sizes[::-1] if number % 2 else sizes:
+            bench.measure(size, effort, memory=False)
     noise = measure_again(bench, effort, say, began)
     inside: list[Timed] = []
     between: list[Timed] = []
@@ -199,7 +210,7 @@ def _measure(
         update_s_per_parameter=bench.update_s_per_parameter(),
         alone=bench.alone,
         noise=noise,
-        task_overhead_s=median(bench.overheads),
+        task_overhead_s=bench.overhead_seconds(),
         inside=_link(inside or between),
         between=_link(between or inside),
         collectives=fit(sums),

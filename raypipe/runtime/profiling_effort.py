@@ -18,7 +18,12 @@ class Effort:
     most: int
     """The same at most, where steps are short."""
     budget_s: float
-    """For each order, beyond ``least`` steps."""
+    """For each order of a pass, beyond ``least`` steps."""
+    passes: int
+    """Times that all sizes are gone through, every second time backwards: a machine's speed wanders within seconds, and
+    sizes are compared with each other."""
+    pairs: int
+    """Comparisons of a device that has its host to itself with all devices at work."""
     every_memory: bool
     """Look at memory at every micro-batch size; else at the smallest and the middle one, which a line goes through."""
     again: int
@@ -34,13 +39,15 @@ class Effort:
 
 
 THOROUGH = Effort(
-    warm_up=2, least=3, most=40, budget_s=2.0, every_memory=True, again=2, patience_s=120.0, brief=False,
+    warm_up=2, least=3, most=40, budget_s=1.0, passes=2, pairs=7,
+    every_memory=True, again=2, patience_s=120.0, brief=False,
     message_bytes=(1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23),
     collective_bytes=(1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25), repeats=15,
     collectives=("all_reduce", "all_gather", "reduce_scatter"),
 )  # fmt: skip
 QUICK = Effort(
-    warm_up=1, least=2, most=10, budget_s=0.15, every_memory=False, again=1, patience_s=10.0, brief=True,
+    warm_up=1, least=2, most=10, budget_s=0.15, passes=1, pairs=3,
+    every_memory=False, again=1, patience_s=10.0, brief=True,
     message_bytes=(1 << 12, 1 << 17, 1 << 21), collective_bytes=(1 << 17, 1 << 22), repeats=7,
     collectives=("all_reduce",),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from statistics import median
 
 import ray
 
+from raypipe.cost.noise import LIMIT
 from raypipe.cost.profile import LayerProfile, Profile, TaskTimes
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
@@ -17,6 +18,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import DTYPES, LayeredModel
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring
+from raypipe.runtime.profiling_device import DeviceFacts
 from raypipe.runtime.profiling_effort import Effort
 from raypipe.runtime.profiling_noise import drift, stolen
 from raypipe.runtime.profiling_steps import (
@@ -58,6 +60,21 @@ MEMORY: tuple[tuple[str, Way, Kind, int, int], ...] = (
 WAYS: tuple[Way, ...] = ("joint", "recompute", "split")
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One micro-batch size, measured in every way once."""
+
+    found: dict[Way, list[Samples]]
+    """Of each device."""
+    stolen: float
+    """Share of its tasks' time in which other processes had the core."""
+
+    @staticmethod
+    def of(found: dict[Way, list[Samples]]) -> Pass:
+        """With what was stolen from it."""
+        return Pass(found, max(map(stolen, found.values())))
+
+
 @dataclass(slots=True)
 class LayerBench:
     """The layers of a model, on devices that measure them."""
@@ -71,25 +88,25 @@ class LayerBench:
     """Per layer, the first one like it."""
     here: list[int] = field(init=False)
     """Layers that are built and measured."""
-    times: dict[int, dict[tuple[Kind, int], Taken]] = field(default_factory=dict)
-    """By micro-batch size; then by kind of task and kind of layer."""
+    passes: dict[int, list[Pass]] = field(default_factory=lambda: defaultdict(list))
+    """By micro-batch size."""
     grown: dict[str, dict[int, dict[int, float]]] = field(default_factory=lambda: defaultdict(dict))
     """Bytes by what of, micro-batch size and kind of layer."""
     casts: dict[int, dict[int, float]] = field(default_factory=dict)
     """Bytes of autocast's copies of the weights, by micro-batch size and kind of layer."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Values of each parameter that is built, by name."""
-    updates: list[float] = field(default_factory=list)
-    """Seconds of each measurement's update of all that is built."""
-    overheads: list[float] = field(default_factory=list)
-    stolen: dict[int, float] = field(default_factory=dict)
-    """By micro-batch size, the share of its tasks' time in which other processes had the core."""
     alone: float = 1.0
     """Time of a task on a device whose host's others are idle, over its time when all of them are at work."""
 
     def __post_init__(self) -> None:
         self.groups = alike(self.model)
         self.here = measured_layers(self.groups)
+
+    def facts(self) -> list[DeviceFacts]:
+        """What the devices say of themselves."""
+        found: list[DeviceFacts] = ray.get(self.fleet.call("facts"))
+        return found
 
     def check_room(self, room: float) -> None:
         """Refuse a model of which one layer of each kind does not fit a device with ``room`` bytes.
@@ -119,8 +136,6 @@ class LayerBench:
     def measure(self, size: int, effort: Effort, memory: bool, alone: bool = False) -> None:
         """Times of every task at this micro-batch size; the ``memory`` that layers keep, too. ``alone``: compare with
         a device that has its host to itself.
-
-        Of two measurements of one size the less disturbed one counts.
         """
         found: dict[Way, list[Samples]] = {}
         for way in WAYS:
@@ -131,28 +146,54 @@ class LayerBench:
                 # Memory settles later than times: one step more.
                 found[way] = self._run(size, way, effort.warm_up + memory, effort, memory)
             if alone and way == "joint":
-                self.alone = self._alone(size, effort, found[way][0])
-        disturbed = max(map(stolen, found.values()))
-        if disturbed > self.stolen.get(size, 1.0):
-            return
-        self.stolen[size] = disturbed
-        times = task_times(found["joint"], self.groups)
-        times |= {key: t for key, t in task_times(found["recompute"], self.groups).items() if key[0] == "R"}
-        times |= {key: t for key, t in task_times(found["split"], self.groups).items() if key[0] in ("B", "W")}
-        self.times[size] = times
+                self.alone = self._alone(size, effort)
         for what, way, kind, since, until in MEMORY if memory else ():
             self.grown[what][size] = grown_bytes(found[way], kind, self.groups, since, until)
         if memory and self.job.train.dtype == "bfloat16":
             self.casts[size] = cast_bytes(found["joint"], self.groups)
-        self.updates.append(update_seconds(found["joint"]))
-        self.overheads.append(overhead_seconds(found["joint"], self.here))
+        self.passes[size].append(Pass.of(found))
 
-    def _alone(self, size: int, effort: Effort, together: Samples) -> float:
-        """The first device's time while all others wait, over its time ``together`` with them."""
+    def forget(self, size: int) -> None:
+        """The times measured so far: the machine is another one by now."""
+        self.passes[size].clear()
+
+    @property
+    def stolen(self) -> dict[int, float]:
+        """By micro-batch size, the share of the counted passes' time in which other processes had a core."""
+        return {size: max(one.stolen for one in self._counted(size)) for size in self.passes}
+
+    def _counted(self, size: int) -> list[Pass]:
+        """Passes that went undisturbed; if none did, the least disturbed one."""
+        passes = self.passes[size]
+        quiet = [one for one in passes if one.stolen <= LIMIT]
+        return quiet or [min(passes, key=lambda one: one.stolen)]
+
+    def _taken(self, size: int) -> dict[tuple[Kind, int], Taken]:
+        """By kind of task and kind of layer."""
+
+        def found(way: Way) -> dict[tuple[Kind, int], Taken]:
+            return task_times([one for counted in self._counted(size) for one in counted.found[way]], self.groups)
+
+        times = found("joint")
+        times |= {key: t for key, t in found("recompute").items() if key[0] == "R"}
+        return times | {key: t for key, t in found("split").items() if key[0] in ("B", "W")}
+
+    def _joint(self) -> list[list[Samples]]:
+        """Of every size and every pass that counts, the steps with a joint backward, of each device."""
+        return [one.found["joint"] for size in self.passes for one in self._counted(size)]
+
+    def _alone(self, size: int, effort: Effort) -> float:
+        """The first device's time while all others wait, over its time beside them.
+
+        The two take turns: what is looked for is a few hundredths, and a machine's speed wanders by as much.
+        """
         program = self._program(size, "joint")
-        by_itself: Samples = ray.get(self.fleet.actors[0].run_layers.remote(program, 0, effort, False))
-        share = self._seconds([by_itself]) / self._seconds([together])
-        return min(1.0, share)
+        shares = []
+        for _ in range(effort.pairs):
+            by_itself: Samples = ray.get(self.fleet.actors[0].run_layers.remote(program, 0, effort, False))
+            beside = self._run(size, "joint", 0, effort, False)[:1]
+            shares.append(self._seconds([by_itself]) / self._seconds(beside))
+        return min(1.0, median(shares))
 
     def _seconds(self, found: list[Samples]) -> float:
         """Of one micro-batch there and back, through one layer of every kind."""
@@ -166,7 +207,7 @@ class LayerBench:
 
     def drift(self, sizes: Iterable[int], effort: Effort) -> float:
         """By how much times of these micro-batch sizes differ from what was measured before."""
-        kept = {n: sum(t.seconds for (task, _), t in self.times[n].items() if task in ("F", "BW")) for n in sizes}
+        kept = {n: sum(t.seconds for (task, _), t in self._taken(n).items() if task in ("F", "BW")) for n in sizes}
         return drift((seconds, self.probe(n, effort)) for n, seconds in kept.items())
 
     def known_seconds(self, profile: Profile, size: int) -> float:
@@ -222,11 +263,12 @@ class LayerBench:
 
     def profiles(self) -> tuple[LayerProfile, ...]:
         """All layers of the model; alike ones share their figures."""
-        return tuple(self._profile(i, kind) for i, kind in enumerate(self.groups))
+        taken = {size: self._taken(size) for size in self.passes}
+        return tuple(self._profile(i, kind, taken) for i, kind in enumerate(self.groups))
 
-    def _profile(self, i: int, kind: int) -> LayerProfile:
+    def _profile(self, i: int, kind: int, taken: dict[int, dict[tuple[Kind, int], Taken]]) -> LayerProfile:
         def times(size: int) -> TaskTimes:
-            found = self.times[size]
+            found = taken[size]
             f, b, w, bw, r = (found[task, kind].seconds for task in ("F", "B", "W", "BW", "R"))
             return TaskTimes(
                 forward=f, input_grad=b, weight_grad=w, joint=bw, recompute=r, spread=found["F", kind].spread
@@ -242,7 +284,7 @@ class LayerBench:
         return LayerProfile(
             name=self.model.names[i],
             parameters=self.model.parameters(i),
-            times={size: times(size) for size in self.times},
+            times={size: times(size) for size in taken},
             kept_bytes=kept,
             kept_fixed_bytes=kept_fixed,
             cast_bytes=median(casts[kind] for casts in self.casts.values()) if self.casts else 0.0,
@@ -268,7 +310,11 @@ class LayerBench:
     def update_s_per_parameter(self) -> float:
         """Norm, clipping and optimizer, of each value."""
         values = sum(self.model.parameters(i) for i in self.here)
-        return median(self.updates) / values if values else 0.0
+        return median(map(update_seconds, self._joint())) / values if values else 0.0
+
+    def overhead_seconds(self) -> float:
+        """Between two tasks of a device."""
+        return median(overhead_seconds(found, self.here) for found in self._joint())
 
     def tied_parameters(self) -> int:
         """Values that are counted in more than one layer."""

@@ -11,7 +11,7 @@ import pytest
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.models import GptLayers
 from raypipe.runtime import profiling_cache
-from raypipe.runtime.profiling import still_holds
+from raypipe.runtime.profiling import at_present
 from raypipe.runtime.profiling_device import DeviceFacts
 from raypipe.runtime.profiling_effort import QUICK, Effort
 from raypipe.runtime.profiling_layers import LayerBench
@@ -51,8 +51,14 @@ class Machine:
 def test_a_kept_profile_holds_where_one_measurement_agrees(factor, device, hosts, kept) -> None:
     facts = [DeviceFacts(device, 1.0, 0.0, host) for host in hosts]
     said: list[str] = []
-    assert still_holds(Machine(factor), facts, small_profile(), "2 days", QUICK, said.append) == kept
+    found = at_present(Machine(factor), facts, small_profile(), "2 days", QUICK, said.append)
+    assert (found is not None) == kept
     assert all("2 days" in text for text in said)
+    if found is not None:  # at the speed that the machine has today
+        before, now = small_profile().layers[0].times[2], found.layers[0].times[2]
+        assert (now.forward, now.joint) == pytest.approx((factor * before.forward, factor * before.joint))
+        assert found.inside == small_profile().inside
+        assert found.layers[0].kept_bytes == small_profile().layers[0].kept_bytes
 
 
 def test_kept_profiles_are_found_by_what_they_depend_on(tmp_path: Path, monkeypatch) -> None:

@@ -62,18 +62,20 @@ class Bench:
     """Of each measurement."""
     drifts: list[float]
     """Of each comparison."""
-    times: dict[int, object] = field(default_factory=lambda: {1: None, 4: None, 16: None})
     stolen: dict[int, float] = field(default_factory=dict)
     measured: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for size in self.times:
+        for size in (1, 4, 16):
             self.measure(size, QUICK, memory=True)
         self.measured.clear()
 
     def measure(self, size: int, _effort: Effort, memory: bool) -> None:
         self.measured.append(size)
         self.stolen[size] = min(self.stolen.get(size, 1.0), self.stolen_next.pop(0))
+
+    def forget(self, size: int) -> None:
+        del self.stolen[size]
 
     def drift(self, _sizes: object, _effort: Effort) -> float:
         return self.drifts.pop(0)
