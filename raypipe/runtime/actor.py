@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,9 @@ from raypipe.schedule.messages import Program
 
 class Stage:
     """One device of the pipeline. Methods are called by the driver in the same order on every device."""
+
+    executor_class: ClassVar[type[Executor]] = Executor
+    sync_class: ClassVar[type[GradientSync]] = GradientSync
 
     def __init__(self, rank: int, title: str) -> None:
         self.rank, self.title = rank, title
@@ -111,8 +115,8 @@ class Stage:
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, member=setup.member,
             sub_pipelined=job.parallel.sub_pipelined, narrowing=narrowing_of(job),
         )  # fmt: skip
-        sync = GradientSync(setup.device, self.modules, setup.placement, setup.tied, groups, setup.member)
-        self.executor = Executor(
+        sync = self.sync_class(setup.device, self.modules, setup.placement, setup.tied, groups, setup.member)
+        self.executor = self.executor_class(
             settings, self.modules, self.optimizers, plan.task, feed, sync, Shares(links.world),
             senders, receivers, Wires(plan, setup.cut, setup.samples_per_microbatch), versions,
         )  # fmt: skip

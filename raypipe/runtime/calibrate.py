@@ -39,11 +39,13 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
     def per_stage(kind: str) -> tuple[float, ...]:
         return tuple(typical(times.get((kind, s), [0.0])) for s in range(schedule.stages))
 
-    joint, split = per_stage("BW"), per_stage("B")
+    joint, split, weight = per_stage("BW"), per_stage("B"), per_stage("W")
+    if schedule.rules.skip_first_b:  # its joint backward is W alone
+        joint, weight = (0.0, *joint[1:]), (joint[0] or weight[0], *weight[1:])
     return CostTable(
         forward=per_stage("F"), recompute=per_stage("R"), all_reduce=per_stage("AR"), update=per_stage("U"),
         # A joint backward is one number: the table keeps it as B, since only the sum is ever used.
-        input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)), weight_grad=per_stage("W"),
+        input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)), weight_grad=weight,
         comm=_links(timelines),
     )  # fmt: skip
 
@@ -59,13 +61,18 @@ def typical(values: Sequence[float]) -> float:
 
 
 def _all_reduces(timeline: Timeline) -> dict[int, float]:
-    """Per stage, seconds from the moment the last holder joined its all-reduce to its end everywhere."""
-    found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    """Per stage, seconds from the moment the last holder had joined its sum and was through with those before it, to
+    its end everywhere. Devices issue several at once, and each has only one network."""
+    ready: dict[int, float] = {}
+    done: dict[int, float] = {}
     for spans in timeline.spans:
+        through = float("-inf")
         for task, start, end in spans:
             if task.kind == "AR":
-                found[task.stage].append((start, end))
-    return {stage: max(e for _, e in at) - max(s for s, _ in at) for stage, at in found.items()}
+                ready[task.stage] = max(ready.get(task.stage, through), start, through)
+                done[task.stage] = max(done.get(task.stage, end), end)
+                through = max(through, end)
+    return {stage: max(0.0, done[stage] - ready[stage]) for stage in done}
 
 
 class Delay(NamedTuple):

@@ -6,6 +6,7 @@ over replicas is the mini-batch gradient whatever the plan.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ class GradientSync:
         self.groups = groups
         self.all_reduces = 0.0
         """Gradient all-reduces since the last reset; each of a group's members counts its share of one."""
-        self._pending: dict[StageKey, tuple[dist.Work, Tensor]] = {}
+        self._pending: dict[StageKey, tuple[dist.Work, Tensor, list[Mark]]] = {}
         self.totals: dict[StageKey, Tensor] = {}
         """What ``launch`` was given beside the gradients, summed; whoever takes it takes it out."""
         self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
@@ -107,21 +108,24 @@ class GradientSync:
         flat = torch.cat(parts if beside is None else [*parts, beside.to(parts[0].dtype) if parts else beside])
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
-        self._pending[key] = (work, flat)
+        seen: list[Mark] = []
+        if flat.device.type == "cpu":  # the host's clock can say when, in the middle of whatever task
+            work.get_future().add_done_callback(lambda _: seen.append(time.monotonic()))
+        self._pending[key] = (work, flat, seen)
         self.all_reduces += 1 / group.size()
 
     def finish(self, push: Push, clock: Clock) -> dict[StageKey, Mark]:
         """Wait for every started sum, then sum the tied parameters over all their copies.
 
-        Returns when each sum was seen to be complete.
+        Returns when each sum was complete; where the host's clock cannot say, when that was seen here.
 
         Raises:
             TransportError: another holder did not join in time.
         """
         completed: dict[StageKey, Mark] = {}
-        for key, (work, flat) in self._pending.items():
+        for key, (work, flat, seen) in self._pending.items():
             wait_for(f"gradient sum of stage {key[0]}", work, push)
-            completed[key] = clock.mark()
+            completed[key] = seen[0] if seen else clock.mark()
             offset = 0
             for p in self._own[key]:
                 p.grad = flat[offset : offset + p.numel()].view_as(p)

@@ -1,0 +1,167 @@
+"""Stage actors that compute a small model for real, but at a set pace: real driver, programs, messages and losses, on a
+machine whose every speed is known and may change between two steps.
+
+A task lasts as long as the pace says, computed or not; a message is held back until its link would have delivered it; a
+gradient sum lasts from the moment its last holder joins, one after another on each device. Unlike emulated devices
+(``raypipe.runtime.emulation``) these train: what a swap of programs does to losses and checkpoints shows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raypipe.runtime.actor import Stage
+from raypipe.runtime.clock import Clock, Mark
+from raypipe.runtime.collective import Push, wait_for
+from raypipe.runtime.emulation import wait_until
+from raypipe.runtime.executor import Executor
+from raypipe.runtime.gradients import GradientSync, StageKey
+from raypipe.runtime.setup import Setup
+from raypipe.runtime.transport.channel import TensorSpec
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Task
+from raypipe.schedule.messages import Action, Message, Program
+
+STAMP = TensorSpec((1,), torch.float64)
+"""Travels with each message: when the link delivers it, on this host's monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast the machine is, from one step on."""
+
+    costs: CostTable
+    """Seconds; ``recompute`` is of a stage's every layer, ``all_reduce`` of one sum."""
+    first_step: int = 0
+    slower: dict[int, float] = field(default_factory=dict)
+    """Rank -> factor of all its tasks' times."""
+    noise: float = 0.0
+    """Standard deviation of the logarithm of each task's time."""
+
+
+class PacedExecutor(Executor):
+    """Tasks and messages take at least the set times."""
+
+    pace_of: Callable[[int], Pace]
+    rank = 0
+    size = 1.0
+    """Share of a micro-batch that one id stands for."""
+    again: Callable[[int], float]
+    """Stage -> the share of its layers that an R computes."""
+
+    def run(self, program: Program, *args: Any, **kwargs: Any) -> Any:
+        """See Executor.run."""
+        self._free_at: dict[int, float] = {}
+        return super().run(program, *args, **kwargs)
+
+    @property
+    def pace(self) -> Pace:
+        """Of this step."""
+        return self.pace_of(self.step)
+
+    def seconds(self, task: Task) -> float:
+        """How long a task takes."""
+        pace = self.pace
+        time_s = pace.costs.by_kind(task.kind)[task.stage] * (len(task.mbs) * self.size if task.mbs else 1.0)
+        if task.kind == "R":
+            time_s *= self.again(task.stage)
+        time_s *= pace.slower.get(self.rank, 1.0)
+        if pace.noise:
+            time_s *= float(np.exp(self._random.normal(0.0, pace.noise)))
+        return time_s
+
+    def run_task(self, action: Action) -> None:
+        """See Executor.run_task."""
+        begin = time.monotonic()
+        super().run_task(action)
+        if self.training and action.task.kind != "AR":
+            wait_until(begin + self.seconds(action.task))
+
+    def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
+        return (*super()._specs(message), STAMP)
+
+    def _send(self, m: Message) -> None:
+        key = (m.direction, m.src_stage, m.dst_stage, self.base + m.mb)
+        lag = self.pace.costs.latency(m.src_stage, m.dst_stage) if self.training else 0.0
+        self.mail[key] = (*self.mail[key], torch.tensor([time.monotonic() + lag], dtype=torch.float64))
+        super()._send(m)
+
+    def receive(self, m: Message, action: Action) -> None:
+        """See ProgramRunner.receive."""
+        super().receive(m, action)
+        key = (m.direction, m.src_stage, m.dst_stage, self.base + m.mb)
+        *payload, delivered = self.mail[key]
+        self.mail[key] = tuple(payload)
+        wait_until(float(delivered))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._random = np.random.default_rng()
+
+
+class PacedSync(GradientSync):
+    """Gradient sums that take at least the set time. All holders of a stage must hold the same stages."""
+
+    seconds: Callable[[int], float]
+
+    def launch(self, key: StageKey, beside: Tensor | None = None) -> None:
+        """See GradientSync.launch."""
+        before = self._pending.keys() | set()
+        super().launch(key, beside)
+        if key in self._pending.keys() - before:
+            joined = torch.tensor([time.monotonic()], dtype=torch.float64)
+            work = dist.all_reduce(joined, dist.ReduceOp.MAX, group=self.groups[f"stage {key[0]}"], async_op=True)
+            self.__dict__.setdefault("_joined", []).append((key, work, joined))
+
+    def finish(self, push: Push, clock: Clock) -> dict[StageKey, Mark]:
+        """See GradientSync.finish."""
+        free, ends = 0.0, {}
+        for key, work, joined in self.__dict__.pop("_joined", []):
+            wait_for(f"pace of stage {key[0]}", work, push)
+            free = ends[key] = max(free, float(joined)) + self.seconds(key[0])
+        completed = super().finish(push, clock)
+        for end in ends.values():
+            wait_until(end)
+        return {**completed, **ends}
+
+
+class PacedStage(Stage):
+    """One device that computes at a set pace."""
+
+    executor_class = PacedExecutor
+    sync_class = PacedSync
+
+    def set_pace(self, paces: Sequence[Pace], size: float) -> None:
+        """From the next setup on. ``paces`` ascend by their first step."""
+        self.paces, self.size = list(paces), size
+
+    def setup(self, setup: Setup) -> tuple[int, list[str]]:
+        """See Stage.setup."""
+        found = super().setup(setup)
+        executor, again = self.executor, setup.again
+        assert isinstance(executor, PacedExecutor)
+        assert isinstance(executor.sync, PacedSync)
+        executor.rank, executor.size = self.rank, self.size
+        executor.pace_of = lambda step: [p for p in self.paces if p.first_step <= step][-1]
+        executor.sync.seconds = lambda stage: executor.pace.costs.all_reduce[stage]
+        self._set_share(again)
+        return found
+
+    def install(self, train: Any, evaluate: Program, again: frozenset[int] | None, measures: bool) -> None:
+        """See Stage.install."""
+        super().install(train, evaluate, again, measures)
+        if self.setup_data.search_again:
+            self._set_share(again)
+
+    def _set_share(self, again: frozenset[int] | None) -> None:
+        cut = self.setup_data.cut
+        assert isinstance(self.executor, PacedExecutor)
+        self.executor.again = lambda stage: 1.0 if again is None else len(again & set(cut[stage])) / len(cut[stage])
