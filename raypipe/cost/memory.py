@@ -25,21 +25,24 @@ SHARDS: tuple[Shard, ...] = get_args(Shard)
 STATES = {"adamw": 2, "adam": 2, "sgd": 0}
 """Values of optimizer state per parameter; SGD with momentum has one."""
 
-WORDS = {
-    "base": ("the process itself and what no tensor can fill", "devices with more memory"),
-    "weights": ("weights", "more stages, or shard: zero3"),
-    "gradients": ("gradients", "more stages, or shard: zero2"),
-    "optimizer": ("optimizer state", "more stages, shard: zero1, or a simpler optimizer"),
-    "versions": ("older versions of the weights", "a schedule that flushes"),
-    "casts": ("narrow copies of the weights", "more stages"),
-    "undo": ("copies that can undo an update made before the gradient norm", "update: wait"),
-    "replicas": ("further stage replicas with their gradients and optimizer state", "a schedule of one direction"),
-    "activations": ("activations of micro-batches in flight", "recompute, or smaller or fewer micro-batches in flight"),
-    "workspace": ("temporary memory of one backward", "smaller micro-batches"),
-    "messages": ("messages to and from neighbours", "smaller micro-batches"),
-    "communication": ("buffers of gradient sums and gathers", "more stages, or sync: lazy"),
-}
-"""Per term: what it is, and what makes it smaller."""
+RECOMPUTE, SMALLER, FEWER, STAGES = "recompute", "smaller micro-batches", "fewer of them in flight", "more stages"
+WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "base": ("the process itself and what no tensor can fill take", ("devices with more memory",)),
+    "weights": ("weights take", (STAGES,)),
+    "gradients": ("gradients take", (STAGES,)),
+    "optimizer": ("optimizer state takes", (STAGES, "a simpler optimizer")),
+    "versions": ("older versions of the weights take", ("a schedule that flushes",)),
+    "casts": ("narrow copies of the weights take", (STAGES,)),
+    "undo": ("copies that can undo an update made before the gradient norm take", ("update: wait",)),
+    "replicas": (
+        "further stage replicas with their gradients and optimizer state take", ("a schedule of one direction",),
+    ),
+    "activations": ("activations of micro-batches in flight take", (RECOMPUTE, SMALLER, FEWER)),
+    "workspace": ("temporary memory of one backward takes", (SMALLER,)),
+    "messages": ("messages to and from neighbours take", (SMALLER,)),
+    "communication": ("buffers of gradient sums and gathers take", (STAGES, "sync: lazy")),
+}  # fmt: skip
+"""Per term: what it is, and what makes it smaller where there is room for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,23 +86,28 @@ class DeviceMemory:
 
     @property
     def largest(self) -> str:
-        """Name of the largest term."""
-        return max(self.terms().items(), key=lambda item: item[1])[0]
+        """Name of the largest term of those that a plan can change."""
+        return max(list(self.terms().items())[1:], key=lambda item: item[1])[0]
 
-    def sentence(self, capacity: float | None = None) -> str:
+    def sentence(self, capacity: float | None = None, without: Collection[str] = ()) -> str:
         """What takes most, and with a capacity that does not suffice: by how much, and what would help.
+
+        ``without``: ways of making a term smaller that are used up, ``RECOMPUTE`` and so on.
 
         >>> print(DeviceMemory(weights=2**30, activations=3 * 2**30).sentence(2 * 2**30))
         needs 4.00 GiB, 2.00 GiB more than there are: activations of micro-batches in flight take 3.00 GiB; recompute, \
-or smaller or fewer micro-batches in flight would lower them
+smaller micro-batches or fewer of them in flight would lower that
         """
-        name = self.largest
-        what, remedy = WORDS[name]
-        most = f"{what} take {_gib(self.terms()[name])}"
+        name = "base" if capacity is not None and self.base >= capacity else self.largest
+        what, known = WORDS[name]
+        most = f"{what} {_gib(self.terms()[name])}"
         if capacity is None or self.total <= capacity:
             return f"needs {_gib(self.total)}: {most}"
         over = f"{_gib(self.total - capacity)} more than there are"
-        return f"needs {_gib(self.total)}, {over}: {most}; {remedy} would lower them"
+        ways = [way for way in known if way not in without]
+        words = " or ".join([", ".join(ways[:-1]), *ways[-1:]] if len(ways) > 1 else ways)
+        helps = f"; {words} would lower that" if words else ""
+        return f"needs {_gib(self.total)}, {over}: {most}{helps}"
 
 
 def device_memory(

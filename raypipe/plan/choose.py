@@ -20,6 +20,7 @@ from raypipe.plan.plan import Plan
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict import Predictor, without_noise
 from raypipe.plan.prediction import Prediction
+from raypipe.plan.remedies import remedies, used_up
 from raypipe.plan.reorder import searched_orders
 from raypipe.plan.search import Ranking, best_first, rank_key
 from raypipe.schedule import SCHEDULES
@@ -154,6 +155,11 @@ class _Chooser:
             return "recompute: full"
         return None
 
+    def _ways(self, c: Candidate) -> list[Candidate]:
+        """A candidate as it takes most memory, and least."""
+        less = c._replace(update="wait")
+        return [c, less._replace(recompute="stage-aware") if self.judge.of(c).recompute else less]
+
     def nothing_fits(self, found: Ranking) -> SpecError:
         """Say what the smallest plan lacks."""
         deepest = max(g.stages for g in self.grids)
@@ -163,7 +169,7 @@ class _Chooser:
                 c = self.wished(grid.candidate("1f1b"))
                 for made in [c] if c is not None else list(filter(None, map(self.wished, self.judge.on(grid)))):
                     try:
-                        tried += [self.judge.predict(made), self.judge.predict(made._replace(recompute="stage-aware"))]
+                        tried += [self.judge.predict(way) for way in self._ways(made)]
                     except ScheduleError:
                         continue
         if not tried:
@@ -177,24 +183,9 @@ class _Chooser:
         return SpecError(
             "memory",
             f"no plan fits: even {c.schedule} on {c.stages} x {c.replicas}{shared} devices with micro-batches of "
-            f"{c.microbatch}{recomputed} {least.memory[least.fullest].sentence(least.capacity)}",
-            self._more(least),
+            f"{c.microbatch}{recomputed} " + least.memory[least.fullest].sentence(least.capacity, used_up(least)),
+            remedies(self.job, self.judge, tried, self.wished),
         )
-
-    def _more(self, p: Prediction) -> str:
-        need = max(p.memory_bytes)
-        fixes = [f"use devices of {need / 2**30:.1f} GiB"]
-        memory = p.memory[p.fullest]
-        static = memory.weights + memory.gradients + memory.optimizer + memory.replicas
-        rest = p.capacity - (memory.total - static)
-        most = self.judge.of(p.candidate).most_stages
-        if rest > 0 and p.candidate.stages < most:
-            stages = -(-static * p.candidate.stages // rest)
-            if stages <= most:
-                fixes.append(f"or at least {stages * p.candidate.tensor:.0f} devices in a pipeline")
-        if self.job.train.optimizer != "sgd" and memory.optimizer:
-            fixes.append("or train.optimizer: sgd")
-        return ", ".join(fixes)
 
 
 def label(c: Candidate) -> str:

@@ -1,0 +1,136 @@
+"""What would make a job fit of which no plan does: nothing is named that has not been tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count, takewhile
+from math import ceil
+
+from raypipe.cost.memory import FEWER, RECOMPUTE, SMALLER, STAGES
+from raypipe.cost.profile import Profile
+from raypipe.errors import ScheduleError
+from raypipe.job.spec import JobSpec
+from raypipe.plan.candidate import Candidate, Grid, Recompute, divisors
+from raypipe.plan.groups import Judges
+from raypipe.plan.predict import Predictor
+from raypipe.plan.prediction import Prediction
+
+GIB = 2**30
+GROWTH = 1.25
+"""Deeper pipelines are tried in steps of this share, then between the last too small and the first that fits."""
+NEAREST = 8
+"""Plans, those that lack least, that are tried with another optimizer."""
+Wished = Callable[[Candidate], Candidate | None]
+"""The candidate as the job asks for it, if it does."""
+
+
+def remedies(job: JobSpec, judge: Judges, tried: Sequence[Prediction], wished: Wished) -> str:
+    """Ways out, the least change to the job first; one of larger devices always exists.
+
+    Args:
+        job: as given.
+        judge: holds candidates against memory.
+        tried: plans, none of which fits.
+        wished: see there.
+    """
+    nearest = sorted(tried, key=lambda p: p.excess)[:NEAREST]
+    least = nearest[0]
+    predictor = judge.of(least.candidate)
+    found = [f"use devices of {device_gib(predictor.profile, max(least.memory_bytes)):.1f} GiB"]
+    given = job.parallel.given if job.parallel.auto else {}
+    c = least.candidate
+    found += list(_other_wishes(predictor, c, given))
+    deeper = None if {"stages", "replicas"} & set(given) else _deeper(judge, c, job.train.batch, wished)
+    if deeper is not None:
+        found.append(f"{deeper * c.tensor} devices in a pipeline")
+    if job.train.optimizer != "sgd":
+        plain = job.train.model_copy(update={"optimizer": "sgd"})
+        if any(replace(judge.of(p.candidate), train=plain).holds(p.candidate) for p in nearest):
+            found.append("train.optimizer: sgd")
+    return ", or ".join(found)
+
+
+def used_up(p: Prediction) -> set[str]:
+    """Ways of making memory smaller that are of no more use to a plan."""
+    c, form = p.candidate, p.form
+    held = [len(p.cut[s]) for row in form.placement for s, device in enumerate(row) if device == p.fullest]
+    gone = {
+        RECOMPUTE: c.recompute != "none" or bool(form.recomputes),
+        SMALLER: c.microbatch == 1,
+        FEWER: c.microbatches == 1 or c.schedule == "model-parallel",
+        STAGES: held == [1],  # one layer
+    }
+    return {way for way, so in gone.items() if so}
+
+
+def device_gib(profile: Profile, need: float) -> float:
+    """Size of a device, in tenths of a GiB, on which a plan fits that takes ``need`` bytes on the profile's.
+
+    Of a described device a share is kept free, which grows with it; a measured process takes what it takes.
+    """
+    if profile.source == "analytic" and profile.memory_bytes:
+        share = profile.base_bytes / profile.memory_bytes
+        need = (need - profile.base_bytes) / (1 - share) if share < 1 else need
+    return ceil(10 * need / GIB * (1 - 1e-12)) / 10
+
+
+def _other_wishes(predictor: Predictor, c: Candidate, given: dict[str, object]) -> Iterator[str]:
+    """Keys of ``parallel`` without which it would fit."""
+    if "microbatch" in given:
+        share = c.microbatch * c.microbatches
+        for size in reversed(divisors(share)):
+            if size < c.microbatch and _holds(predictor, _sized(c, size, share // size)):
+                yield f"parallel.microbatch: {size}"
+                break
+    if given.get("recompute") == "none" and _holds(predictor, c._replace(recompute="stage-aware")):
+        yield "parallel.recompute: full"
+    if given.get("schedule", "1f1b") not in ("1f1b", "dapple", "auto") and not {"chunks", "unit"} & set(given):
+        plain = c.grid.candidate("1f1b")
+        if any(_holds(predictor, plain._replace(recompute=way)) for way in _ways(predictor)):
+            yield "parallel.schedule: 1f1b"
+
+
+def _sized(c: Candidate, microbatch: int, microbatches: int) -> Candidate:
+    unit = None if c.unit is None else min(c.unit, microbatches)
+    return c._replace(microbatch=microbatch, microbatches=microbatches, unit=unit)
+
+
+def _deeper(judge: Judges, c: Candidate, batch: int, wished: Wished) -> int | None:
+    """Devices in a single pipeline that hold the job; None if no cut of the model is fine enough."""
+    predictor = judge.of(c)
+
+    def holds(stages: int) -> bool:
+        grid = Grid(stages, 1, c.microbatch, batch // c.microbatch, c.tensor, c.sub_pipelined)
+        made = [
+            wished(grid.candidate("1f1b")),
+            wished(c._replace(stages=stages, replicas=1, microbatches=grid.microbatches)),
+        ]
+        return any(
+            _holds(predictor, one._replace(recompute=way)) for one in made if one for way in _ways(predictor)
+        )  # fmt: skip
+
+    most, failed = predictor.most_stages, c.stages
+    steps = (ceil((c.stages + 1) * GROWTH**k) for k in count())
+    for stages in dict.fromkeys([*takewhile(lambda n: n < most, steps), most]):
+        if stages <= c.stages:
+            continue
+        if not holds(stages):
+            failed = stages
+            continue
+        while stages - failed > 1:
+            middle = (stages + failed) // 2
+            stages, failed = (middle, failed) if holds(middle) else (stages, middle)
+        return stages
+    return None
+
+
+def _ways(predictor: Predictor) -> tuple[Recompute, ...]:
+    return ("none", "stage-aware") if predictor.recompute else ("none",)
+
+
+def _holds(predictor: Predictor, c: Candidate) -> bool:
+    try:
+        return c.form.stages <= predictor.most_stages and predictor.holds(c)
+    except ScheduleError:
+        return False
