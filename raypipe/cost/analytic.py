@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypipe.cost.gpt_work import SOFTWARE, gpt_work
-from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
+from raypipe.cost.profile import CollectivePath, LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.cost.work import LayerWork
 from raypipe.errors import SpecError, nearest
 from raypipe.job.base import WIDTH
-from raypipe.job.cluster import ClusterSpec, DeviceModel, LinkModel
+from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, LinkModel
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import TrainSpec
 
@@ -67,7 +67,7 @@ def analytic_profile(
         tied_parameters=_tied(model, tied),
         update_s_per_parameter=update_bytes(optimizer, momentum, width) / (device.memory_gb_s * 1e9),
         inside=_link(cluster.inside), between=_link(cluster.between),
-        collective=_link(cluster.collective) if cluster.collective else None,
+        collective=_path(cluster.collective) if cluster.collective else None,
     )  # fmt: skip
 
 
@@ -95,6 +95,14 @@ def _tied(model: GptSpec | Sequence[LayerWork], given: int) -> int:
 
 def _link(link: LinkModel) -> LinkFit:
     return LinkFit(alpha_s=link.latency_us * 1e-6, beta_s_per_byte=1e-9 / link.bandwidth_gb_s)
+
+
+def _path(path: CollectiveModel) -> CollectivePath:
+    link = _link(path)
+    return CollectivePath(
+        alpha_s=link.alpha_s, beta_s_per_byte=link.beta_s_per_byte, algorithm=path.algorithm, at_once=path.at_once,
+        piece_bytes=None if path.piece_mib is None else path.piece_mib * 2**20,
+    )  # fmt: skip
 
 
 def _layer(work: LayerWork, device: DeviceModel, rate: float, sizes: Sequence[int]) -> LayerProfile:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from raypipe.cost.profile import CollectiveFit, LinkFit, Profile
+from raypipe.cost.profile import CollectiveFit, CollectivePath, LinkFit, Profile
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Model = Literal["ring", "rabenseifner", "tree"]
@@ -65,6 +65,23 @@ def best(kind: Kind, link: LinkFit, group: int, size_bytes: float) -> float:
     return min(terms(kind, model, group).seconds(link, size_bytes) for model in MODELS)
 
 
+def along(kind: Kind, path: LinkFit, group: int, size_bytes: float) -> float:
+    """Time of a collective between hosts by the library that ``path`` describes; a mere link: ``best``.
+
+    Every piece pays the algorithm's latencies anew, and bandwidth once: n pieces, k at once, take
+    ``ceil(n / k) * alphas * alpha + vectors * beta * size``. Where a library cuts vectors into small pieces and has
+    a ring only, latency grows with the group and with the vector. PyTorch takes Gloo's ring and
+    no other (``gloo/allreduce.cc``), and runs two of its collectives at once.
+    """
+    if not isinstance(path, CollectivePath):
+        return best(kind, path, group, size_bytes)
+    pieces = math.ceil(size_bytes / path.piece_bytes) if path.piece_bytes else 1
+    latency = path.model_copy(update={"alpha_s": path.alpha_s * math.ceil(pieces / path.at_once)})
+    if path.algorithm is None:
+        return best(kind, latency, group, size_bytes)
+    return terms(kind, path.algorithm, group).seconds(latency, size_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where the members of a group are."""
@@ -106,15 +123,15 @@ def collective_seconds(profile: Profile, kind: Kind, size_bytes: float, layout: 
         return from_measured(measured, layout.group, size_bytes)
     if layout.hosts == 1:
         return best(kind, profile.inside, layout.group, size_bytes)
-    between = profile.collective or profile.between
+    between: LinkFit = profile.collective or profile.between
     if layout.per_host == 1:
-        return best(kind, _shared(between, sharing / profile.host_links), layout.hosts, size_bytes)
+        return along(kind, _shared(between, sharing / profile.host_links), layout.hosts, size_bytes)
     # Flat: a ring through all members enters each host once. In levels: inside, then 1/k of the vector for each of a
     # host's k members between the hosts, then inside again.
-    flat = best(kind, _shared(between, sharing / profile.host_links), layout.group, size_bytes)
+    flat = along(kind, _shared(between, sharing / profile.host_links), layout.group, size_bytes)
     k = layout.per_host
     part = size_bytes / k
-    levels = best(kind, _shared(between, sharing * k / profile.host_links), layout.hosts, part)
+    levels = along(kind, _shared(between, sharing * k / profile.host_links), layout.hosts, part)
     if kind in ("all_reduce", "reduce_scatter"):
         levels += best("reduce_scatter", profile.inside, k, size_bytes)
     if kind in ("all_reduce", "all_gather"):

@@ -88,6 +88,17 @@ class LinkFit(Spec):
         return self.alpha_s + size_bytes * self.beta_s_per_byte
 
 
+class CollectivePath(LinkFit):
+    """The path of collectives between hosts where it is described, and how the library that runs them goes about it."""
+
+    algorithm: Literal["ring", "rabenseifner", "tree"] | None = None
+    """The only one it has; None: the fastest for each size and group."""
+    piece_bytes: Annotated[float, Field(gt=0)] | None = None
+    """Size of the pieces into which it cuts a vector, each a collective of its own; None: one piece."""
+    at_once: Annotated[int, Field(ge=1)] = 1
+    """Pieces under way at the same time."""
+
+
 class CollectiveFit(Spec):
     """Measured cost of one collective at one group size."""
 
@@ -133,7 +144,7 @@ class Profile(Spec):
     """Between two devices of one host."""
     between: LinkFit
     """Between two hosts."""
-    collective: LinkFit | None = None
+    collective: CollectivePath | None = None
     """Between hosts as collectives see it, where another path carries them than messages."""
     host_links: Annotated[int, Field(ge=1)] = 1
     """Links between hosts that one host can fill at the same time: its network cards."""

@@ -51,6 +51,18 @@ class LinkModel(Spec):
     """In 10^9 bytes per second, one direction."""
 
 
+class CollectiveModel(LinkModel):
+    """The path of collectives between hosts, and how the library that runs them goes about it."""
+
+    algorithm: Literal["ring", "rabenseifner", "tree"] | None = None
+    """The one it has; null: the fastest of the three for each size and group."""
+    piece_mib: Above | None = None
+    """It cuts what is summed into pieces of so many MiB, each a collective of its own with its own latency (PyTorch's
+    DistributedDataParallel: 25); null: one piece."""
+    at_once: Positive = 1
+    """Pieces under way at the same time. They share the bandwidth; their latencies pass side by side."""
+
+
 class ClusterSpec(Spec):
     """One cluster: the whole file. All devices are of one kind."""
 
@@ -62,7 +74,7 @@ class ClusterSpec(Spec):
     """Between two devices of one host. May be left out where a host has one device."""
     between: LinkModel
     """Between two hosts. May be left out where there is one host."""
-    collective: LinkModel | None = None
+    collective: CollectiveModel | None = None
     """Between hosts as collectives see it, where another path carries them than messages; null: ``between``."""
     host_links: Positive = 1
     """Such links that a host can fill at the same time: its network cards."""

@@ -10,14 +10,24 @@ from typing import Literal
 
 from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
-from raypipe.cost.stages import Cut, costs_of
+from raypipe.cost.stages import Cut, costs_of, gradient_width, parameters
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import add_recompute, add_updates, place_gradient_sync, replicate
 from raypipe.schedule.passes.sync import Sync
 from raypipe.simulate.engine import simulate
-from raypipe.simulate.period import period
+from raypipe.simulate.series import series, steady
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A timed run of an asynchronous scheme, with its drain; what was measured is the mean of its updates."""
+
+    updates: int
+    warmed: bool
+    """The clock starts with the end of the first update; else when the first device has done the forwards that fill
+    its pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +44,15 @@ class Config:
     count: int
     """N."""
     recompute: bool = False
+    recompute_last: bool = False
+    """Also on the last stage of an asynchronous scheme: PipeDream's runtime, of both, leaves it out there, where the
+    backward comes right away."""
     chunks: int = 1
     unit: int | None = None
     concat: Literal["direct", "doubling", "halving"] = "direct"
     sync: Sync = "lazy"
+    run: Run | None = None
+    """How a step was timed; None: in the long run."""
 
     @property
     def batch(self) -> int:
@@ -56,7 +71,10 @@ def pipeline(config: Config) -> Schedule:
         devices=config.depth, microbatches=config.count, chunks=config.chunks, unit=config.unit, concat=config.concat
     )
     made = generate(config.schedule, shape)
-    return add_recompute(made, "late") if config.recompute and config.concat != "doubling" else made
+    if not config.recompute or config.concat == "doubling":
+        return made
+    spared = 0 if made.versions == "flush" or config.recompute_last else 1
+    return add_recompute(made, "late", range(made.stages - spared))
 
 
 def even_cut(layers: int, stages: int) -> Cut:
@@ -70,7 +88,23 @@ def costs(profile: Profile, config: Config, cut: Cut | None = None) -> CostTable
     """The cost table of a configuration."""
     schedule = pipeline(config)
     cut = even_cut(len(profile.layers), schedule.stages) if cut is None else cut
-    return costs_of(profile, cut, config.microbatch, schedule, config.width)
+    return costs_of(in_pieces(profile, config, cut), cut, config.microbatch, schedule, config.width)
+
+
+def in_pieces(profile: Profile, config: Config, cut: Cut) -> Profile:
+    """The profile with gradient sums cut as the code of Chimera's authors cuts them.
+
+    PipeDream and 2BW wrap stages into DistributedDataParallel, whose pieces have 25 MiB; Chimera sums a stage in
+    three or four; the others sum all of a stage in one call.
+    """
+    path, pieces = profile.collective, None
+    if config.schedule.startswith("pipedream"):
+        pieces = 25.0 * 2**20
+    elif config.schedule == "chimera":
+        pieces = max(parameters(profile, layers) for layers in cut) * gradient_width(profile.dtype) / 4
+    if path is None or pieces is None:
+        return profile
+    return profile.model_copy(update={"collective": path.model_copy(update={"piece_bytes": pieces})})
 
 
 def step_seconds(profile: Profile, config: Config, cut: Cut | None = None, table: CostTable | None = None) -> float:
@@ -82,15 +116,18 @@ def step_seconds(profile: Profile, config: Config, cut: Cut | None = None, table
         whole = replicate(schedule, min(config.width, 2))
         whole = add_updates(place_gradient_sync(whole, config.sync, replace(table, update=(0.0,) * table.stages)))
         return simulate(whole, table).makespan
-    none = (0.0,) * table.stages
-    steady = period(schedule, replace(table, all_reduce=none, update=none))
-    backward = table.by_kind("BW")
-    if schedule.versions == "2bw":  # the sum runs beside the last micro-batch's backward
-        late = max(max(0.0, a - b) for a, b in zip(table.all_reduce, backward, strict=True))
-        return steady + late + max(table.update)
-    # PipeDream sums the gradients over the copies after every micro-batch's backward, and updates.
-    each = zip(table.forward, backward, table.all_reduce, table.update, strict=True)
-    return max(steady, config.count * max(map(sum, each)))
+    # DistributedDataParallel sums in the last backward before an update, and the device waits for it: one more part of
+    # the update.
+    waits = tuple(a + u for a, u in zip(table.all_reduce, table.update, strict=True))
+    alone = replace(table, all_reduce=(0.0,) * table.stages, update=waits)
+    if config.run is None:
+        return steady(schedule, alone)
+    every = 1 if schedule.versions == "stash" else config.count  # micro-batches of an update
+    steps = config.run.updates * every // config.count
+    ends = series(schedule, alone, steps)
+    if config.run.warmed:
+        return (ends[-1] - ends[0]) / (steps - 1)
+    return (ends[-1] - (config.depth - 1) * alone.forward[0]) / steps
 
 
 def memory(profile: Profile, config: Config) -> tuple[DeviceMemory, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tests.bench import papers_chimera, papers_zeropp
+from tests.bench import papers_chimera, papers_speedups, papers_zeropp
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 BEGIN, END = "<!-- tests.bench.papers: begin -->", "<!-- tests.bench.papers: end -->"
@@ -17,7 +17,7 @@ BEGIN, END = "<!-- tests.bench.papers: begin -->", "<!-- tests.bench.papers: end
 def report() -> str:
     """All tables as Markdown."""
     parts = ["### Chimera on Piz Daint (`cluster/piz-daint.yaml`)"]
-    for title, body in papers_chimera.sections():
+    for title, body in (*papers_chimera.sections(), *papers_speedups.sections()):
         parts += [f"**{title}.**", body]
     parts.append("### ZeroPP on A800 (`cluster/a800.yaml`)")
     for title, body in papers_zeropp.sections():

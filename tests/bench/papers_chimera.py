@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.chimera_model import closed_form
-from raypipe.cost.profile import LinkFit, Profile
+from raypipe.cost.profile import CollectivePath, LinkFit, Profile
 from raypipe.job import load_cluster
 from tests.bench.paper_models import bert_48, gpt2_64
-from tests.bench.paper_steps import Config, costs, error, fits, memory, pipeline, step_seconds, table, throughput
+from tests.bench.paper_steps import Config, costs, fits, memory, pipeline, step_seconds, table, throughput
 
 GIB = 2**30
 MACHINE = "cluster/piz-daint.yaml"
@@ -77,63 +77,6 @@ def scaled(name: str, nodes: int, depth: int, b: int, batch: int, recompute: boo
     )  # type: ignore[arg-type]
 
 
-def weak_scaling() -> str:
-    """Throughput ratios of Chimera over each baseline at the largest scale, in the paper's configurations."""
-    bert, gpt = profiles()
-    # Configurations: sections 4.2.1 and 4.2.3 and the job scripts of the authors' repository. At the larger scales of
-    # figures 14 and 15 depth and micro-batch are taken to stay what they are there.
-    cases = [
-        ("Bert-48, 64 nodes", bert, scaled("chimera", 64, 4, 8, 1024, sync="eager-opt"), [
-            ("PipeDream", scaled("pipedream", 64, 8, 12, 96 * 8), 1.94),
-            ("PipeDream-2BW", scaled("pipedream-2bw", 64, 4, 16, 1024, True), 1.17),
-            ("GPipe", scaled("gpipe", 64, 4, 4, 1024, True), 1.32),
-            ("GEMS", scaled("gems", 64, 4, 32, 1024), 2.41),
-            ("DAPPLE", scaled("dapple", 64, 4, 4, 1024), 1.19),
-        ]),
-        ("GPT-2, 2,048 nodes", gpt, scaled("chimera", 2048, 32, 1, 2048, sync="eager-opt"), [
-            ("PipeDream", scaled("pipedream", 2048, 8, 2, 512 * 8, True), 2.01),
-            ("PipeDream-2BW", scaled("pipedream-2bw", 2048, 16, 1, 2048, True), 1.16),
-            ("GPipe", scaled("gpipe", 2048, 16, 1, 2048, True), 1.42),
-            ("GEMS", scaled("gems", 2048, 8, 2, 2048), 2.34),
-            ("DAPPLE", scaled("dapple", 2048, 16, 1, 2048, True), 1.38),
-        ]),
-    ]  # fmt: skip
-    rows = []
-    for title, profile, own, others in cases:
-        mine = throughput(profile, own)
-        for name, config, theirs in others:
-            ours = mine / throughput(profile, config)
-            rows.append([title, f"{name} ({config})", f"{ours:.2f}", f"{theirs:.2f}", error(ours, theirs)])
-    return table(["case", "Chimera over", "ours", "paper's", "error"], rows)
-
-
-def large_batches() -> str:
-    """Section 4.3: average speed-ups where N is much larger than D (figures 17 and 18)."""
-    bert, gpt = profiles()
-    rows = []
-    cases = [
-        ("Bert-48, 32 nodes, direct", bert, 32, (1024, 2048, 4096),
-         lambda b: scaled("chimera", 32, 4, 8, b, sync="eager-opt"), [
-            ("GPipe", lambda b: scaled("gpipe", 32, 4, 8, b, True), 1.13),
-            ("GEMS", lambda b: scaled("gems", 32, 4, 32, b), 2.07),
-            ("DAPPLE", lambda b: scaled("dapple", 32, 4, 8, b), 1.06),
-        ]),
-        ("GPT-2, 512 nodes, doubling", gpt, 512, (1024, 2048, 4096),
-         lambda b: scaled("chimera", 512, 8, 1, b, concat="doubling", sync="eager-opt"), [
-            ("PipeDream-2BW", lambda b: scaled("pipedream-2bw", 512, 8, 1, b, True), 1.13),
-            ("GPipe", lambda b: scaled("gpipe", 512, 8, 1, b, True), 1.18),
-            ("GEMS", lambda b: scaled("gems", 512, 8, 2, b), 2.60),
-            ("DAPPLE", lambda b: scaled("dapple", 512, 8, 1, b, True), 1.34),
-        ]),
-    ]  # fmt: skip
-    for title, profile, _, batches, own, others in cases:
-        for name, config, theirs in others:
-            ratios = [throughput(profile, own(b)) / throughput(profile, config(b)) for b in batches]
-            ours = sum(ratios) / len(ratios)
-            rows.append([title, name, f"{ours:.2f}", f"{theirs:.2f}", error(ours, theirs)])
-    return table(["case", "Chimera over", "ours", "paper's", "error"], rows)
-
-
 def single_figures() -> str:
     """Two figures that stand alone."""
     bert, gpt = profiles()
@@ -159,7 +102,9 @@ def sensitivity() -> str:
             # Half of a GPT-2 message's time is latency, half bandwidth.
             links = {
                 "between": LinkFit(alpha_s=milliseconds / 2e3, beta_s_per_byte=milliseconds / 2e3 / size),
-                "collective": LinkFit(alpha_s=1e-4, beta_s_per_byte=1e-9 / bandwidth),
+                "collective": CollectivePath(
+                    alpha_s=1e-4, beta_s_per_byte=1e-9 / bandwidth, algorithm="ring", at_once=2
+                ),
             }
             own, other = (profile.model_copy(update=links) for profile in (bert, gpt))
             depth = min((4, 8, 16), key=lambda d: step_seconds(own, scaled("chimera", 32, d, 8, 256, sync="eager-opt")))
@@ -206,8 +151,6 @@ def sections() -> Iterator[tuple[str, str]]:
         "GPT-2 of 64 layers on 512 nodes, B_hat = 512 (paper: W=64, D=8, R and W=16, D=32 are 1.7 % apart at the top)",
         choice(gpt, 512, 512),
     )
-    yield "Weak scaling: throughput of Chimera over the others", weak_scaling()
-    yield "Large mini-batches: the same, on average", large_batches()
     yield (
         "How much hangs on the estimated links: Bert-48's best D; time of GPT-2's W=64, D=8, R over W=16, D=32",
         sensitivity(),

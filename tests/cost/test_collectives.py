@@ -6,9 +6,9 @@ from fractions import Fraction
 import pytest
 
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.collectives import MODELS, Layout, best, collective_seconds, from_measured, terms
+from raypipe.cost.collectives import MODELS, Layout, along, best, collective_seconds, from_measured, terms
 from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
-from raypipe.cost.profile import CollectiveFit, LinkFit
+from raypipe.cost.profile import CollectiveFit, CollectivePath, LinkFit
 from raypipe.cost.work import plain_layer
 from raypipe.errors import SpecError
 from raypipe.job.cluster import cluster_from
@@ -218,9 +218,30 @@ def test_over_hosts(profile):
 
 
 def test_collectives_may_take_another_path_than_messages(profile):
-    other = profile.model_copy(update={"collective": LinkFit(alpha_s=0, beta_s_per_byte=1e-9)})
+    other = profile.model_copy(update={"collective": CollectivePath(alpha_s=0, beta_s_per_byte=1e-9)})
     assert collective_seconds(other, "all_reduce", 1e9, Layout(4, 1)) == pytest.approx(2 * 3 / 4)
     assert collective_seconds(other, "all_reduce", 1e9, Layout(1, 8)) < 0.1  # inside a host nothing changes
+
+
+def test_a_library_with_one_algorithm():
+    """Three rings of a third one after another, played out, are what the formula says of three pieces."""
+    group, whole = 4, 12
+    world = World(group)
+    for _ in range(3):  # a piece of 12 / 3 bytes is one block of each of the four
+        world.held = World(group).held
+        ring_all_gather(world, ring_reduce_scatter(world))
+    path = CollectivePath(
+        alpha_s=float(ALPHA), beta_s_per_byte=float(BETA), algorithm="ring", piece_bytes=whole / 3
+    )  # fmt: skip
+    assert along("all_reduce", path, group, whole) == pytest.approx(float(max(world.clock)))
+
+
+def test_pieces_at_once_share_bandwidth_and_hide_latency():
+    path = CollectivePath(alpha_s=1, beta_s_per_byte=1, algorithm="tree", piece_bytes=10, at_once=2)
+    assert along("all_reduce", path, 2, 40) == 2 * 2 + 2 * 40  # two rounds of two messages; every byte there and back
+    assert along("all_reduce", path, 2, 10) == 2 + 2 * 10
+    free = path.model_copy(update={"algorithm": None, "piece_bytes": None})
+    assert along("all_reduce", free, 8, 1e6) == best("all_reduce", LinkFit(alpha_s=1, beta_s_per_byte=1), 8, 1e6)
 
 
 def test_measurements_come_before_formulas(profile):

@@ -3,11 +3,14 @@
 The tables of ``python -m tests.bench.papers`` in short: what must not change unnoticed.
 """
 
+from statistics import median
+
 import pytest
 
 from raypipe.cost.chimera_model import closed_form
 from tests.bench.paper_steps import costs, fits, pipeline, step_seconds
 from tests.bench.papers_chimera import chimera_choices, profiles, scaled
+from tests.bench.papers_speedups import speedups
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,14 @@ def test_the_closed_model_prefers_the_deep_pipeline(gpt):
     deep, shallow = scaled("chimera", 512, 32, 1, 512), scaled("chimera", 512, 8, 1, 512, True)
     times = [closed_form(pipeline(c), costs(gpt, c), c.width).step_s for c in (deep, shallow)]
     assert times[0] < times[1]
+
+
+def test_speed_ups_that_chose_nothing():
+    """As the table in docs/planner.md has them: 17 speed-ups and a parallel efficiency, 9.4 % off in the median."""
+    off = [row.off for row in speedups(step_seconds)]
+    assert len(off) == 18
+    assert median(off) < 0.1
+    assert max(off) < 0.35
 
 
 def test_who_needs_recomputation(bert, gpt):
