@@ -17,6 +17,7 @@ from raypipe.errors import CheckpointError, RunError, SpecError
 from raypipe.job.order import base_schedule, is_file
 from raypipe.job.recompute import named_layers
 from raypipe.job.spec import JobSpec
+from raypipe.observe.run_dir import CHECKPOINTS, hold, put_aside, stillborn
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.observe.summary import summarise
 from raypipe.plan.plan import Plan, build_schedule, load_plan
@@ -110,6 +111,8 @@ def prepare_run(
         SpecError, ScheduleError: whatever is wrong with the request, one error.
         RunError: a device died while it was measured.
     """
+    empty = directory is not None and stillborn(directory.expanduser())
+    resume = resume and not empty
     plan: Plan | None = None
     if plan_file is not None:
         plan = load_plan(plan_file)
@@ -123,6 +126,9 @@ def prepare_run(
     from raypipe.models import build_model
 
     where = _directory(job, directory, resume)
+    if empty:
+        put_aside(where)
+        say(f"{where}: the run in it ended before its first step; this one begins there anew")
     if resume:
         _check_resume(job, where)
     try:
@@ -226,9 +232,10 @@ def _directory(job: JobSpec, directory: Path | None, resume: bool) -> Path:
         directory = base / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     directory = directory.expanduser().absolute()
     try:
-        if not resume and (directory / METRICS).exists():
+        if not resume and (directory / METRICS).exists() and not stillborn(directory):
             raise SpecError(str(directory), "already holds a run", "add --resume, or give another --run-dir")
         directory.mkdir(parents=True, exist_ok=True)
+        hold(directory).close()
         probe = directory / ".writable"
         probe.touch()
         probe.unlink()
@@ -248,7 +255,7 @@ def _check_resume(job: JobSpec, directory: Path) -> None:
     from raypipe.checkpoint import latest, open_checkpoint
     from raypipe.runtime.early_stop import patience_of
 
-    root = directory / "checkpoints"
+    root = directory / CHECKPOINTS
     found, notices = latest(root)
     if found is None:
         newest = max(root.glob("step-*"), default=None)
@@ -288,6 +295,13 @@ def run(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None
         SpecError: the cluster can never give what the plan needs.
         RunError: the run failed for good; the message is the last attempt's.
     """
+    with hold(prepared.directory):
+        return _run_held(prepared, dashboard_port, watch)
+
+
+def _run_held(
+    prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]
+) -> tuple[Result, dict[str, Any]]:
     from raypipe.runtime.cluster import connect
     from raypipe.runtime.train_run import RunRequest, start_run
 
@@ -334,5 +348,5 @@ def _outcome(result: Result, prepared: Prepared) -> Result:
 
     from raypipe.checkpoint import best
 
-    held = best(prepared.directory / "checkpoints") if prepared.job.train.load_best_at_end else None
+    held = best(prepared.directory / CHECKPOINTS) if prepared.job.train.load_best_at_end else None
     return result if held is None else replace(result, checkpoint=Checkpoint.from_directory(str(held.path)))

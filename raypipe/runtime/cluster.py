@@ -6,6 +6,7 @@ that another program's ``ray.init()`` runs for itself is left alone, for it ends
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -15,11 +16,21 @@ from typing import Any
 
 import ray
 
-from raypipe.errors import SpecError
+from raypipe.errors import RunError, SpecError
 from raypipe.runtime.devices import DeviceRequest, local_cpus, request_devices
 
 UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"
 LOCKED = "check the port; where the cluster asks for a token, set RAY_AUTH_MODE=token (Ray does not, for a named one)"
+
+ANSWER_S = 10.0
+"""Time that a cluster has to answer a connection."""
+SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""An empty HTTP/2 frame of the type that both sides begin with."""
+OTHER = "give the address of a running Ray of this version (ray start --head says it), or unset RAY_ADDRESS"
+NOT_STARTED = (
+    "try again when the machine is less busy; else look for a full disk, too little memory and Ray's own words in "
+    "/tmp/ray/session_latest/logs"
+)
 
 
 def connect(devices: int, dashboard_port: int | None = None, emulated: bool = False) -> DeviceRequest:
@@ -33,6 +44,7 @@ def connect(devices: int, dashboard_port: int | None = None, emulated: bool = Fa
     Raises:
         SpecError: the cluster can never give that many devices, RAY_ADDRESS names one that does not answer, or the
             dashboard's port is taken.
+        RunError: Ray did not come up on this machine.
     """
     _join(devices, dashboard_port)
     resources = ray.cluster_resources()
@@ -74,6 +86,8 @@ def _join_running(quiet: dict[str, Any]) -> bool:
             raise SpecError("RAY_ADDRESS", f"no Ray cluster lets us in at {named}: {error}", LOCKED) from None
         print(f"the Ray cluster at {address} does not let us in: {LOCKED}. Starting one instead.", file=sys.stderr)
         return False
+    except Exception as error:  # Ray has no class for it: another program listens there, another version of Ray, ...
+        raise SpecError("RAY_ADDRESS", f"no Ray cluster lets us in at {address}: {_first_line(error)}", OTHER) from None
     if not named:
         hint = "RAY_ADDRESS=local starts one for this command alone"
         print(f"using the Ray cluster at {address}, which `ray start` put up; {hint}", file=sys.stderr)
@@ -92,15 +106,24 @@ def _started_here() -> str | None:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes; one connection tells at once."""
+    """Ray itself tries for minutes, and then ends the process; one connection tells at once."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise SpecError("RAY_ADDRESS", f'"{address}" is not HOST:PORT', UNREACHABLE)
     try:
-        socket.create_connection((host, int(port)), timeout=10).close()
+        with socket.create_connection((host, int(port)), timeout=ANSWER_S) as server:
+            answers = os.environ.get("RAY_USE_TLS", "0") == "1" or _speaks_http2(server)
     except OSError as error:
         why = f"no Ray cluster answers at {address}: {error.strerror or error}"
         raise SpecError("RAY_ADDRESS", why, UNREACHABLE) from None
+    if not answers:
+        raise SpecError("RAY_ADDRESS", f"what answers at {address} is no Ray cluster", UNREACHABLE)
+
+
+def _speaks_http2(server: socket.socket) -> bool:
+    """Whether the other side speaks what gRPC, and so all of Ray, goes over: RFC 9113, section 3.4."""
+    server.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS)
+    return server.recv(len(SETTINGS))[3:4] == SETTINGS[3:4]
 
 
 def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]) -> None:
@@ -108,15 +131,26 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
     cores = os.cpu_count() or 1
     if dashboard_port is not None:
         _check_port(dashboard_port)
-    ray.init(
-        address="local",
-        num_cpus=local_cpus(devices, cores) if not gpus else max(devices, cores),
-        include_dashboard=dashboard_port is not None,
-        dashboard_host="127.0.0.1",
-        dashboard_port=dashboard_port,
-        _node_ip_address="127.0.0.1",
-        **quiet,
-    )
+    cpus = local_cpus(devices, cores) if not gpus else max(devices, cores)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=dashboard_port is not None,
+            dashboard_host="127.0.0.1",
+            dashboard_port=dashboard_port,
+            _node_ip_address="127.0.0.1",
+            **quiet,
+        )
+    except Exception as error:  # Ray raises Exception itself where a process of its own did not come up in time
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        raise RunError("ray", f"did not start on this machine: {_first_line(error)}", NOT_STARTED) from None
+
+
+def _first_line(error: BaseException) -> str:
+    """The first sentence of what Ray says; the rest is a page of advice for its own developers."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 def _visible_gpus() -> int:

@@ -19,6 +19,7 @@ from raypipe.cli import run
 from raypipe.job import load_job
 from raypipe.plan.plan import load_plan
 from raypipe.train import JOB_FILE, make_plan, prepare_run
+from tests.runtime.answering import GRPC, answering
 
 JOB = """
 name: small
@@ -147,6 +148,19 @@ def test_a_directory_with_a_run_is_not_written_over(refused, tmp_path) -> None:
     assert "already holds a run" in said
     assert "--resume" in said
     assert [p.name for p in there.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_directory_whose_run_made_no_step_is_used_again(job: Path, tmp_path: Path, resume: bool) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "metrics.jsonl").write_text("")
+    (there / "events.jsonl").write_text('{"event": "run"}\n{"event": "failed", "message": "no memory"}\n')
+    said: list[str] = []
+    prepared = prepare_run(load_job(job), there, resume, say=said.append)
+    assert not prepared.resume
+    assert said == [f"{there}: the run in it ended before its first step; this one begins there anew"]
+    assert "no memory" in (there / "events-1.jsonl").read_text()
 
 
 # Resuming.
@@ -319,10 +333,8 @@ def test_a_cluster_that_asks_for_a_token(refused, monkeypatch) -> None:
         raise ConnectionError("Failed to connect to Ray cluster")
 
     monkeypatch.setattr(ray, "init", refuse)
-    with socket.socket() as locked:
-        locked.bind(("127.0.0.1", 0))
-        locked.listen()
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{locked.getsockname()[1]}")
+    with answering(GRPC) as locked:
+        monkeypatch.setenv("RAY_ADDRESS", locked)
         said = refused()
     assert "lets us in" in said
     assert "RAY_AUTH_MODE=token" in said

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import ray
 
+from raypipe.errors import RunError, SpecError
 from raypipe.runtime import cluster
+from tests.runtime.answering import GRPC, answering
 
 Captured = pytest.CaptureFixture[str]
 
@@ -28,10 +29,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def listening() -> Iterator[str]:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
+    """What answers as a gRPC server does, which sends its settings first."""
+    with answering(GRPC) as address:
+        yield address
 
 
 def started(folder: Path, address: str) -> None:
@@ -87,3 +87,45 @@ def test_one_that_is_locked_is_left_alone(
     cluster.connect(2)
     assert asked == [listening, "local"]
     assert "RAY_AUTH_MODE=token" in capsys.readouterr().err
+
+
+def failing(message: str) -> Callable[..., None]:
+    def init(address: str, **_options: object) -> None:
+        raise Exception(message)
+
+    return init
+
+
+def test_a_ray_that_does_not_come_up_is_one_error(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "init", failing("The current node timed out during startup. This could happen\nbecause"))
+    with pytest.raises(RunError) as caught:
+        cluster.connect(2)
+    assert caught.value.exit_status == 1
+    assert "did not start on this machine: Exception: The current node timed out" in caught.value.why
+    assert "\n" not in caught.value.why
+    assert "less busy" in caught.value.fix
+
+
+def test_what_answers_and_is_no_ray_is_one_error(
+    asked: list[str], listening: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", listening)
+    monkeypatch.setattr(ray, "init", failing("Version mismatch: the cluster was started with Ray 2.9"))
+    with pytest.raises(SpecError, match="Version mismatch"):
+        cluster.connect(2)
+
+
+@pytest.mark.parametrize("words", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"220 mail\r\n"])
+def test_another_server_is_not_taken_for_ray(asked: list[str], words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would try for five minutes, and then end the process."""
+    monkeypatch.setattr(cluster, "ANSWER_S", 0.2)
+    with answering(words) as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(SpecError, match=r"no Ray cluster"):
+            cluster.connect(2)
+    assert asked == []
+
+
+@pytest.mark.runs
+def test_a_real_one_is_taken_for_ray(local_ray: None) -> None:
+    cluster._check_reachable(ray.get_runtime_context().gcs_address)
