@@ -9,7 +9,7 @@ from raypipe.auto.placements import placed
 from raypipe.errors import ScheduleError, nearest
 from raypipe.job.base import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec
-from raypipe.job.order import base_schedule, is_file
+from raypipe.job.order import is_file, looked_at
 from raypipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
             yield from _depth(len(placement[0]), parallel.stages, layers)
             yield from _keep(parallel, placement)
             return
-        schedule = base_schedule(parallel, job.train.batch)
+        schedule = looked_at(parallel, job.train.batch)
     except ScheduleError as error:
         key = KEYS.get(error.where, error.where)
         yield Problem(f"parallel.{key if key in type(parallel).model_fields else 'schedule'}", _why(error), error.fix)

@@ -10,7 +10,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.load import load
-from raypipe.schedule.memory import check_memory
+from raypipe.schedule.memory import check_memory, peak_activations
 from raypipe.schedule.passes import add_recompute, keep_activations
 from raypipe.schedule.shape import Shape
 from raypipe.schedule.verify import verify
@@ -46,6 +46,50 @@ def base_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
     return bare
 
 
+LONG = 20_000
+"""Stages times micro-batches above which a step is not made only to be looked at: a second or so."""
+
+
+def looked_at(parallel: ParallelSpec, batch: int) -> Schedule:
+    """What tells the placement, the kinds of task and whether the schedule can be: ``base_schedule``, or of a long step
+    one of the same shape with fewer micro-batches.
+
+    A long step's activations are told from two shorter ones; a run, which makes it whole, counts them.
+
+    Raises:
+        ScheduleError: as ``base_schedule``.
+    """
+    shape = parallel.shape(batch)
+    family = SCHEDULES.get(parallel.schedule)
+    if family is None or family.stages(shape) * shape.microbatches <= LONG:
+        return base_schedule(parallel, batch)
+    turn = 2 * shape.devices
+    few = max(1, LONG // family.stages(shape))
+    few -= (few - shape.microbatches) % turn if few > turn else 0
+
+    def short(count: int) -> Schedule:
+        unit = None if shape.unit is None else min(shape.unit, count)
+        return _generated(parallel, replace(shape, microbatches=count, unit=unit))
+
+    try:
+        schedule = short(few)
+    except ScheduleError as error:
+        if error.where != "microbatches":  # too few of them for so many devices
+            raise
+        few = min(shape.devices, shape.microbatches)
+        schedule = short(few)
+    limit = shape.memory_limit
+    if limit is not None and "memory_limit" not in family.options and few > turn:
+        peak = max(peak_activations(_as_held(parallel, schedule)))
+        growth = peak - max(peak_activations(_as_held(parallel, short(few - turn))))
+        if (peak := peak + growth * (shape.microbatches - few) / turn) > limit:
+            raise ScheduleError(
+                "memory_limit", f"{parallel.schedule} holds {peak:g} activations, the limit is {limit:g}",
+                "raise the limit, or choose a schedule or shape that holds fewer",
+            )  # fmt: skip
+    return schedule
+
+
 def _generated(parallel: ParallelSpec, shape: Shape) -> Schedule:
     """The named schedule; one that is recomputed whole is held against the memory limit as it will be."""
     name, limit = parallel.schedule, shape.memory_limit
@@ -53,6 +97,13 @@ def _generated(parallel: ParallelSpec, shape: Shape) -> Schedule:
     if limit is None or parallel.recompute != "full" or family is None or "memory_limit" in family.options:
         return generate(name, shape)
     schedule = generate(name, replace(shape, memory_limit=None))
-    again = add_recompute(schedule, "early")
-    check_memory(again if parallel.keep is None else keep_activations(again, parallel.keep), limit)
+    check_memory(_as_held(parallel, schedule), limit)
     return schedule
+
+
+def _as_held(parallel: ParallelSpec, schedule: Schedule) -> Schedule:
+    """With the recomputation that counts for the memory limit: of whole micro-batches."""
+    if parallel.recompute != "full":
+        return schedule
+    again = add_recompute(schedule, "early")
+    return again if parallel.keep is None else keep_activations(again, parallel.keep)

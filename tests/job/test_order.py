@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from raypipe.errors import SpecError
+from raypipe.job import order
 from raypipe.job.load import job_from
+from raypipe.job.order import base_schedule, looked_at
 from raypipe.plan.plan import Plan, build_schedule
+from raypipe.schedule import SCHEDULES
+from raypipe.schedule.ir import Schedule
 from raypipe.schedule.memory import peak_activations
+from raypipe.schedule.shape import Shape
 
 
 def job_with(**parallel: Any):
@@ -43,3 +50,48 @@ def test_a_family_that_orders_by_the_limit_still_does() -> None:
     parallel = job_with(schedule="zb-h1", memory_limit=2).parallel
     plan = Plan(parallel=parallel, cut=((0, 1), (2, 3), (4, 5), (6, 7)))
     assert max(peak_activations(build_schedule(plan, 16))) == 2
+
+
+def long_job(batch: int, **parallel: Any):
+    return job_from(
+        {
+            "name": "long",
+            "model": {"type": "gpt", "layers": 8, "hidden": 16, "heads": 2, "sequence": 16, "vocabulary": 256,
+                      "tie_embeddings": False},
+            "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": batch},
+            "parallel": {"stages": 4, "microbatch": 1, **parallel},
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("dapple",)])
+def test_a_step_of_a_million_micro_batches_is_not_made_to_be_looked_at(schedule: str) -> None:
+    """Made whole, it would take a minute and gigabytes."""
+    job = long_job(1_000_004, schedule=schedule)
+    with no_more_tasks_than(200_000):
+        schedule_seen = looked_at(job.parallel, job.train.batch)
+    small = base_schedule(job.parallel, 24)
+    for what in ("placement", "versions", "size", "rules", "graph"):
+        assert getattr(schedule_seen, what) == getattr(small, what)
+
+
+@pytest.mark.parametrize(("schedule", "needs"), [("gpipe", 100_004), ("1f1b", 4), ("chimera", 4)])
+def test_the_activations_of_a_long_step_are_held_against_the_limit(schedule: str, needs: int) -> None:
+    long_job(100_004, schedule=schedule, memory_limit=needs)
+    with pytest.raises(SpecError, match=f"holds {needs:g} activations, the limit is {needs - 1:g}"):
+        long_job(100_004, schedule=schedule, memory_limit=needs - 1)
+
+
+@contextmanager
+def no_more_tasks_than(most: int) -> Iterator[None]:
+    """Fail where a schedule of more tasks is made."""
+    made = order.generate
+
+    def counted(name: str, shape: Shape) -> Schedule:
+        schedule = made(name, shape)
+        assert sum(map(len, schedule.orders)) <= most
+        return schedule
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "generate", counted)
+        yield
