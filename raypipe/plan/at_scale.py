@@ -17,24 +17,36 @@ from numpy.typing import NDArray
 Figures = NDArray[np.float64]
 """Figures of one step; the first is its time."""
 TURNS = (2, 4)
-"""Turns of the shortest of the three steps: first try, second try."""
+"""Turns of the shortest of the three steps: first try, last try of a step that may be measured whole."""
 
 
-def at_scale(measure: Callable[[int], Figures], count: int, turn: int) -> Figures:
+def at_scale(measure: Callable[[int], Figures], count: int, turn: int, most: int | None = None) -> Figures:
     """``measure(count)``, from shorter steps where they lie on a line, else itself.
+
+    A step of more than ``most`` micro-batches is never measured: where three shorter ones do not lie on a line, the
+    mean growth between two that are as long as may be is taken for all turns that are left. What an order does in turn
+    repeats in the long run, after however many turns, so that this misses by a share of one repetition in very many.
 
     Args:
         measure: figures of a step of so many micro-batches.
         count: micro-batches of the step.
         turn: micro-batches after which the order repeats (or a multiple).
+        most: micro-batches up to which a step may be measured; None: any. Five turns may be measured all the same.
     """
+    rest, room = count % turn, count if most is None else most
     for turns in TURNS:
-        first = count % turn + turns * turn
+        first = rest + turns * turn
         if count <= first + 3 * turn:
+            return measure(count)
+        if turns > TURNS[0] and first + 2 * turn > room < count:
             break
         a, b, c = (measure(first + k * turn) for k in range(3))
         slope = c - b
         scale = 1e-9 * np.maximum(np.abs(c), 1e-300)
         if np.all(np.abs(slope - (b - a)) <= scale):
             return c + (count - first - 2 * turn) / turn * slope
-    return measure(count)
+    if count <= room:
+        return measure(count)
+    turns = max(room // turn // 2, TURNS[0] + 1)
+    a, c = measure(rest + turns // 2 * turn), measure(rest + turns * turn)
+    return c + (count - rest - turns * turn) / turn * (c - a) / (turns - turns // 2)

@@ -22,9 +22,10 @@ def least_step_seconds(
 
     Per device: the time until its first task can start (the shortest way through the stages before), its work, and
     the time that its last task leaves for others (joint backwards only: the gradient's way back to stage 0; a weight
-    gradient may be the last task of all). Then the least that gradient sums and updates add. Steps without a barrier
-    run into each other; what is left is a device's work, and the way of a stage-0 replica's last micro-batch there and
-    back, after which alone its weights are new.
+    gradient may be the last task of all). Then the least that gradient sums and updates add; a device's sums run one
+    after another, none before all holders of its stage have done their share of the micro-batches. Steps without a
+    barrier run into each other; what is left is a device's work, that of its network, and the way of a stage-0
+    replica's last micro-batch there and back, after which alone its weights are new.
 
     Args:
         form: placement and kinds of task.
@@ -57,21 +58,24 @@ def least_step_seconds(
     average = microbatches * float(work.sum()) / devices
     if form.versions != "flush":
         return max(float((busy + update).max()), average)
-    summed = np.zeros(devices)
+    summed, lane, ready = np.zeros(devices), np.zeros(devices), np.zeros(devices)
     if replicas * around.copies > 1:
-        summed = _least(place, np.broadcast_to(np.array(costs.all_reduce), place.shape), devices)
+        sums = np.broadcast_to(np.array(costs.all_reduce), place.shape)
+        summed, lane = _least(place, sums, devices), _sums(place, sums, devices)
+        ready = _least(place, np.broadcast_to((there + each * work).max(axis=0), place.shape), devices)
     if around.norm == "wait":
         begin = _least(place, there, devices)
         end = _least(place, home, devices) if form.joint else np.zeros(devices)
         one = there[:, -1] + forward[-1] + returning[-1] + home[:, -1]
-        done = max(float((begin + busy + np.maximum(end, summed)).max()), average, float(one.min()))
+        after = float((begin + busy + np.maximum(end, summed)).max())
+        done = max(after, average, float(one.min()), float((ready + lane).max()))
         return done + around.norm_s + float(update.max())
     # Stage 0 of each replica: its next forward waits for its own last backward, its sum and its update.
     stage = each * (forward + (back + weight if form.joint else back) + again)
     round_trip = float((there + stage + home).max()) if each else 0.0
     if replicas * around.copies > 1:
         round_trip += costs.all_reduce[0]
-    return max(float((busy + update).max()), average, round_trip + costs.update[0])
+    return max(float((busy + update).max()), average, float(lane.max()), round_trip + costs.update[0])
 
 
 def _sums(place: NDArray[np.int64], values: Times, devices: int) -> Times:

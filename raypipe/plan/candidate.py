@@ -7,6 +7,7 @@ list of rules here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from raypipe.errors import ScheduleError
@@ -14,7 +15,7 @@ from raypipe.job.spec import ParallelSpec
 from raypipe.plan.form import Form, form_of
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.passes.sync import Sync
-from raypipe.schedule.shape import Concat
+from raypipe.schedule.shape import MOST, Concat
 
 Recompute = Literal["none", "stage-aware", "layers"]
 """``stage-aware``: activations are computed again while waiting for the gradient, except for as many micro-batches of
@@ -130,14 +131,15 @@ class Candidate(NamedTuple):
         )  # fmt: skip
 
 
-def divisors(n: int) -> list[int]:
+@cache
+def divisors(n: int) -> tuple[int, ...]:
     """All of them, ascending.
 
     >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
+    (1, 2, 3, 4, 6, 12)
     """
     low = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
-    return sorted({*low, *(n // k for k in low)})
+    return tuple(sorted({*low, *(n // k for k in low)}))
 
 
 def grids(
@@ -148,7 +150,8 @@ def grids(
 
     Args:
         devices: of the cluster, P.
-        batch: mini-batch in samples; W * B divides it, so that every replica does the same.
+        batch: mini-batch in samples; W * B divides it, so that every replica does the same. Steps longer than any
+            schedule may be (``schedule.shape.MOST``) are left out.
         most_stages: deepest pipeline: the model's layers.
         smallest, largest: micro-batch sizes whose times are known.
         tensor: devices that share each layer; ``devices`` counts each of them.
@@ -161,7 +164,8 @@ def grids(
         share = batch // replicas
         for microbatch in divisors(share):
             if smallest <= microbatch <= largest and not (sub_pipelined and microbatch % 2):
-                for stages in range(1, min(groups // replicas, most_stages) + 1):
+                deepest = min(groups // replicas, most_stages, MOST * microbatch // share)
+                for stages in range(1, deepest + 1):
                     yield Grid(stages, replicas, microbatch, share // microbatch, tensor, sub_pipelined)
 
 
@@ -210,6 +214,8 @@ def candidates(grid: Grid, most_stages: int) -> Iterator[Candidate]:
                 for concat in CONCATS if "concat" in options else CONCATS[:1]:
                     form = form_of(name, stages, v, pipelines, concat)
                     if isinstance(form, ScheduleError) or form.alias != name or form.stages > most_stages:
+                        continue
+                    if form.stages * microbatches > MOST:
                         continue
                     if grid.microbatch % (form.size.denominator * (1 + grid.sub_pipelined)):
                         continue

@@ -311,16 +311,21 @@ def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -
     """The plans that only memory rules out, one of each family."""
     seen: set[str] = set()
     tried = 0
-    for p in sorted(found.too_large, key=lambda p: p.step_s):  # by their bounds
-        if p.step_s >= best.step_s or len(seen) == TOO_LARGE or tried == 3 * TOO_LARGE:
+    bounds = [(p.step_s, p.candidate) for p in found.too_large]
+    bounds += [(chooser.judge.least(c), c) for c in found.hopeless]
+    for bound, c in sorted(bounds, key=lambda pair: pair[0]):
+        if bound >= best.step_s or len(seen) == TOO_LARGE or tried == 3 * TOO_LARGE:
             return
-        if label(p.candidate) in seen or p.candidate.recompute != "none":
+        if label(c) in seen or c.recompute != "none":
             continue
         tried += 1
-        timed = chooser.judge.time(p)
+        try:
+            timed = chooser.judge.predict(c, timed=True)
+        except ScheduleError:  # the family has no such shape after all
+            continue
         if timed.step_s < best.step_s:
-            seen.add(label(p.candidate))
-            yield Row(chooser.judge.time(p, final=True), why_too_large(timed, chooser.remedy(timed)))
+            seen.add(label(c))
+            yield Row(chooser.judge.time(timed, final=True), why_too_large(timed, chooser.remedy(timed)))
 
 
 def _largest(profile: Profile) -> int:

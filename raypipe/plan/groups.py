@@ -40,6 +40,10 @@ class Judges:
         """See ``Judge``."""
         return self.of(candidate).least(candidate)
 
+    def hopeless(self, candidate: Candidate) -> bool:
+        """See ``Judge``."""
+        return self.of(candidate).hopeless(candidate)
+
     def predict(self, candidate: Candidate, timed: bool = False) -> Prediction:
         """See ``Predictor``."""
         return self.of(candidate).predict(candidate, timed)

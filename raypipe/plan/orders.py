@@ -113,9 +113,8 @@ class Orders:
         Raises:
             ScheduleError: the family has no such shape.
         """
-        unit = count if c.unit == c.microbatches else c.unit
         shape = Shape(
-            devices=c.stages, microbatches=count, chunks=c.chunks, unit=unit, pipelines=c.pipelines, concat=c.concat,
+            devices=c.stages, microbatches=count, chunks=c.chunks, unit=c.unit, pipelines=c.pipelines, concat=c.concat,
             memory_limit=c.memory_limit,
         )  # fmt: skip
         key = (c.schedule, shape, c.recompute != "none", keep, remade)

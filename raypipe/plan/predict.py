@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import floor, lcm
+from math import floor
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.memory import STATES, DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import crowding, gradient_width, stage_costs
+from raypipe.cost.stages import crowding, gradient_width, parameters, stage_costs
 from raypipe.errors import ScheduleError
 from raypipe.job.recompute import again_after
 from raypipe.job.spec import TrainSpec
@@ -34,6 +34,8 @@ DIRECT = 30_000
 TERMS = tuple(DeviceMemory().terms())
 FINAL = 60_000
 """The same for what is shown in the end."""
+LONGEST = 120_000
+"""Tasks of a step above which it is timed from shorter ones in any case: half a second."""
 LEVELS = 16
 """Shares of micro-batches kept are multiples of one in so many."""
 
@@ -79,6 +81,7 @@ class Predictor:
     _bottlenecks: dict[int, list[float]] = field(default_factory=dict)
     _whole: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], CostTable] = field(default_factory=dict)
+    _stage_bytes: dict[tuple[int, int], tuple[Figures, Figures, Figures]] = field(default_factory=dict)
 
     def layer_times(self, microbatch: int) -> list[float]:
         """Seconds of each layer for one micro-batch, there and back."""
@@ -167,6 +170,33 @@ class Predictor:
             return float("inf")
         return least_step_seconds(form, c.microbatches, self.costs(c), self.around(c)) * (1 - 1e-9)
 
+    def hopeless(self, c: Candidate) -> bool:
+        """See ``Judge``: what a device holds once its gradients are there, and while they are summed."""
+        form = c.form
+        place = np.array(form.placement)
+        weights, casts, summed = self._held(form.stages, c.microbatch)
+        states = STATES[self.train.optimizer] + (self.train.optimizer == "sgd" and self.train.momentum > 0)
+        held = (1 + states) * weights + casts
+        if c.microbatches // form.replicas >= (1 if form.joint else 2):  # else a device may end with its first one
+            held = held + weights
+            if form.replicas * c.replicas > 1:
+                alone = [c.replicas * len(set(column)) == 1 for column in place.T]
+                held = held + np.where(alone, 0.0, summed)
+        total = np.bincount(place.ravel(), np.broadcast_to(held, place.shape).ravel())
+        return float(total.max()) * (1 - 1e-9) + self.profile.base_bytes > self.profile.memory_bytes
+
+    def _held(self, stages: int, microbatch: int) -> tuple[Figures, Figures, Figures]:
+        """Bytes of each stage: weights, narrow copies of them, one flat vector of its gradients."""
+        key = (stages, microbatch)
+        if key not in self._stage_bytes:
+            p, width = self.profile, gradient_width(self.profile.dtype)
+            cut = self.cut(stages, microbatch)
+            own = np.array([parameters(p, layers) for layers in cut], float) * width
+            casts = np.array([sum(p.layers[i].cast_bytes for i in layers) for layers in cut])
+            ends = np.array([bool({0, len(p.layers) - 1} & set(layers)) for layers in cut])
+            self._stage_bytes[key] = own, casts, own - ends * p.tied_parameters * width
+        return self._stage_bytes[key]
+
     # Exact figures
 
     def predict(self, c: Candidate, timed: bool = False) -> Prediction:
@@ -209,8 +239,8 @@ class Predictor:
             if p.order is not None:
                 return step_time(Order(p.order), costs, sync, around, parts=final)
 
-            def figures(count: int) -> Figures:
-                order = self._orders.of(c, count, p.keep, p.remade)
+            def figures(count: int, unit: int | None) -> Figures:
+                order = self._orders.of(c._replace(unit=unit), count, p.keep, p.remade)
                 return np.array(step_time(order, costs, sync, around, parts=final))
 
             return StepTime(*map(float, self._at_scale(c, figures, FINAL if final else None)))
@@ -237,12 +267,23 @@ class Predictor:
                 return held
         return timed_p
 
-    def _at_scale(self, c: Candidate, measure: Callable[[int], Figures], whole: int | None = None) -> Figures:
-        count = c.microbatches
-        if 3 * c.form.stages * count <= (DIRECT if whole is None else whole):
-            return measure(count)
-        turn = lcm(2 * c.stages, 1 if c.unit is None or c.unit == count else c.unit)
-        return at_scale(measure, count, turn)
+    def _at_scale(
+        self, c: Candidate, measure: Callable[[int, int | None], Figures], whole: int | None = None
+    ) -> Figures:  # fmt: skip
+        """Figures of the candidate's step, ``measure(micro-batches, unit)``."""
+        count, unit, each = c.microbatches, c.unit, 3 * c.form.stages
+        if each * count <= (DIRECT if whole is None else whole):
+            return measure(count, unit)
+        most, turn = LONGEST // each, 2 * c.stages
+        if unit is None or unit == count:
+            return at_scale(lambda n: measure(n, None if unit is None else n), count, turn, most)
+        if count <= most or 5 * unit <= most or count % unit:
+            return at_scale(lambda n: measure(n, unit), count, unit, most)
+
+        def shorter(size: int) -> Figures:  # as many units, of so many micro-batches each
+            return at_scale(lambda n: measure(n, size), count // unit * size, size, most)
+
+        return at_scale(shorter, unit, turn, max(1, most // min(count // unit, 5)))
 
     def _order_memory(
         self, c: Candidate, order: Order, again: frozenset[int] | None = None
@@ -259,8 +300,8 @@ class Predictor:
     ) -> tuple[DeviceMemory, ...]:  # fmt: skip
         remade = None if again is None else stages_of(self.cut(c.form.stages, c.microbatch), again)
 
-        def measure(count: int) -> Figures:
-            devices = self._order_memory(c, self._orders.of(c, count, keep, remade), again)
+        def measure(count: int, unit: int | None) -> Figures:
+            devices = self._order_memory(c, self._orders.of(c._replace(unit=unit), count, keep, remade), again)
             return np.array([value for device in devices for value in device.terms().values()])
 
         rows = self._at_scale(c, measure).reshape(c.stages, -1)

@@ -34,6 +34,9 @@ class Judge(Protocol):
     def least(self, candidate: Candidate) -> float:
         """The candidate takes no less; infinite where its weights alone do not fit."""
 
+    def hopeless(self, candidate: Candidate) -> bool:
+        """Its weights, gradients and optimizer state alone do not fit, whatever is done about activations."""
+
     def predict(self, candidate: Candidate) -> Prediction:
         """Its time and memory."""
 
@@ -53,6 +56,8 @@ class Ranking:
     """Those that fit, the fastest first."""
     too_large: list[Prediction] = field(default_factory=list)
     """Those met on the way that do not fit."""
+    hopeless: list[Candidate] = field(default_factory=list)
+    """Those met on the way that were not looked at, since their weights alone do not fit."""
     searched: int = 0
     """Candidates, and whole grids, that were timed or ruled out."""
     timed: int = 0
@@ -97,6 +102,9 @@ def best_first(
                 candidate = pick(made)
                 if candidate is not None:
                     push(max(bound, judge.least(candidate)), candidate)
+            continue
+        if judge.hopeless(node):
+            found.hopeless.append(node)
             continue
         try:
             prediction = judge.predict(node)

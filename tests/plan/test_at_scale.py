@@ -32,6 +32,34 @@ def test_a_line_is_followed_and_a_bend_is_not() -> None:
     assert at_scale(kinked, 1000, 5).tolist() == [3000.0]  # three points not on a line: measured whole
 
 
+def test_a_step_above_the_limit_is_never_measured() -> None:
+    """The figure grows in a pattern of seven turns, so that no three neighbours lie on a line."""
+    seen: list[int] = []
+
+    def uneven(count: int) -> np.ndarray:
+        seen.append(count)
+        return np.array([100.0 + sum(4.0 + (k * k) % 7 for k in range(count // 3))])
+
+    found = at_scale(uneven, 3 * 70_000 + 1, 3, most=600)
+    assert max(seen) <= 600
+    assert found == pytest.approx(uneven(3 * 70_000 + 1), rel=2e-2)
+    assert at_scale(uneven, 599, 3, most=600) == uneven(599)
+
+
+@pytest.mark.parametrize(("count", "unit"), [(600, 300), (600, 600), (1200, 60), (601, 7)])
+def test_units_too_long_to_be_timed(count: int, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of as many shorter units, against the step simulated whole."""
+    profile = make_profile(8, 4, seed=5)
+    c = Grid(4, 1, 1, count).candidate("zeropp", chunks=2, unit=unit)
+    figures = []
+    for direct, longest in ((100_000_000, 100_000_000), (0, 3 * 8 * 50)):
+        monkeypatch.setattr(predict, "DIRECT", direct)
+        monkeypatch.setattr(predict, "LONGEST", longest)
+        p = Predictor(profile, make_job(8, count).train, 8).predict(c, timed=True)
+        figures.append([p.step_s, p.busy_s, *p.memory_bytes])
+    assert figures[1] == pytest.approx(figures[0], rel=1e-9)
+
+
 @pytest.mark.parametrize("name", [n for n in SCHEDULES if n not in ("dapple", "pipedream", "pipedream-2bw")])
 def test_figures_of_long_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same step simulated whole: time, busy time and memory of every device."""

@@ -106,7 +106,21 @@ def test_every_bound_holds(case) -> None:
                 continue
             for least, other in judge.relief(p):
                 with suppress(ScheduleError):  # a limit that the family cannot keep
-                    assert least <= judge.predict(other, timed=True).step_s
+                    relieved = judge.predict(other, timed=True)
+                    assert least <= relieved.step_s
+                    assert not (judge.hopeless(c) and relieved.fits)
+            assert not (judge.hopeless(c) and p.fits)
+
+
+def test_weights_that_do_not_fit_are_known_without_an_order() -> None:
+    """Many pipelines hold many copies of the weights; recomputation changes nothing about that."""
+    judge, every = setting(6, 8, 8, 5, memory_bytes=0.3 * 2**30)
+    told = [c for g in every for made in judge.on(g) if (c := flushing(made)) is not None and judge.hopeless(c)]
+    assert {c.schedule for c in told} >= {"1f1b", "gems", "chimera"}
+    for c in told[:: max(1, len(told) // 60)]:
+        with suppress(ScheduleError):
+            assert not judge.predict(c).fits
+            assert not judge.holds(c._replace(recompute="stage-aware"))
 
 
 def test_more_devices_more_memory_and_faster_links_are_never_worse() -> None:
