@@ -43,10 +43,10 @@ def problems(job: JobSpec) -> Iterator[Problem]:
     yield from _train(job.train)
     yield from _available(job.parallel)
     yield from _wire(job)
-    yield from _alphas(job.parallel)
     if job.parallel.auto:
         yield from _wishes(job)
         return
+    yield from _alphas(job.parallel)
     yield from _tensor(job)
     yield from _batch(job)
     yield from _schedule(job)
@@ -138,6 +138,12 @@ def _wishes(job: JobSpec) -> Iterator[Problem]:
                 f"parallel.{key}", "cannot be given where the planner chooses",
                 "leave it out, or give schedule, stages and microbatch",
             )  # fmt: skip
+    if parallel.recompute not in ("none", "full", "auto"):
+        what = "stage-aware" if isinstance(parallel.recompute, str) else "a list of layers"
+        yield Problem(
+            "parallel.recompute", f"{what} goes with one cut of the model, and the planner chooses that",
+            "use none, full or auto (the planner decides), or give schedule, stages and microbatch",
+        )  # fmt: skip
     if "schedule" in parallel.given and parallel.schedule not in (*SCHEDULES, "auto"):
         fix = "give stages and microbatch too" if is_file(parallel.schedule) else nearest(parallel.schedule, SCHEDULES)
         yield Problem("parallel.schedule", f'"{parallel.schedule}" is none that the planner knows', fix)
@@ -190,7 +196,7 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
     if parallel.sub_pipelined:
         yield from _halves(job, schedule)
     if schedule.versions == "stash":
-        yield from _stash(job)
+        yield from stash(job)
 
 
 def _halves(job: JobSpec, schedule: Schedule) -> Iterator[Problem]:
@@ -256,7 +262,7 @@ def _why(error: ScheduleError) -> str:
     return error.why if error.where in (*KEYS, *SHAPE_KEYS) else str(error).split("\n  fix:")[0]
 
 
-def _stash(job: JobSpec) -> Iterator[Problem]:
+def stash(job: JobSpec) -> Iterator[Problem]:
     """PipeDream updates each stage after each micro-batch, with nobody to agree with."""
     if job.parallel.replicas > 1:
         yield Problem(

@@ -169,13 +169,26 @@ def grids(
                     yield Grid(stages, replicas, microbatch, share // microbatch, tensor, sub_pipelined)
 
 
-def chunk_counts(stages: int, layers: int) -> list[int]:
-    """Numbers of stages a device, V: all up to ``FEW``, then 6, 8, 12, 16, ... as far as the layers reach.
+class Asked(NamedTuple):
+    """Numbers that a job asks for: tried whether or not they are among those that usually make sense."""
 
-    >>> chunk_counts(2, 40)
-    [1, 2, 3, 4, 6, 8, 12, 16]
+    chunks: int | None = None
+    unit: int | None = None
+
+
+NOTHING = Asked()
+
+
+def chunk_counts(stages: int, layers: int, asked: int | None = None) -> list[int]:
+    """Numbers of stages a device, V: all up to ``FEW``, then 6, 8, 12, 16, ... as far as the layers reach; or the one
+    that is ``asked`` for.
+
+    >>> chunk_counts(2, 40), chunk_counts(2, 40, asked=5)
+    ([1, 2, 3, 4, 6, 8, 12, 16], [5])
     """
     most = layers // stages
+    if asked is not None:
+        return [asked] if asked <= most else []
     found = [v for v in range(1, FEW + 1) if v <= most]
     step = FEW
     while step <= most:
@@ -184,8 +197,11 @@ def chunk_counts(stages: int, layers: int) -> list[int]:
     return found
 
 
-def unit_sizes(stages: int, microbatches: int) -> list[int]:
-    """Sizes of a scheduling unit, U: all micro-batches, their divisors from D up, and ZeroPP's 2D-1 and 2D."""
+def unit_sizes(stages: int, microbatches: int, asked: int | None = None) -> list[int]:
+    """Sizes of a scheduling unit, U: all micro-batches, their divisors from D up, and ZeroPP's 2D-1 and 2D; or the one
+    that is ``asked`` for."""
+    if asked is not None:
+        return [asked] if asked <= microbatches else []
     sizes = {microbatches, 2 * stages - 1, 2 * stages, *(u for u in divisors(microbatches) if u >= stages)}
     return sorted(u for u in sizes if u <= microbatches)
 
@@ -195,7 +211,7 @@ def pipeline_counts(stages: int) -> list[int]:
     return [2 * f for f in divisors(max(1, stages // 2))]
 
 
-def candidates(grid: Grid, most_stages: int) -> Iterator[Candidate]:
+def candidates(grid: Grid, most_stages: int, asked: Asked = NOTHING) -> Iterator[Candidate]:
     """The schedules that make sense on a grid, without recomputation, each once: lazy sync, no memory limit.
 
     Two families that make the same order of the same tasks (``dapple`` and ``1f1b``; ``bfs`` of one chunk and
@@ -208,7 +224,7 @@ def candidates(grid: Grid, most_stages: int) -> Iterator[Candidate]:
         return
     for name, family in SCHEDULES.items():
         options = family.options
-        chunks = chunk_counts(stages, most_stages) if "chunks" in options else [family.fixed_chunks or 1]
+        chunks = chunk_counts(stages, most_stages, asked.chunks) if "chunks" in options else [family.fixed_chunks or 1]
         for v in chunks:
             for pipelines in pipeline_counts(stages) if "pipelines" in options else [2]:
                 for concat in CONCATS if "concat" in options else CONCATS[:1]:
@@ -221,5 +237,5 @@ def candidates(grid: Grid, most_stages: int) -> Iterator[Candidate]:
                         continue
                     if grid.sub_pipelined and form.versions != "flush":  # both halves run on one version
                         continue
-                    for unit in unit_sizes(stages, microbatches) if "unit" in options else [None]:
+                    for unit in unit_sizes(stages, microbatches, asked.unit) if "unit" in options else [None]:
                         yield grid.candidate(name, chunks=v, unit=unit, pipelines=pipelines, concat=concat)

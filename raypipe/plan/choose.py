@@ -10,9 +10,10 @@ from types import MappingProxyType
 from raypipe.cost.narrow import narrowed
 from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError, SpecError
+from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import JobSpec
-from raypipe.plan.candidate import SYNCS, Candidate, Grid, grids
+from raypipe.plan.candidate import SYNCS, Asked, Candidate, Grid, grids
 from raypipe.plan.explain import why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.groups import ALONE, Judges, Sharing
 from raypipe.plan.orders import Orders
@@ -82,25 +83,22 @@ class _Chooser:
                 return None
         if given.get("schedule") == "auto" and c.stages == 1:
             return None
+        if given.get("recompute") == "none" and c.form.recomputes and "schedule" not in given:
+            return None
         return c._replace(recompute="stage-aware") if given.get("recompute") == "full" else c
 
     def pick(self, c: Candidate) -> Candidate | None:
         """The candidate, if it may be chosen."""
         return None if self.refusal(c) else self.wished(c)
 
-    def refusal(self, c: Candidate) -> str | None:
+    def refusal(self, c: Candidate) -> Problem | None:
         """Why a candidate may not be chosen."""
         named = self.job.parallel.auto and self.job.parallel.given.get("schedule") == c.schedule
         if c.form.versions != "flush" and not (self.asynchronous or named):
-            return "trains on stale weights; allow it with --allow asynchronous"
-        return None
-
-    def runnable(self, p: Prediction) -> str | None:
-        """What the job's own rules say against a plan that is to run."""
-        try:
-            JobSpec.model_validate({**self.job.model_dump(), "parallel": parallel_of(p, self.job)})
-        except SpecError as error:
-            return error.why
+            why = "trains on stale weights; allow it with --allow asynchronous"
+            return Problem("parallel.schedule", why, "allow it, or leave the schedule out")
+        if c.form.versions == "stash":
+            return next(stash(self.job.model_copy(update={"parallel": c.parallel()})), None)
         return None
 
     def others(self, ranked: list[Prediction]) -> Iterator[Prediction]:
@@ -166,13 +164,17 @@ class _Chooser:
         tried = list(found.too_large)
         for grid in self.grids:
             if grid.stages in (1, deepest) and grid.microbatch == 1 + grid.sub_pipelined:
-                c = self.wished(grid.candidate("1f1b"))
-                for made in [c] if c is not None else list(filter(None, map(self.wished, self.judge.on(grid)))):
+                c = self.pick(grid.candidate("1f1b"))
+                for made in [c] if c is not None else list(filter(None, map(self.pick, self.judge.on(grid)))):
                     try:
                         tried += [self.judge.predict(way) for way in self._ways(made)]
                     except ScheduleError:
                         continue
         if not tried:
+            wanted = (c for grid in self.grids for c in self.judge.on(grid) if self.wished(c))
+            refused = next(filter(None, map(self.refusal, wanted)), None)
+            if refused is not None:
+                return SpecError(*refused)
             return SpecError(
                 "parallel", "no schedule of this kind exists for the devices and the mini-batch", "give fewer keys"
             )
@@ -256,7 +258,9 @@ def choose(
     judge = Judges({
         sharing: Predictor(
             narrowed(without_noise(own), parallel.wire_dtype), train, deepest(job, own), syncs=syncs,
-            recompute=given.get("recompute") != "none", partly=policy != "largest-microbatch", _orders=orders_made,
+            recompute=given.get("recompute") != "none",
+            partly=policy != "largest-microbatch" and given.get("recompute") != "full",
+            asked=Asked(given.get("chunks"), given.get("unit")), _orders=orders_made,
         )
         for sharing, own in profiles.items()
     })  # fmt: skip
@@ -286,8 +290,6 @@ def choose(
             raise SpecError("parallel.schedule", "no order could be searched here", "leave it out, or name a schedule")
         ranked = orders if only else ranked + orders
     ranked = sorted(ranked, key=rank_key)
-    while len(ranked) > 1 and chooser.runnable(ranked[0]) is not None:
-        ranked.pop(0)
     best, ranked = ranked[0], ranked[:top]
     rows = [Row(best, why_won(best)), *(Row(p, why_slower(p, best)) for p in ranked[1:])]
     rest = []
@@ -295,7 +297,7 @@ def choose(
         p = judge.time(other, final=True)
         refused = chooser.refusal(p.candidate)
         if refused is not None:
-            why = why_refused(refused, p, best)
+            why = why_refused(refused.why, p, best)
         else:
             why = why_slower(p, best) if p.fits else why_too_large(p, chooser.remedy(p))
         rest.append(Row(p, why))

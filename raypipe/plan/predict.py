@@ -18,7 +18,7 @@ from raypipe.job.recompute import again_after
 from raypipe.job.spec import TrainSpec
 from raypipe.plan.at_scale import Figures, at_scale
 from raypipe.plan.bounds import least_step_seconds
-from raypipe.plan.candidate import SYNCS, Candidate, Grid, candidates
+from raypipe.plan.candidate import NOTHING, SYNCS, Asked, Candidate, Grid, candidates
 from raypipe.plan.cut import Cut, balanced_cut, bottlenecks
 from raypipe.plan.form import Form
 from raypipe.plan.orders import Keep, Order, Orders
@@ -74,6 +74,8 @@ class Predictor:
     """Whether plans may recompute what the schedule does not."""
     partly: bool = True
     """Whether stages that recompute may keep the activations of as many micro-batches as memory holds."""
+    asked: Asked = NOTHING
+    """What candidates are to have."""
     _orders: Orders = field(default_factory=Orders)
     _cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
     _norms: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -124,7 +126,7 @@ class Predictor:
 
     def on(self, grid: Grid) -> Iterator[Candidate]:
         """See ``Judge``."""
-        return candidates(grid, self.most_stages)
+        return candidates(grid, self.most_stages, self.asked)
 
     # Bounds
 
@@ -355,9 +357,11 @@ class Predictor:
         if p.fits or c.recompute != "none" or c.form.versions != "flush":
             return []
         found: list[tuple[float, Candidate]] = []
-        if p.memory[p.fullest].undo:
+        if c.update == "auto" and any(
+            memory.undo for memory in p.memory
+        ):  # running ahead may be worth more than activations are
             waiting = c._replace(update="wait")
-            return [(self.least(waiting), waiting)]
+            found.append((self.least(waiting), waiting))
         limit = self.room(p)
         told = "memory_limit" in SCHEDULES[c.schedule].options and "unit" not in SCHEDULES[c.schedule].options
         if told and c.memory_limit is None and limit >= 1:

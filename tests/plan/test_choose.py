@@ -224,6 +224,35 @@ def test_wishes_are_kept() -> None:
         choose(make_job(parallel={"auto": True, "stages": 7}), make_profile())
 
 
+@pytest.mark.parametrize(
+    ("wish", "clip", "words"),
+    [
+        ({"recompute": ["block.*"]}, None, "a list of layers goes with one cut"),
+        ({"recompute": "stage-aware"}, None, "stage-aware goes with one cut"),
+        ({"schedule": "pipedream"}, 1.0, "no global norm"),
+    ],
+)
+def test_a_wish_that_no_plan_could_keep_is_one_clear_error(wish, clip, words) -> None:
+    with pytest.raises(SpecError, match=words):
+        choose(make_job(parallel={"auto": True, **wish}, clip=clip), make_profile(), search_s=0, top=1)
+
+
+def test_recomputation_is_none_or_all_where_that_is_asked_for() -> None:
+    none = choose(make_job(parallel={"auto": True, "stages": 4, "recompute": "none"}), make_profile(), search_s=0)
+    assert none.rows
+    assert not any(row.prediction.form.recomputes for row in none.rows)
+    own = {"auto": True, "schedule": "early-recompute", "recompute": "none"}  # nothing beside what its name says
+    assert choose(make_job(parallel=own), make_profile(), search_s=0).plan.parallel.recompute == "none"
+    full = choose(make_job(parallel={"auto": True, "stages": 4, "recompute": "full"}), make_profile(), search_s=0)
+    assert (full.plan.parallel.recompute, full.plan.parallel.keep) == ("full", None)
+
+
+def test_numbers_that_the_search_would_not_try_are_tried_where_they_are_asked_for() -> None:
+    wishes = {"auto": True, "stages": 2, "schedule": "zeropp", "unit": 5, "chunks": 5}
+    plan = choose(make_job(layers=10, parallel=wishes), make_profile(layers=10), search_s=0).plan
+    assert (plan.parallel.unit, plan.parallel.chunks, len(plan.cut)) == (5, 5, 10)
+
+
 def test_a_searched_order_is_no_worse_and_fits() -> None:
     job, profile = make_job(batch=8, clip=1.0), make_profile(seed=9, memory_bytes=0.7 * GIB)
     named = choose(job, profile, search_s=0)

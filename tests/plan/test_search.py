@@ -13,6 +13,7 @@ from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict import Predictor
 from raypipe.plan.prediction import Prediction
 from raypipe.plan.search import best_first, rank_key
+from raypipe.schedule import SCHEDULES
 from tests.plan.conftest import make_job, make_profile, make_shared
 
 CASES = [
@@ -54,19 +55,35 @@ def everything_of(case: dict[str, int]) -> list[Prediction]:
 
 
 def everything(judge: Judges, every: list[Grid]) -> list[Prediction]:
-    """Every candidate timed, and everything that relieves the memory of those that do not fit."""
+    """Every candidate timed; of those that do not fit, all that may hold less, relief or not."""
     found: list[Prediction] = []
     for grid in every:
-        todo = [c for made in judge.on(grid) if (c := flushing(made)) is not None]
-        for c in todo:
-            try:
-                p = judge.predict(c)
-            except ScheduleError:
-                continue
-            if p.fits:
-                found.append(p)
-            todo += [other for _, other in judge.relief(p)]
+        for c in filter(None, map(flushing, judge.on(grid))):
+            for todo in ([c], leaner(c, judge.of(c).train.clip is not None)):
+                fitting = [p for one in todo if (p := predicted(judge, one)) is not None and p.fits]
+                found += fitting
+                if fitting:
+                    break
     return found
+
+
+def predicted(judge: Judges, c: Candidate) -> Prediction | None:
+    try:
+        return judge.predict(c)
+    except ScheduleError:  # a limit that the family cannot keep
+        return None
+
+
+def leaner(c: Candidate, clips: bool) -> list[Candidate]:
+    """Every combination of what takes memory from a candidate and time with it."""
+    again = ["none"] if c.form.recomputes else ["none", "stage-aware"] + ["layers"] * (not c.sub_pipelined)
+    told = "memory_limit" in SCHEDULES[c.schedule].options and c.unit is None
+    limits = [None, 3.0, 4.0, 5.0] if told else [None]
+    updates = [c.update, "wait"] if clips and c.update == "auto" else [c.update]
+    return [
+        c._replace(recompute=r, update=u, memory_limit=limit)  # type: ignore[arg-type]
+        for r in again for u in updates for limit in limits if (r, u, limit) != ("none", c.update, None)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed {c['seed']}")
