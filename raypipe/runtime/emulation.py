@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from raypipe.runtime.links import Links, Location, Wiring, locate
 from raypipe.runtime.norm import Shares
 from raypipe.runtime.process import settle
 from raypipe.runtime.runner import ProgramRunner
-from raypipe.runtime.transport.channel import Receiver, Sender, TensorSpec, Wire
+from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, TakesIn, TensorSpec, Wire
 from raypipe.schedule.endless import Part
 from raypipe.schedule.latency import Comm, latency
 from raypipe.schedule.messages import Action, Message, Program
@@ -31,6 +33,8 @@ from raypipe.simulate.cyclic import Norm
 
 OVERSHOOT_S = 0.0002
 """``time.sleep`` comes back this late at times; the rest of a wait is spent giving up the processor."""
+LOOK_S = 0.0005
+"""So long before a task ends its device takes in what has come for the next one."""
 STAMP = Wire((TensorSpec((1,), torch.float64),), (True,))
 """What a message carries: when the link delivers it, on this host's monotonic clock."""
 
@@ -70,6 +74,11 @@ class EmulatedRunner(ProgramRunner):
         self.shares = Shares(world)
         self._waits_for: int | None = None
         self._link_free: dict[int, float] = {}
+        self._prepare = {
+            rank: sender.prepare if isinstance(sender, Prepares) else partial(partial, sender.send)
+            for rank, sender in senders.items()
+        }
+        self._ready: deque[Callable[[], None]] = deque()
 
     def run(self, part: Part, step: int) -> NDArray[np.float64]:
         """Run one step; returns ``[tasks, 2]`` start and end."""
@@ -80,7 +89,8 @@ class EmulatedRunner(ProgramRunner):
         return times
 
     def run_task(self, action: Action) -> None:
-        """Wait as long as the task takes; leave a time of delivery for each message it causes."""
+        """Wait as long as the task takes; what it sends is made ready meanwhile."""
+        begin = time.monotonic()
         self._index += 1
         duration = next(self._durations)
         for message in action.receives:
@@ -89,14 +99,31 @@ class EmulatedRunner(ProgramRunner):
         if action.task.kind == "AR":
             self.sums.join(self._index, action.task.stage, duration)
             return
-        wait_until(time.monotonic() + duration)
-        now = time.monotonic()
+        end = begin + duration
         for m in action.sends:
             if not m.local:
-                gone = max(now, self._link_free.get(m.dst_device, 0.0)) + self.setup.seconds_per_message
+                gone = max(end, self._link_free.get(m.dst_device, 0.0)) + self.setup.seconds_per_message
                 self._link_free[m.dst_device] = gone
                 delivered = gone + latency(self.setup.latency_s, m.src_stage, m.dst_stage)
-                self.mail[self._slot(m)] = (torch.tensor([delivered], dtype=torch.float64),)
+                stamp = torch.tensor([delivered], dtype=torch.float64)
+                self._ready.append(self._prepare[m.dst_device](self.label(m), [stamp]))
+        early = end - LOOK_S - time.monotonic()
+        if early > 0:
+            time.sleep(early)
+            self._take_in()
+        wait_until(end)
+
+    def _take_in(self) -> None:
+        """Take in what the next task needs, as far as it has come."""
+        following = self._index + 1
+        if following < len(self.program.actions):
+            for m in self.program.actions[following].receives:
+                if not m.local and isinstance(receiver := self.receivers[m.src_device], TakesIn):
+                    receiver.take_in()
+
+    def send(self, m: Message) -> None:
+        """Send what ``run_task`` has made ready."""
+        self._ready.popleft()()
 
     def _slot(self, m: Message) -> tuple[str, int, int, int]:
         return (m.direction, m.src_stage, m.dst_stage, self.base + m.mb)
@@ -143,6 +170,7 @@ class EmulatedRunner(ProgramRunner):
         """See ProgramRunner.forget."""
         self._durations = iter(self.setup.durations[self._part])
         self._index = -1
+        self._ready.clear()
 
     def _finish(self, times: NDArray[np.float64]) -> None:
         for index, end in self.sums.finish():

@@ -136,12 +136,12 @@ class ProgramRunner(ABC):
         for message in (m for action in actions[ran : head.tasks] for m in action.sends if not m.local):
             # Nobody uses what is in them; zeros, because a stage may take some for indices.
             blank = [torch.zeros(s.shape, dtype=s.dtype, device=self.device) for s in self._specs(message)]
-            self.senders[message.dst_device].send(self._label(message), blank)
+            self.senders[message.dst_device].send(self.label(message), blank)
         used = {m for action in actions[:ran] for m in action.receives}
         for source, count in head.arrivals.items():
             for message in self.program.arrivals[source][:count]:
                 if message not in used:
-                    self.receivers[source].recv(self._label(message), self.timeout_s)
+                    self.receivers[source].recv(self.label(message), self.timeout_s)
 
     def _post(self, announced: Mapping[int, int]) -> None:
         """Announce all messages of the step but for the first ones ``announced`` per source."""
@@ -150,7 +150,7 @@ class ProgramRunner(ABC):
 
     def _announce(self, source: int, begin: int, end: int) -> None:
         messages = self.program.arrivals[source][begin:end]
-        self.receivers[source].post([Expected(self._label(m), self._specs(m)) for m in messages])
+        self.receivers[source].post([Expected(self.label(m), self._specs(m)) for m in messages])
 
     def _run(self, times: NDArray[np.float64], begin: int, end: int) -> None:
         mark = self.clock.mark
@@ -168,7 +168,7 @@ class ProgramRunner(ABC):
             times[i, 1] = mark()
             for message in action.sends:
                 if message.src_device != message.dst_device:
-                    self._send(message)
+                    self.send(message)
             for sender in senders:
                 sender.progress()
 
@@ -187,14 +187,15 @@ class ProgramRunner(ABC):
             return self.wire_of(message.src_stage, message.mb).act
         return self.wire_of(message.dst_stage, message.mb).grad
 
-    def _label(self, m: Message) -> Label:
+    def label(self, m: Message) -> Label:
+        """How a message of this step is called on its channel."""
         ahead, mb = divmod(m.mb, self.microbatches)
         return Label(m.direction, m.src_stage, m.dst_stage, mb, self.step + ahead, self.attempt)
 
     def receive(self, m: Message, action: Action) -> None:
         """Take one message into ``mail``."""
         try:
-            tensors = self.receivers[m.src_device].recv(self._label(m), self.timeout_s)
+            tensors = self.receivers[m.src_device].recv(self.label(m), self.timeout_s)
         except TransportError as error:
             raise TransportError(
                 f"{action.task} of step {self.step + 1}, {error.where}", error.why, error.fix
@@ -205,8 +206,9 @@ class ProgramRunner(ABC):
             tensors = self.narrowing.unpack(m.direction, tensors, self._stage_specs(m))
         self.mail[(m.direction, m.src_stage, m.dst_stage, self.base + m.mb)] = tuple(tensors)
 
-    def _send(self, m: Message) -> None:
+    def send(self, m: Message) -> None:
+        """Send what a task has left in ``mail``."""
         payload: Sequence[Tensor] = self.mail.pop((m.direction, m.src_stage, m.dst_stage, self.base + m.mb))
         if self.narrowing is not None:
             payload = self.narrowing.pack(m.direction, payload)
-        self.senders[m.dst_device].send(self._label(m), payload)
+        self.senders[m.dst_device].send(self.label(m), payload)

@@ -7,10 +7,10 @@ post its receives ahead. No tensor passes through the object store or the driver
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -120,3 +120,19 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Release what the channel holds; idempotent, also after a failure."""
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A sender that can do most of a ``send`` beforehand, while the device has nothing better to do."""
+
+    def prepare(self, label: Label, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Snapshot the tensors; the call that comes back sends them. Calls are made in the order of preparing."""
+
+
+@runtime_checkable
+class TakesIn(Protocol):
+    """A receiver that can take in what has come before anybody asks for it."""
+
+    def take_in(self) -> None:
+        """Take in what is there; waits for nothing. What is wrong with it shows in ``recv``."""

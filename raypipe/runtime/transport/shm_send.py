@@ -9,8 +9,9 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import memmove, string_at
+from functools import partial
 
 from torch import Tensor
 
@@ -90,16 +91,28 @@ class ShmSender:
         """
         if self._failure is not None:
             raise self._failure
-        blocks = [wire.dense(t) for t in tensors]
-        head = wire.pack_tensors(label, blocks)
-        nbytes = 0
-        for block in blocks:
-            nbytes += block.nbytes
+        blocks, head, nbytes = _packed(label, tensors)
         if self._unplaced or not self._place(label, head, blocks, nbytes):
             # The caller may overwrite its tensors now. A block that `dense` made is ours already.
             copies = [b.clone() if b is t else b for b, t in zip(blocks, tensors, strict=True)]
             self._unplaced.append((label, head, copies, nbytes))
             self.progress()
+
+    def prepare(self, label: Label, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """See Prepares.prepare. Made ready is what travels in the pipe; a place in the ring is given when sent."""
+        blocks, head, nbytes = _packed(label, tensors)
+        copies = [b.clone() if b is t else b for b, t in zip(blocks, tensors, strict=True)]
+        if nbytes > INLINE_LIMIT:
+            return partial(self.send, label, copies)
+        frame = _frame(INLINE, len(head), _inline(head, copies))
+
+        def send() -> None:
+            if self._unplaced or self._failure is not None:
+                self.send(label, copies)
+            else:
+                self._push(label, frame)
+
+        return send
 
     @property
     def pending(self) -> bool:
@@ -154,8 +167,7 @@ class ShmSender:
     def _place(self, label: Label, head: bytes, blocks: list[Tensor], nbytes: int) -> bool:
         """Put a message in the pipe or the ring; False if it has to wait for room."""
         if nbytes <= INLINE_LIMIT:
-            payload = [string_at(b.data_ptr(), b.nbytes) for b in blocks if b.nbytes]
-            self._emit(label, INLINE, len(head), b"".join([head, *payload]))
+            self._emit(label, INLINE, len(head), _inline(head, blocks))
             return True
         position = self._reserve(label, nbytes)
         if position is None:
@@ -207,7 +219,9 @@ class ShmSender:
         return ring
 
     def _emit(self, label: Label | None, kind: int, number: int, body: bytes) -> None:
-        frame = FRAME.pack(FRAME.size - LENGTH_BYTES + len(body), kind, number) + body
+        self._push(label, _frame(kind, number, body))
+
+    def _push(self, label: Label | None, frame: bytes) -> None:
         written = self._write(frame) if not self._frames else 0
         if written < len(frame):
             self._frames.append((label, frame[written:]))
@@ -222,3 +236,20 @@ class ShmSender:
             self._unplaced.clear()
             self._failure = gone(self._peer, "sending to it")
             raise self._failure from None
+
+
+def _packed(label: Label, tensors: Sequence[Tensor]) -> tuple[list[Tensor], bytes, int]:
+    """Dense blocks of the tensors, the message's header, and the blocks' bytes."""
+    blocks = [wire.dense(t) for t in tensors]
+    nbytes = 0
+    for block in blocks:
+        nbytes += block.nbytes
+    return blocks, wire.pack_tensors(label, blocks), nbytes
+
+
+def _inline(head: bytes, blocks: list[Tensor]) -> bytes:
+    return b"".join([head, *(string_at(b.data_ptr(), b.nbytes) for b in blocks if b.nbytes)])
+
+
+def _frame(kind: int, number: int, body: bytes) -> bytes:
+    return FRAME.pack(FRAME.size - LENGTH_BYTES + len(body), kind, number) + body

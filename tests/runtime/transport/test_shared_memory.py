@@ -234,3 +234,53 @@ def test_a_stale_name_is_reported(run_id: str) -> None:
     with pytest.raises(TransportError, match="File exists"):
         ShmReceiver(B, A, run_id)
     first.close()
+
+
+def test_prepared_messages_arrive_as_sent_ones_and_in_order(ends: tuple[ShmSender, ShmReceiver]) -> None:
+    """What was prepared is a snapshot: small and large ones, mixed with others, behind what found no room."""
+    sender, receiver = ends
+    small, large = torch.arange(4.0), torch.arange(10_000.0)
+    now = [sender.prepare(label(mb), [x]) for mb, x in enumerate((small, large, small.flip(0)))]
+    small.zero_()
+    large.zero_()
+    receiver.post([expected(mb, x) for mb, x in enumerate((small, large, small, small))])
+    for send in now:
+        assert not receiver._poll.poll(0) or send is not now[0]
+        send()
+    sender.send(label(3), [small])
+    assert torch.equal(receiver.recv(label(3), 1)[0], torch.zeros(4))
+    for mb, sent in enumerate((torch.arange(4.0), torch.arange(10_000.0), torch.arange(4.0).flip(0))):
+        assert torch.equal(receiver.recv(label(mb), 1)[0], sent)
+
+
+def test_a_prepared_message_waits_behind_one_that_found_no_room(
+    ends: tuple[ShmSender, ShmReceiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = ends
+    refuse_rings(monkeypatch, 0)
+    large, small = torch.arange(6_000.0), torch.arange(3.0)
+    behind = sender.prepare(label(3), [small])
+    for mb in range(3):
+        sender.send(label(mb), [large + mb])
+    assert sender.pending
+    behind()
+    receiver.post([*(expected(mb, large) for mb in range(3)), expected(3, small)])
+    for mb in range(3):
+        assert torch.equal(receiver.recv(label(mb), 1)[0], large + mb)
+        sender.progress()
+    assert torch.equal(receiver.recv(label(3), 1)[0], small)
+
+
+def test_taking_in_waits_for_nothing_and_leaves_errors_to_recv(ends: tuple[ShmSender, ShmReceiver]) -> None:
+    sender, receiver = ends
+    x = torch.arange(4.0)
+    receiver.post([expected(0, x), expected(1, x)])
+    receiver.take_in()
+    sender.send(label(0), [x])
+    receiver.take_in()
+    assert receiver._inbox.upcoming == expected(1, x)  # 0 is in
+    sender.send(label(7), [x])
+    receiver.take_in()
+    assert torch.equal(receiver.recv(label(0), 1)[0], x)
+    with pytest.raises(TransportError, match="expected activation of micro-batch 1"):
+        receiver.recv(label(1), 1)
