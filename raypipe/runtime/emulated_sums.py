@@ -48,11 +48,14 @@ class SumLane:
         try:
             while (item := self._todo.get()) is not None:
                 index, stage, issued, duration = item
-                begin = torch.tensor([max(issued, free)], dtype=torch.float64)
+                begin = max(issued, free)
                 group = self.groups.get(f"stage {stage}")
                 if group is not None:
-                    dist.all_reduce(begin, dist.ReduceOp.MAX, group=group)
-                free = float(begin) + duration
+                    own = torch.full((group.size(),), begin, dtype=torch.float64)
+                    everybody = torch.empty_like(own)
+                    dist.all_to_all_single(everybody, own, group=group)  # one hop, as in norm.Shares
+                    begin = float(everybody.max())
+                free = begin + duration
                 self._done.put((index, free))
         except BaseException as error:
             self._done.put(error)

@@ -29,22 +29,23 @@ class Shares:
     """Passes one number of every device to every device, beside compute.
 
     Every device adds up the same list, exactly (``norm_of``): so all of them, and the driver, see the same bits,
-    whatever order a collective would have added in.
+    whatever order a collective would have added in. Everybody sends to everybody: one hop, where Gloo's sums and
+    gathers go round a ring of all devices, twice or once.
     """
 
     def __init__(self, world: dist.ProcessGroup | None) -> None:
-        self.ranks, self.rank = (1, 0) if world is None else (world.size(), world.rank())
+        self.ranks = 1 if world is None else world.size()
         self._world = world
         self._shares = torch.zeros(self.ranks, dtype=torch.float64)
         self._work: dist.Work | None = None
 
     def start(self, share: float) -> None:
         """Hand in this device's number; Gloo's own thread does the rest."""
-        self._shares = torch.zeros(self.ranks, dtype=torch.float64)
-        self._shares[self.rank] = share
+        own = torch.full((self.ranks,), share, dtype=torch.float64)
+        self._shares = own
         if self._world is not None:
-            # Zeros but for one's own: a sum of these is exact.
-            self._work = dist.all_reduce(self._shares, group=self._world, async_op=True)
+            self._shares = torch.empty_like(own)
+            self._work = dist.all_to_all_single(self._shares, own, group=self._world, async_op=True)
 
     def ready(self) -> bool:
         """Whether ``wait`` would return at once."""
