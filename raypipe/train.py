@@ -179,7 +179,10 @@ def _chosen_before(job: JobSpec, directory: Path) -> Plan | None:
 
     None where the job now asks for another one.
     """
-    if not (job.parallel.auto or job.parallel.schedule == "auto") or not (directory / "plan.json").exists():
+    parallel = job.parallel
+    if not (parallel.auto or parallel.schedule == "auto" or parallel.replans):
+        return None
+    if not (directory / "plan.json").exists():
         return None
     plan = load_plan(directory / "plan.json")
     if job.parallel.auto:

@@ -75,6 +75,10 @@ class ProgressView:
         elif kind == "realised":
             back = ": going back" if row["gain"] < 0 else ""
             self._say(f"step {row['step']:>5}  the change gained {row['gain']:.1%} a step{back}")
+        elif kind == "restored":
+            self._say(
+                f"step {row['step']:>5}  without the change it is {row['gain']:.1%} slower by now: taken up again"
+            )
         elif kind == "drifted":
             change = f"from {row['was_s']:.4f} to {row['now_s']:.4f} s"
             self._say(f"step {row['step']:>5}  steps went {change}: measuring again")

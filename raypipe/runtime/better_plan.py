@@ -20,7 +20,7 @@ from raypipe.runtime.measure import as_run
 from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.memory import peak_activations
+from raypipe.schedule.memory import in_flight, peak_activations, recomputed
 from raypipe.schedule.passes import insert_weights
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.text import from_text, to_text
@@ -100,8 +100,9 @@ def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tri
     best = Swap(present, "nothing", now, now)
     if present.schedule.versions != "flush":
         return best
-    limits = _limits(parallel, present.schedule)
-    for candidate, change in _candidates(present.plan, batch, costs):
+    limits, flight = _limits(parallel, present.schedule), in_flight(present.schedule)
+    remakes = bool(recomputed(present.schedule))
+    for candidate, change in _candidates(present.plan, batch, _with_recompute(present.schedule, costs)):
         if key(candidate) in tried:
             continue
         try:
@@ -110,6 +111,8 @@ def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tri
             continue
         if any(a > b for a, b in zip(peak_activations(schedule), limits, strict=True)):
             continue
+        if remakes and any(count > flight.get(at, 0) for at, count in in_flight(schedule).items()):
+            continue  # what is kept until an R grows with these, however little lives after it
         ahead = runs_ahead(parallel, clips, schedule, costs)
         time = step_seconds(schedule, costs, clips, ahead)
         if time < best.predicted_s * (1 - 1e-9):
@@ -120,6 +123,17 @@ def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tri
 def key(plan: Plan) -> str:
     """Tells plans apart that differ in what can change while a job runs."""
     return f"{plan.parallel.sync} {plan.order}"
+
+
+def _with_recompute(schedule: Schedule, costs: CostTable) -> CostTable:
+    """Backwards that take as long as what is computed again right before them: orders are made without R tasks."""
+    again = [0] * schedule.stages
+    every = [0] * schedule.stages
+    for task in schedule.tasks():
+        again[task.stage] += len(task.mbs) * (task.kind == "R")
+        every[task.stage] += len(task.mbs) * (task.kind == "F")
+    extra = [r * a / max(1, n) for r, a, n in zip(costs.recompute, again, every, strict=True)]
+    return replace(costs, input_grad=tuple(b + x for b, x in zip(costs.input_grad, extra, strict=True)))
 
 
 def _limits(parallel: ParallelSpec, present: Schedule) -> tuple[float, ...]:

@@ -76,11 +76,12 @@ class Driver:
         self.clock = StepClock(self.schedule)
         self.ahead = runs_ahead(plan.parallel, self._clips, self.schedule, CostTable.even(self.schedule.stages))
         self.replanner: Replanner | None = None
-        self.raiser = Raiser(plan, job.train.batch) if raises(plan.parallel) else None
-        if plan.parallel.replans and self.raiser is None:
-            present = Running(plan, self.schedule, self.ahead)
-            self.replanner = Replanner(present, job.train.batch, self._clips)
+        self.raiser = Raiser(plan, job.train.batch, self._clips) if raises(plan.parallel) else None
+        if self.raiser is None:
+            self._begin_replanning()
         self._settled = False
+        self._saved: Plan | None = plan if self.raiser is None else None
+        """What is in the run's directory."""
         self.patience: Patience | None = None
         self._best_loss = math.inf
         """Validation loss of the best checkpoint."""
@@ -88,6 +89,12 @@ class Driver:
         self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0, "p2p_bytes": 0}
         self.resumed_from: int | None = None
         self.memory_bytes: list[int] = []
+
+    def _begin_replanning(self) -> None:
+        """Where the job wants it; after the search for a share of layers, which moves memory and times alike."""
+        if self.plan.parallel.replans:
+            present = Running(self.plan, self.schedule, self.ahead)
+            self.replanner = Replanner(present, self.job.train.batch, self._clips)
 
     def run(self, fleet: Fleet, checkpoint: Path | None, done: int) -> None:
         """Train on ``fleet``, from ``checkpoint``, which has ``done`` steps behind it, to the job's last step or to
@@ -99,8 +106,7 @@ class Driver:
             RaypipeError: as the stage actors raise it, wrapped by Ray.
         """
         self.resumed_from = done if checkpoint is not None else None
-        if self.raiser is not None:
-            self.raiser.safe.save(self.directory / "plan.json")
+        self._save_plan()
         self._look_back(done)
         self._setup(fleet, checkpoint)
         last = self._loop(fleet, done)
@@ -257,6 +263,9 @@ class Driver:
 
     def _swap(self, fleet: Fleet, target: Running) -> None:
         """Run another plan from the next step on: every device gets its new programs between two steps."""
+        if target.schedule is self.schedule and target.ahead == self.ahead:  # the same plan, measured anew
+            self.clock = StepClock(self.schedule)
+            return
         self.plan, self.schedule, self.ahead = target
         train, evaluate = self._lower()
         for rank, actor in enumerate(fleet.actors):
@@ -264,7 +273,18 @@ class Driver:
             own = {part: rows[device] for part, rows in train.items()}
             actor.install.remote(own, evaluate[device], layers_again(self.plan.parallel, self.plan.cut), self._measures)
         self.clock = StepClock(self.schedule)
-        (self.plan if self.raiser is None else self.raiser.safe).save(self.directory / "plan.json")
+        self._save_plan()
+
+    def _save_plan(self) -> None:
+        """What a restart begins with: nothing that has not been seen to work."""
+        safe = self.plan
+        if self.replanner is not None:
+            safe = self.replanner.proven
+        elif self.raiser is not None:
+            safe = self.raiser.safe
+        if safe is not self._saved:
+            safe.save(self.directory / "plan.json")
+            self._saved = safe
 
     @property
     def _measures(self) -> bool:
@@ -282,10 +302,14 @@ class Driver:
             schedule = build_schedule(plan, self.job.train.batch)
             costs = CostTable.even(schedule.stages)
             self._swap(fleet, Running(plan, schedule, runs_ahead(plan.parallel, self._clips, schedule, costs)))
+            if raiser.done:
+                self._begin_replanning()
 
     def _tell_news(self, replanner: Replanner, step: int) -> None:
         for news in replanner.news:
             self.log.event(news.event, step=step, **news.fields)
+        if replanner.news:
+            self._save_plan()
         replanner.news.clear()
 
     def _tell(self, prediction: Prediction | None, step: int) -> None:
@@ -325,7 +349,8 @@ class Driver:
         prediction = ticket.clock.predict()
         self._tell(prediction, step)
         if self.raiser is not None and ticket.clock is self.clock:
-            self.raiser.saw([r.memory for r in results[:: self.plan.parallel.tensor]])
+            memory = [r.memory for r in results[:: self.plan.parallel.tensor]]
+            self.raiser.saw(memory, step_s, self.clock.so_far)
         if self.replanner is not None:
             if ticket.clock is self.clock:  # not a step that was queued before the plan changed
                 self.replanner.saw(step_s, prediction.costs if prediction is not None else None)

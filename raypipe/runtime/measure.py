@@ -86,6 +86,10 @@ class StepClock:
         """The newest step's Timeline."""
         return self.timeline(*self._latest) if self._seen else None
 
+    def so_far(self) -> CostTable:
+        """Costs from the few steps that have been measured, the very first one left out if there are others."""
+        return fit_costs((self._early + self._calibration)[1:] or self._early)
+
     def predict(self, at_end: bool = False) -> Prediction | None:
         """The prediction, once, as soon as enough steps have been measured; ``at_end`` of a short run, from any."""
         if self.prediction is not None or (len(self._calibration) < CALIBRATION and not at_end):

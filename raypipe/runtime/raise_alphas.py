@@ -10,15 +10,18 @@ Source: Lai et al. 2022 (Merak), section 5.2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raypipe.job.recompute import again_after
 from raypipe.job.spec import ParallelSpec
 from raypipe.plan.plan import Plan, build_schedule
+from raypipe.runtime.better_plan import runs_ahead, step_seconds
 from raypipe.runtime.step_memory import StepMemory
 from raypipe.schedule.alphas import alphas
-from raypipe.schedule.ir import Schedule
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.memory import in_flight
 
 WATCHED = 2
 """Steps of a share that are measured; the first one after a change is left out."""
@@ -32,8 +35,9 @@ def raises(parallel: ParallelSpec) -> bool:
 class Raiser:
     """Decides which share runs next. The driver tells it of every step and asks it before each."""
 
-    def __init__(self, plan: Plan, batch: int) -> None:
+    def __init__(self, plan: Plan, batch: int, clips: bool) -> None:
         assert plan.parallel.memory_cap_mb is not None, "checked with the job"
+        self.batch, self.clips = batch, clips
         self.plan, self.cap = plan, plan.parallel.memory_cap_mb * 2**20
         self.levels = levels(plan.cut)
         self.schedule = build_schedule(self._plan(0), batch)
@@ -46,6 +50,9 @@ class Raiser:
         self.news: list[dict[str, Any]] = []
         self._next: int | None = None
         self._seen: list[Sequence[StepMemory]] = []
+        self._steps: list[float] = []
+        self._promised: tuple[float, float] | None = None
+        """Predicted gain of the change that led to the present share, and the seconds of a step before it."""
         self._layer_bytes: dict[int, float] = {}
 
     def _plan(self, level: int) -> Plan:
@@ -64,13 +71,15 @@ class Raiser:
             return None
         self.at = level
         self._seen.clear()
+        self._steps.clear()
         return self._plan(level)
 
-    def saw(self, devices: Sequence[StepMemory]) -> None:
-        """A step of the present share was measured, per device."""
+    def saw(self, devices: Sequence[StepMemory], step_s: float, costs: Callable[[], CostTable]) -> None:
+        """A step of the present share was measured: per device, as a whole, and ``costs`` of all so far."""
         if self.done or self._next is not None:
             return
         self._seen.append(devices)
+        self._steps.append(step_s)
         if len(self._seen) <= WATCHED:
             return
         peaks = [max(step[d].peak for step in self._seen[1:]) for d in range(len(devices))]
@@ -86,12 +95,33 @@ class Raiser:
         candidates = [k for k in range(self.good + 1, self.bad) if max(self._expected(peaks, k)) <= self.cap]
         chosen = max(candidates, default=self.good)
         self.done = chosen == self.good
-        self.news.append(
-            {"alpha": self.levels[self.at], "peak_mb": max(peaks) / 2**20, "fits": fits, "next": self.levels[chosen],
-             "expected_mb": max(self._expected(peaks, chosen)) / 2**20}
-        )  # fmt: skip
+        now_s = min(self._steps[1:])  # of so few, what disturbed one would count most
+        fields = {
+            "alpha": self.levels[self.at], "peak_mb": max(peaks) / 2**20, "fits": fits, "next": self.levels[chosen],
+            "expected_mb": max(self._expected(peaks, chosen)) / 2**20, "step_s": now_s,
+        }  # fmt: skip
+        if self._promised is not None:
+            fields |= {"predicted_gain": self._promised[0], "realised_gain": 1.0 - now_s / self._promised[1]}
         if chosen != self.at:
             self._next = chosen
+            self._promised = self._gain(costs(), chosen), now_s
+            fields |= {"next_gain": self._promised[0]}
+        self.news.append(fields)
+
+    def _gain(self, costs: CostTable, level: int) -> float:
+        """Predicted share of the step that another share of layers saves."""
+        again, then = self._again(self.at), self._again(level)
+        recompute = []
+        for stage, layers in enumerate(self.plan.cut):
+            now = sum(i in again for i in layers)
+            recompute.append(costs.recompute[stage] * (sum(i in then for i in layers) / now if now else 0.0))
+
+        def seconds(level: int, costs: CostTable) -> float:
+            plan = self._plan(level)
+            schedule = build_schedule(plan, self.batch)
+            return step_seconds(schedule, costs, self.clips, runs_ahead(plan.parallel, self.clips, schedule, costs))
+
+        return 1.0 - seconds(level, replace(costs, recompute=tuple(recompute))) / seconds(self.at, costs)
 
     def _again(self, level: int) -> frozenset[int]:
         return again_after(self.plan.cut, alphas(len(self.plan.cut), self.levels[level]))
@@ -124,16 +154,3 @@ def levels(cut: Sequence[Sequence[int]]) -> list[float]:
             found.append(share)
             before = again
     return found
-
-
-def in_flight(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """Most micro-batches of a stage between their F and the end of their backward, per (stage, device)."""
-    most: dict[tuple[int, int], int] = {}
-    for device, order in enumerate(schedule.orders):
-        now: dict[int, int] = {}
-        ends = {"W"} if any(t.kind == "W" for t in order) else {"BW"}
-        for task in order:
-            step = len(task.mbs) * ((task.kind == "F") - (task.kind in ends))
-            now[task.stage] = now.get(task.stage, 0) + step
-            most[task.stage, device] = max(most.get((task.stage, device), 0), now[task.stage])
-    return most

@@ -47,6 +47,19 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     return tuple(float(max(row, default=0) * schedule.size) for row in live_counts(schedule))
 
 
+def in_flight(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """Most micro-batches of a stage between their F and the end of their backward, per (stage, device)."""
+    most: dict[tuple[int, int], int] = {}
+    for device, order in enumerate(schedule.orders):
+        now: dict[int, int] = {}
+        ends = {"W"} if any(t.kind == "W" for t in order) else {"BW"}
+        for task in order:
+            step = len(task.mbs) * ((task.kind == "F") - (task.kind in ends))
+            now[task.stage] = now.get(task.stage, 0) + step
+            most[task.stage, device] = max(most.get((task.stage, device), 0), now[task.stage])
+    return most
+
+
 def check_memory(schedule: Schedule, limit: float) -> None:
     """Refuse a schedule that holds more than ``limit`` activations on some device.
 

@@ -26,12 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from raypipe.auto import search
+from raypipe.checkpoint import step_directory
 from raypipe.data import declared_fields, prepare_data
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
-from raypipe.plan.plan import Plan, build_schedule
+from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.runtime.better_plan import OBJECTIVES, SYNCS, runs_ahead, step_seconds
 from raypipe.runtime.cluster import connect
 from raypipe.runtime.driver import Driver
@@ -49,7 +50,11 @@ SEARCH_S = 6.0
 """For the plan from the right costs."""
 LAST = 10
 """Steps at the end of a run whose median is its step."""
-TASK = 8 * MS
+TASK = 6 * MS
+SHORT = 40
+"""Steps of the plan left alone."""
+NOISE = 0.05
+"""Of task times, where the costs are right."""
 
 
 def even(stages: int, task: float = TASK) -> CostTable:
@@ -79,15 +84,24 @@ class Case:
     then: Callable[[int], CostTable] | None = None
     """The same from step ``change`` on."""
     change: int = 60
-    steps: int = 110
+    steps: int = 90
     train: dict[str, Any] = field(default_factory=dict)
     noise: float = 0.0
+    slower: dict[int, float] = field(default_factory=dict)
+    """Devices that take longer for everything."""
+    layers: int = 2
+    """For each device."""
+    alone: dict[str, Any] = field(default_factory=dict)
+    right: dict[str, Any] = field(default_factory=dict)
+    """Keys of ``parallel`` where these runs differ beside the order."""
+    resumes: bool = False
+    """Begin again from a checkpoint after the first swap, with the plan that the run left in its directory."""
 
-    def job(self, replan: bool) -> JobSpec:
+    def job(self, steps: int, **keys: Any) -> JobSpec:
         """As a job file would say it."""
-        parallel = {"microbatch": 2, "replan": replan, **self.parallel}
+        parallel = {"microbatch": 2, **self.parallel, **keys}
         copies = parallel.get("replicas", 1)
-        stages = parallel["stages"] * max(2, parallel.get("chunks", 1))
+        stages = parallel["stages"] * max(self.layers, parallel.get("chunks", 1))
         return job_from(
             {
                 "name": "closed-loop",
@@ -97,7 +111,7 @@ class Case:
                 },
                 "data": {"type": "bytes", "path": "stdlib"},
                 "train": {
-                    "steps": self.steps, "batch": self.microbatches * parallel["microbatch"] * copies, "lr": 0.003,
+                    "steps": steps, "batch": self.microbatches * parallel["microbatch"] * copies, "lr": 0.003,
                     "seed": 3, "dtype": "float64", "eval_batches": 1, **self.train,
                 },
                 "parallel": parallel,
@@ -112,15 +126,17 @@ class Ran:
     losses: list[float]
     steps_s: list[float]
     events: list[dict[str, Any]]
-    plan: Plan
+    driver: Driver
 
     def step_s(self, until: int | None = None) -> float:
         """Median of the last steps, or of those before ``until``."""
         return median(self.steps_s[:until][-LAST:])
 
 
-def drive(case: Case, job: JobSpec, plan: Plan, paces: Sequence[Pace], fleet: Fleet) -> Ran:
-    """Train on the first of the fleet's actors."""
+def drive(
+    job: JobSpec, plan: Plan, paces: Sequence[Pace], fleet: Fleet, directory: Path, done: int = 0
+) -> Ran:  # fmt: skip
+    """Train on the first of the fleet's actors, from the checkpoint after ``done`` steps that ``directory`` holds."""
     job = with_plan(job, plan)
     schedule = build_schedule(plan, job.train.batch)
     actors = fleet.actors[: schedule.devices]
@@ -130,17 +146,19 @@ def drive(case: Case, job: JobSpec, plan: Plan, paces: Sequence[Pace], fleet: Fl
         fleet, actors=actors, titles=fleet.titles[: schedule.devices],
         locations=ray.get([actor.locate.remote() for actor in actors]), run_id=uuid.uuid4().hex[:8],
     )  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="raypipe-loop-") as name:
-        directory = Path(name)
+    directory.mkdir(exist_ok=True)
+    if not done:
         prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
-        log = RunLog(directory)
-        driver = Driver(job, plan, directory, log, lambda *_: None)
-        try:
-            driver.run(fleet, None, 0)
-        finally:
-            log.close()
-        rows = [row for row in read_rows(directory / METRICS) if "loss" in row]
-        return Ran([r["loss"] for r in rows], [r["step_s"] for r in rows], read_rows(directory / EVENTS), driver.plan)
+        plan.save(directory / "plan.json")
+    before = len(read_rows(directory / METRICS))
+    log = RunLog(directory)
+    driver = Driver(job, plan, directory, log, lambda *_: None)
+    try:
+        driver.run(fleet, step_directory(directory / "checkpoints", done) if done else None, done)
+    finally:
+        log.close()
+    rows = [row for row in read_rows(directory / METRICS)[before:] if "loss" in row]
+    return Ran([r["loss"] for r in rows], [r["step_s"] for r in rows], read_rows(directory / EVENTS), driver)
 
 
 def plan_for(job: JobSpec, plan: Plan, costs: CostTable) -> Plan:
@@ -170,9 +188,7 @@ def plan_for(job: JobSpec, plan: Plan, costs: CostTable) -> Plan:
 
     return min(
         (
-            plan.model_copy(
-                update={"order": order, "parallel": plan.parallel.model_copy(update={"sync": sync, "replan": False})}
-            )
+            plan.model_copy(update={"order": order, "parallel": plan.parallel.model_copy(update={"sync": sync})})
             for order in orders
             for sync in (SYNCS if several else (plan.parallel.sync,))
         ),
@@ -200,20 +216,25 @@ class Outcome:
     alone: Ran
     right: Ran
     loop: Ran
+    resumed: Ran | None = None
 
     @property
     def difference(self) -> float:
         """Largest of two losses of the same step."""
-        return max(
-            abs(a - b)
-            for other in (self.alone, self.right)
-            for a, b in zip(self.loop.losses, other.losses, strict=True)
-        )
+        pairs = [
+            *zip(self.loop.losses, self.alone.losses, strict=False),
+            *zip(self.loop.losses, self.right.losses, strict=True),
+        ]
+        if self.resumed is not None:
+            again = self.resumed.losses
+            pairs += zip(self.loop.losses[-len(again) :], again, strict=True)
+        return max(abs(a - b) for a, b in pairs)
 
     @property
     def decisions(self) -> list[str]:
         """In words."""
-        return [line for event in self.loop.events if (line := told(event)) is not None]
+        lines = [line for event in self.loop.events if (line := told(event)) is not None]
+        return [*lines, f"resumed: {len(self.resumed.losses)} steps"] if self.resumed is not None else lines
 
 
 def told(event: dict[str, Any]) -> str | None:
@@ -222,7 +243,8 @@ def told(event: dict[str, Any]) -> str | None:
     if kind == "replanned":
         return f"step {at}: {event['change']}; predicted {event['gain']:+.1%}"
     if kind == "realised":
-        return f"step {at}: realised {event['gain']:+.1%} (predicted {event['predicted_gain']:+.1%})"
+        gains = f"{event['gain']:+.1%} (predicted {event['predicted_gain']:+.1%})"
+        return f"step {at}: realised {gains} over {event['steps']} steps"
     if kind == "kept":
         return f"step {at}: kept, {event['reason']} ({event['gain']:+.1%})"
     if kind == "drifted":
@@ -231,47 +253,101 @@ def told(event: dict[str, Any]) -> str | None:
         return f"step {at}: {event['task']} of stage {event['stage']} x{event['ratio']:.2f}"
     if kind == "reverted":
         return f"step {at}: went back"
+    if kind == "restored":
+        return f"step {at}: taken up again, {event['gain']:+.1%}"
     if kind == "recompute":
-        return f"step {at}: alpha {event['alpha']:.2f}, {event['peak_mb']:.1f} MB, next {event['next']:.2f}"
+        line = f"step {at}: alpha {event['alpha']:.2f}, {event['peak_mb']:.1f} MB, next {event['next']:.2f}"
+        if "realised_gain" in event:
+            line += f"; realised {event['realised_gain']:+.1%} (predicted {event['predicted_gain']:+.1%})"
+        return line
     return None
 
 
-AUTO = {"schedule": "auto", "stages": 4}
+AUTO = {"schedule": "auto", "stages": 4, "memory_limit": 5}
 CASES = (
-    Case("stage 2 slower x1.5", {**AUTO, "memory_limit": 5}, 8, lambda n: slower(even(n), 2, 1.5)),
-    Case("slow link 1-2", {**AUTO, "memory_limit": 5}, 8, lambda n: replace(even(n), comm=(0.0, 2.5 * TASK, 0.0))),
-    Case("W cheap", {**AUTO, "memory_limit": 4}, 8, lambda n: CostTable.even(n, TASK, TASK, 0.3 * TASK)),
-    Case("zb-h1, W dear", {"schedule": "zb-h1", "stages": 4}, 8,
-         lambda n: slower(CostTable.even(n, 0.6 * TASK, 0.8 * TASK, 1.6 * TASK), 0, 0.6)),
-    Case("zb-v, last stages slower", {"schedule": "zb-v", "stages": 2}, 6,
-         lambda n: slower(slower(even(n), n - 1, 1.4), 0, 0.5)),
-    Case("gradient sums slow", {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "replicas": 2}, 4,
-         lambda n: replace(even(n), all_reduce=(4 * TASK,) * n)),
-    Case("stage 1 slower at step 60", {**AUTO, "memory_limit": 5}, 8, even,
-         then=lambda n: slower(even(n), 1, 1.5), steps=220),
-    Case("clipped: stage 2 slower", {**AUTO, "memory_limit": 5}, 8, lambda n: slower(even(n), 2, 1.5),
-         train={"clip": 1.0}),
+    Case("stage 2 takes 1.5 times as long", AUTO, 6, lambda n: slower(even(n), 2, 1.5), resumes=True,
+         train={"checkpoint_every": 45}),
+    Case("a slow link", AUTO, 6, lambda n: replace(even(n), comm=(0.0, 2.5 * TASK, 0.0))),
+    Case("weight gradients cost a third", {**AUTO, "memory_limit": 4}, 6,
+         lambda n: CostTable.even(n, TASK, TASK, TASK / 3)),
+    Case("zb-h1, W takes twice as long as F", {"schedule": "zb-h1", "stages": 4}, 6,
+         lambda n: slower(CostTable.even(n, 0.7 * TASK, 0.8 * TASK, 1.4 * TASK), 0, 0.6)),
+    Case("slow gradient sums", {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "replicas": 2}, 4,
+         lambda n: replace(even(n), all_reduce=(4 * TASK,) * n), steps=60),
+    Case("clipped, stage 2 takes 1.5 times as long", AUTO, 6, lambda n: slower(even(n), 2, 1.5), train={"clip": 1.0}),
+    Case("more memory than was thought", {"schedule": "1f1b", "stages": 4, "recompute": "stage-aware"}, 6,
+         lambda n: CostTable.even(n, TASK, TASK, TASK, TASK), layers=4, steps=60,
+         right={"alphas": 1.0}, alone={"alphas": 0.0}),
+    Case("stage 1 slower from step 60 on", AUTO, 6, even, then=lambda n: slower(even(n), 1, 1.5), steps=170),
 )  # fmt: skip
+RIGHT = (
+    *(Case(name, {"schedule": name, "stages": 4}, 4, even) for name in (
+        "gpipe", "1f1b", "chimera", "chimera-tight", "gems", "zb-h1", "zb-h2", "early-recompute",
+        "shifted-critical-path", "model-parallel")),
+    *(Case(name, {"schedule": name, "stages": 2, "chunks": 2}, 4, even) for name in (
+        "interleaved-1f1b", "bfs", "zb-v", "fast-forward", "modulo")),
+    Case("zeropp", {"schedule": "zeropp", "stages": 2, "chunks": 2, "unit": 4, "replicas": 2}, 4, even),
+    Case("auto", AUTO, 4, even),
+    Case("one device, gradients accumulated", {"schedule": "1f1b", "stages": 1}, 4, even),
+    Case("data parallel", {"schedule": "gpipe", "stages": 1, "replicas": 4}, 4,
+         lambda n: replace(even(n), all_reduce=(2 * TASK,) * n)),
+    Case("1f1b, one replica slower", {"schedule": "1f1b", "stages": 2, "replicas": 2}, 4, even, slower={3: 1.4}),
+)  # fmt: skip
+"""Every family that flushes, on the costs that it was made for; times vary."""
 
 
-def run_case(case: Case, fleet: Fleet, say: Callable[[str], None]) -> Outcome:
+def paces_of(case: Case, stages: int) -> list[Pace]:
+    """The machine."""
+    paces = [Pace(costs=case.truth(stages), noise=case.noise, slower=case.slower)]
+    if case.then is not None:
+        paces.append(replace(paces[0], costs=case.then(stages), first_step=case.change))
+    return paces
+
+
+def run_case(case: Case, fleet: Fleet, where: Path, say: Callable[[str], None]) -> Outcome:
     """The plan left alone, the right plan, and the loop."""
-    job = case.job(replan=False)
+    share = case.parallel.get("recompute") == "stage-aware"
+    job = case.job(SHORT, replan=False, **case.alone)
     stages = len(make_plan(job).cut)
     plan = searched_for(job, even(stages))
-    truth = case.truth(stages)
-    paces = [Pace(costs=truth, noise=case.noise)]
-    final = truth
-    if case.then is not None:
-        final = case.then(stages)
-        paces.append(Pace(costs=final, first_step=case.change, noise=case.noise))
-    runs = []
-    for what, one in (("left alone", plan), ("right from the start", plan_for(job, plan, final))):
-        say(f"{case.name}: {what}")
-        runs.append(drive(case, job, one, paces, fleet))
+    paces = paces_of(case, stages)
+    until = case.change + SHORT if case.then is not None else SHORT
+    say(f"{case.name}: left alone")
+    alone = drive(case.job(until, replan=False, **case.alone), plan, paces, fleet, where / "alone")
+    job = case.job(case.steps, replan=False, **case.right)
+    say(f"{case.name}: right from the start")
+    best = plan_for(job, make_plan(job) if share else plan, paces[-1].costs)
+    right = drive(job, best, paces, fleet, where / "right")
     say(f"{case.name}: planned again")
-    again = plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"replan": True})})
-    return Outcome(case, runs[0], runs[1], drive(case, case.job(replan=True), again, paces, fleet))
+    job = case.job(case.steps, replan=True, **({"memory_cap_mb": 1e6} if share else {}))
+    again = plan.model_copy(update={"parallel": job.parallel})
+    outcome = Outcome(case, alone, right, drive(job, again, paces, fleet, where / "loop"))
+    if case.resumes:
+        say(f"{case.name}: resumed")
+        half = case.steps // 2
+        outcome.resumed = drive(job, load_plan(where / "loop" / "plan.json"), paces, fleet, where / "loop", half)
+    return outcome
+
+
+def count_swaps(case: Case, fleet: Fleet, where: Path, say: Callable[[str], None]) -> Ran:
+    """A run with right costs."""
+    say(f"right costs: {case.name}")
+    job = case.job(SHORT + 30, replan=True)
+    plan = make_plan(job)
+    paces = [replace(pace, noise=NOISE) for pace in paces_of(case, len(plan.cut))]
+    return drive(job, searched_for(job, even(len(plan.cut))), paces, fleet, where)
+
+
+def show_right(ran: list[tuple[Case, Ran]], out: Console) -> None:
+    """Print what was swapped though nothing was to be gained."""
+    table = Table(title=f"right costs, times that vary by {NOISE:.0%}", title_justify="left")
+    for name in ("schedule", "step, ms", "swaps", "decisions"):
+        table.add_column(name, justify="right" if name in ("step, ms", "swaps") else "left")
+    for case, one in ran:
+        lines = [line for event in one.events if (line := told(event)) is not None]
+        swaps = sum(event["event"] in ("replanned", "reverted", "restored") for event in one.events)
+        table.add_row(case.name, f"{one.step_s() / MS:.1f}", str(swaps), "\n".join(lines))
+    out.print(table)
 
 
 def show(outcomes: list[Outcome], out: Console) -> bool:
@@ -301,17 +377,33 @@ def main() -> int:
         return args.only is None or any(word in name for word in args.only)
 
     os.environ.setdefault("RAY_ADDRESS", "local")
-    out, progress = Console(width=170), Console(stderr=True)
-    cases = [case for case in CASES if wanted(case.name)]
-    with redirect_stdout(sys.stderr):
+    out, progress = Console(width=150), Console(stderr=True)
+
+    def say(text: str) -> None:
+        progress.print(text, style="dim")
+
+    cases, right = [c for c in CASES if wanted(c.name)], [c for c in RIGHT if wanted(c.name)]
+    with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory(prefix="raypipe-loop-") as name:
+        where = Path(name)
         request = connect(4, emulated=True)
         fleet = start_actors([f"paced · device {d}" for d in range(4)], request, PacedStage)
         try:
-            outcomes = [run_case(case, fleet, lambda text: progress.print(text, style="dim")) for case in cases]
+            outcomes = [run_case(case, fleet, _new(where, f"wrong-{i}"), say) for i, case in enumerate(cases)]
+            ran = [(case, count_swaps(case, fleet, where / f"right-{i}", say)) for i, case in enumerate(right)]
         finally:
             fleet.stop()
             ray.shutdown()
-    return 0 if show(outcomes, out) else 1
+    good = True
+    if outcomes:
+        good = show(outcomes, out)
+    if ran:
+        show_right(ran, out)
+    return 0 if good else 1
+
+
+def _new(where: Path, name: str) -> Path:
+    (where / name).mkdir()
+    return where / name
 
 
 if __name__ == "__main__":

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from raypipe.job.recompute import again_after
 from raypipe.job.spec import ParallelSpec
 from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.plan.plan import Plan
+from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.raise_alphas import Raiser, levels
 from raypipe.runtime.step_memory import StepMemory
 from raypipe.schedule.alphas import alphas
+from raypipe.schedule.costs import CostTable
+from raypipe.simulate.period import period
 from tests.runtime.small_runs import drive, small_job
 
 MB = 2**20
@@ -24,7 +27,7 @@ def raiser(cap_mb: float) -> Raiser:
     parallel = ParallelSpec(
         schedule="shifted-critical-path", stages=8, recompute="stage-aware", memory_cap_mb=cap_mb
     )  # fmt: skip
-    return Raiser(Plan(parallel=parallel, cut=CUT), 16)
+    return Raiser(Plan(parallel=parallel, cut=CUT), 16, clips=False)
 
 
 def devices(search: Raiser, level: int, more: float = 1.0) -> list[StepMemory]:
@@ -38,13 +41,23 @@ def devices(search: Raiser, level: int, more: float = 1.0) -> list[StepMemory]:
     return found
 
 
+def costs(search: Raiser) -> CostTable:
+    """A layer takes 1/6; R as many as are computed again."""
+    again = again_after(CUT, alphas(8, search.levels[search.at]))
+    return replace(CostTable.even(8), recompute=tuple(sum(i in again for i in layers) / 6 for layers in CUT))
+
+
+def step_seconds(search: Raiser) -> float:
+    return period(build_schedule(search._plan(search.at), 16), costs(search))
+
+
 def settle(search: Raiser, more: float = 1.0) -> list[int]:
     """Run until it has decided; returns the levels that ran."""
     ran = [0]
     for _ in range(400):
         if search.done and search.take() is None:
             return ran
-        search.saw(devices(search, search.at, more))
+        search.saw(devices(search, search.at, more), step_seconds(search), lambda: costs(search))
         if search.take() is not None:
             ran.append(search.at)
     raise AssertionError("never decides")
@@ -57,6 +70,18 @@ def test_the_largest_share_that_fits(cap_mb) -> None:
     fitting = [k for k in range(len(search.levels)) if max(d.peak for d in devices(search, k)) <= cap_mb * MB]
     assert search.at == search.good == max(fitting)
     assert len(ran) <= 2, "what memory is needed follows from the first measurement"
+
+
+def test_time_saved_is_predicted_and_held_against_the_steps() -> None:
+    """Memory decides alone, so every share is followed by what it really saved."""
+    search = raiser(150)
+    settle(search)
+    first, *rest = search.news
+    assert "realised_gain" not in first
+    assert first["next_gain"] > 0.01
+    assert rest[0]["predicted_gain"] == first["next_gain"]
+    assert rest[0]["realised_gain"] == pytest.approx(first["next_gain"])
+    assert rest[0]["step_s"] < first["step_s"]
 
 
 def test_it_backs_off_where_more_is_needed_than_expected() -> None:
