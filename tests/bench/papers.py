@@ -8,20 +8,26 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tests.bench import papers_chimera, papers_speedups, papers_zeropp
+from tests.bench import papers_chimera, papers_merak, papers_ooo, papers_speedups, papers_zeropp
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 BEGIN, END = "<!-- tests.bench.papers: begin -->", "<!-- tests.bench.papers: end -->"
 
+SOURCES = {
+    "Chimera on Piz Daint (`cluster/piz-daint.yaml`)": (papers_chimera, papers_speedups),
+    "ZeroPP on A800 (`cluster/a800.yaml`)": (papers_zeropp,),
+    "Merak on RTX 3090 (`cluster/rtx3090.yaml`)": (papers_merak,),
+    "Out-of-order backprop on V100 (`cluster/v100.yaml`)": (papers_ooo,),
+}
+
 
 def report() -> str:
     """All tables as Markdown."""
-    parts = ["### Chimera on Piz Daint (`cluster/piz-daint.yaml`)"]
-    for title, body in (*papers_chimera.sections(), *papers_speedups.sections()):
-        parts += [f"**{title}.**", body]
-    parts.append("### ZeroPP on A800 (`cluster/a800.yaml`)")
-    for title, body in papers_zeropp.sections():
-        parts += [f"**{title}.**", body]
+    parts = []
+    for heading, modules in SOURCES.items():
+        parts.append(f"### {heading}")
+        for title, body in (section for module in modules for section in module.sections()):
+            parts += [f"**{title}.**", body]
     return "\n\n".join(parts)
 
 
