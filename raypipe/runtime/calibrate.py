@@ -119,7 +119,8 @@ def message_delays(timeline: Timeline) -> list[Delay]:
     found: list[Delay] = []
     for i, preds in enumerate(graph.preds):
         remote = [p for p in preds if graph.device[p] != graph.device[i]]
-        if not remote or graph.tasks[i].kind in ("AR", "U"):
+        # A schedule may have R wait for the gradient; devices do not, for R does not take it.
+        if not remote or graph.tasks[i].kind in ("AR", "U", "R"):
             continue
         last = max(remote, key=lambda p: ends[p])
         own_end = ends[i - 1] if i > graph.first[graph.device[i]] else 0.0

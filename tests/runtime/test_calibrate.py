@@ -72,6 +72,19 @@ def test_the_prediction_is_the_step_that_was_measured(name, devices, copies, opt
     assert simulate(schedule, fit_costs([measured])).makespan == pytest.approx(measured.makespan, rel=1e-9)
 
 
+def test_a_recompute_that_began_before_the_gradient_came_says_nothing_of_the_link() -> None:
+    """Chimera's doubling has R wait for the gradient; a device begins at once and has no use for it yet."""
+    schedule = generate("chimera", Shape(devices=4, microbatches=8, concat="doubling"))
+    simulated = simulate(schedule, uneven(4, 0.1, recompute=0.5))
+    spans = [
+        [Span(task, start - 0.4 if task.kind == "R" else start, end) for task, start, end in own]
+        for own in simulated.spans
+    ]
+    early = Timeline(schedule, tuple(map(tuple, spans)))
+    assert min(delay.seconds for delay in message_delays(early)) >= 0.1 - 1e-9
+    assert fit_costs([early]).links[:-1] == pytest.approx((0.1,) * 3)
+
+
 @pytest.mark.parametrize(("name", "copies", "options"), [("interleaved-1f1b", 2, {"chunks": 2}), ("chimera", 1, {})])
 def test_sums_issued_together_do_not_count_twice(name, copies, options) -> None:
     """A device notes when it issued a sum; it may have had others under way by then."""
