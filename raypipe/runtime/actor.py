@@ -146,6 +146,8 @@ class Stage:
         """Close what an earlier setup opened, even one that failed; an actor may serve one plan after another."""
         if hasattr(self, "links"):
             self.links.close()
+        for module in getattr(self, "modules", {}).values():
+            module.give_up()
         for name in ("links", "executor", "modules", "optimizers"):
             self.__dict__.pop(name, None)
 

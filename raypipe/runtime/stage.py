@@ -164,6 +164,16 @@ class StageModule(nn.Module):
                 x.grad = None
         return tuple(back)
 
+    def give_up(self) -> None:
+        """Free the memory of the parameters and their gradients, for good.
+
+        A layer whose weight gradient waits refers to itself, and what an actor has built is hidden from the garbage
+        collector: without this, every stage that an actor has ever held would stay in memory.
+        """
+        for parameter in self.parameters():
+            parameter.grad = None
+            parameter.data = parameter.data.new_empty(0)
+
     @staticmethod
     def run_weight_gradients(live: Live) -> None:
         """Run what waits in ``live.closures``, last layer first."""

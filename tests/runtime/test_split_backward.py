@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers, join_tied, random_keys
 from raypipe.runtime.split_backward import Closure, WeightQueue, defer_weight_gradients
+from raypipe.runtime.stage import StageModule
 
 MODEL = GptSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=32, dropout=0.1, tie_embeddings=True)
 
@@ -231,3 +233,16 @@ def test_overwriting_what_the_backward_needs_is_an_error(case: str) -> None:
             overwrite(x, model)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             weight_step(backward(y, torch.ones_like(y), queue))
+
+
+def test_a_stage_that_is_given_up_keeps_neither_parameters_nor_gradients() -> None:
+    """Though its deferred layers refer to themselves and nobody collects garbage."""
+    stage = StageModule(GptLayers(MODEL, torch.float32), [1, 2], 0, torch.device("cpu"), split=True)
+    parameters = list(stage.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    gradients = [weakref.ref(parameter.grad) for parameter in parameters]
+    stage.give_up()
+    del stage
+    assert [parameter.numel() for parameter in parameters] == [0] * len(parameters)
+    assert [gradient() for gradient in gradients] == [None] * len(gradients)
