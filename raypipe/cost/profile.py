@@ -128,7 +128,7 @@ class Profile(Spec):
     memory_bytes: Bytes
     """Of one device, all of it."""
     base_bytes: Bytes = 0.0
-    """What a device's process takes before it holds anything of the model."""
+    """What a device's process takes before it holds a parameter: code, and the graph of a captured model."""
     layers: Annotated[tuple[LayerProfile, ...], Field(strict=False, min_length=1)]
     tied_parameters: Count = 0
     """Values of matrices that two layers share: counted in both, trained once."""

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.data import is_prepared, prepare_data
+from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
+from raypipe.models.build import Fields
 from raypipe.runtime.actor import Stage
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes, process_bytes
 from raypipe.runtime.links import Links, Wiring
@@ -44,7 +46,7 @@ class DeviceFacts:
     memory_bytes: float
     """All of its memory; of a CPU device, its host's."""
     base_bytes: float
-    """What its process takes before it holds anything of a model."""
+    """What its process takes before it holds a parameter."""
     node: str
 
 
@@ -93,16 +95,19 @@ class ProfilingStage(Stage):
 
     def __init__(self, rank: int, title: str) -> None:
         super().__init__(rank, title)
-        self._base_bytes = process_bytes(self.device)
+        self._base_bytes: float | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="raypipe-profile-")
 
-    def facts(self) -> DeviceFacts:
-        """Name and memory."""
-        node = self.locate().peer.node
+    def facts(self, job: JobSpec, fields: Fields | None) -> DeviceFacts:
+        """Name and memory. Its process has the code of the job's model loaded, and a captured one's graph in memory."""
+        if self._base_bytes is None:  # at the first call, before it holds anything
+            self._described = build_model(job, fields)
+            self._base_bytes = process_bytes(self.device)
+        base, node = self._base_bytes, self.locate().peer.node
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
-            return DeviceFacts(properties.name, float(properties.total_memory), self._base_bytes, node)
-        return DeviceFacts(_processor(), _host_memory(), self._base_bytes, node)
+            return DeviceFacts(properties.name, float(properties.total_memory), base, node)
+        return DeviceFacts(_processor(), _host_memory(), base, node)
 
     def hold(self, setup: Setup) -> dict[str, int]:
         """Build the measured layers; the rest of the model is on a device that does not exist.

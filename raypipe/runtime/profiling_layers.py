@@ -12,7 +12,7 @@ import ray
 
 from raypipe.cost.noise import LIMIT
 from raypipe.cost.profile import LayerProfile, Profile, TaskTimes
-from raypipe.data import known_fields
+from raypipe.data import declared_fields, known_fields
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.models import DTYPES, LayeredModel
@@ -105,7 +105,7 @@ class LayerBench:
 
     def facts(self) -> list[DeviceFacts]:
         """What the devices say of themselves."""
-        found: list[DeviceFacts] = ray.get(self.fleet.call("facts"))
+        found: list[DeviceFacts] = ray.get(self.fleet.call("facts", self.job, declared_fields(self.job.data)))
         return found
 
     def check_room(self, room: float) -> None:
