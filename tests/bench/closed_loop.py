@@ -50,8 +50,8 @@ SEARCH_S = 6.0
 """For the plan from the right costs."""
 LAST = 10
 """Steps at the end of a run whose median is its step."""
-TASK = 6 * MS
-SHORT = 40
+TASK = 5 * MS
+SHORT = 30
 """Steps of the plan left alone."""
 NOISE = 0.05
 """Of task times, where the costs are right."""
@@ -84,7 +84,7 @@ class Case:
     then: Callable[[int], CostTable] | None = None
     """The same from step ``change`` on."""
     change: int = 60
-    steps: int = 90
+    steps: int = 80
     train: dict[str, Any] = field(default_factory=dict)
     noise: float = 0.0
     slower: dict[int, float] = field(default_factory=dict)
@@ -266,7 +266,7 @@ def told(event: dict[str, Any]) -> str | None:
 AUTO = {"schedule": "auto", "stages": 4, "memory_limit": 5}
 CASES = (
     Case("stage 2 takes 1.5 times as long", AUTO, 6, lambda n: slower(even(n), 2, 1.5), resumes=True,
-         train={"checkpoint_every": 45}),
+         train={"checkpoint_every": 40}),
     Case("a slow link", AUTO, 6, lambda n: replace(even(n), comm=(0.0, 2.5 * TASK, 0.0))),
     Case("weight gradients cost a third", {**AUTO, "memory_limit": 4}, 6,
          lambda n: CostTable.even(n, TASK, TASK, TASK / 3)),
@@ -278,7 +278,7 @@ CASES = (
     Case("more memory than was thought", {"schedule": "1f1b", "stages": 4, "recompute": "stage-aware"}, 6,
          lambda n: CostTable.even(n, TASK, TASK, TASK, TASK), layers=4, steps=60,
          right={"alphas": 1.0}, alone={"alphas": 0.0}),
-    Case("stage 1 slower from step 60 on", AUTO, 6, even, then=lambda n: slower(even(n), 1, 1.5), steps=170),
+    Case("stage 1 slower from step 60 on", AUTO, 6, even, then=lambda n: slower(even(n), 1, 1.5), steps=150),
 )  # fmt: skip
 RIGHT = (
     *(Case(name, {"schedule": name, "stages": 4}, 4, even) for name in (
@@ -322,6 +322,8 @@ def run_case(case: Case, fleet: Fleet, where: Path, say: Callable[[str], None]) 
     job = case.job(case.steps, replan=True, **({"memory_cap_mb": 1e6} if share else {}))
     again = plan.model_copy(update={"parallel": job.parallel})
     outcome = Outcome(case, alone, right, drive(job, again, paces, fleet, where / "loop"))
+    for line in outcome.decisions:
+        say(f"  {line}")
     if case.resumes:
         say(f"{case.name}: resumed")
         half = case.steps // 2
@@ -332,7 +334,7 @@ def run_case(case: Case, fleet: Fleet, where: Path, say: Callable[[str], None]) 
 def count_swaps(case: Case, fleet: Fleet, where: Path, say: Callable[[str], None]) -> Ran:
     """A run with right costs."""
     say(f"right costs: {case.name}")
-    job = case.job(SHORT + 30, replan=True)
+    job = case.job(60 + LAST, replan=True)
     plan = make_plan(job)
     paces = [replace(pace, noise=NOISE) for pace in paces_of(case, len(plan.cut))]
     return drive(job, searched_for(job, even(len(plan.cut))), paces, fleet, where)

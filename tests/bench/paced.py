@@ -88,11 +88,12 @@ class PacedExecutor(Executor):
     def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
         return (*super()._specs(message), STAMP)
 
-    def _send(self, m: Message) -> None:
+    def send(self, m: Message) -> None:
+        """See ProgramRunner.send."""
         key = (m.direction, m.src_stage, m.dst_stage, self.base + m.mb)
         lag = self.pace.costs.latency(m.src_stage, m.dst_stage) if self.training else 0.0
         self.mail[key] = (*self.mail[key], torch.tensor([time.monotonic() + lag], dtype=torch.float64))
-        super()._send(m)
+        super().send(m)
 
     def receive(self, m: Message, action: Action) -> None:
         """See ProgramRunner.receive."""
