@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raypipe.errors import RequestError, SpecError, nearest
+from raypipe.cli._files import check_writable, write
+from raypipe.errors import RequestError, nearest
 
 if TYPE_CHECKING:
     from raypipe.cost.profile import Profile
@@ -28,9 +30,15 @@ def autoconfigure(
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plan with the costs that `raypipe profile` measured.")
     ] = None,
-    devices: Annotated[int | None, typer.Option(min=1, metavar="P", help="Devices to use at most [all].")] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="P", help="Devices to use at most [all]; with --cluster, so many of such hosts."),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, metavar="K", help="How many of the best to name.")] = 10,
-    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Where the plan goes.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="FILE", help="Where the plan goes, for `raypipe train --plan FILE`."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the ranking as one JSON object.")] = False,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="key.path=value over the job file; repeatable.")
@@ -45,6 +53,7 @@ def autoconfigure(
 ) -> None:
     """Choose schedule, depth, width, micro-batch and the rest for a job. Without --cluster and --profile: for the live
     Ray cluster, else this machine, measured by a short profile."""
+    from raypipe.cost.profile_check import check_profile, doubts
     from raypipe.job import load_job
     from raypipe.plan.choose import POLICIES, choose
     from raypipe.plan.report import as_json
@@ -58,18 +67,21 @@ def autoconfigure(
         raise RequestError(
             "--cluster", "a profile knows its cluster", "give --cluster or --profile, and --devices with either"
         )
-    if out is not None and not out.parent.is_dir():
-        raise SpecError(str(out), "there is no such folder", "make it, or give another file")
+    if not search < math.inf:
+        raise RequestError("--search", f"{search} is no time", "give seconds from 0")
+    if out is not None:
+        check_writable(out)
     spec = load_job(job, override or ())
     costs, shared = _costs(spec, cluster, profile, devices)
-    if (warning := costs.noise.warning()) is not None:
-        print(warning, file=sys.stderr)
+    check_profile(spec, costs)
+    for doubt in doubts(spec, costs, devices if profile is not None else None):
+        print(doubt, file=sys.stderr)
     decision = choose(
         spec, costs, devices, top=top, asynchronous="asynchronous" in (allow or ()), policy=policy, search_s=search,
         shared=shared,
     )  # fmt: skip
     if out is not None:
-        decision.plan.save(out)
+        write(out, decision.plan.text())
         print(f"wrote {out}", file=sys.stderr)
     if json:
         print(json_module.dumps(as_json(decision)))

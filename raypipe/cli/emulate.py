@@ -14,6 +14,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 
+from raypipe.cli._files import check_writable, write
 from raypipe.cli._make import ABOUT, load_one, make
 from raypipe.cli._options import (
     Backward,
@@ -31,7 +32,7 @@ from raypipe.cli._options import (
     Text,
     Unit,
 )
-from raypipe.cli._values import optional_value
+from raypipe.cli._values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError, nearest
 from raypipe.schedule.costs import CostTable
 from raypipe.simulate.cyclic import Norm
@@ -81,8 +82,8 @@ def emulate(
     if (name is None) == (load is None):
         raise RequestError("raypipe emulate", "needs one schedule", "give a NAME or --load FILE")
     for file in (json_file, trace):
-        if file is not None and not file.parent.is_dir():
-            raise RequestError(str(file.parent), "there is no such folder", "make it, or give another file")
+        if file is not None and file != STANDARD_OUTPUT:
+            check_writable(file)
     for option, value in (("--latency-us", latency_us), ("--message-mb", message_mb), ("--grad-mb", grad_mb)):
         if value == math.inf:
             raise RequestError(option, "a step would never end", "give a finite number")
@@ -130,8 +131,8 @@ def emulate(
         "predicted_steps_s": found.predicted_steps_s,
     }
     if json_file is not None:
-        if json_file != Path("-"):
-            json_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        if json_file != STANDARD_OUTPUT:
+            write(json_file, json.dumps(result) + "\n")
         print(json.dumps(result))
         return
     measured, predicted = (

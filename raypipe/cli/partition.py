@@ -42,7 +42,7 @@ def partition(
     spec = load_job(job, overrides)
     if profile is not None and cluster is not None:
         raise RequestError("--cluster", "a profile has its devices already", "give --profile or --cluster")
-    if memory_gib is not None and memory_gib <= 0:
+    if memory_gib is not None and not memory_gib > 0:
         raise RequestError("--memory-gib", f"{memory_gib:g} GiB hold nothing", "give a number above 0")
     with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
         from raypipe.partition.of_job import partition_job

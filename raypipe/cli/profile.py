@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
+from raypipe.cli._files import check_writable, write
 from raypipe.cli._values import comma_list
-from raypipe.errors import RequestError, SpecError
+from raypipe.errors import RequestError
 
 WIDTH = 110
 """Columns that the table needs; a narrower terminal wraps lines, which still reads better than cut figures."""
@@ -43,8 +44,8 @@ def profile(
     sizes = comma_list("--microbatches", microbatches, int) if microbatches is not None else default
     if (wrong := next((n for n in sizes if not 1 <= n <= most), None)) is not None:
         raise RequestError("--microbatches", f"{wrong} for a mini-batch of {most}", f"give sizes from 1 to {most}")
-    if out is not None and not out.parent.is_dir():
-        raise SpecError(str(out), "there is no such folder", "make it, or give another file")
+    if out is not None:
+        check_writable(out)
     console = stderr_console()
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
         from raypipe.runtime.profiling import measure_profile
@@ -55,7 +56,7 @@ def profile(
     if (warning := found.noise.warning()) is not None:
         console.print(warning, soft_wrap=True)
     if out is not None:
-        out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write(out, found.model_dump_json(indent=1) + "\n")
     if json:
         print(json_module.dumps(found.model_dump(mode="json")))
         return

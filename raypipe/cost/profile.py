@@ -6,16 +6,18 @@ of the machine. Times in seconds, sizes in bytes.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from raypipe.cost.noise import Noise
-from raypipe.job.spec import Spec
+from raypipe.job.base import Positive, Spec
+from raypipe.job.spec import JobSpec
 
-Seconds = Annotated[float, Field(ge=0)]
-Bytes = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+"""Bounded, like bytes and counts, so that no sum of many overflows: thirty years."""
+Bytes = Annotated[float, Field(ge=0, le=1e21)]
+Count = Annotated[int, Field(ge=0, le=10**18)]
 
 
 class TaskTimes(Spec):
@@ -45,7 +47,7 @@ class LayerProfile(Spec):
     name: str
     parameters: Count
     """Values in its parameters; a tied matrix counts in each layer that holds it."""
-    times: dict[int, TaskTimes]
+    times: dict[Positive, TaskTimes]
     """By micro-batch size, in samples."""
     kept_bytes: Bytes
     """Activations of one sample kept from the forward to the end of the backward, its input included."""
@@ -112,6 +114,19 @@ class CollectiveFit(Spec):
     error: Annotated[float, Field(ge=0)] = 0.0
 
 
+class TakenFor(Spec):
+    """What a measured profile was taken of: of anything else its costs say nothing."""
+
+    model: dict[str, Any]
+    """``model`` of the job, as JSON."""
+    optimizer: str
+
+    @classmethod
+    def job(cls, job: JobSpec) -> TakenFor:
+        """Of this job."""
+        return cls(model=job.model.model_dump(mode="json"), optimizer=job.train.optimizer)
+
+
 class Profile(Spec):
     """Everything the planner needs to know about a model on a cluster."""
 
@@ -122,6 +137,8 @@ class Profile(Spec):
     """What the times hold for: a device's name."""
     dtype: str
     """``train.dtype`` of the job they were taken for."""
+    taken_for: TakenFor | None = None
+    """The job that it was measured for; None where computed."""
     devices: Annotated[int, Field(ge=1)]
     """Devices of the cluster."""
     devices_per_host: Annotated[int, Field(ge=1)]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from raypipe.cost.profile import Profile
-from raypipe.errors import SpecError
+from raypipe.job.json_file import load_json
 
-AGAIN = "make it with: raypipe profile JOB.yaml -o PROFILE.json"
+MADE_BY = "raypipe profile JOB.yaml -o PROFILE.json"
 
 
 def load_profile(path: Path) -> Profile:
@@ -18,15 +16,4 @@ def load_profile(path: Path) -> Profile:
     Raises:
         SpecError: the file is missing, empty, no JSON, or not a profile; names the first wrong key.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise SpecError(str(path), f"cannot be read: {error.strerror}", AGAIN) from None
-    if not data.strip():
-        raise SpecError(str(path), "is empty", AGAIN)
-    try:
-        return Profile.model_validate_json(data)  # by JSON's rules: its lists are our tuples
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise SpecError(f"{path}: {key}" if key else str(path), first["msg"], AGAIN) from None
+    return load_json(path, Profile, MADE_BY)

@@ -47,8 +47,8 @@ class LinkModel(Spec):
     """A link: a message of n bytes takes ``latency + n / bandwidth``."""
 
     latency_us: Annotated[float, Field(ge=0)]
-    bandwidth_gb_s: Above
-    """In 10^9 bytes per second, one direction."""
+    bandwidth_gb_s: Annotated[float, Field(gt=1e-9)]
+    """In 10^9 bytes per second, one direction; more than a byte per second."""
 
 
 class CollectiveModel(LinkModel):

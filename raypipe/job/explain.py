@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import NoneType, UnionType
+from types import NoneType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -36,11 +36,14 @@ def first_problem(
     sections that pydantic tells apart by a tag.
     """
     found = sorted(invalid.errors(), key=lambda e: e["type"] not in UNKNOWN)
+    if not found[0]["loc"]:
+        return "", f"holds {describe(found[0]['input'])} instead of keys and values", f"see {example}"
     return _explain(found[0], root, example, kinds or {})
 
 
 def _explain(error: ErrorDetails, root: type[BaseModel], example: str, kinds: Kinds) -> tuple[str, str, str]:
-    loc = tuple(str(part) for part in error["loc"])
+    # A value that may be one of several things: pydantic names each of them too, as in "literal['none', 'full']".
+    loc = tuple(part for part in map(str, error["loc"]) if part == "[key]" or not part.endswith("]"))
     options = kinds.get(loc[0], {})
     chosen = loc[1] if options and len(loc) > 1 else None
     if chosen is not None:  # pydantic names the kind of section too, which the file does not
@@ -58,7 +61,8 @@ def _explain(error: ErrorDetails, root: type[BaseModel], example: str, kinds: Ki
     if kind == "missing" and loc[-1].isdigit():
         return ".".join(loc[:-1]), f"has {len(given)} values", "give a list of two numbers"
     if kind == "missing":
-        return key, "missing", f"add it; {example} shows a whole {_noun(root)}"
+        shows = "is" if example.startswith("what ") else "shows"
+        return key, "missing", f"add it; {example} {shows} a whole {_noun(root)}"
     wanted = error["msg"].removeprefix("Input should be ")
     why = f"is {describe(given)}"
     if kind == "literal_error":
@@ -71,6 +75,14 @@ def _explain(error: ErrorDetails, root: type[BaseModel], example: str, kinds: Ki
         return key, why, f"give keys and values, as in {example}"
     if kind == "string_pattern_mismatch":
         return key, why, "use letters, digits, dot, dash and underscore; start with a letter or a digit"
+    if loc[-1] == "[key]":
+        return (
+            ".".join(loc[:-2]),
+            f'has the key "{given}"',
+            f"use keys that are {WANTED.get(wanted.split(',')[0], wanted)}",
+        )
+    if kind == "too_short":
+        return key, "is empty", "give at least one"
     if kind.startswith(("greater_than", "less_than")):
         return key, why, f"give a value {wanted}"
     return key, why, f"give {WANTED.get(wanted, wanted)}"
@@ -85,13 +97,18 @@ def _noun(root: type[BaseModel]) -> str:
 
 
 def _spec_at(loc: Sequence[str], root: type[BaseModel]) -> type[BaseModel]:
-    """The spec class that a key path leads to."""
+    """The spec class that a key path leads to, through lists and tables of them too."""
     owner = root
     for part in loc:
-        annotation = owner.model_fields[part].annotation
-        options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-        owner = next(t for t in options if isinstance(t, type) and issubclass(t, BaseModel))
+        if part in owner.model_fields:  # else a place in a list, or a table's key
+            owner = _spec_in(owner.model_fields[part].annotation) or owner
     return owner
+
+
+def _spec_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and not get_args(annotation) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for option in get_args(annotation) if (found := _spec_in(option)) is not None), None)
 
 
 def describe(value: Any) -> str:

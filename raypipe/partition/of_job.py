@@ -6,6 +6,7 @@ from pathlib import Path
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.narrow import narrowed
+from raypipe.cost.profile_check import check_profile
 from raypipe.cost.profile_file import load_profile
 from raypipe.job.cluster import load_cluster
 from raypipe.job.order import base_schedule
@@ -33,6 +34,8 @@ def partition_job(
     schedule = base_schedule(job.parallel, job.train.batch)
     described = None if cluster is None else load_cluster(cluster)
     measured = None if profile is None else load_profile(profile)
+    if measured is not None:
+        check_profile(job, measured)
     pieces, members = job_pieces(divided(job, 1))
     if measured is None:
         where = this_machine(job.train.dtype, schedule.devices) if described is None else described

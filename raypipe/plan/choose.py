@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from raypipe.cost.narrow import narrowed
 from raypipe.cost.profile import Profile
+from raypipe.cost.profile_check import check_profile
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
@@ -333,35 +334,6 @@ def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -
 def _largest(profile: Profile) -> int:
     """The largest micro-batch that it has times of."""
     return max(size for layer in profile.layers for size in layer.times)
-
-
-def check_profile(job: JobSpec, profile: Profile) -> None:
-    """Refuse a profile of something else.
-
-    Raises:
-        SpecError: another number of layers, other layers, another arithmetic, no times.
-    """
-    if isinstance(job.model, GptSpec) and len(profile.layers) != job.model.layers + 2:
-        raise SpecError(
-            "profile",
-            f"has {len(profile.layers)} layers, the job's model {job.model.layers + 2} with embedding and head",
-            "profile this job's model: raypipe profile JOB.yaml",
-        )  # fmt: skip
-    if profile.dtype != job.train.dtype:
-        raise SpecError(
-            "profile", f"was taken for {profile.dtype}, the job trains in {job.train.dtype}",
-            f"profile again, or set train.dtype: {profile.dtype}",
-        )  # fmt: skip
-    sizes = [set(layer.times) for layer in profile.layers]
-    bare = next((layer.name for layer in profile.layers if not layer.times), None)
-    if bare is not None:
-        raise SpecError("profile", f"holds no times of layer {bare}", "profile again")
-    if any(s != sizes[0] for s in sizes):
-        raise SpecError("profile", "its layers were taken at different micro-batch sizes", "profile again")
-    if not any(t.forward + t.joint > 0 for layer in profile.layers for t in layer.times.values()):
-        raise SpecError("profile", "says that no layer takes any time", "profile again")
-    if profile.memory_bytes <= 0:
-        raise SpecError("profile", "says that a device has no memory", "profile again")
 
 
 def _words(given: dict[str, object]) -> str:

@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from raypipe.errors import SpecError
+from raypipe.job.json_file import load_json
 from raypipe.job.order import base_schedule
 from raypipe.job.recompute import Cut, layers_again
 from raypipe.job.spec import ParallelSpec, Spec
@@ -34,12 +34,16 @@ class Plan(Spec):
     order: str | None = None
     """One pipeline's schedule in text form, where no name generates it: written by hand, or found by search."""
 
-    predicted_step_s: float | None = None
+    predicted_step_s: Annotated[float, Field(gt=0)] | None = None
     """What the planner expects a step to take, in seconds; None where nobody predicted."""
+
+    def text(self) -> str:
+        """As JSON, what a plan file holds."""
+        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
-        path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+        path.write_text(self.text(), encoding="utf-8")
 
 
 def load_plan(path: Path) -> Plan:
@@ -48,14 +52,7 @@ def load_plan(path: Path) -> Plan:
     Raises:
         SpecError: the file is missing, is no JSON, or is not a plan.
     """
-    try:
-        return Plan.model_validate_json(path.read_bytes())  # by JSON's rules: its lists are our tuples
-    except OSError as error:
-        raise SpecError(str(path), f"cannot be read: {error.strerror}", "give the plan.json of a run") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise SpecError(f"{path}: {key}" if key else str(path), first["msg"], "use a plan that raypipe wrote") from None
+    return load_json(path, Plan, "raypipe autoconfigure JOB.yaml -o PLAN.json")
 
 
 def build_schedule(plan: Plan, batch: int) -> Schedule:

@@ -10,10 +10,9 @@ from pathlib import Path
 import ray
 
 from raypipe.cost.profile import Profile
-from raypipe.cost.profile_file import load_profile
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
-from raypipe.plan.choose import Decision, check_profile, choose, label
+from raypipe.plan.choose import Decision, choose, label
 from raypipe.runtime.cluster import connect_all
 from raypipe.runtime.profiling import measure_profile
 
@@ -69,11 +68,8 @@ def plan_here(
         SpecError: no plan fits, or nothing to measure on.
         RunError: a device died while measuring.
     """
-    path = directory / PROFILE
-    profile = _kept(path, job)
-    if profile is None:
-        profile = profile_here(job, None, data, dashboard_port, say)
-        path.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    profile = profile_here(job, None, data, dashboard_port, say)
+    (directory / PROFILE).write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
     if (warning := profile.noise.warning()) is not None:
         say(warning)
     decision = choose(job, profile, search_s=SEARCH_S)
@@ -95,15 +91,3 @@ def told(decision: Decision) -> list[str]:
         s = second.prediction.candidate
         lines.append(f"next: {label(s)}, {s.stages} x {s.replicas}, micro-batches of {s.microbatch}: {second.why}")
     return lines
-
-
-def _kept(path: Path, job: JobSpec) -> Profile | None:
-    """A profile that an earlier attempt left, if it is of this job."""
-    if not path.exists():
-        return None
-    try:
-        profile = load_profile(path)
-        check_profile(job, profile)
-    except SpecError:
-        return None
-    return profile

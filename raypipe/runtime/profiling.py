@@ -18,7 +18,7 @@ import ray
 
 from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
 from raypipe.cost.noise import LIMIT, Noise
-from raypipe.cost.profile import LinkFit, Profile
+from raypipe.cost.profile import LinkFit, Profile, TakenFor
 from raypipe.data import declared_fields, prepare_data
 from raypipe.errors import RunError, SpecError
 from raypipe.job.spec import JobSpec
@@ -201,6 +201,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         source="measured",
         device=facts[0].name,
         dtype=bench.job.train.dtype,
+        taken_for=TakenFor.job(bench.job),
         devices=len(facts),
         devices_per_host=sharing,
         memory_bytes=memory,

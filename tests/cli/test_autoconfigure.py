@@ -140,8 +140,8 @@ def test_a_wrong_request_is_one_message(words, message, files, capsys) -> None:
     [
         ("", "is empty"),
         ("{", "JSON"),
-        ("{}", "Field required"),
-        ('{"source": "measured", "layers": []}', "Field required"),
+        ("{}", "source: missing"),
+        ('{"source": "measured", "layers": []}', "device: missing"),
     ],
 )
 def test_a_profile_that_is_none(text, message, files, tmp_path, capsys) -> None:

@@ -51,7 +51,7 @@ WRONG = [  # key, value, key in `where`, words in the message
     ("hosts", 1.5, "hosts", "give a whole number"),
     ("device.efficiency", 1.5, "device.efficiency", "less than or equal to 1"),
     ("device.peak_tflops", {"bfloat61": 3}, "device.peak_tflops", 'did you mean "bfloat16"?'),
-    ("device.peak_tflops", {}, "device.peak_tflops", "at least 1"),
+    ("device.peak_tflops", {}, "device.peak_tflops", "give at least one"),
     ("device.peak_tflops", 10, "device.peak_tflops", "give keys and values"),
     ("device.peak_tflops.float32", 0, "device.peak_tflops.float32", "greater than 0"),
     ("device.memory_gb_s", None, "device.memory_gb_s", "missing"),

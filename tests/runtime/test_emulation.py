@@ -119,7 +119,7 @@ def test_the_command_prints_one_object(local_ray, capsys) -> None:
         (["1f1b", "--bandwidth", "-1"], "carry nothing"),
         (["1f1b", "--bandwidth", "nan"], "carry nothing"),
         (["1f1b", "--latency-us", "inf"], "--latency-us: a step would never end"),
-        (["1f1b", "--json", "none/a.json"], "none: there is no such folder"),
+        (["1f1b", "--json", "none/a.json"], "none/a.json: there is no such folder"),
         (["1f1b", "--devices", "0"], "is not a count"),
         (["1f1b", "--norm", "waits"], 'did you mean "wait"'),
         (["1f1b", "--clip-every", "2"], "nothing to undo"),

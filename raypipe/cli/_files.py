@@ -1,0 +1,36 @@
+"""Files that a verb writes: looked at before the work is done, and one error where they can't be written after all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from raypipe.errors import SpecError
+
+OTHER = "give another file"
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that can't be written, before anything is computed for it.
+
+    Raises:
+        SpecError: no such folder, a folder in the file's place, or no permission.
+    """
+    if path.is_dir():
+        raise SpecError(str(path), "is a folder", "give the file's name too")
+    if not path.parent.is_dir():
+        raise SpecError(str(path), "there is no such folder", "make it, or give another file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise SpecError(str(path), "can't be written: no permission", OTHER)
+
+
+def write(path: Path, text: str) -> None:
+    """Write the text.
+
+    Raises:
+        SpecError: the disk is full, or whatever else the system says.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SpecError(str(path), f"can't be written: {error.strerror}", OTHER) from None
