@@ -11,6 +11,11 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.stages import Cut, parameters
 from raypipe.cost.work import LayerWork
 from raypipe.job import load_cluster
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.deps import link
+from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.passes import add_updates
+from raypipe.schedule.walk import walk
 from tests.bench.paper_models import zeropp
 from tests.bench.paper_steps import Config, costs, error, pipeline, step_seconds, table
 
@@ -81,20 +86,42 @@ def per_gpu(profile: Profile, model: Model, method: str, count: int) -> float:
     found = costs(profile, plan, cut)
     seconds: float
     if method.startswith(("ZeroPP", "FS")):
-        # Sharded: weights are gathered and gradients scattered beside compute, whole blocks of micro-batches long, so
-        # that only the first gather and the last scatter are waited for.
-        quiet = replace(found, all_reduce=(0.0,) * found.stages)
         group = Layout(hosts=2, per_host=WIDTH // 2)  # a pipeline fills half a host
-        size = max(parameters(profile, part) for part in cut) * 2
-        exposed = sum(
-            collective_seconds(profile, k, size, group, sharing=DEPTH) for k in ("all_gather", "reduce_scatter")
+        gather, scatter = (
+            max(collective_seconds(profile, kind, parameters(profile, part) * 2, group, sharing=DEPTH) for part in cut)
+            for kind in ("all_gather", "reduce_scatter")
         )
-        sharded = replace(quiet, update=tuple(u / WIDTH for u in quiet.update))
-        seconds = step_seconds(profile, plan, cut, sharded) + exposed
+        quiet = replace(found, all_reduce=(0.0,) * found.stages, update=tuple(u / WIDTH for u in found.update))
+        # Gradients are scattered beside compute, so that only the last stage's are waited for.
+        seconds = sharded_seconds(pipeline(plan), plan.unit or count, quiet, gather) + scatter
     else:
         narrow = replace(found, all_reduce=tuple(NARROW * t for t in found.all_reduce))
         seconds = step_seconds(profile, plan, cut, narrow)
     return plan.batch / seconds / (WIDTH * DEPTH)
+
+
+def gathers(order: Sequence[Task], unit: int) -> list[int]:
+    """Places in a device's order where it gathers a stage's weights, 2V - 1 in a unit (section 3.3): before a stage's
+    first forward, and before its first backward unless that is its deepest stage, whose weights are still there."""
+    deepest = max(task.stage for task in order)
+    seen, found = set[tuple[bool, int, int]](), []
+    for place, task in enumerate(order):
+        back = task.kind in ("B", "BW")
+        need = back, task.stage, task.mbs[0] // unit if task.mbs else -1
+        if (task.kind == "F" or (back and task.stage != deepest)) and need not in seen:
+            seen.add(need)
+            found.append(place)
+    return found
+
+
+def sharded_seconds(schedule: Schedule, unit: int, costs: CostTable, gather: float) -> float:
+    """A step in which weights are gathered while the first micro-batch that needs them is computed (section 3.3)."""
+    graph = link(add_updates(schedule))
+    durations = costs.durations(graph.schedule, graph.tasks)
+    for first, order in zip(graph.first, graph.schedule.orders, strict=False):
+        for place in gathers(order, unit):
+            durations[first + place] = max(durations[first + place], gather)
+    return max(walk(graph, durations, costs.comm).end)
 
 
 def throughputs() -> str:

@@ -7,12 +7,15 @@ from statistics import median
 
 import pytest
 
+from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.chimera_model import closed_form
+from raypipe.job import load_cluster
 from tests.bench.paper_steps import costs, fits, pipeline, step_seconds
 from tests.bench.papers_chimera import chimera_choices, profiles, scaled
 from tests.bench.papers_merak import TABLE_3, saved, speed_and_memory
 from tests.bench.papers_ooo import speedups as out_of_order
 from tests.bench.papers_speedups import speedups
+from tests.bench.papers_zeropp import COUNTS, MACHINE, PUBLISHED, models, per_gpu
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +91,12 @@ def test_out_of_order_backprop_on_four_v100():
     assert first[0] == pytest.approx(first[1], rel=0.05)
     assert second[0] == pytest.approx(second[1], rel=0.05)
     assert alone[0] == pytest.approx(alone[1], rel=0.1)
+
+
+@pytest.mark.parametrize("method", ["ZeroPP, U=N", "ZeroPP, U=8"])
+def test_zeropp_with_gathers_beside_the_first_micro_batch(method):
+    """ZeroPP, table 3, 6.2B: samples per GPU and second, and so what a small unit costs."""
+    model = models()[0]
+    profile = analytic_profile(model.work, load_cluster(MACHINE), "bfloat16")
+    found = [per_gpu(profile, model, method, count) for count in COUNTS]
+    assert found == pytest.approx(PUBLISHED[model.name][method], rel=0.03)
