@@ -20,7 +20,7 @@ from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring
 from raypipe.runtime.profiling_device import DeviceFacts
 from raypipe.runtime.profiling_effort import Effort
-from raypipe.runtime.profiling_noise import drift, stolen
+from raypipe.runtime.profiling_noise import charge, drift, stolen
 from raypipe.runtime.profiling_steps import (
     AFTER,
     ALIVE,
@@ -192,26 +192,31 @@ class LayerBench:
         for _ in range(effort.pairs):
             by_itself: Samples = ray.get(self.fleet.actors[0].run_layers.remote(program, 0, effort, False))
             beside = self._run(size, "joint", 0, effort, False)[:1]
-            shares.append(self._seconds([by_itself]) / self._seconds(beside))
+            # The host's daemons have a core for themselves beside the one: that is part of it.
+            shares.append(charge([by_itself]) * self._seconds([by_itself]) / (charge(beside) * self._seconds(beside)))
         return min(1.0, median(shares))
 
     def _seconds(self, found: list[Samples]) -> float:
-        """Of one micro-batch there and back, through one layer of every kind."""
+        """Of one micro-batch there and back, through one layer of every kind, undisturbed."""
         times = task_times(found, self.groups)
         return sum(taken.seconds for (task, _), taken in times.items() if task in ("F", "BW"))
 
     def probe(self, size: int, effort: Effort) -> float:
         """Seconds of one micro-batch there and back, through one layer of every kind, measured now."""
+        found = self._again(size, effort)
+        return charge(found) * self._seconds(found)
+
+    def _again(self, size: int, effort: Effort) -> list[Samples]:
         self._hold(size, "joint")
-        return self._seconds(self._run(size, "joint", effort.warm_up, effort, False))
+        return self._run(size, "joint", effort.warm_up, effort, False)
 
     def drift(self, sizes: Iterable[int], effort: Effort) -> float:
         """By how much times of these micro-batch sizes differ from what was measured before."""
         kept = {n: sum(t.seconds for (task, _), t in self._taken(n).items() if task in ("F", "BW")) for n in sizes}
-        return drift((seconds, self.probe(n, effort)) for n, seconds in kept.items())
+        return drift((seconds, self._seconds(self._again(n, effort))) for n, seconds in kept.items())
 
     def known_seconds(self, profile: Profile, size: int) -> float:
-        """The same by a profile of this model."""
+        """What ``probe`` measures, by a profile of this model."""
         times = (profile.layers[kind].times[size] for kind in sorted(set(self.groups)))
         return sum(t.forward + t.joint for t in times)
 
@@ -263,13 +268,20 @@ class LayerBench:
 
     def profiles(self) -> tuple[LayerProfile, ...]:
         """All layers of the model; alike ones share their figures."""
-        taken = {size: self._taken(size) for size in self.passes}
-        return tuple(self._profile(i, kind, taken) for i, kind in enumerate(self.groups))
+        taken, longer = {size: self._taken(size) for size in self.passes}, self._charge()
+        return tuple(self._profile(i, kind, taken, longer) for i, kind in enumerate(self.groups))
 
-    def _profile(self, i: int, kind: int, taken: dict[int, dict[tuple[Kind, int], Taken]]) -> LayerProfile:
+    def _charge(self) -> float:
+        """Of all that counts."""
+        counted = (one for size in self.passes for one in self._counted(size))
+        return charge(one for found in counted for way in WAYS for one in found.found[way])
+
+    def _profile(
+        self, i: int, kind: int, taken: dict[int, dict[tuple[Kind, int], Taken]], longer: float
+    ) -> LayerProfile:  # fmt: skip
         def times(size: int) -> TaskTimes:
             found = taken[size]
-            f, b, w, bw, r = (found[task, kind].seconds for task in ("F", "B", "W", "BW", "R"))
+            f, b, w, bw, r = (longer * found[task, kind].seconds for task in ("F", "B", "W", "BW", "R"))
             return TaskTimes(
                 forward=f, input_grad=b, weight_grad=w, joint=bw, recompute=r, spread=found["F", kind].spread
             )
@@ -310,7 +322,7 @@ class LayerBench:
     def update_s_per_parameter(self) -> float:
         """Norm, clipping and optimizer, of each value."""
         values = sum(self.model.parameters(i) for i in self.here)
-        return median(map(update_seconds, self._joint())) / values if values else 0.0
+        return self._charge() * median(map(update_seconds, self._joint())) / values if values else 0.0
 
     def overhead_seconds(self) -> float:
         """Between two tasks of a device."""

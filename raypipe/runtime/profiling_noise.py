@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from raypipe.cost.noise import LIMIT
-from raypipe.runtime.profiling_steps import Samples
+from raypipe.runtime.profiling_steps import Samples, own_seconds
 
 
 def stolen(found: Iterable[Samples]) -> float:
@@ -25,6 +25,20 @@ def stolen(found: Iterable[Samples]) -> float:
         if np.isfinite(ran) and took > 0:
             worst = max(worst, float(1 - ran / took))
     return worst
+
+
+def charge(found: Iterable[Samples]) -> float:
+    """By what factor compute tasks took longer than their threads ran for them, as far as that will be so in training.
+
+    A machine's own daemons, Ray's among them, take some hundredths of every core that has nothing idle beside it. More
+    than ``LIMIT`` is a disturbance, which is warned of and not expected to go on.
+    """
+    took = ran = 0.0
+    for one in found:
+        compute = [k for k, task in enumerate(one.order) if task.kind != "U"]
+        took += float((one.times[:, compute, 1] - one.times[:, compute, 0]).sum())
+        ran += float(own_seconds(one)[:, compute].sum())
+    return min(took / ran, 1 / (1 - LIMIT)) if ran else 1.0
 
 
 def drift(pairs: Iterable[tuple[float, float]]) -> float:

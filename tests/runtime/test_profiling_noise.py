@@ -14,7 +14,7 @@ import pytest
 from raypipe.cost.noise import LIMIT, Noise
 from raypipe.runtime.profiling import measure_again
 from raypipe.runtime.profiling_effort import QUICK, THOROUGH, Effort
-from raypipe.runtime.profiling_noise import drift, stolen
+from raypipe.runtime.profiling_noise import charge, drift, stolen
 from raypipe.runtime.profiling_steps import Samples, measured_step, own_seconds, task_times
 
 HERE, GROUPS = [0, 1], [0, 1]
@@ -46,6 +46,15 @@ def test_a_disturbed_task_counts_as_long_as_its_thread_ran() -> None:
     assert own_seconds(samples(4e-3, np.nan)) == pytest.approx(4e-3)
     found = task_times([samples(4e-3, 2e-3)], GROUPS)
     assert {key: taken.seconds for key, taken in found.items()} == pytest.approx(dict.fromkeys(found, 2e-3))
+
+
+def test_what_daemons_take_is_charged_and_a_disturbance_is_not() -> None:
+    quiet, shared, busy = samples(2e-3, 2e-3), samples(2e-3, 1.8e-3 - 1e-9), samples(4e-3, 2e-3)
+    assert charge([quiet]) == 1.0
+    assert charge([shared]) == pytest.approx(1 / 0.9)
+    assert charge([quiet, shared]) == pytest.approx(2 / 1.9)
+    assert charge([busy]) == 1 / (1 - LIMIT)
+    assert charge([samples(2e-3, np.nan)]) == charge([]) == 1.0  # a GPU; nothing
 
 
 def test_drift_is_the_larger_over_the_smaller() -> None:
