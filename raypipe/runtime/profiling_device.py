@@ -36,6 +36,8 @@ from raypipe.schedule.messages import Action, Program
 LOOKS, LOOKING_S = 5, 0.2
 """Steps in which memory is looked at, at most; and seconds of this thread after which none is begun. Where a step takes
 longer, the few kilobytes of other threads are nothing beside what layers keep."""
+WORK_S = 0.005
+"""Seconds that a CPU device computes before each message and collective that is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,8 @@ class ProfilingStage(Stage):
             receiver.post([Expected(label, (spec,)) for label in labels])
             times = []
             for label in labels:
+                if first:
+                    self._work()
                 start = time.monotonic()
                 if first:
                     sender.send(label, payload)
@@ -226,6 +230,7 @@ class ProfilingStage(Stage):
             part = whole[: len(whole) // count].clone()
             times = []
             for _ in range(repeats + 1):
+                self._work()
                 dist.barrier(group=members)
                 start = time.monotonic()
                 if kind == "all_reduce":
@@ -239,6 +244,18 @@ class ProfilingStage(Stage):
                 times.append(time.monotonic() - start)
             found.append(times[1:])
         return found
+
+    def _work(self) -> None:
+        """Compute for a moment, as a device has done when it sends.
+
+        Threads that sleep meanwhile take longer to wake than in a loop of nothing but messages, on a busy host
+        milliseconds now and then: means of such times are what steps are made of. Kernels of a GPU leave the host idle.
+        """
+        if self.device.type == "cuda":
+            return
+        matrix, until = torch.ones(256, 256), time.monotonic() + WORK_S
+        while time.monotonic() < until:
+            matrix @ matrix
 
 
 def _processor() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean
 
 import ray
 
@@ -39,7 +39,7 @@ class LinkBench:
         ray.get(self.fleet.call("connect", self.wiring))
 
     def messages(self, pairs: Sequence[tuple[int, int]], sizes: Sequence[int], repeats: int) -> list[Timed]:
-        """Median seconds one way by size, over all pairs, which measure at the same time; nothing without pairs."""
+        """Mean seconds one way by size, over all pairs, which measure at the same time; nothing without pairs."""
         if not pairs:
             return []
         refs = []
@@ -48,17 +48,17 @@ class LinkBench:
             self.fleet.actors[b].message_seconds.remote(a, False, sizes, repeats)
         found = ray.get(refs)
         return [
-            Timed(float(size), median([t for times in found for t in times[k][1:] or times[k]]))
+            Timed(float(size), fmean([t for times in found for t in times[k][1:] or times[k]]))
             for k, size in enumerate(sizes)
         ]
 
     def collective(self, kind: Kind, size: int, sizes: Sequence[int], repeats: int) -> list[TimedCollective]:
-        """Median seconds of the slowest device of a group of ``size``, by bytes of the whole buffer."""
+        """Mean seconds of the slowest device of a group of ``size``, by bytes of the whole buffer."""
         found = [
             one for one in ray.get(self.fleet.call("collective_seconds", kind, f"first {size}", sizes, repeats)) if one
         ]
         return [
-            TimedCollective(kind, size, float(n), median(map(max, zip(*(one[k] for one in found), strict=True))))
+            TimedCollective(kind, size, float(n), fmean(map(max, zip(*(one[k] for one in found), strict=True))))
             for k, n in enumerate(sizes)
         ]
 
