@@ -117,7 +117,8 @@ class Stage:
         )  # fmt: skip
         sync = self.sync_class(setup.device, self.modules, setup.placement, setup.tied, groups, setup.member)
         self.executor = self.executor_class(
-            settings, self.modules, self.optimizers, plan.task, feed, sync, Shares(links.world),
+            settings, self.modules, self.optimizers, plan.task, feed, sync,
+            Shares(None if sync.complete else links.world),
             senders, receivers, Wires(plan, setup.cut, setup.samples_per_microbatch), versions,
         )  # fmt: skip
         self.executor.measures = setup.search_again

@@ -7,7 +7,8 @@ over replicas is the mini-batch gradient whatever the plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,19 @@ class GradientSync:
                 counted.extend(parameters)
         counted.extend(copies[0] for tie, copies in self._ties if tie.ranks[0] == device)
         self._counted = [p for p in counted if member == 0 or id(p) in divided]
+        held = defaultdict[int, set[int]](set)
+        for row in placement:
+            for stage, holder in enumerate(row):
+                held[holder].add(stage)
+        self.complete = not divided and all(len(stages) == len(placement[0]) for stages in held.values())
+        """Every device holds every stage (data parallelism; Chimera of two stages): once its sums are there, each knows
+        the global norm by itself."""
+        # In one order on all devices: they must come to the same bits.
+        firsts = {stage: (stage, replica) for stage, replica in sorted(self._own, reverse=True)}
+        self._every = [p for _, key in sorted(firsts.items()) for p in self._own[key]]
+        self._every += [copies[0] for _, copies in self._ties]
+        if self.complete and self._counted:
+            self._counted = self._every
         self._all = [p for module in modules.values() for p in module.trained.values()]
 
     @staticmethod
@@ -150,17 +164,26 @@ class GradientSync:
 
     def norm_squared(self) -> Tensor:
         """This device's share of the squared global norm, float64 scalar; the shares of all devices add up to it."""
-        grads = [p.grad for p in self._counted if p.grad is not None]
-        if not grads:
-            return torch.zeros((), dtype=torch.float64)
-        norms = torch.stack(list(torch._foreach_norm(grads)))
-        return norms.double().square().sum().cpu()
+        return _squares(self._counted)
+
+    def whole_norm_squared(self) -> Tensor:
+        """The squared global norm, float64 scalar, where this device is ``complete``."""
+        return _squares(self._every)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         gradients = [p.grad for p in self._all if p.grad is not None]
         if gradients:  # a device may hold nothing that is trained
             torch._foreach_mul_(gradients, factor)
+
+
+def _squares(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Sum of the squares of all gradients."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack(list(torch._foreach_norm(grads)))
+    return norms.double().square().sum().cpu()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -87,7 +87,10 @@ class Updates:
             return share
         if may_run_ahead:
             self._way = "later" if self.versions else "optimistic" if self._forecast.optimistic() else "wait"
-        self.shares.start(share)
+        # Where each device knows the norm by itself, nobody tells anybody: ``shares`` has this device alone. The share
+        # of the one that counts for all is the whole already, those of the others are nothing.
+        known = (share or float(self.sync.whole_norm_squared())) if self.sync.complete else share
+        self.shares.start(known)
         self.pending = self._way != "wait"
         if not self.pending:
             self._clip(push)

@@ -113,6 +113,16 @@ def test_a_schedule_that_gains_nothing_by_it_can_be_made_to(plain, stage_pool, t
 
 
 @pytest.mark.runs
+@pytest.mark.parametrize("parallel", [{"stages": 1, "replicas": 2}, {"schedule": "chimera", "stages": 2}], ids=str)
+def test_devices_that_hold_every_stage_clip_alike(parallel, plain, stage_pool, text_folder, tmp_path) -> None:
+    """Nobody tells anybody its norm there: each clips by what it sees, and their weights stay the same."""
+    found = run(text_folder, stage_pool, tmp_path, parallel, clip=CLIPS["sometimes"][0])
+    assert same_as_plain(found, tmp_path / "plain", plain)
+    norms = [norm for _, norm, _ in found.rows if norm is not None]
+    assert [step for step, norm in enumerate(norms, 1) if norm > CLIPS["sometimes"][0]] == CLIPS["sometimes"][1]
+
+
+@pytest.mark.runs
 def test_a_restart_finds_the_weights_of_certain_updates(stage_pool, text_folder, tmp_path) -> None:
     """A checkpoint is taken while the update before it is still pending; it must be the clipped one."""
     parallel = PLANS[0] | {"update": "optimistic", "microbatch": 1}
