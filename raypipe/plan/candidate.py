@@ -131,6 +131,30 @@ class Candidate(NamedTuple):
         )  # fmt: skip
 
 
+PLAIN = (
+    "it needs several devices", "it cuts the model", "devices share each layer", "micro-batches run in halves",
+    "more stages", "several copies of the weights", "stale weights", "activations computed twice",
+    "more stages a device", "backwards in two parts", "a searched order", "more devices",
+)  # fmt: skip
+"""What makes a plan less simple, the most weighty first."""
+
+
+def plainness(c: Candidate, form: Form) -> tuple[int, ...]:
+    """One number for each of ``PLAIN``; smaller is simpler: what decides between plans that take about as long."""
+    return (
+        c.devices > 1, c.stages > 1, c.tensor, c.sub_pipelined, c.stages, form.replicas, form.versions != "flush",
+        c.recompute != "none" or bool(form.recomputes), form.stages // c.stages, not form.joint, c.schedule == "auto",
+        c.devices,
+    )  # fmt: skip
+
+
+def least_plainness(grid: Grid) -> tuple[int, ...]:
+    """No candidate of the grid is simpler."""
+    devices = grid.stages * grid.replicas * grid.tensor
+    several = (devices > 1, grid.stages > 1, grid.tensor, grid.sub_pipelined, grid.stages)
+    return (*several, *[0] * (len(PLAIN) - len(several) - 1), devices)
+
+
 @cache
 def divisors(n: int) -> tuple[int, ...]:
     """All of them, ascending.
@@ -170,7 +194,10 @@ def grids(
 
 
 class Asked(NamedTuple):
-    """Numbers that a job asks for: tried whether or not they are among those that usually make sense."""
+    """What a job asks for: tried whether or not it is among what usually makes sense."""
+
+    schedule: str | None = None
+    """A family, even where its orders are those of another one."""
 
     chunks: int | None = None
     unit: int | None = None
@@ -223,13 +250,17 @@ def candidates(grid: Grid, most_stages: int, asked: Asked = NOTHING) -> Iterator
         yield grid.candidate("1f1b")
         return
     for name, family in SCHEDULES.items():
+        if asked.schedule not in (None, name):
+            continue
         options = family.options
         chunks = chunk_counts(stages, most_stages, asked.chunks) if "chunks" in options else [family.fixed_chunks or 1]
         for v in chunks:
             for pipelines in pipeline_counts(stages) if "pipelines" in options else [2]:
                 for concat in CONCATS if "concat" in options else CONCATS[:1]:
                     form = form_of(name, stages, v, pipelines, concat)
-                    if isinstance(form, ScheduleError) or form.alias != name or form.stages > most_stages:
+                    if isinstance(form, ScheduleError) or form.stages > most_stages:
+                        continue
+                    if form.alias != name and asked.schedule is None:
                         continue
                     if form.stages * microbatches > MOST:
                         continue

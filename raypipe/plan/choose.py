@@ -13,7 +13,7 @@ from raypipe.cost.profile_check import check_profile
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import SAME_AS, JobSpec
 from raypipe.plan.candidate import SYNCS, Asked, Candidate, Grid, grids
 from raypipe.plan.explain import why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.groups import ALONE, Judges, Sharing
@@ -24,7 +24,7 @@ from raypipe.plan.predict import Predictor, without_noise
 from raypipe.plan.prediction import Prediction
 from raypipe.plan.remedies import remedies, used_up
 from raypipe.plan.reorder import searched_orders
-from raypipe.plan.search import Ranking, best_first, rank_key
+from raypipe.plan.search import NEAR, Ranking, best_first, rank_key, simplest
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.collector import no_collection
 from raypipe.schedule.text import to_text
@@ -79,7 +79,7 @@ class _Chooser:
         """The candidate, if it is one that the job asks for; with the recomputation that it asks for."""
         given = self.job.parallel.given if self.job.parallel.auto else {}
         for key in ("schedule", "chunks", "unit", "pipelines", "concat"):
-            wish = "1f1b" if given.get(key) == "dapple" else given.get(key)
+            wish = SAME_AS.get(str(given.get(key)), given.get(key))
             if key in given and wish not in (getattr(c, key), "auto"):
                 return None
         if given.get("schedule") == "auto" and c.stages == 1:
@@ -233,7 +233,7 @@ def choose(
     job: JobSpec, profile: Profile, devices: int | None = None, *, top: int = 10, asynchronous: bool = False,
     policy: str = "best", search_s: float = SEARCH_S, shared: Mapping[Sharing, Profile] = MappingProxyType({}),
 ) -> Decision:  # fmt: skip
-    """The fastest plan that fits, and why the others lost.
+    """The fastest plan that fits, or one that is simpler and about as fast (``NEAR``), and why the others lost.
 
     Args:
         job: what to train; ``parallel`` keys given beside ``auto: true`` must hold for the plan.
@@ -252,7 +252,9 @@ def choose(
     began = time.monotonic()
     check_profile(job, profile)
     parallel, train = job.parallel, job.train
-    given = parallel.given if parallel.auto else {}
+    given, greedy = parallel.given if parallel.auto else {}, policy == "largest-microbatch"
+    named = SAME_AS.get(str(given.get("schedule")), given.get("schedule"))
+    asked = Asked(named if named != "auto" else None, given.get("chunks"), given.get("unit"))
     syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)
     profiles = {ALONE: profile, **(shared if policy == "best" or "tensor" in given else {})}
     orders_made = Orders()
@@ -260,8 +262,8 @@ def choose(
         sharing: Predictor(
             narrowed(without_noise(own), parallel.wire_dtype), train, deepest(job, own), syncs=syncs,
             recompute=given.get("recompute") != "none",
-            partly=policy != "largest-microbatch" and given.get("recompute") != "full",
-            asked=Asked(given.get("chunks"), given.get("unit")), _orders=orders_made,
+            partly=not greedy and given.get("recompute") != "full",
+            asked=asked, _orders=orders_made,
         )
         for sharing, own in profiles.items()
     })  # fmt: skip
@@ -279,11 +281,13 @@ def choose(
             "costs of divided layers are computed, not measured: --cluster, with a tensor that divides model and host",
         )  # fmt: skip
     chooser = _Chooser(job, judge, every, top, asynchronous)
-    search = largest_microbatch if policy == "largest-microbatch" else best_first
-    found = search(judge, every, top, chooser.pick)
+    if greedy:
+        found = largest_microbatch(judge, every, top, chooser.pick)
+    else:
+        found = best_first(judge, every, top, chooser.pick, NEAR)
     if not found.best:
         raise chooser.nothing_fits(found)
-    ranked = [judge.time(p, final=True) for p in found.best]
+    ranked = sorted((judge.time(p, final=True) for p in found.best + found.near), key=rank_key)
     if search_s > 0 and given.get("schedule", "auto") == "auto":
         only = given.get("schedule") == "auto"
         orders = searched_orders(judge, ranked, search_s, better=not only)
@@ -291,8 +295,10 @@ def choose(
             raise SpecError("parallel.schedule", "no order could be searched here", "leave it out, or name a schedule")
         ranked = orders if only else ranked + orders
     ranked = sorted(ranked, key=rank_key)
-    best, ranked = ranked[0], ranked[:top]
-    rows = [Row(best, why_won(best)), *(Row(p, why_slower(p, best)) for p in ranked[1:])]
+    fastest = ranked[0]
+    best = fastest if greedy else simplest(ranked)  # the rule goes by the predicted time alone
+    ranked = [best, *(p for p in ranked if p is not best)][:top]
+    rows = [Row(best, why_won(best, fastest)), *(Row(p, why_slower(p, best)) for p in ranked[1:])]
     rest = []
     for other in chooser.others(ranked):
         p = judge.time(other, final=True)

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+from raypipe.plan.candidate import PLAIN
 from raypipe.plan.prediction import Prediction
+from raypipe.plan.search import NEAR
 
 GIB = 2**30
 ALIKE = 5e-4
 """Steps within this share of each other are called equally fast."""
 
 
-def why_won(best: Prediction) -> str:
-    """What is to be said of the chosen plan itself."""
+def why_won(best: Prediction, fastest: Prediction) -> str:
+    """What is to be said of the chosen plan; ``fastest`` is another one where a simpler plan is about as fast."""
     c = best.candidate
+    head = "fastest"
+    if best is not fastest:
+        less = _less_simple(fastest, best)
+        head = f"as fast as {_named(fastest)} within {100 * NEAR:g} %, and simpler ({less} there)"
     if c.devices == 1:
-        return "fastest: one device does it alone"
+        return f"{head}: one device does it alone"
     if c.stages == 1:
-        return f"fastest: no bubbles, {_share(_after(best), best)} of the step for gradient sums and updates"
-    return f"fastest: bubbles {best.bubble_ratio:.0%}"
+        return f"{head}: no bubbles, {_share(_after(best), best)} of the step for gradient sums and updates"
+    return f"{head}: bubbles {best.bubble_ratio:.0%}"
+
+
+def _named(p: Prediction) -> str:
+    c = p.candidate
+    shape = f"{c.stages} x {c.replicas}" + (f" x {c.tensor}" if c.tensor > 1 else "")
+    return f"{c.schedule if c.stages > 1 else 'one stage'} on {shape}"
+
+
+def _less_simple(p: Prediction, best: Prediction) -> str:
+    """The weightiest thing in which ``p`` is less simple; empty where it is not."""
+    worse = (word for word, a, b in zip(PLAIN, p.plainness, best.plainness, strict=True) if a != b)
+    return next(worse, "") if p.plainness > best.plainness else ""
 
 
 def why_slower(p: Prediction, best: Prediction) -> str:
     """Compare a plan that fits with the best one."""
     slower = p.step_s / best.step_s - 1
+    less = _less_simple(p, best)
+    if slower < -ALIKE:
+        return f"{_per_cent(-slower)} faster, which is too little to tell, and less simple: {less}"
     if slower < ALIKE:
+        if less:
+            return f"as fast, but less simple: {less}"
         more = max(p.memory_bytes) - max(best.memory_bytes)
         if more > 0.01 * max(best.memory_bytes):
             return f"as fast, but takes {gib(more)} more memory"
-        return "as fast, but less simple"
+        return "as fast"
     head = f"{_per_cent(slower)} slower"
     work, idle, after = p.busy_s - best.busy_s, _idle(p) - _idle(best), _after(p) - _after(best)
     worst = max(work, idle, after)

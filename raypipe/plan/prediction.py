@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from raypipe.cost.memory import DeviceMemory
-from raypipe.plan.candidate import Candidate
+from raypipe.plan.candidate import Candidate, plainness
 from raypipe.plan.cut import Cut
 from raypipe.plan.form import Form
 from raypipe.schedule.costs import CostTable
@@ -54,6 +54,11 @@ class Prediction:
     def form(self) -> Form:
         """Placement and kinds of task."""
         return Form.of(self.order, "auto") if self.order is not None else self.candidate.form
+
+    @property
+    def plainness(self) -> tuple[int, ...]:
+        """Smaller is simpler: see ``candidate.plainness``."""
+        return plainness(self.candidate, self.form)
 
     @property
     def throughput(self) -> float:

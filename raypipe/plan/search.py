@@ -14,12 +14,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.candidate import Candidate, Grid
+from raypipe.plan.candidate import Candidate, Grid, least_plainness, plainness
 from raypipe.plan.prediction import Prediction
 from raypipe.schedule.collector import no_collection
 
 TIE = 1e-6
 """Steps that differ by less are equally long: rounding, and nothing a run could show."""
+
+
+NEAR = 5e-3
+"""Among plans within this share of the fastest the simplest is chosen. Predictions are no better than that: profiles of
+one machine, measured one after the other, move plans against each other by as much, so that the fastest would be
+another one at every start."""
 
 
 class Judge(Protocol):
@@ -54,6 +60,8 @@ class Ranking:
 
     best: list[Prediction] = field(default_factory=list)
     """Those that fit, the fastest first."""
+    near: list[Prediction] = field(default_factory=list)
+    """Others nearly as fast as the fastest; among all, none of them is both faster and simpler than another."""
     too_large: list[Prediction] = field(default_factory=list)
     """Those met on the way that do not fit."""
     hopeless: list[Candidate] = field(default_factory=list)
@@ -71,7 +79,7 @@ def rank_key(p: Prediction) -> tuple[object, ...]:
 
 @no_collection()
 def best_first(
-    judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c
+    judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c, near: float = 0.0
 ) -> Ranking:  # fmt: skip
     """The ``top`` fastest plans that fit, exactly: the same as timing every candidate.
 
@@ -80,6 +88,7 @@ def best_first(
         grids: where to look.
         top: how many plans.
         pick: which candidates may be chosen.
+        near: also find, within this share of the fastest, every plan that is simpler than all faster ones.
     """
     found = Ranking()
     count = itertools.count()
@@ -96,7 +105,10 @@ def best_first(
     while queue:
         bound, _, node = heapq.heappop(queue)
         if len(fitting) >= top and bound > _kth(fitting.values(), top) * (1 + TIE):
-            break
+            if bound > _kth(fitting.values(), 1) * (1 + max(near, TIE)):
+                break
+            if any(p.step_s <= bound and p.plainness <= _plainness(node) for p in fitting.values()):
+                continue
         if isinstance(node, Grid):
             for made in judge.on(node):
                 candidate = pick(made)
@@ -119,8 +131,21 @@ def best_first(
         found.too_large.append(prediction)
         for least, other in judge.relief(prediction):
             push(max(bound, least), other)
-    found.best = sorted(fitting.values(), key=rank_key)[:top]
+    ranked = sorted(fitting.values(), key=rank_key)
+    found.best = ranked[:top]
+    found.near = [p for p in ranked[top:] if p.step_s <= ranked[0].step_s * (1 + near)]
     return found
+
+
+def _plainness(node: Grid | Candidate) -> tuple[int, ...]:
+    return least_plainness(node) if isinstance(node, Grid) else plainness(node, node.form)
+
+
+def simplest(ranked: Iterable[Prediction], near: float = NEAR) -> Prediction:
+    """Of those within ``near`` of the fastest, the simplest; of equally simple ones the fastest."""
+    ranked = list(ranked)
+    fastest = min(p.step_s for p in ranked)
+    return min((p for p in ranked if p.step_s <= fastest * (1 + near)), key=lambda p: (p.plainness, rank_key(p)))
 
 
 def _kth(found: Iterable[Prediction], top: int) -> float:

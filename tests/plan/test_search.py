@@ -12,7 +12,7 @@ from raypipe.plan.groups import ALONE, Judges
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict import Predictor
 from raypipe.plan.prediction import Prediction
-from raypipe.plan.search import best_first, rank_key
+from raypipe.plan.search import NEAR, best_first, rank_key, simplest
 from raypipe.schedule import SCHEDULES
 from tests.plan.conftest import make_job, make_profile, make_shared
 
@@ -104,6 +104,19 @@ def test_nothing_better_is_missed(case) -> None:
     assert found.best[0].candidate == all_of_them[0].candidate
     assert found.timed < len(all_of_them)
     assert all(p.fits for p in found.best)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c["seed"] in (1, 2, 7)], ids=lambda c: f"seed {c['seed']}")
+@pytest.mark.parametrize("near", [NEAR, 0.1])
+def test_nothing_simpler_that_is_about_as_fast_is_missed(case, near) -> None:
+    judge, every = setting(**case)
+    for top in (1, 4):
+        found = best_first(judge, every, top, flushing, near)
+        chosen, expected = simplest(found.best + found.near, near), simplest(everything_of(case), near)
+        assert (chosen.plainness, chosen.step_s) == (expected.plainness, pytest.approx(expected.step_s, rel=1e-5))
+        fastest = min(p.step_s for p in everything_of(case))
+        assert chosen.step_s <= fastest * (1 + near)
+        assert all(p.step_s <= fastest * (1 + near) for p in found.near)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed {c['seed']}")
