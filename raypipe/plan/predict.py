@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import floor
+from math import ceil, floor
 
 import numpy as np
 
@@ -36,6 +36,8 @@ FINAL = 60_000
 """The same for what is shown in the end."""
 LONGEST = 120_000
 """Tasks of a step above which it is timed from shorter ones in any case: half a second."""
+LIMITS = 4
+"""Memory limits that are tried with recomputation."""
 LEVELS = 16
 """Shares of micro-batches kept are multiples of one in so many."""
 
@@ -362,16 +364,26 @@ class Predictor:
         ):  # running ahead may be worth more than activations are
             waiting = c._replace(update="wait")
             found.append((self.least(waiting), waiting))
-        limit = self.room(p)
         told = "memory_limit" in SCHEDULES[c.schedule].options and "unit" not in SCHEDULES[c.schedule].options
-        if told and c.memory_limit is None and limit >= 1:
-            limited = c._replace(memory_limit=float(limit))
-            found.append((self.least(limited), limited))
-        if self.recompute and not c.form.recomputes and c.memory_limit is None:
+        if told and c.memory_limit is None:
+            for limit in self._limits(p):
+                limited = c._replace(memory_limit=float(limit))
+                found.append((self.least(limited), limited))
+        if self.recompute and not c.form.recomputes and (c.memory_limit is None or self.partly):
             found.append(self._recomputing(p))
             if self.partly and not c.sub_pipelined:  # halves are recomputed whole
                 found.append(self._recomputing_layers(p))
         return found
+
+    def _limits(self, p: Prediction) -> list[int]:
+        """Numbers of activations for a family that can be told: as many as there is room for, and some between that and
+        what it holds untold, which fit only with recomputation of part of them."""
+        room, size = self.room(p), float(p.form.size)
+        if not self.partly:
+            return [room] * (room >= 1)
+        held = max(m.activations / (one * size) for m, one in zip(p.memory, self._largest(p), strict=True))
+        between = range(room + 1, ceil(held))
+        return [room] * (room >= 1) + list(between[:: max(1, ceil(len(between) / LIMITS))])
 
     def _recomputing(self, p: Prediction) -> tuple[float, Candidate]:
         """Recomputation where memory is short, and its bound: so much at least cannot be kept.

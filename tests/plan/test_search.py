@@ -153,6 +153,13 @@ def test_weights_that_do_not_fit_are_known_without_an_order() -> None:
             assert not judge.holds(c._replace(recompute="stage-aware"))
 
 
+def test_fewer_activations_and_recomputation_are_tried_together() -> None:
+    judge, every = setting(4, 2, 4, 8, memory_bytes=0.28 * 2**30)
+    found, expected = best_first(judge, every, 3, flushing).best, sorted(everything(judge, every), key=rank_key)
+    assert [p.step_s for p in found] == pytest.approx([p.step_s for p in expected[:3]], rel=1e-6)
+    assert any(p.candidate.memory_limit is not None and p.candidate.recompute != "none" for p in found)
+
+
 def test_more_devices_more_memory_and_faster_links_are_never_worse() -> None:
     def best(**changes: object) -> float:
         return best_first(*setting(6, 4, 8, 7, **changes), 1, flushing).best[0].step_s
