@@ -37,6 +37,9 @@ from raypipe.errors import RequestError, nearest
 from raypipe.schedule.costs import CostTable
 from raypipe.simulate.cyclic import Norm
 
+MOST_DEVICES = 10_000
+"""Far more than a cluster could run; refused before a schedule is made for them."""
+
 
 def prepare(argv: Sequence[str]) -> list[str]:
     """Let ``--json`` stand without a FILE."""
@@ -89,6 +92,9 @@ def emulate(
             raise RequestError(option, "a step would never end", "give a finite number")
     if not bandwidth >= 0 or (bandwidth == 0 and (message_mb or grad_mb)):
         raise RequestError("--bandwidth", f"{bandwidth:g} gigabytes a second carry nothing", "give one above 0")
+    if devices is not None and devices.isdecimal() and int(devices) * replicas > MOST_DEVICES:
+        why = f"{int(devices) * replicas} emulated devices are as many processes"
+        raise RequestError("--devices", why, "use raypipe schedule, which needs none")
     if norm not in get_args(Norm):
         raise RequestError("--norm", f'"{norm}" is unknown', nearest(str(norm), get_args(Norm)))
     if clip_every and norm != "ahead":

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from raypipe.errors import ScheduleError
+from raypipe.errors import ScheduleError, SpecError
 from raypipe.runtime.cluster import connect
 from raypipe.runtime.driver import AHEAD
 from raypipe.runtime.emulation import EmulatedSetup, EmulatedStage
@@ -29,6 +29,11 @@ from raypipe.simulate.cyclic import Norm
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.series import series, steady
 from raypipe.simulate.timeline import Timeline
+
+PROCESS_BYTES = 200e6
+"""Of a stage actor that has imported torch, without what it shares with the others."""
+MOST_TASKS = 5_000_000
+"""Of all steps together; their prediction remembers every message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,15 +146,36 @@ def emulate(
 
     Raises:
         ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
-        SpecError: more devices than Ray can give.
+        SpecError: more devices than there is memory for, or more steps than can be predicted.
     """
     what = rehearsal(base, costs, links, replicas, norm, clip_every)
+    _check_length(what.schedule, steps)
     request = connect(what.schedule.devices, emulated=True)
+    check_processes(what.schedule.devices, ray.cluster_resources().get("memory", math.inf))
     fleet = start_fleet(what.schedule, replicas, request, EmulatedStage)
     try:
         return run_rehearsal(what, fleet, steps)
     finally:
         fleet.stop()
+
+
+def check_processes(devices: int, memory_bytes: float) -> None:
+    """Raises SpecError where the processes of so many emulated devices need more than Ray's memory."""
+    most = int(memory_bytes / PROCESS_BYTES) if memory_bytes < math.inf else devices
+    if devices > most:
+        raise SpecError(
+            "devices",
+            f"{devices} emulated devices are as many processes, about {devices * PROCESS_BYTES / 1e9:.0f} GB; "
+            f"Ray has {memory_bytes / 1e9:.0f}",
+            f"use at most {most}, or raypipe schedule, which needs none",
+        )
+
+
+def _check_length(schedule: Schedule, steps: int) -> None:
+    tasks = sum(map(len, schedule.orders))
+    most = max(1, MOST_TASKS // max(1, tasks))
+    if steps > most:
+        raise SpecError("steps", f"{steps} steps of {tasks} tasks are too many to predict", f"use at most {most}")
 
 
 def run_rehearsal(what: Rehearsal, fleet: Fleet, steps: int) -> Emulated:

@@ -8,6 +8,7 @@ dispatch and messages on top. DESIGN section 8.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import deque
@@ -201,6 +202,7 @@ class EmulatedStage:
         self.links: Links | None = None
         self.runner: EmulatedRunner | None = None
         settle(torch.device("cpu"))
+        gc.freeze()  # torch's modules stay: a collection in the middle of a task need not walk them
 
     def __repr__(self) -> str:
         return self.title

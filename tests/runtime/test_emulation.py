@@ -10,9 +10,9 @@ import math
 
 import pytest
 
-from raypipe.errors import ScheduleError
+from raypipe.errors import ScheduleError, SpecError
 from raypipe.runtime.calibrate import message_delays
-from raypipe.runtime.emulate_run import Links, emulate
+from raypipe.runtime.emulate_run import PROCESS_BYTES, Links, check_processes, emulate
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 
@@ -111,6 +111,14 @@ def test_the_command_prints_one_object(local_ray, capsys) -> None:
     assert {"bubble_ratio", "dispatch_overhead_s"} <= set(found)
 
 
+def test_more_processes_than_memory_are_refused() -> None:
+    check_processes(8, 8 * PROCESS_BYTES)
+    check_processes(10_000, math.inf)
+    with pytest.raises(SpecError, match=r"(?s)9 emulated devices .* use at most 8,") as caught:
+        check_processes(9, 8.5 * PROCESS_BYTES)
+    assert "Ray has 2" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -124,6 +132,8 @@ def test_the_command_prints_one_object(local_ray, capsys) -> None:
         (["1f1b", "--norm", "waits"], 'did you mean "wait"'),
         (["1f1b", "--clip-every", "2"], "nothing to undo"),
         (["1f2b"], 'did you mean "1f1b"'),
+        (["1f1b", "--devices", "6000", "--replicas", "2"], "--devices: 12000 emulated devices are as many processes"),
+        (["1f1b", "--steps", "1000000000"], "steps: 1000000000 steps of 68 tasks are too many to predict"),
     ],
 )
 def test_wrong_requests_end_at_once(words, why, capsys) -> None:
