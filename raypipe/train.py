@@ -6,9 +6,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from raypipe.auto import search
@@ -20,7 +21,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import CHECKPOINTS, hold, put_aside, stillborn
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.observe.summary import summarise
-from raypipe.plan.plan import Plan, build_schedule, load_plan
+from raypipe.plan.plan import JOBS_OWN, Plan, build_schedule, load_plan
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.text import to_text
@@ -101,8 +102,11 @@ def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: list[
 def prepare_run(
     job: JobSpec, directory: Path | None, resume: bool, plan_file: Path | None = None,
     dashboard_port: int | None = None, say: Callable[[str], None] = lambda _: None,
+    beside: Mapping[str, Any] = MappingProxyType({}),
 ) -> Prepared:  # fmt: skip
     """Check everything that can be checked before Ray starts, and lay out the run directory.
+
+    ``beside`` are ``parallel`` keys that were asked for beside ``plan_file``.
 
     Where the plan is left to the planner (``parallel: auto``), start Ray, measure, and choose it; ``say`` is told how
     that goes.
@@ -115,11 +119,13 @@ def prepare_run(
     resume = resume and not empty
     plan: Plan | None = None
     if plan_file is not None:
-        plan = load_plan(plan_file)
+        plan = _beside(load_plan(plan_file), beside, plan_file)
         job = with_plan(job, plan)
         _check_cut(plan, job, plan_file)
+        plan = _known(plan, job, plan_file, say)
     elif resume and directory is not None and (plan := _chosen_before(job, directory)) is not None:
         job = with_plan(job, plan)
+        plan = _known(plan, job, directory / "plan.json", say)
     elif not job.parallel.auto:
         plan = make_plan(job)
     from raypipe.data import declared_fields, is_prepared, prepare_data
@@ -142,6 +148,46 @@ def prepare_run(
     except OSError as error:
         raise _unusable(where, error) from None
     return Prepared(job, plan, where, resume)
+
+
+def _beside(plan: Plan, wishes: Mapping[str, Any], plan_file: Path) -> Plan:
+    """The plan with those ``parallel`` keys that its job may give beside it.
+
+    Raises:
+        SpecError: a key that the plan has decided otherwise.
+    """
+    own = {key: value for key, value in wishes.items() if key in JOBS_OWN}
+    for key, value in wishes.items():
+        decided = getattr(plan.parallel, key, None)
+        if key not in own and decided != value:
+            raise SpecError(
+                f"--set parallel.{key}", f"{value} is asked for, but {plan_file} has decided {decided}",
+                "leave out one of them; to plan with it: raypipe autoconfigure JOB.yaml --set ... -o PLAN.json",
+            )  # fmt: skip
+    return plan.model_copy(update={"parallel": plan.parallel.model_copy(update=own)})
+
+
+def _known(plan: Plan, job: JobSpec, plan_file: Path, say: Callable[[str], None]) -> Plan:
+    """The plan; without its prediction where that is of another job, or of what the plan was before it was edited.
+
+    Raises:
+        SpecError: it was made for another model.
+    """
+    found = plan.differences(job)
+    if not found:
+        return plan
+    key, why = min(found, key=lambda difference: not _other_model(difference[0]))
+    if _other_model(key):
+        raise SpecError(
+            str(plan_file), f"was made for another model: {key} {why}",
+            "plan this one: raypipe autoconfigure JOB.yaml -o PLAN.json",
+        )  # fmt: skip
+    say(f"note: since {plan_file} was planned, {key} {why}; its predicted time and memory do not hold")
+    return plan.model_copy(update={"predicted_step_s": None, "made_for": None})
+
+
+def _other_model(key: str) -> bool:
+    return key.startswith("model.") and key != "model.dropout"
 
 
 def with_plan(job: JobSpec, plan: Plan) -> JobSpec:
@@ -218,6 +264,9 @@ def _check_cut(plan: Plan, job: JobSpec, plan_file: Path) -> None:
             f"{plan_file}: cut", f"holds layers {layers} of a model with layers 0 to {expected - 1}",
             "use a plan made for this job",
         )  # fmt: skip
+    empty = next((s for s, stage in enumerate(plan.cut) if not stage), None)
+    if empty is not None:
+        raise SpecError(f"{plan_file}: cut", f"gives stage {empty} no layers", "use a plan made for this job")
     stages = build_schedule(plan, job.train.batch).stages
     if len(plan.cut) != stages:
         raise SpecError(
@@ -342,7 +391,7 @@ def _run_held(
         raise RunError("run", f"{type(failure[0]).__name__}: {failure[0]}", f"see {directory}")
     p = prepared.plan.parallel
     plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
-    return _outcome(results[0], prepared), summarise(directory, plan)
+    return _outcome(results[0], prepared), summarise(directory, plan, prepared.plan.predicted_step_s)
 
 
 def _outcome(result: Result, prepared: Prepared) -> Result:

@@ -5,10 +5,20 @@ from __future__ import annotations
 import contextlib
 import json as json_module
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from raypipe.job import JobSpec
+
+
+def _asked(job: JobSpec, overrides: Sequence[str]) -> dict[str, Any]:
+    """The ``parallel`` keys that the command line sets, and their values."""
+    keys = [text.partition("=")[0].strip().split(".") for text in overrides]
+    return {key[1]: getattr(job.parallel, key[1]) for key in keys if key[0] == "parallel" and len(key) > 1}
 
 
 def train(
@@ -34,8 +44,9 @@ def train(
     spec = load_job(job, override or ())
     with contextlib.redirect_stdout(sys.stderr):
         prepared = prepare_run(
-            spec, run_dir, resume, plan, dashboard_port, lambda text: console.print(text, style="dim", soft_wrap=True)
-        )
+            spec, run_dir, resume, plan, dashboard_port, lambda text: console.print(text, style="dim", soft_wrap=True),
+            _asked(spec, override or ()) if plan is not None else {},
+        )  # fmt: skip
     view = ProgressView(prepared.directory, prepared.job.train.steps, console)
     view.skip_past()
     try:

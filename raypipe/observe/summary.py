@@ -12,8 +12,12 @@ WARM_STEPS = 2
 """Steps at the start of an attempt that no median counts."""
 
 
-def summarise(directory: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    """CONTRACT.md's object for ``raypipe train --json``; figures that do not exist are None."""
+def summarise(directory: Path, plan: dict[str, Any], planned_step_s: float | None = None) -> dict[str, Any]:
+    """CONTRACT.md's object for ``raypipe train --json``; figures that do not exist are None.
+
+    ``predicted_step_s`` is ``planned_step_s``, what the plan promised before anything ran; where nobody planned, it is
+    ``calibrated_step_s``, the schedule simulated with the first steps' own task times.
+    """
     rows, events = read_rows(directory / METRICS), read_rows(directory / EVENTS)
     steps = [r for r in rows if "val_loss" not in r]
     validations = [r["val_loss"] for r in rows if "val_loss" in r]
@@ -39,7 +43,8 @@ def summarise(directory: Path, plan: dict[str, Any]) -> dict[str, Any]:
         "bubble_ratio": median(r["bubble_ratio"] for r in timed) if timed else None,
         "plan": plan,
         "planned": _planned(events),
-        "predicted_step_s": predicted[-1] if predicted else None,
+        "predicted_step_s": planned_step_s if planned_step_s is not None else (predicted[-1] if predicted else None),
+        "calibrated_step_s": predicted[-1] if predicted else None,
         "measured_step_s": step_s,
         "resumed_from": resumed_from,
         "counts": finished[-1]["counts"] if finished else None,
@@ -85,11 +90,14 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     lines.append(f"tokens per s     {result['tokens_per_s']:,.0f}")
     if result["planned"] is not None:
         lines.append(_choice(result["planned"], result["measured_step_s"]))
-    lines.append(f"step measured    {result['measured_step_s']:.4f} s (median), {result['bubble_ratio']:.1%} idle")
-    if result["predicted_step_s"] is not None:
+    elif result["predicted_step_s"] != result["calibrated_step_s"]:
         error = result["predicted_step_s"] / result["measured_step_s"] - 1
+        lines.append(f"step planned     {result['predicted_step_s']:.4f} s ({error:+.1%})")
+    lines.append(f"step measured    {result['measured_step_s']:.4f} s (median), {result['bubble_ratio']:.1%} idle")
+    if result["calibrated_step_s"] is not None:
+        error = result["calibrated_step_s"] / result["measured_step_s"] - 1
         lines.append(
-            f"step predicted   {result['predicted_step_s']:.4f} s ({error:+.1%}), from task times at the start"
+            f"step predicted   {result['calibrated_step_s']:.4f} s ({error:+.1%}), from task times at the start"
         )
     if result["recoveries"]:
         lines.append(f"recoveries       {result['recoveries']}")

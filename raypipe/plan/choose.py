@@ -18,7 +18,7 @@ from raypipe.plan.candidate import SYNCS, Asked, Candidate, Grid, grids
 from raypipe.plan.explain import why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.groups import ALONE, Judges, Sharing
 from raypipe.plan.orders import Orders
-from raypipe.plan.plan import Plan
+from raypipe.plan.plan import JOBS_OWN, Plan
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict import Predictor, without_noise
 from raypipe.plan.prediction import Prediction
@@ -200,14 +200,10 @@ def label(c: Candidate) -> str:
     return "data parallel" if c.tensor == 1 else "tensor parallel"
 
 
-OWN = ("transport", "wire_dtype", "replan")
-"""Keys of ``parallel`` that the job decides, whatever the plan."""
-
-
 def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     """The ``parallel`` keys of a plan; what the job says of other things than the plan stays."""
     keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
-    stay = [*OWN, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
+    stay = [*JOBS_OWN, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
     own = {key: value for key in stay if (value := job.parallel.given.get(key)) is not None}
     again = {"recompute": tuple(sorted(p.again))} if p.again else {}
     return {**p.candidate.parallel(**keep, **own, **again).model_dump(), "auto": False}
@@ -311,8 +307,8 @@ def choose(
     rows += sorted(rest, key=lambda row: (not row.prediction.fits, rank_key(row.prediction)))
     rows += list(_faster_but_too_large(chooser, found, best))
     return Decision(
-        plan=plan_of(best, job), rows=tuple(rows), searched=found.searched, timed=found.timed,
-        seconds=time.monotonic() - began,
+        plan=plan_of(best, job).planned_for(job, profile.device), rows=tuple(rows), searched=found.searched,
+        timed=found.timed, seconds=time.monotonic() - began,
     )  # fmt: skip
 
 

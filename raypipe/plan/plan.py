@@ -5,21 +5,39 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
 from raypipe.job.json_file import load_json
 from raypipe.job.order import base_schedule
 from raypipe.job.recompute import Cut, layers_again
-from raypipe.job.spec import ParallelSpec, Spec
+from raypipe.job.spec import JobSpec, ParallelSpec, Spec
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync, replicate
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.text import from_text
 from raypipe.schedule.verify import verify
+
+
+class MadeFor(Spec):
+    """What a plan's prediction holds for: of anything else it says nothing."""
+
+    model: dict[str, Any]
+    """``model`` of the job, as JSON."""
+    train: dict[str, Any]
+    """``batch``, ``dtype`` and ``optimizer`` of the job."""
+    device: str
+    """The device whose costs it was planned with."""
+    decision: str
+    """Digest of what was decided, so that an edited plan is known for one."""
+
+
+JOBS_OWN = ("transport", "wire_dtype", "replan")
+"""Keys of ``parallel`` that the job decides, whatever the plan."""
 
 
 class Plan(Spec):
@@ -36,6 +54,32 @@ class Plan(Spec):
 
     predicted_step_s: Annotated[float, Field(gt=0)] | None = None
     """What the planner expects a step to take, in seconds; None where nobody predicted."""
+    made_for: MadeFor | None = None
+    """What it was planned for; None where it was not planned."""
+
+    def planned_for(self, job: JobSpec, device: str) -> Plan:
+        """This plan, with a note of what it was planned for."""
+        of = _what(job)
+        made = MadeFor(model=of["model"], train=of["train"], device=device, decision=self._decision())
+        return self.model_copy(update={"made_for": made})
+
+    def _decision(self) -> str:
+        whole = self.model_dump(mode="json", include={"parallel", "cut", "order"})
+        for key in JOBS_OWN:
+            whole["parallel"].pop(key)
+        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
+
+    def differences(self, job: JobSpec) -> list[tuple[str, str]]:
+        """How this job, or this plan, differs from what was planned: (key, why); empty where nothing is known."""
+        if self.made_for is None:
+            return []
+        now = _what(job)
+        found = [
+            (f"{part}.{key}", f"was {then.get(key)}, is {now[part].get(key)}")
+            for part, then in (("model", self.made_for.model), ("train", self.made_for.train))
+            for key in sorted({*then, *now[part]}) if then.get(key) != now[part].get(key)
+        ]  # fmt: skip
+        return found if self.made_for.decision == self._decision() else [*found, ("the plan", "was edited")]
 
     def text(self) -> str:
         """As JSON, what a plan file holds."""
@@ -44,6 +88,12 @@ class Plan(Spec):
     def save(self, path: Path) -> None:
         """Write as JSON."""
         path.write_text(self.text(), encoding="utf-8")
+
+
+def _what(job: JobSpec) -> dict[str, dict[str, Any]]:
+    """What of a job a prediction hangs on; ``dropout`` and the like are in the model's keys."""
+    train = {"batch": job.train.batch, "dtype": job.train.dtype, "optimizer": job.train.optimizer}
+    return {"model": job.model.model_dump(mode="json"), "train": train}
 
 
 def load_plan(path: Path) -> Plan:

@@ -242,6 +242,54 @@ def test_what_a_run_writes_is_a_plan(job, tmp_path) -> None:
         assert prepared.job.parallel == plan.parallel
 
 
+@pytest.fixture
+def planned(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """What `autoconfigure -o` writes for the job, on two devices."""
+    path = tmp_path / "planned.json"
+    a100 = Path(__file__).parents[2] / "cluster" / "a100.yaml"
+    words = ["--cluster", str(a100), "--devices", "2", "--search", "0", "--json", "-o", str(path)]
+    assert run(["autoconfigure", str(job), "--set", "parallel=auto", "--set", "parallel.stages=2", *words]) == 0
+    capsys.readouterr()
+    return path
+
+
+def test_a_planned_job_keeps_its_prediction(job: Path, planned: Path, tmp_path: Path) -> None:
+    promised = json.loads(planned.read_text())["predicted_step_s"]
+    more = load_job(job, ["train.steps=9", "train.lr=0.1"])
+    prepared = prepare_run(more, tmp_path / "run", False, planned, say=pytest.fail)
+    assert prepared.plan.predicted_step_s == promised > 0
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["predicted_step_s"] == promised
+
+
+def test_a_prediction_of_something_else_is_dropped_and_said(job: Path, planned: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    prepared = prepare_run(load_job(job, ["train.batch=16"]), tmp_path / "larger", False, planned, say=said.append)
+    assert prepared.plan.predicted_step_s is None
+    assert "train.batch was 8, is 16" in said[0]
+    edited = json.loads(planned.read_text())
+    edited["parallel"]["sync"] = "eager" if edited["parallel"]["sync"] == "lazy" else "lazy"
+    planned.write_text(json.dumps(edited))
+    prepared = prepare_run(load_job(job), tmp_path / "edited", False, planned, say=said.append)
+    assert prepared.plan.predicted_step_s is None
+    assert "the plan was edited" in said[1]
+
+
+def test_a_plan_for_another_model_of_as_many_layers(refused, planned: Path) -> None:
+    said = refused("--plan", str(planned), "--set", "model.hidden=32", "--set", "model.dropout=0.5")
+    assert "model.hidden was 16, is 32" in said
+    assert "autoconfigure" in said
+
+
+def test_what_is_asked_for_beside_a_plan(refused, job: Path, planned: Path, tmp_path: Path) -> None:
+    """What the plan has decided can't be asked for otherwise; what it leaves to the job can."""
+    said = refused("--plan", str(planned), "--set", "parallel.microbatch=1")
+    assert said.startswith("--set parallel.microbatch: 1 is asked for, but ")
+    assert "has decided" in said
+    prepared = prepare_run(load_job(job), tmp_path / "own", False, planned, beside={"transport": "gloo"})
+    assert prepared.plan.parallel.transport == "gloo"
+    assert prepared.plan.predicted_step_s is not None
+
+
 def test_plans_of_another_model(refused, job, tmp_path) -> None:
     path = tmp_path / "plan.json"
     make_plan(load_job(job, ["model.layers=6"])).save(path)
@@ -249,7 +297,12 @@ def test_plans_of_another_model(refused, job, tmp_path) -> None:
     assert said.startswith(f"{path}: cut: holds layers [0, 1, 2, 3, 4, 5, 6, 7] of a model with layers 0 to 5")
     make_plan(load_job(job)).save(path)
     plan = json.loads(path.read_text())
-    for cut_, words in (([[0, 1, 2, 3, 4, 5]], "has 1 stages, 1f1b needs 2"), ([[3, 4, 5], [0, 1, 2]], "holds layers")):
+    wrong = [
+        ([[0, 1, 2, 3, 4, 5]], "has 1 stages, 1f1b needs 2"),
+        ([[3, 4, 5], [0, 1, 2]], "holds layers"),
+        ([[0, 1, 2, 3, 4, 5], []], "gives stage 1 no layers"),
+    ]
+    for cut_, words in wrong:
         path.write_text(json.dumps(plan | {"cut": cut_}))
         assert words in refused("--plan", str(path))
 
@@ -277,7 +330,7 @@ def test_files_that_are_no_plans(refused, tmp_path, content, words) -> None:
 def test_a_plan_that_does_not_divide_the_batch(refused, job, tmp_path) -> None:
     path = tmp_path / "plan.json"
     make_plan(load_job(job)).save(path)
-    said = refused("--plan", str(path), "--set", "train.batch=9", "--set", "parallel.microbatch=3")
+    said = refused("--plan", str(path), "--set", "train.batch=9", "--set", "parallel=auto")
     assert "9 is not divisible by microbatch = 2" in said
 
 

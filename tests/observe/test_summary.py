@@ -65,6 +65,19 @@ def test_a_whole_run(log, tmp_path) -> None:
     ]
 
 
+def test_what_the_plan_promised_is_what_was_predicted(log, tmp_path) -> None:
+    log.event("run", resume=False)
+    log.event("started", devices=[], resumed_from=None)
+    for number in range(1, 8):
+        step(log, number)
+    log.event("predicted", step=7, step_s=0.09, bubble_ratio=0.18)
+    result = summarise(tmp_path, PLAN, 0.08)
+    assert (result["predicted_step_s"], result["calibrated_step_s"]) == (0.08, 0.09)
+    lines = summary_lines(result)
+    assert "step planned     0.0800 s (-20.0%)" in lines
+    assert "step predicted   0.0900 s (-10.0%), from task times at the start" in lines
+
+
 def test_a_resumed_run_counts_all_its_steps_but_times_no_warm_up(log, tmp_path) -> None:
     log.event("run", resume=False)
     log.event("started", devices=[], resumed_from=None)
