@@ -38,6 +38,7 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         "further stage replicas with their gradients and optimizer state take", ("a schedule of one direction",),
     ),
     "activations": ("activations of micro-batches in flight take", (RECOMPUTE, SMALLER, FEWER)),
+    "inputs": ("raw inputs of a step take", ("a smaller mini-batch",)),
     "workspace": ("temporary memory of one backward takes", (SMALLER,)),
     "messages": ("messages to and from neighbours take", (SMALLER,)),
     "communication": ("buffers of gradient sums and gathers take", (STAGES, "sync: lazy")),
@@ -65,6 +66,8 @@ class DeviceMemory:
     """Stages of further directions (Chimera, GEMS), each with gradients and optimizer state of its own."""
     activations: float = 0.0
     """What micro-batches in flight keep."""
+    inputs: float = 0.0
+    """Raw inputs that the data's arrays hold, of a whole mini-batch; of two where a step reaches into the next."""
     workspace: float = 0.0
     """Of the task that runs at that moment."""
     messages: float = 0.0
@@ -77,7 +80,7 @@ class DeviceMemory:
         """All of it."""
         return (
             self.base + self.weights + self.gradients + self.optimizer + self.versions + self.casts + self.undo
-            + self.replicas + self.activations + self.workspace + self.messages + self.communication
+            + self.replicas + self.activations + self.inputs + self.workspace + self.messages + self.communication
         )  # fmt: skip
 
     def terms(self) -> dict[str, float]:
@@ -152,11 +155,14 @@ def device_memory(
     remade = recomputed(schedule)
     versions = weight_versions(schedule) if schedule.versions != "flush" else None
     own = held(schedule)
+    # Devices read the whole mini-batch, that of other copies as well, each input once whatever reads it.
+    steps = microbatch * float(schedule.size) * schedule.microbatches * copies * (1 if versions is None else 2)
+    reads = [steps * max(profile.layers[i].read_bytes for i in layers) for layers in cut]
     heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
     return tuple(
         _device(
             schedule, device, profile.base_bytes, stages, holders, remade, own[device], states, shard,
-            versions[device] if versions is not None else 0, heads[device],
+            versions[device] if versions is not None else 0, heads[device], reads,
         )
         for device in range(schedule.devices)
     )  # fmt: skip
@@ -380,6 +386,7 @@ def _device(
     shard: Shard,
     versions: int,
     head: int,
+    reads: Sequence[float],
 ) -> DeviceMemory:
     level = SHARDS.index(shard)
     primary = own[0][1] if own else 0
@@ -394,6 +401,7 @@ def _device(
             base=base,
             weights=sum(share(s, 3) for s in first),
             optimizer=sum(states * share(s, 1) for s in first),
+            inputs=max((reads[s] for s, _ in own), default=0.0),
             versions=sum(versions * stages[s].weights for s, _ in own),
             replicas=sum(share(s, 3) + states * share(s, 1) for s in more),
             communication=max((stages[s].weights for s, _ in own), default=0.0) if level == 3 else 0.0,

@@ -58,6 +58,8 @@ class LayerProfile(Spec):
     waiting_bytes: Bytes | None = None
     """Where the backward is split, what one sample keeps from B to W: inputs of products and the gradients of their
     outputs. None: as much as from F to B."""
+    read_bytes: Bytes = 0.0
+    """Raw inputs of one sample that it reads beside what the layer before hands it, where they are arrays."""
     output_bytes: Bytes
     """Of one sample, all tensors that cross a cut right after this layer; 0 for the last layer."""
     output_floats: Bytes | None = None

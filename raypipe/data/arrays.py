@@ -7,7 +7,7 @@ may have lengths of their own (``ragged``).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -106,13 +106,17 @@ class Arrays:
         return found | ({MASK: found[TOKENS]} if _masked(self.columns[split]) else {})
 
     def batch(
-        self, split: Split, seed: int, step: int, batch: int, multiple: int = 1, padding: int = 0
-    ) -> dict[str, Tensor]:
-        """A step's mini-batch; integers as int64. Rows of their own lengths are padded, tokens with ``padding``."""
+        self, split: Split, seed: int, step: int, batch: int, multiple: int = 1, padding: int = 0,
+        skipped: Collection[str] = (),
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """A step's mini-batch without the columns ``skipped``; integers as int64. Rows of their own lengths are padded,
+        tokens with ``padding``."""
         at = self.places(split, seed, step, batch)
         lengths = self.lengths(split, seed, step, batch, multiple)
         made = {}
         for name, column in self.columns[split].items():
+            if name in skipped:
+                continue
             if isinstance(column, Ragged):
                 fill = fill_of(name, padding) if column.fill is None else column.fill
                 made[name] = _tensor(column.padded(at, int(lengths[name].max()), fill))
@@ -121,6 +125,11 @@ class Arrays:
         if MASK in lengths and MASK not in made:
             made[MASK] = mask_of(self.columns[split][TOKENS], at, int(lengths[MASK].max()))
         return made
+
+    def measures(self) -> frozenset[str]:
+        """Columns of equally long rows of floating-point numbers."""
+        columns = self.columns["train"].items()
+        return frozenset(n for n, c in columns if not isinstance(c, Ragged) and c.dtype.kind == "f")
 
 
 def _masked(columns: Columns) -> bool:
@@ -266,8 +275,9 @@ def _safetensors(path: Path) -> dict[str, npt.NDArray[Any]]:
 def _tensor(rows: npt.NDArray[Any]) -> Tensor:
     kind = rows.dtype.kind
     if kind in "ui":
-        return torch.from_numpy(rows.astype(np.int64))
-    return torch.from_numpy(rows if kind == "b" else rows.astype(np.float32 if rows.itemsize < 4 else rows.dtype))
+        return torch.from_numpy(rows.astype(np.int64, copy=False))
+    kept = kind == "b" or rows.itemsize >= 4
+    return torch.from_numpy(rows if kept else rows.astype(np.float32))
 
 
 def declared_fields(data: DataSpec) -> dict[str, Field] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -66,12 +66,17 @@ def sample_keys(split: Split, seed: int, step: int, batch: int) -> list[int]:
 class Table:
     """The user's arrays, and what the task makes of them; lengths are rounded up to ``multiple``."""
 
-    def __init__(self, arrays: Arrays, task: Task, multiple: int = 1) -> None:
+    def __init__(
+        self, arrays: Arrays, task: Task, multiple: int = 1, fields: Collection[str] | None = None
+    ) -> None:  # fmt: skip
         self.arrays, self.task, self.multiple = arrays, task, multiple
+        self.skipped = frozenset() if fields is None else arrays.measures() - {*fields, "labels"}
+        """Columns that are not read: images and the like of other devices; nothing follows from them."""
 
     def batch(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
         """Rows of the arrays."""
-        return self.task.complete(self.arrays.batch(split, seed, step, batch, self.multiple, self.task.padding))
+        rows = self.arrays.batch(split, seed, step, batch, self.multiple, self.task.padding, self.skipped)
+        return self.task.complete(rows)
 
     def lengths(self, split: Split, seed: int, step: int, batch: int) -> dict[str, npt.NDArray[np.int64]]:
         """Of the rows, and of what follows from them."""
@@ -102,14 +107,16 @@ class Lines:
         return dict.fromkeys(self.names, own)
 
 
-def open_data(directory: Path, task: Task, multiple: int = 1) -> Dataset:
+def open_data(directory: Path, task: Task, multiple: int = 1, fields: Collection[str] | None = None) -> Dataset:
     """The data that was prepared in a directory, for a task; ``multiple`` is ``data.pad_to_multiple_of``.
+
+    ``fields`` are the raw inputs that are wanted, of which there may be more than asked for; None for all.
 
     Raises:
         SpecError: there is none.
     """
     if (directory / ARRAYS).exists():
-        return Table(Arrays.open(directory), task, multiple)
+        return Table(Arrays.open(directory), task, multiple, fields)
     if (directory / LINES).exists():
         return Lines(Arrays.open(directory, LINES), task, multiple)
     return Text(Corpus.open(directory), task)

@@ -99,9 +99,9 @@ class Stage:
         if checkpoint is not None:
             for key, kept in versions.items():
                 kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.member))
+        reads = {name for m in self.modules.values() for name in m.reads}
         feed = Feed(
-            open_data(setup.data, plan.task, job.data.pad_to_multiple_of), plan.task,
-            {name for m in self.modules.values() for name in m.reads},
+            open_data(setup.data, plan.task, job.data.pad_to_multiple_of, reads), plan.task, reads,
             job.train.seed, job.train.batch, setup.samples_per_microbatch, self.device,
             DTYPES[job.train.dtype],
         )  # fmt: skip

@@ -387,6 +387,7 @@ class Executor(ProgramRunner):
         loss = float(torch.stack(losses).double().sum()) / targets if losses else 0.0
         if self.settings.member > 0:
             loss = 0.0
+        self.feed.drop(self.split, self.step)
         reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
         if self.program.drains:
             left = [*self._live, *self.mail]

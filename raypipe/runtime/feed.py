@@ -40,6 +40,10 @@ class Feed:
             self._steps[(split, step)] = held
         return held
 
+    def drop(self, split: Split, step: int) -> None:
+        """Free the samples of a step that is over."""
+        self._steps.pop((split, step), None)
+
     def lengths(self, split: Split, step: int, mb: int) -> Lengths:
         """To what micro-batch ``mb`` of a step is padded: its longest sample's length.
 

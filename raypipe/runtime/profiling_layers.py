@@ -301,12 +301,19 @@ class LayerBench:
             kept_fixed_bytes=kept_fixed,
             cast_bytes=median(casts[kind] for casts in self.casts.values()) if self.casts else 0.0,
             waiting_bytes=memory("W")[1],
+            read_bytes=self._read(i),
             output_bytes=self._crossing(i),
             output_floats=self._crossing(i, floating=True),
             workspace_bytes=each,
             workspace_fixed_bytes=fixed,
             split_workspace_bytes=memory("B")[1],
         )
+
+    def _read(self, i: int) -> float:
+        """Bytes of one sample's raw inputs that a layer reads out of arrays."""
+        fields = declared_fields(self.job.data) or {}
+        reads = self.model.reads((i,)) | (self.model.task.reads if i == self.model.count - 1 else frozenset())
+        return float(sum(TensorSpec(fields[n].shape, fields[n].dtype).nbytes for n in reads if n in fields))
 
     def _crossing(self, i: int, floating: bool = False) -> float:
         """Bytes of one sample that cross a cut behind a layer; 0 before the first and behind the last.

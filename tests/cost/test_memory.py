@@ -210,6 +210,19 @@ def test_stages_of_one_device_share_what_they_hand_over(profile):
     assert last.activations == apart - OUT
 
 
+def test_devices_that_read_arrays_hold_a_step_of_them(profile):
+    """The whole mini-batch, other copies' samples too; once for all layers of a device; two steps' where they mix."""
+    layers = [x.model_copy(update={"read_bytes": 7.0 if i < 2 else 3.0 if i == 5 else 0.0})
+              for i, x in enumerate(profile.layers)]  # fmt: skip
+    images = profile.model_copy(update={"layers": tuple(layers)})
+    plain, found = memory(profile, "1f1b", 8), memory(images, "1f1b", 8)
+    assert [d.inputs for d in found] == [7 * 8 * MB, 0, 0, 3 * 8 * MB]
+    assert [b.total - a.total for a, b in zip(plain, found, strict=True)] == [d.inputs for d in found]
+    assert [d.inputs for d in memory(images, "1f1b", 8, copies=3)] == [7 * 24 * MB, 0, 0, 3 * 24 * MB]
+    assert [d.inputs for d in memory(images, "pipedream", 8)] == [7 * 16 * MB, 0, 0, 3 * 16 * MB]
+    assert [d.inputs for d in memory(images, "chimera", 4)] == [7 * 4 * MB, 0, 0, 7 * 4 * MB]
+
+
 def test_what_takes_most(profile):
     device = DeviceMemory(base=1, weights=5 * 2**30, activations=7 * 2**30)
     assert device.largest == "activations"
