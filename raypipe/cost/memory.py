@@ -158,10 +158,11 @@ def device_memory(
     # Devices read the whole mini-batch, that of other copies as well, each input once whatever reads it.
     steps = microbatch * float(schedule.size) * schedule.microbatches * copies * (1 if versions is None else 2)
     reads = [steps * max(profile.layers[i].read_bytes for i in layers) for layers in cut]
+    base = profile.base_bytes + profile.code_bytes
     heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
     return tuple(
         _device(
-            schedule, device, profile.base_bytes, stages, holders, remade, own[device], states, shard,
+            schedule, device, base, stages, holders, remade, own[device], states, shard,
             versions[device] if versions is not None else 0, heads[device], reads,
         )
         for device in range(schedule.devices)

@@ -148,6 +148,8 @@ class Profile(Spec):
     """Of one device, all of it."""
     base_bytes: Bytes = 0.0
     """What a device's process takes before it holds a parameter: code, and the graph of a captured model."""
+    code_bytes: Bytes = 0.0
+    """What kernels keep for the shapes of one micro-batch size: oneDNN makes code for each shape of a product."""
     layers: Annotated[tuple[LayerProfile, ...], Field(strict=False, min_length=1)]
     tied_parameters: Count = 0
     """Values of matrices that two layers share: counted in both, trained once."""

@@ -184,6 +184,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         for size in sizes[::-1] if number % 2 else sizes:
             bench.measure(size, effort, memory=False)
     noise = measure_again(bench, effort, say, began)
+    code = bench.code_bytes()
     inside: list[Timed] = []
     between: list[Timed] = []
     sums: list[TimedCollective] = []
@@ -206,6 +207,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         devices_per_host=sharing,
         memory_bytes=memory,
         base_bytes=base,
+        code_bytes=code,
         layers=bench.profiles(),
         tied_parameters=bench.tied_parameters(),
         update_s_per_parameter=bench.update_s_per_parameter(),

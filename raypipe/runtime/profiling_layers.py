@@ -326,6 +326,11 @@ class LayerBench:
         counted = [t for t in crossing if t.dtype.is_floating_point or not floating]
         return float(sum(TensorSpec(t.shape, t.dtype).nbytes for t in counted))
 
+    def code_bytes(self) -> float:
+        """What kernels keep for the shapes of one micro-batch size; a run has one size."""
+        left: list[int] = ray.get(self.fleet.call("left_behind_bytes"))
+        return float(median(left)) / len(self.passes)
+
     def update_s_per_parameter(self) -> float:
         """Norm, clipping and optimizer, of each value."""
         values = sum(self.model.parameters(i) for i in self.here)
