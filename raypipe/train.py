@@ -120,7 +120,12 @@ def prepare_run(
     plan: Plan | None = None
     if plan_file is not None:
         plan = _beside(load_plan(plan_file), beside, plan_file)
-        job = with_plan(job, plan)
+        try:
+            job = with_plan(job, plan)
+        except SpecError as error:
+            if not error.where.startswith("parallel"):
+                raise  # what the job says of other things
+            raise SpecError(f"{plan_file}: {error.where}", error.why, error.fix) from None
         _check_cut(plan, job, plan_file)
         plan = _known(plan, job, plan_file, say)
     elif resume and directory is not None and (plan := _chosen_before(job, directory)) is not None:
@@ -391,7 +396,9 @@ def _run_held(
         raise RunError("run", f"{type(failure[0]).__name__}: {failure[0]}", f"see {directory}")
     p = prepared.plan.parallel
     plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
-    return _outcome(results[0], prepared), summarise(directory, plan, prepared.plan.predicted_step_s)
+    made_for = prepared.plan.made_for
+    promised = (prepared.plan.predicted_step_s, made_for.device if made_for is not None else None)
+    return _outcome(results[0], prepared), summarise(directory, plan, *promised)
 
 
 def _outcome(result: Result, prepared: Prepared) -> Result:

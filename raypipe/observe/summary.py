@@ -12,11 +12,14 @@ WARM_STEPS = 2
 """Steps at the start of an attempt that no median counts."""
 
 
-def summarise(directory: Path, plan: dict[str, Any], planned_step_s: float | None = None) -> dict[str, Any]:
+def summarise(
+    directory: Path, plan: dict[str, Any], planned_step_s: float | None = None, planned_on: str | None = None
+) -> dict[str, Any]:
     """CONTRACT.md's object for ``raypipe train --json``; figures that do not exist are None.
 
     ``predicted_step_s`` is ``planned_step_s``, what the plan promised before anything ran; where nobody planned, it is
     ``calibrated_step_s``, the schedule simulated with the first steps' own task times.
+    ``planned_on`` is the device that was planned for, which need not be one of these.
     """
     rows, events = read_rows(directory / METRICS), read_rows(directory / EVENTS)
     steps = [r for r in rows if "val_loss" not in r]
@@ -45,6 +48,7 @@ def summarise(directory: Path, plan: dict[str, Any], planned_step_s: float | Non
         "planned": _planned(events),
         "predicted_step_s": planned_step_s if planned_step_s is not None else (predicted[-1] if predicted else None),
         "calibrated_step_s": predicted[-1] if predicted else None,
+        "planned_on": planned_on,
         "measured_step_s": step_s,
         "resumed_from": resumed_from,
         "counts": finished[-1]["counts"] if finished else None,
@@ -92,7 +96,8 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         lines.append(_choice(result["planned"], result["measured_step_s"]))
     elif result["predicted_step_s"] != result["calibrated_step_s"]:
         error = result["predicted_step_s"] / result["measured_step_s"] - 1
-        lines.append(f"step planned     {result['predicted_step_s']:.4f} s ({error:+.1%})")
+        where = f", for {result['planned_on']}" if result["planned_on"] is not None else ""
+        lines.append(f"step planned     {result['predicted_step_s']:.4f} s ({error:+.1%}){where}")
     lines.append(f"step measured    {result['measured_step_s']:.4f} s (median), {result['bubble_ratio']:.1%} idle")
     if result["calibrated_step_s"] is not None:
         error = result["calibrated_step_s"] / result["measured_step_s"] - 1

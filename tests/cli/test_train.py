@@ -302,6 +302,8 @@ def test_plans_of_another_model(refused, job, tmp_path) -> None:
         ([[3, 4, 5], [0, 1, 2]], "holds layers"),
         ([[0, 1, 2, 3, 4, 5], []], "gives stage 1 no layers"),
     ]
+    path.write_text(json.dumps(plan | {"parallel": plan["parallel"] | {"schedule": "1f1c"}}))
+    assert refused("--plan", str(path)).startswith(f'{path}: parallel.schedule: "1f1c" is unknown')
     for cut_, words in wrong:
         path.write_text(json.dumps(plan | {"cut": cut_}))
         assert words in refused("--plan", str(path))

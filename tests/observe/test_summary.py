@@ -71,10 +71,10 @@ def test_what_the_plan_promised_is_what_was_predicted(log, tmp_path) -> None:
     for number in range(1, 8):
         step(log, number)
     log.event("predicted", step=7, step_s=0.09, bubble_ratio=0.18)
-    result = summarise(tmp_path, PLAN, 0.08)
+    result = summarise(tmp_path, PLAN, 0.08, "A100")
     assert (result["predicted_step_s"], result["calibrated_step_s"]) == (0.08, 0.09)
     lines = summary_lines(result)
-    assert "step planned     0.0800 s (-20.0%)" in lines
+    assert "step planned     0.0800 s (-20.0%), for A100" in lines
     assert "step predicted   0.0900 s (-10.0%), from task times at the start" in lines
 
 
