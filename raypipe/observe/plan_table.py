@@ -112,6 +112,8 @@ def show_decision(decision: Decision, console: Console) -> None:
         f"{decision.seconds:.1f} s\n",
         markup=False, highlight=False,
     )  # fmt: skip
+    for note in decision.notes:
+        console.print(note + "\n", markup=False, highlight=False)
     drawn = [row.prediction for row in decision.rows if row.prediction.fits][:3]
     drawn = [p for p in drawn if _drawable(p)]
     if drawn:

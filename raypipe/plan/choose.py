@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 from raypipe.cost.narrow import narrowed
 from raypipe.cost.profile import Profile
@@ -44,6 +45,9 @@ class Row:
 
     prediction: Prediction
     why: str
+    group: Literal["ranked", "compared", "too large"] = "ranked"
+    """``ranked``: the chosen one and the other best of all. ``compared``: the best of a family that is not among them,
+    on the divisions of the devices that lead. ``too large``: faster, but for its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,8 @@ class Decision:
     timed: int
     """Candidates whose step was simulated."""
     seconds: float
+    notes: tuple[str, ...] = ()
+    """What was not searched, and how to read the rows."""
 
     @property
     def best(self) -> Prediction:
@@ -303,13 +309,35 @@ def choose(
             why = why_refused(refused.why, p, best)
         else:
             why = why_slower(p, best) if p.fits else why_too_large(p, chooser.remedy(p))
-        rest.append(Row(p, why))
+        rest.append(Row(p, why, "compared"))
     rows += sorted(rest, key=lambda row: (not row.prediction.fits, rank_key(row.prediction)))
     rows += list(_faster_but_too_large(chooser, found, best))
     return Decision(
         plan=plan_of(best, job).planned_for(job, profile.device), rows=tuple(rows), searched=found.searched,
         timed=found.timed, seconds=time.monotonic() - began,
+        notes=tuple(_notes(rows, profile, shared, count, given, greedy)),
     )  # fmt: skip
+
+
+def _notes(
+    rows: Sequence[Row], profile: Profile, shared: Mapping[Sharing, Profile], count: int, given: Mapping[str, object],
+    greedy: bool,
+) -> Iterator[str]:  # fmt: skip
+    """What a reader of the rows has to know."""
+    ranked = sum(row.group == "ranked" for row in rows)
+    if any(row.group == "compared" for row in rows):
+        yield (
+            f"Below the first {ranked}: schedules that are not among them, each at its best on the divisions of the "
+            "devices (D x W, B) that lead. Elsewhere they may do better, but no better than the rows above."
+        )
+    if given.get("tensor", 1) == 1 and "tensor" not in given and count > 1:
+        if not shared and profile.source == "measured":
+            yield (
+                "T = 1 throughout: what a layer takes that several devices share is computed for a described cluster "
+                "(--cluster), not measured."
+            )
+        elif shared and greedy:
+            yield "T = 1 throughout: the rule of the largest micro-batch says nothing of devices that share a layer."
 
 
 def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -> Iterator[Row]:
@@ -330,7 +358,7 @@ def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -
             continue
         if timed.step_s < best.step_s:
             seen.add(label(c))
-            yield Row(chooser.judge.time(timed, final=True), why_too_large(timed, chooser.remedy(timed)))
+            yield Row(chooser.judge.time(timed, final=True), why_too_large(timed, chooser.remedy(timed)), "too large")
 
 
 def _largest(profile: Profile) -> int:

@@ -22,7 +22,9 @@ def why_won(best: Prediction, fastest: Prediction) -> str:
         return f"{head}: one device does it alone"
     if c.stages == 1:
         return f"{head}: no bubbles, {_share(_after(best), best)} of the step for gradient sums and updates"
-    return f"{head}: bubbles {best.bubble_ratio:.0%}"
+    after = _after(best)
+    sums = f", gradient sums and updates {_share(after, best)}" if after > ALIKE * best.step_s else ""
+    return f"{head}: bubbles {_share(_idle(best), best)} of the step{sums}"
 
 
 def _named(p: Prediction) -> str:
@@ -50,14 +52,15 @@ def why_slower(p: Prediction, best: Prediction) -> str:
         if more > 0.01 * max(best.memory_bytes):
             return f"as fast, but takes {gib(more)} more memory"
         return "as fast"
-    head = f"{_per_cent(slower)} slower"
+    head = _slower(slower)
     work, idle, after = p.busy_s - best.busy_s, _idle(p) - _idle(best), _after(p) - _after(best)
     worst = max(work, idle, after)
     if worst == work:
         return f"{head}: {_work(p, best)}"
     if worst == idle:
-        return f"{head}: bubbles {_share(_idle(p), p)} against {_share(_idle(best), best)}"
-    share, least = _share(_after(p), p), _share(_after(best), best)
+        share, least = _shares(_idle(p), p, _idle(best), best)
+        return f"{head}: bubbles {share} against {least}"
+    share, least = _shares(_after(p), p, _after(best), best)
     return f"{head}: gradient sums and updates take {share} of the step, against {least}"
 
 
@@ -66,7 +69,7 @@ def why_refused(reason: str, p: Prediction, best: Prediction) -> str:
     change = p.step_s / best.step_s - 1
     if not p.fits:
         return reason
-    return f"{_per_cent(abs(change))} {'slower' if change > 0 else 'faster'}, but {reason}"
+    return f"{_slower(change) if change > 0 else _per_cent(-change) + ' faster'}, but {reason}"
 
 
 def why_too_large(p: Prediction, remedy: str | None) -> str:
@@ -92,18 +95,27 @@ def _work(p: Prediction, best: Prediction) -> str:
     """Each device computes longer than with the best plan."""
     c, b = p.candidate, best.candidate
     if c.devices < b.devices:
-        return f"it uses {c.devices} of {b.devices} devices"
+        return f"it uses {c.devices} device{'s' * (c.devices > 1)}, against {b.devices}"
     if _recomputes(p) and not _recomputes(best):
         return "it computes activations twice"
+    if p.form.size != best.form.size:
+        return f"kernels on {p.form.size} of a micro-batch of {c.microbatch} take longer a sample"
     if c.tensor != b.tensor:
         ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
         return f"layers shared by {c.tensor} and their sums take {ratio:.2f} times the device time of {b.tensor}"
     if c.microbatch != b.microbatch:
         ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
+        apart = ", in backwards of two parts," if best.form.joint and not p.form.joint else ""
         return (
-            f"kernels on micro-batches of {c.microbatch} take {ratio:.2f} times as long a sample as of {b.microbatch}"
+            f"kernels on micro-batches of {c.microbatch}{apart} take {ratio:.2f} times as long a sample as of "
+            f"{b.microbatch}"
         )
-    return f"its devices compute {p.busy_s / best.busy_s:.2f} times as long"
+    longer = f"its devices compute {p.busy_s / best.busy_s:.2f} times as long"
+    if _recomputes(p) and _recomputes(best):
+        return f"{longer}, with more activations computed twice"
+    if best.form.joint and not p.form.joint:
+        return f"{longer}, with backwards in two parts"
+    return longer
 
 
 def _recomputes(p: Prediction) -> bool:
@@ -124,5 +136,18 @@ def _share(seconds: float, p: Prediction) -> str:
     return f"{max(0.0, seconds) / p.step_s:.0%}"
 
 
+def _shares(a: float, p: Prediction, b: float, best: Prediction) -> tuple[str, str]:
+    """Shares of two steps, with as many digits as it takes to tell them apart."""
+    for digits in (0, 1, 2):
+        first, second = (f"{max(0.0, x) / of.step_s:.{digits}%}" for x, of in ((a, p), (b, best)))
+        if first != second:
+            break
+    return first, second
+
+
 def _per_cent(share: float) -> str:
-    return f"{100 * share:.1f} %" if share < 0.1 else f"{100 * share:.0f} %" if share < 2 else f"{share + 1:.1f} times"
+    return f"{100 * share:.1f} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def _slower(share: float) -> str:
+    return f"{_per_cent(share)} slower" if share < 2 else f"{share + 1:.1f} times as long"

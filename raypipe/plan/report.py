@@ -22,6 +22,7 @@ def as_json(decision: Decision) -> dict[str, Any]:
         "searched": decision.searched,
         "timed": decision.timed,
         "seconds": decision.seconds,
+        "notes": list(decision.notes),
     }
 
 
@@ -39,7 +40,8 @@ def _candidate(row: Row) -> dict[str, Any]:
         "bubble_ratio": p.bubble_ratio,
         # Of every device: the members of a group hold as much as one another, and are neighbours.
         "memory_bytes": [held for held in p.memory_bytes for _ in range(c.tensor)] * c.replicas,
-        "memory_terms": p.memory[p.fullest].terms(), "capacity_bytes": p.capacity, "fits": p.fits, "why": row.why,
+        "memory_terms": p.memory[p.fullest].terms(), "capacity_bytes": p.capacity, "fits": p.fits,
+        "why": row.why, "group": row.group,
     }  # fmt: skip
 
 

@@ -27,6 +27,11 @@ def test_every_family_has_a_row_that_says_why_it_lost() -> None:
     kinds = {label(row.prediction.candidate) for row in decision.rows}
     assert kinds >= {n for n in SCHEDULES if n != "dapple"} | {"single device", "data parallel"}
     assert decision.rows[0].why.startswith("fastest")
+    assert [row.group for row in decision.rows[:11]] == ["ranked"] * 10 + ["compared"]
+    assert any("Below the first 10" in note for note in decision.notes)
+    assert any("not measured" in note for note in decision.notes)  # T, of a measured profile
+    described = choose(make_job(), make_profile(source="analytic"), search_s=0, top=10)
+    assert not any("T = 1" in note for note in described.notes)
     assert all(row.why for row in decision.rows)
     fitting = [row.prediction.step_s for row in decision.rows[:10]]
     assert fitting[1:] == sorted(fitting[1:])
@@ -68,7 +73,7 @@ def test_of_plans_about_as_fast_the_simplest_is_chosen_whichever_is_ahead() -> N
 def test_losers_say_what_cost_them_most() -> None:
     decision = choose(make_job(batch=16), make_profile(), search_s=0)
     by_kind = {label(row.prediction.candidate): row.why for row in decision.rows}
-    assert re.search(r"slower: it uses 1 of \d devices", by_kind["single device"])
+    assert re.search(r"slower: it uses 1 device, against \d", by_kind["single device"])
     assert "computes activations twice" in by_kind["early-recompute"]
     assert re.search(r"bubbles \d+% against \d+%", by_kind["model-parallel"])
     assert re.search(r"bubbles \d+% against \d+%", by_kind["gems"])
