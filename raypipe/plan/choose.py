@@ -255,6 +255,11 @@ def choose(
     check_profile(job, profile)
     parallel, train = job.parallel, job.train
     given, greedy = parallel.given if parallel.auto else {}, policy == "largest-microbatch"
+    if given.get("schedule") == "auto" and search_s <= 0:
+        raise SpecError(
+            "parallel.schedule", "auto is an order that is searched for, and there is no time to search",
+            "give --search some seconds, or leave the schedule out",
+        )  # fmt: skip
     named = SAME_AS.get(str(given.get("schedule")), given.get("schedule"))
     asked = Asked(named if named != "auto" else None, given.get("chunks"), given.get("unit"))
     syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)

@@ -73,7 +73,7 @@ def test_of_plans_about_as_fast_the_simplest_is_chosen_whichever_is_ahead() -> N
 def test_losers_say_what_cost_them_most() -> None:
     decision = choose(make_job(batch=16), make_profile(), search_s=0)
     by_kind = {label(row.prediction.candidate): row.why for row in decision.rows}
-    assert re.search(r"slower: it uses 1 device, against \d", by_kind["single device"])
+    assert re.search(r"(slower|as long): it uses 1 device, against \d", by_kind["single device"])
     assert "computes activations twice" in by_kind["early-recompute"]
     assert re.search(r"bubbles \d+% against \d+%", by_kind["model-parallel"])
     assert re.search(r"bubbles \d+% against \d+%", by_kind["gems"])
@@ -259,6 +259,7 @@ def test_wishes_are_kept() -> None:
         ({"recompute": ["block.*"]}, None, "a list of layers goes with one cut"),
         ({"recompute": "stage-aware"}, None, "stage-aware goes with one cut"),
         ({"schedule": "pipedream"}, 1.0, "no global norm"),
+        ({"schedule": "auto"}, None, "no time to search"),
     ],
 )
 def test_a_wish_that_no_plan_could_keep_is_one_clear_error(wish, clip, words) -> None:
