@@ -101,18 +101,22 @@ class EmulatedRunner(ProgramRunner):
             self.sums.join(self._index, action.task.stage, duration)
             return
         end = begin + duration
+        stamps = []
         for m in action.sends:
             if not m.local:
-                gone = max(end, self._link_free.get(m.dst_device, 0.0)) + self.setup.seconds_per_message
-                self._link_free[m.dst_device] = gone
-                delivered = gone + latency(self.setup.latency_s, m.src_stage, m.dst_stage)
-                stamp = torch.tensor([delivered], dtype=torch.float64)
-                self._ready.append(self._prepare[m.dst_device](self.label(m), [stamp]))
+                stamp = np.empty(1)
+                self._ready.append(self._prepare[m.dst_device](self.label(m), [torch.from_numpy(stamp)]))
+                stamps.append((m, stamp))
         early = end - LOOK_S - time.monotonic()
         if early > 0:
             time.sleep(early)
             self._take_in()
         wait_until(end)
+        now = time.monotonic()  # not `end`: a device that woke late must not hide that in the link's latency
+        for m, stamp in stamps:
+            gone = max(now, self._link_free.get(m.dst_device, 0.0)) + self.setup.seconds_per_message
+            self._link_free[m.dst_device] = gone
+            stamp[0] = gone + latency(self.setup.latency_s, m.src_stage, m.dst_stage)
 
     def _take_in(self) -> None:
         """Take in what the next task needs, as far as it has come."""

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from raypipe.errors import ScheduleError, SpecError
+from raypipe.runtime import emulation
 from raypipe.runtime.calibrate import message_delays
 from raypipe.runtime.emulate_run import PROCESS_BYTES, Links, check_processes, emulate
+from raypipe.runtime.emulation import EmulatedRunner, EmulatedSetup, wait_until
+from raypipe.runtime.links import Wiring
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.endless import WHOLE
+from raypipe.schedule.messages import programs
 
 MS = 1e-3
 EXACT = 1 - 1e-6
@@ -109,6 +116,31 @@ def test_the_command_prints_one_object(local_ray, capsys) -> None:
     assert found["predicted_s"] == pytest.approx(18 * MS)
     assert len(found["measured_s"]) == 2
     assert {"bubble_ratio", "dispatch_overhead_s"} <= set(found)
+
+
+def test_a_device_that_wakes_late_delivers_late(monkeypatch) -> None:
+    """A message is due its latency after the task's true end, which the link must not absorb."""
+    sent: list[float] = []
+    sender = SimpleNamespace(send=lambda label, tensors: sent.append(float(tensors[0])))
+    program = programs(generate("1f1b", Shape(devices=2, microbatches=2)))[0]
+    setup = EmulatedSetup(
+        rank=0, wiring=Wiring((), "", (), {}, "auto", ""), microbatches=2, stages=2, programs={WHOLE: program},
+        durations={WHOLE: (2 * MS,) * len(program.actions)}, latency_s=4 * MS, seconds_per_message=0.0,
+    )  # fmt: skip
+    runner = EmulatedRunner(setup, {1: sender}, {}, {}, None)  # type: ignore[dict-item]
+    runner._part, runner.step, runner.base, runner.attempt, runner.program = WHOLE, 0, 0, 0, program
+    runner.forget()
+    woken: list[float] = []
+
+    def late(moment: float) -> None:
+        wait_until(moment + 3 * MS)
+        woken.append(time.monotonic())
+
+    monkeypatch.setattr(emulation, "wait_until", late)
+    action = program.actions[0]
+    runner.run_task(action)
+    runner.send(action.sends[0])
+    assert sent[0] >= woken[-1] + 4 * MS
 
 
 def test_more_processes_than_memory_are_refused() -> None:

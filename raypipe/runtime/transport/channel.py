@@ -127,7 +127,7 @@ class Prepares(Protocol):
     """A sender that can do most of a ``send`` beforehand, while the device has nothing better to do."""
 
     def prepare(self, label: Label, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Snapshot the tensors; the call that comes back sends them. Calls are made in the order of preparing."""
+        """The call that comes back sends what the tensors hold by then. They stay as they are in shape and place."""
 
 
 @runtime_checkable

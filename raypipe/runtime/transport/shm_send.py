@@ -101,16 +101,15 @@ class ShmSender:
     def prepare(self, label: Label, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """See Prepares.prepare. Made ready is what travels in the pipe; a place in the ring is given when sent."""
         blocks, head, nbytes = _packed(label, tensors)
-        copies = [b.clone() if b is t else b for b, t in zip(blocks, tensors, strict=True)]
-        if nbytes > INLINE_LIMIT:
-            return partial(self.send, label, copies)
-        frame = _frame(INLINE, len(head), _inline(head, copies))
+        if nbytes > INLINE_LIMIT or any(b is not t for b, t in zip(blocks, tensors, strict=True)):
+            return partial(self.send, label, tensors)
+        front = FRAME.pack(FRAME.size - LENGTH_BYTES + len(head) + nbytes, INLINE, len(head))
 
         def send() -> None:
             if self._unplaced or self._failure is not None:
-                self.send(label, copies)
+                self.send(label, tensors)
             else:
-                self._push(label, frame)
+                self._push(label, front + _inline(head, blocks))
 
         return send
 
@@ -219,7 +218,7 @@ class ShmSender:
         return ring
 
     def _emit(self, label: Label | None, kind: int, number: int, body: bytes) -> None:
-        self._push(label, _frame(kind, number, body))
+        self._push(label, FRAME.pack(FRAME.size - LENGTH_BYTES + len(body), kind, number) + body)
 
     def _push(self, label: Label | None, frame: bytes) -> None:
         written = self._write(frame) if not self._frames else 0
@@ -249,7 +248,3 @@ def _packed(label: Label, tensors: Sequence[Tensor]) -> tuple[list[Tensor], byte
 
 def _inline(head: bytes, blocks: list[Tensor]) -> bytes:
     return b"".join([head, *(string_at(b.data_ptr(), b.nbytes) for b in blocks if b.nbytes)])
-
-
-def _frame(kind: int, number: int, body: bytes) -> bytes:
-    return FRAME.pack(FRAME.size - LENGTH_BYTES + len(body), kind, number) + body

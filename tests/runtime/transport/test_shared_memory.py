@@ -236,21 +236,22 @@ def test_a_stale_name_is_reported(run_id: str) -> None:
     first.close()
 
 
-def test_prepared_messages_arrive_as_sent_ones_and_in_order(ends: tuple[ShmSender, ShmReceiver]) -> None:
-    """What was prepared is a snapshot: small and large ones, mixed with others, behind what found no room."""
+def test_prepared_messages_carry_what_the_tensors_hold_when_sent(ends: tuple[ShmSender, ShmReceiver]) -> None:
+    """Small, large and strided ones, in the order of sending, mixed with others."""
     sender, receiver = ends
-    small, large = torch.arange(4.0), torch.arange(10_000.0)
-    now = [sender.prepare(label(mb), [x]) for mb, x in enumerate((small, large, small.flip(0)))]
-    small.zero_()
-    large.zero_()
-    receiver.post([expected(mb, x) for mb, x in enumerate((small, large, small, small))])
-    for send in now:
-        assert not receiver._poll.poll(0) or send is not now[0]
-        send()
-    sender.send(label(3), [small])
+    tensors = [torch.zeros(4), torch.zeros(10_000), torch.zeros(3, 2).t()]
+    ready = [sender.prepare(label(mb), [x]) for mb, x in enumerate(tensors)]
+    receiver.post([*(expected(mb, x) for mb, x in enumerate(tensors)), expected(3, tensors[0])])
+    receiver.take_in()
+    assert receiver._inbox.upcoming == expected(0, tensors[0])  # nothing has left yet
+    for mb, x in enumerate(tensors):
+        x += mb + 1
+        ready[mb]()
+        x.zero_()
+    sender.send(label(3), [tensors[0]])
     assert torch.equal(receiver.recv(label(3), 1)[0], torch.zeros(4))
-    for mb, sent in enumerate((torch.arange(4.0), torch.arange(10_000.0), torch.arange(4.0).flip(0))):
-        assert torch.equal(receiver.recv(label(mb), 1)[0], sent)
+    for mb, x in enumerate(tensors):
+        assert torch.equal(receiver.recv(label(mb), 1)[0], torch.full(x.shape, mb + 1.0))
 
 
 def test_a_prepared_message_waits_behind_one_that_found_no_room(
