@@ -213,7 +213,7 @@ def _stages(
             _Stage(
                 weights=float(own * width), summed=float((own - (profile.tied_parameters if ends else 0)) * width),
                 kept=kept + (fixed if s not in split else 0.0),
-                waiting=sum(_waiting(layer) for layer in layers) * samples,
+                waiting=sum(layer.waiting for layer in layers) * samples,
                 arrived=arriving, handed=arriving if local else 0.0, messages=arriving + leaving,
                 workspace=_workspace(layers, samples, s in split, tied),
                 casts=sum(layer.cast_bytes for layer in layers),
@@ -238,10 +238,6 @@ def _held(
     return held
 
 
-def _waiting(layer: LayerProfile) -> float:
-    return layer.kept_bytes if layer.waiting_bytes is None else layer.waiting_bytes
-
-
 def _workspace(layers: Sequence[LayerProfile], samples: float, split: bool, tied: float) -> float:
     """The worst moment of a stage's backward beside all that is kept at its start.
 
@@ -253,7 +249,7 @@ def _workspace(layers: Sequence[LayerProfile], samples: float, split: bool, tied
         if split:
             own = layer.workspace_bytes if layer.split_workspace_bytes is None else layer.split_workspace_bytes
             worst = max(worst, own * samples - freed)
-            freed += (layer.kept_bytes - _waiting(layer)) * samples
+            freed += (layer.kept_bytes - layer.waiting) * samples
         else:
             fixed = layer.workspace_fixed_bytes
             if tied and k == len(layers) - 1:

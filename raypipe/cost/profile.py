@@ -74,6 +74,11 @@ class LayerProfile(Spec):
     """As ``workspace_bytes``, for B where the backward is split; None: the same."""
 
     @property
+    def waiting(self) -> float:
+        """Of one sample, what is kept from B to W."""
+        return self.kept_bytes if self.waiting_bytes is None else self.waiting_bytes
+
+    @property
     def sent_bytes(self) -> float:
         """Of one sample, what a message behind this layer carries."""
         return self.output_bytes if self.message_bytes is None else self.message_bytes

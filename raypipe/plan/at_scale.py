@@ -20,7 +20,10 @@ TURNS = (2, 4)
 """Turns of the shortest of the three steps: first try, last try of a step that may be measured whole."""
 
 
-def at_scale(measure: Callable[[int], Figures], count: int, turn: int, most: int | None = None) -> Figures:
+def at_scale(
+    measure: Callable[[int], Figures], count: int, turn: int, most: int | None = None,
+    known: Callable[[Figures], bool] = lambda figures: False,
+) -> Figures:  # fmt: skip
     """``measure(count)``, from shorter steps where they lie on a line, else itself.
 
     A step of more than ``most`` micro-batches is never measured: where three shorter ones do not lie on a line, the
@@ -32,6 +35,8 @@ def at_scale(measure: Callable[[int], Figures], count: int, turn: int, most: int
         count: micro-batches of the step.
         turn: micro-batches after which the order repeats (or a multiple).
         most: micro-batches up to which a step may be measured; None: any. Five turns may be measured all the same.
+        known: whether a shorter step's figures settle what is asked of a step of more than ``most``, as one that is too
+            large does; the mean growth of the first three is then near enough.
     """
     rest, room = count % turn, count if most is None else most
     for turns in TURNS:
@@ -45,6 +50,8 @@ def at_scale(measure: Callable[[int], Figures], count: int, turn: int, most: int
         scale = 1e-9 * np.maximum(np.abs(c), 1e-300)
         if np.all(np.abs(slope - (b - a)) <= scale):
             return c + (count - first - 2 * turn) / turn * slope
+        if count > room and known(c):
+            return c + (count - first - 2 * turn) / turn * (c - a) / 2
     if count <= room:
         return measure(count)
     turns = max(room // turn // 2, TURNS[0] + 1)

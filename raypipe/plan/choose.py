@@ -350,7 +350,7 @@ def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -
     seen: set[str] = set()
     tried = 0
     bounds = [(p.step_s, p.candidate) for p in found.too_large]
-    bounds += [(chooser.judge.least(c), c) for c in found.hopeless]
+    bounds += [(chooser.judge.least(c), c) for c in found.unmade]
     for bound, c in sorted(bounds, key=lambda pair: pair[0]):
         if bound >= best.step_s or len(seen) == TOO_LARGE or tried == 3 * TOO_LARGE:
             return

@@ -40,9 +40,9 @@ class Judges:
         """See ``Judge``."""
         return self.of(candidate).least(candidate)
 
-    def hopeless(self, candidate: Candidate) -> bool:
+    def outright(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
         """See ``Judge``."""
-        return self.of(candidate).hopeless(candidate)
+        return self.of(candidate).outright(candidate)
 
     def predict(self, candidate: Candidate, timed: bool = False) -> Prediction:
         """See ``Predictor``."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.memory import STATES, DeviceMemory, device_memory
@@ -62,6 +64,22 @@ def without_noise(profile: Profile) -> Profile:
     return profile.model_copy(update={"layers": layers})
 
 
+class _Held(NamedTuple):
+    """Bytes of each stage; of one micro-batch where that matters."""
+
+    weights: Figures
+    casts: Figures
+    """Narrow copies of the weights."""
+    summed: Figures
+    """Gradients as one flat vector."""
+    leaving: Figures
+    """What it hands on."""
+    kept: Figures
+    """From the forward to the backward."""
+    waiting: Figures
+    """From B to W."""
+
+
 @dataclass(slots=True)
 class Predictor:
     """Judges candidates for one job on one cluster; a ``Judge`` of the search."""
@@ -85,7 +103,7 @@ class Predictor:
     _bottlenecks: dict[int, list[float]] = field(default_factory=dict)
     _whole: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], CostTable] = field(default_factory=dict)
-    _stage_bytes: dict[tuple[int, int], tuple[Figures, Figures, Figures]] = field(default_factory=dict)
+    _stage_bytes: dict[tuple[int, int], _Held] = field(default_factory=dict)
 
     def layer_times(self, microbatch: int) -> list[float]:
         """Seconds of each layer for one micro-batch, there and back."""
@@ -174,31 +192,59 @@ class Predictor:
             return float("inf")
         return least_step_seconds(form, c.microbatches, self.costs(c), self.around(c)) * (1 - 1e-9)
 
-    def hopeless(self, c: Candidate) -> bool:
-        """See ``Judge``: what a device holds once its gradients are there, and while they are summed."""
-        form = c.form
+    def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
+        """See ``Judge``: what a device holds once its gradients are there and while they are summed, whatever is done
+        about activations; and with all activations of a unit, where the family runs its forwards first."""
+        form, capacity = c.form, self.profile.memory_bytes
         place = np.array(form.placement)
-        weights, casts, summed = self._held(form.stages, c.microbatch)
+        own = self._held(form.stages, c.microbatch)
         states = STATES[self.train.optimizer] + (self.train.optimizer == "sgd" and self.train.momentum > 0)
-        held = (1 + states) * weights + casts
+        static = held = (1 + states) * own.weights + own.casts
         if c.microbatches // form.replicas >= (1 if form.joint else 2):  # else a device may end with its first one
-            held = held + weights
+            held = held + own.weights
             if form.replicas * c.replicas > 1:
                 alone = [c.replicas * len(set(column)) == 1 for column in place.T]
-                held = held + np.where(alone, 0.0, summed)
-        total = np.bincount(place.ravel(), np.broadcast_to(held, place.shape).ravel())
-        return float(total.max()) * (1 - 1e-9) + self.profile.base_bytes > self.profile.memory_bytes
+                held = held + np.where(alone, 0.0, own.summed)
+        room = capacity - self.profile.base_bytes
+        if _by_device(place, held).max() * (1 - 1e-9) > room:
+            return []
+        plain = c.recompute == "none" and c.memory_limit is None and not form.recomputes
+        if not (SCHEDULES[c.schedule].fills and plain):
+            return None
+        local = [0.0, *(own.leaving[s - 1] * (place[0, s] == place[0, s - 1]) for s in range(1, form.stages))]
+        each = own.kept - local if form.joint else np.minimum(own.kept - local, own.waiting)
+        alive = (c.microbatches if c.unit is None else min(c.unit, c.microbatches)) * _by_device(place, each)
+        left = room - _by_device(place, static)
+        if (alive * (1 - 1e-9) <= left).all():
+            return None
+        reliefs: list[tuple[float, Candidate]] = []
+        if self.train.clip is not None and c.update == "auto":
+            waiting = c._replace(update="wait")
+            reliefs.append((self.least(waiting), waiting))
+        if not self.recompute:
+            return reliefs
+        one = _by_device(place, own.kept)
+        most = np.clip((left + one) / np.maximum(alive, 1.0), 0.0, 1.0)
+        reliefs.append(self._keeping_microbatches(c, most.tolist()))
+        if self.partly and not c.sub_pipelined:
+            reliefs.append(self._keeping_layers(c, np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0).tolist()))
+        return reliefs
 
-    def _held(self, stages: int, microbatch: int) -> tuple[Figures, Figures, Figures]:
-        """Bytes of each stage: weights, narrow copies of them, one flat vector of its gradients."""
+    def _held(self, stages: int, microbatch: int) -> _Held:
         key = (stages, microbatch)
         if key not in self._stage_bytes:
             p, width = self.profile, gradient_width(self.profile.dtype)
             cut = self.cut(stages, microbatch)
-            own = np.array([parameters(p, layers) for layers in cut], float) * width
-            casts = np.array([sum(p.layers[i].cast_bytes for i in layers) for layers in cut])
+            rows = [[p.layers[i] for i in layers] for layers in cut]
+            weights = np.array([parameters(p, layers) for layers in cut], float) * width
             ends = np.array([bool({0, len(p.layers) - 1} & set(layers)) for layers in cut])
-            self._stage_bytes[key] = own, casts, own - ends * p.tied_parameters * width
+            leaving = np.array([row[-1].output_bytes * microbatch for row in rows])
+            self._stage_bytes[key] = _Held(
+                weights=weights, casts=np.array([sum(x.cast_bytes for x in row) for row in rows]),
+                summed=weights - ends * p.tied_parameters * width, leaving=leaving,
+                kept=np.array([sum(x.kept_bytes for x in row) * microbatch for row in rows]) + leaving,
+                waiting=np.array([sum(x.waiting for x in row) * microbatch for row in rows]),
+            )  # fmt: skip
         return self._stage_bytes[key]
 
     # Exact figures
@@ -272,22 +318,23 @@ class Predictor:
         return timed_p
 
     def _at_scale(
-        self, c: Candidate, measure: Callable[[int, int | None], Figures], whole: int | None = None
+        self, c: Candidate, measure: Callable[[int, int | None], Figures], whole: int | None = None,
+        known: Callable[[Figures], bool] = lambda figures: False,
     ) -> Figures:  # fmt: skip
-        """Figures of the candidate's step, ``measure(micro-batches, unit)``."""
+        """Figures of the candidate's step, ``measure(micro-batches, unit)``; ``known`` as for ``at_scale``."""
         count, unit, each = c.microbatches, c.unit, 3 * c.form.stages
         if each * count <= (DIRECT if whole is None else whole):
             return measure(count, unit)
         most, turn = LONGEST // each, 2 * c.stages
         if unit is None or unit == count:
-            return at_scale(lambda n: measure(n, None if unit is None else n), count, turn, most)
+            return at_scale(lambda n: measure(n, None if unit is None else n), count, turn, most, known)
         if count <= most or 5 * unit <= most or count % unit:
-            return at_scale(lambda n: measure(n, unit), count, unit, most)
+            return at_scale(lambda n: measure(n, unit), count, unit, most, known)
 
         def shorter(size: int) -> Figures:  # as many units, of so many micro-batches each
-            return at_scale(lambda n: measure(n, size), count // unit * size, size, most)
+            return at_scale(lambda n: measure(n, size), count // unit * size, size, most, known)
 
-        return at_scale(shorter, unit, turn, max(1, most // min(count // unit, 5)))
+        return at_scale(shorter, unit, turn, max(1, most // min(count // unit, 5)), known)
 
     def _order_memory(
         self, c: Candidate, order: Order, again: frozenset[int] | None = None
@@ -308,7 +355,10 @@ class Predictor:
             devices = self._order_memory(c, self._orders.of(c._replace(unit=unit), count, keep, remade), again)
             return np.array([value for device in devices for value in device.terms().values()])
 
-        rows = self._at_scale(c, measure).reshape(c.stages, -1)
+        def too_large(found: Figures) -> bool:
+            return bool((found.reshape(c.stages, -1).sum(axis=1) > self.profile.memory_bytes).any())
+
+        rows = self._at_scale(c, measure, known=too_large).reshape(c.stages, -1)
         return tuple(DeviceMemory(**dict(zip(TERMS, map(float, row), strict=True))) for row in rows)
 
     def _keep(self, c: Candidate) -> Keep:
@@ -390,12 +440,17 @@ class Predictor:
 
         Keeping a share a of the k micro-batches in flight keeps at least k*a - 1 of them alive together.
         """
-        c, form = p.candidate, p.candidate.form
+        c = p.candidate
         most = [1.0] * c.stages
         for d, (memory, one) in enumerate(zip(p.memory, self._largest(p), strict=True)):
             if memory.activations > 0:
                 room = memory.activations - (memory.total - p.capacity) + one
                 most[d] = min(1.0, max(0.0, room / memory.activations))
+        return self._keeping_microbatches(c, most)
+
+    def _keeping_microbatches(self, c: Candidate, most: Sequence[float]) -> tuple[float, Candidate]:
+        """Recomputation where each device keeps at most such a share of its micro-batches, and its bound."""
+        form = c.form
         share = [min(most[row[s]] for row in form.placement) for s in range(form.stages)]
         costs = self.costs(c)
         again = tuple((1 - a) * t for a, t in zip(share, costs.recompute, strict=True))
@@ -407,25 +462,30 @@ class Predictor:
     def _recomputing_layers(self, p: Prediction) -> tuple[float, Candidate]:
         """The same by layers. All micro-batches in flight keep the same layers, so where activations are to shrink to a
         share, the layers that one of the device's stages keeps are no more than that share of what it keeps now."""
-        c, form, costs = p.candidate, p.candidate.form, self.costs(p.candidate)
-        levels = max(map(len, p.cut))
+        shares = []
+        for memory in p.memory:
+            room = memory.activations - (memory.total - p.capacity)
+            shares.append(min(1.0, max(0.0, room / memory.activations)) if memory.activations else 1.0)
+        return self._keeping_layers(p.candidate, shares)
+
+    def _keeping_layers(self, c: Candidate, shares: Sequence[float]) -> tuple[float, Candidate]:
+        """Recomputation where some stage of each device keeps at most such a share of its layers, and its bound."""
+        form, costs, cut = c.form, self.costs(c), self.cut(c.form.stages, c.microbatch)
+        levels = max(map(len, cut))
         samples = c.microbatch * float(form.size)
         most = [0] * c.stages
-        for s, layers in enumerate(p.cut):
+        for s, layers in enumerate(cut):
             own = [self.profile.layers[i] for i in layers]
             kept = [layer.kept_bytes * samples + layer.kept_fixed_bytes for layer in own]
             whole = sum(kept) + own[-1].output_bytes * samples
             for d in {row[s] for row in form.placement}:
-                memory = p.memory[d]
-                room = memory.activations - (memory.total - p.capacity)
-                share = min(1.0, max(0.0, room / memory.activations)) if memory.activations else 1.0
                 fits = [
                     level for level in range(levels + 1)
-                    if sum(kept[: floor(level / levels * len(kept) + 1e-9)]) <= share * whole * (1 + 1e-9)
+                    if sum(kept[: floor(level / levels * len(kept) + 1e-9)]) <= shares[d] * whole * (1 + 1e-9)
                 ]  # fmt: skip
                 most[d] = max(most[d], max(fits, default=0))
-        again = again_after(p.cut, _shares(form, most, levels))
-        remade = stages_of(p.cut, again)
+        again = again_after(cut, _shares(form, most, levels))
+        remade = stages_of(cut, again)
         if remade:
             costs = self._stage_costs(c, form, again)
         bound = least_step_seconds(form, c.microbatches, costs, self.around(c), remade)
@@ -469,3 +529,9 @@ class Predictor:
 def _shares(form: Form, level: Sequence[int], levels: int) -> Keep:
     """Per stage, the share of its layers that are kept at these levels of the devices that hold it."""
     return tuple(min(level[row[s]] for row in form.placement) / levels for s in range(form.stages))
+
+
+def _by_device(place: NDArray[np.int64], each: Figures) -> Figures:
+    """Sums over the stages that a device holds, of whatever replica."""
+    total: Figures = np.bincount(place.ravel(), np.broadcast_to(each, place.shape).ravel()).astype(float)
+    return total

@@ -40,8 +40,8 @@ class Judge(Protocol):
     def least(self, candidate: Candidate) -> float:
         """The candidate takes no less; infinite where its weights alone do not fit."""
 
-    def hopeless(self, candidate: Candidate) -> bool:
-        """Its weights, gradients and optimizer state alone do not fit, whatever is done about activations."""
+    def outright(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
+        """Where it takes no order to know that it does not fit: what may relieve it, with bounds; else None."""
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Its time and memory."""
@@ -64,8 +64,8 @@ class Ranking:
     """Others nearly as fast as the fastest; among all, none of them is both faster and simpler than another."""
     too_large: list[Prediction] = field(default_factory=list)
     """Those met on the way that do not fit."""
-    hopeless: list[Candidate] = field(default_factory=list)
-    """Those met on the way that were not looked at, since their weights alone do not fit."""
+    unmade: list[Candidate] = field(default_factory=list)
+    """Those of which it took no order to know that they do not fit."""
     searched: int = 0
     """Candidates, and whole grids, that were timed or ruled out."""
     timed: int = 0
@@ -115,8 +115,11 @@ def best_first(
                 if candidate is not None:
                     push(max(bound, judge.least(candidate)), candidate)
             continue
-        if judge.hopeless(node):
-            found.hopeless.append(node)
+        reliefs = judge.outright(node)
+        if reliefs is not None:
+            found.unmade.append(node)
+            for least, other in reliefs:
+                push(max(bound, least), other)
             continue
         try:
             prediction = judge.predict(node)

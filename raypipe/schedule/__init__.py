@@ -30,7 +30,7 @@ __all__ = ["SCHEDULES", "Family", "Shape", "generate", "stages_of"]
 _CHUNKS, _MEMORY = frozenset({"chunks"}), frozenset({"memory_limit"})
 
 SCHEDULES: dict[str, Family] = {
-    "gpipe": Family(make=gpipe.gpipe, about="all forwards, then all backwards"),
+    "gpipe": Family(make=gpipe.gpipe, about="all forwards, then all backwards", fills=True),
     "1f1b": Family(make=one_f_one_b.one_f_one_b, about="warm up, then one forward for one backward, then drain"),
     "dapple": Family(make=one_f_one_b.one_f_one_b, about="the same as 1f1b"),
     "interleaved-1f1b": Family(
@@ -40,6 +40,7 @@ SCHEDULES: dict[str, Family] = {
     "bfs": Family(
         make=gpipe.breadth_first, about="breadth-first: a stage takes all micro-batches in a row; for sharded weights",
         options=_CHUNKS,
+        fills=True,
     ),
     "chimera": Family(
         make=chimera.chimera, about="bidirectional pipelines: half the bubbles for two copies of the weights",
@@ -73,6 +74,7 @@ SCHEDULES: dict[str, Family] = {
         make=zeropp.zeropp, about="units of U micro-batches, stage by stage, W's in the bubbles; for sharded weights",
         options=frozenset({"chunks", "unit", "memory_limit"}),
         placement=greedy.ring,
+        fills=True,
     ),
     "early-recompute": Family(make=merak.early_recompute, about="1F1B that recomputes while it waits for a gradient"),
     "shifted-critical-path": Family(
@@ -84,6 +86,7 @@ SCHEDULES: dict[str, Family] = {
     "fast-forward": Family(
         make=out_of_order.fast_forward, about="input gradients before weight gradients (OOO-Pipe1)", options=_CHUNKS,
         placement=out_of_order.blocks,
+        fills=True,
     ),
     "modulo": Family(
         make=out_of_order.modulo, about="fast-forwarding with stage s on device s mod D (OOO-Pipe2)", options=_CHUNKS,

@@ -26,6 +26,9 @@ class Family:
     placement: Callable[[Shape], tuple[int, ...]] | None = None
     """Device of each stage, for families that search for their orders, so that nobody has to wait for an order to learn
     where stages are; such a family exists for every number of devices and chunks."""
+    fills: bool = False
+    """Every device runs all forwards of a unit (without units: of the step) before its first weight gradient, in
+    an order made for even costs; so it holds all their activations at one moment."""
 
     def stages(self, shape: Shape) -> int:
         """Stages of one replica: devices times chunks."""
