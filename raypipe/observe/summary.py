@@ -72,7 +72,9 @@ def _planned(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     best, *others = decision["candidates"]
     keys = ("schedule", "stages", "replicas", "microbatch", "predicted_step_s", "why")
     second = next(({key: row[key] for key in keys} for row in others if row["fits"]), None)
-    return {"step_s": best["predicted_step_s"], "searched": decision["searched"], "next": second}
+    step_s = best["predicted_step_s"]
+    compute_s = step_s * (1 - best["bubble_ratio"])
+    return {"step_s": step_s, "compute_s": compute_s, "searched": decision["searched"], "next": second}
 
 
 def summary_lines(result: dict[str, Any]) -> list[str]:
@@ -93,7 +95,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         lines.append(f"stopped early    {result['stopped_early']}")
     lines.append(f"tokens per s     {result['tokens_per_s']:,.0f}")
     if result["planned"] is not None:
-        lines.append(_choice(result["planned"], result["measured_step_s"]))
+        lines.append(_choice(result["planned"], result["measured_step_s"], result["bubble_ratio"]))
     elif result["predicted_step_s"] != result["calibrated_step_s"]:
         error = result["predicted_step_s"] / result["measured_step_s"] - 1
         where = f", for {result['planned_on']}" if result["planned_on"] is not None else ""
@@ -110,9 +112,11 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _choice(planned: dict[str, Any], measured_s: float) -> str:
-    """What became of the planner's choice."""
-    line = f"step planned     {planned['step_s']:.4f} s ({planned['step_s'] / measured_s - 1:+.1%})"
+def _choice(planned: dict[str, Any], measured_s: float, bubble_ratio: float) -> str:
+    """What became of the planner's choice, and whether it was computing or waiting that took another time."""
+    computing = planned["compute_s"] / (measured_s * (1 - bubble_ratio)) - 1
+    line = f"step planned     {planned['step_s']:.4f} s ({planned['step_s'] / measured_s - 1:+.1%}"
+    line += f"; computing alone {computing:+.1%})"
     line += f", the best of {planned['searched']} candidates"
     second = planned["next"]
     if second is None:

@@ -78,6 +78,21 @@ def test_what_the_plan_promised_is_what_was_predicted(log, tmp_path) -> None:
     assert "step predicted   0.0900 s (-10.0%), from task times at the start" in lines
 
 
+def test_what_became_of_the_planners_choice(log, tmp_path) -> None:
+    log.event("run", resume=False)
+    log.event("started", devices=[], resumed_from=None)
+    best = PLAN | {"predicted_step_s": 0.09, "bubble_ratio": 0.2, "why": "fastest", "fits": True}
+    other = best | {"schedule": "zb-h1", "predicted_step_s": 0.1, "why": "11 % slower"}
+    log.event("planned", candidates=[best, other | {"fits": False}, other], searched=30, timed=9, seconds=0.1)
+    for number in range(1, 8):
+        step(log, number)  # computes for four fifths of 0.1 s
+    line = next(line for line in summary_lines(summarise(tmp_path, PLAN)) if line.startswith("step planned"))
+    assert line == (
+        "step planned     0.0900 s (-10.0%; computing alone -10.0%), the best of 30 candidates; "
+        "next: zb-h1, 2 x 1, micro-batches of 4, 11 % slower"
+    )
+
+
 def test_a_resumed_run_counts_all_its_steps_but_times_no_warm_up(log, tmp_path) -> None:
     log.event("run", resume=False)
     log.event("started", devices=[], resumed_from=None)
