@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from math import ceil, floor
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.memory import STATES, DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import crowding, gradient_width, parameters, stage_costs
+from raypipe.cost.stages import crowding, gradient_width, stage_costs
 from raypipe.errors import ScheduleError
 from raypipe.job.recompute import again_after
 from raypipe.job.spec import TrainSpec
@@ -25,8 +22,8 @@ from raypipe.plan.cut import Cut, balanced_cut, bottlenecks
 from raypipe.plan.form import Form
 from raypipe.plan.orders import Keep, Order, Orders
 from raypipe.plan.prediction import Prediction, stages_of
+from raypipe.plan.relief import Relief, shares_kept
 from raypipe.plan.step_time import Around, StepTime, step_time
-from raypipe.schedule import SCHEDULES
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes.sync import Sync
@@ -38,8 +35,6 @@ FINAL = 60_000
 """The same for what is shown in the end."""
 LONGEST = 120_000
 """Tasks of a step above which it is timed from shorter ones in any case: half a second."""
-LIMITS = 4
-"""Memory limits that are tried with recomputation."""
 LEVELS = 16
 """Shares of micro-batches kept are multiples of one in so many."""
 
@@ -62,22 +57,6 @@ def without_noise(profile: Profile) -> Profile:
         for layer in profile.layers
     )
     return profile.model_copy(update={"layers": layers})
-
-
-class _Held(NamedTuple):
-    """Bytes of each stage; of one micro-batch where that matters."""
-
-    weights: Figures
-    casts: Figures
-    """Narrow copies of the weights."""
-    summed: Figures
-    """Gradients as one flat vector."""
-    leaving: Figures
-    """What it hands on."""
-    kept: Figures
-    """From the forward to the backward."""
-    waiting: Figures
-    """From B to W."""
 
 
 @dataclass(slots=True)
@@ -103,7 +82,10 @@ class Predictor:
     _bottlenecks: dict[int, list[float]] = field(default_factory=dict)
     _whole: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], CostTable] = field(default_factory=dict)
-    _stage_bytes: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _relief: Relief = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._relief = Relief(self)
 
     def layer_times(self, microbatch: int) -> list[float]:
         """Seconds of each layer for one micro-batch, there and back."""
@@ -125,10 +107,11 @@ class Predictor:
         form = c.form if form is None else form
         key = (c.microbatch, form.joint, form.placement, form.size, c.replicas)
         if key not in self._tables:
-            self._tables[key] = self._stage_costs(c, form)
+            self._tables[key] = self.costs_again(c, form)
         return self._tables[key]
 
-    def _stage_costs(self, c: Candidate, form: Form, again: frozenset[int] | None = None) -> CostTable:
+    def costs_again(self, c: Candidate, form: Form, again: frozenset[int] | None = None) -> CostTable:
+        """Costs of the candidate's tasks in this form; ``again`` are the layers that an R computes again, else all."""
         return stage_costs(
             self.profile, self.cut(form.stages, c.microbatch), c.microbatch, form.placement, copies=c.replicas,
             size=float(form.size), split=not form.joint, again=again,
@@ -193,59 +176,16 @@ class Predictor:
         return least_step_seconds(form, c.microbatches, self.costs(c), self.around(c)) * (1 - 1e-9)
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
-        """See ``Judge``: what a device holds once its gradients are there and while they are summed, whatever is done
-        about activations; and with all activations of a unit, where the family runs its forwards first."""
-        form, capacity = c.form, self.profile.memory_bytes
-        place = np.array(form.placement)
-        own = self._held(form.stages, c.microbatch)
-        states = STATES[self.train.optimizer] + (self.train.optimizer == "sgd" and self.train.momentum > 0)
-        static = held = (1 + states) * own.weights + own.casts
-        if c.microbatches // form.replicas >= (1 if form.joint else 2):  # else a device may end with its first one
-            held = held + own.weights
-            if form.replicas * c.replicas > 1:
-                alone = [c.replicas * len(set(column)) == 1 for column in place.T]
-                held = held + np.where(alone, 0.0, own.summed)
-        room = capacity - self.profile.base_bytes
-        if _by_device(place, held).max() * (1 - 1e-9) > room:
-            return []
-        plain = c.recompute == "none" and c.memory_limit is None and not form.recomputes
-        if not (SCHEDULES[c.schedule].fills and plain):
-            return None
-        local = [0.0, *(own.leaving[s - 1] * (place[0, s] == place[0, s - 1]) for s in range(1, form.stages))]
-        each = own.kept - local if form.joint else np.minimum(own.kept - local, own.waiting)
-        alive = (c.microbatches if c.unit is None else min(c.unit, c.microbatches)) * _by_device(place, each)
-        left = room - _by_device(place, static)
-        if (alive * (1 - 1e-9) <= left).all():
-            return None
-        reliefs: list[tuple[float, Candidate]] = []
-        if self.train.clip is not None and c.update == "auto":
-            waiting = c._replace(update="wait")
-            reliefs.append((self.least(waiting), waiting))
-        if not self.recompute:
-            return reliefs
-        one = _by_device(place, own.kept)
-        most = np.clip((left + one) / np.maximum(alive, 1.0), 0.0, 1.0)
-        reliefs.append(self._keeping_microbatches(c, most.tolist()))
-        if self.partly and not c.sub_pipelined:
-            reliefs.append(self._keeping_layers(c, np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0).tolist()))
-        return reliefs
+        """See ``Judge``."""
+        return self._relief.outright(c)
 
-    def _held(self, stages: int, microbatch: int) -> _Held:
-        key = (stages, microbatch)
-        if key not in self._stage_bytes:
-            p, width = self.profile, gradient_width(self.profile.dtype)
-            cut = self.cut(stages, microbatch)
-            rows = [[p.layers[i] for i in layers] for layers in cut]
-            weights = np.array([parameters(p, layers) for layers in cut], float) * width
-            ends = np.array([bool({0, len(p.layers) - 1} & set(layers)) for layers in cut])
-            leaving = np.array([row[-1].output_bytes * microbatch for row in rows])
-            self._stage_bytes[key] = _Held(
-                weights=weights, casts=np.array([sum(x.cast_bytes for x in row) for row in rows]),
-                summed=weights - ends * p.tied_parameters * width, leaving=leaving,
-                kept=np.array([sum(x.kept_bytes for x in row) * microbatch for row in rows]) + leaving,
-                waiting=np.array([sum(x.waiting for x in row) * microbatch for row in rows]),
-            )  # fmt: skip
-        return self._stage_bytes[key]
+    def relief(self, p: Prediction) -> list[tuple[float, Candidate]]:
+        """See ``Judge``."""
+        return self._relief.of(p)
+
+    def room(self, p: Prediction) -> int:
+        """Activations of a stage that every device could hold beside everything else it holds."""
+        return self._relief.room(p)
 
     # Exact figures
 
@@ -259,7 +199,7 @@ class Predictor:
         again = self._again(c) if c.recompute == "layers" else None
         found = Prediction(
             candidate=c, batch=self.train.batch, cut=self.cut(c.form.stages, c.microbatch),
-            costs=self.costs(c) if again is None else self._stage_costs(c, c.form, again),
+            costs=self.costs(c) if again is None else self.costs_again(c, c.form, again),
             step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory(c, keep, again),
             capacity=self.profile.memory_bytes, keep=keep, again=again,
         )  # fmt: skip
@@ -396,111 +336,12 @@ class Predictor:
         low, high = [0] * c.stages, [levels + 1] * c.stages  # holds, holds not
         while any(h - k > 1 for k, h in zip(low, high, strict=True)):
             level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
-            for d, row in enumerate(self._memory(c, None, again_after(cut, _shares(form, level, levels)))):
+            for d, row in enumerate(self._memory(c, None, again_after(cut, shares_kept(form, level, levels)))):
                 if row.total <= self.profile.memory_bytes:
                     low[d] = level[d]
                 else:
                     high[d] = level[d]
-        return again_after(cut, _shares(form, low, levels))
-
-    def relief(self, p: Prediction) -> list[tuple[float, Candidate]]:
-        """See ``Judge``: fewer activations where the family can be told, else recomputation."""
-        c = p.candidate
-        if p.fits or c.recompute != "none" or c.form.versions != "flush":
-            return []
-        found: list[tuple[float, Candidate]] = []
-        if c.update == "auto" and any(
-            memory.undo for memory in p.memory
-        ):  # running ahead may be worth more than activations are
-            waiting = c._replace(update="wait")
-            found.append((self.least(waiting), waiting))
-        told = "memory_limit" in SCHEDULES[c.schedule].options and "unit" not in SCHEDULES[c.schedule].options
-        if told and c.memory_limit is None:
-            for limit in self._limits(p):
-                limited = c._replace(memory_limit=float(limit))
-                found.append((self.least(limited), limited))
-        if self.recompute and not c.form.recomputes and (c.memory_limit is None or self.partly):
-            found.append(self._recomputing(p))
-            if self.partly and not c.sub_pipelined:  # halves are recomputed whole
-                found.append(self._recomputing_layers(p))
-        return found
-
-    def _limits(self, p: Prediction) -> list[int]:
-        """Numbers of activations for a family that can be told: as many as there is room for, and some between that and
-        what it holds untold, which fit only with recomputation of part of them."""
-        room, size = self.room(p), float(p.form.size)
-        if not self.partly:
-            return [room] * (room >= 1)
-        held = max(m.activations / (one * size) for m, one in zip(p.memory, self._largest(p), strict=True))
-        between = range(room + 1, ceil(held))
-        return [room] * (room >= 1) + list(between[:: max(1, ceil(len(between) / LIMITS))])
-
-    def _recomputing(self, p: Prediction) -> tuple[float, Candidate]:
-        """Recomputation where memory is short, and its bound: so much at least cannot be kept.
-
-        Keeping a share a of the k micro-batches in flight keeps at least k*a - 1 of them alive together.
-        """
-        c = p.candidate
-        most = [1.0] * c.stages
-        for d, (memory, one) in enumerate(zip(p.memory, self._largest(p), strict=True)):
-            if memory.activations > 0:
-                room = memory.activations - (memory.total - p.capacity) + one
-                most[d] = min(1.0, max(0.0, room / memory.activations))
-        return self._keeping_microbatches(c, most)
-
-    def _keeping_microbatches(self, c: Candidate, most: Sequence[float]) -> tuple[float, Candidate]:
-        """Recomputation where each device keeps at most such a share of its micro-batches, and its bound."""
-        form = c.form
-        share = [min(most[row[s]] for row in form.placement) for s in range(form.stages)]
-        costs = self.costs(c)
-        again = tuple((1 - a) * t for a, t in zip(share, costs.recompute, strict=True))
-        bound = least_step_seconds(
-            form, c.microbatches, replace(costs, recompute=again), self.around(c), frozenset(range(form.stages))
-        )  # fmt: skip
-        return bound * (1 - 1e-9), c._replace(recompute="stage-aware")
-
-    def _recomputing_layers(self, p: Prediction) -> tuple[float, Candidate]:
-        """The same by layers. All micro-batches in flight keep the same layers, so where activations are to shrink to a
-        share, the layers that one of the device's stages keeps are no more than that share of what it keeps now."""
-        shares = []
-        for memory in p.memory:
-            room = memory.activations - (memory.total - p.capacity)
-            shares.append(min(1.0, max(0.0, room / memory.activations)) if memory.activations else 1.0)
-        return self._keeping_layers(p.candidate, shares)
-
-    def _keeping_layers(self, c: Candidate, shares: Sequence[float]) -> tuple[float, Candidate]:
-        """Recomputation where some stage of each device keeps at most such a share of its layers, and its bound."""
-        form, costs, cut = c.form, self.costs(c), self.cut(c.form.stages, c.microbatch)
-        levels = max(map(len, cut))
-        samples = c.microbatch * float(form.size)
-        most = [0] * c.stages
-        for s, layers in enumerate(cut):
-            own = [self.profile.layers[i] for i in layers]
-            kept = [layer.kept_bytes * samples + layer.kept_fixed_bytes for layer in own]
-            whole = sum(kept) + own[-1].output_bytes * samples
-            for d in {row[s] for row in form.placement}:
-                fits = [
-                    level for level in range(levels + 1)
-                    if sum(kept[: floor(level / levels * len(kept) + 1e-9)]) <= shares[d] * whole * (1 + 1e-9)
-                ]  # fmt: skip
-                most[d] = max(most[d], max(fits, default=0))
-        again = again_after(cut, _shares(form, most, levels))
-        remade = stages_of(cut, again)
-        if remade:
-            costs = self._stage_costs(c, form, again)
-        bound = least_step_seconds(form, c.microbatches, costs, self.around(c), remade)
-        return bound * (1 - 1e-9), c._replace(recompute="layers")
-
-    def _largest(self, p: Prediction) -> list[float]:
-        """Per device, the most bytes of activations that a micro-batch has on a stage of it."""
-        most = [0.0] * p.candidate.stages
-        for s, layers in enumerate(p.cut):
-            own = [self.profile.layers[i] for i in layers]
-            each = sum(x.kept_bytes for x in own) + own[-1].output_bytes
-            kept = each * p.candidate.microbatch + sum(x.kept_fixed_bytes for x in own)
-            for row in p.form.placement:
-                most[row[s]] = max(most[row[s]], kept)
-        return most
+        return again_after(cut, shares_kept(form, low, levels))
 
     def schedule_of(self, p: Prediction) -> Schedule:
         """Compute tasks of one data-parallel copy."""
@@ -515,23 +356,3 @@ class Predictor:
             return max(device.total for device in self._memory(c, keep)) <= self.profile.memory_bytes
         except ScheduleError:
             return False
-
-    def room(self, p: Prediction) -> int:
-        """Activations of a stage that every device could hold beside everything else it holds."""
-        size = float(p.form.size)
-        most = [
-            (p.capacity - memory.total + memory.activations) / (one * size)
-            for memory, one in zip(p.memory, self._largest(p), strict=True)
-        ]
-        return max(0, floor(min(most)))
-
-
-def _shares(form: Form, level: Sequence[int], levels: int) -> Keep:
-    """Per stage, the share of its layers that are kept at these levels of the devices that hold it."""
-    return tuple(min(level[row[s]] for row in form.placement) / levels for s in range(form.stages))
-
-
-def _by_device(place: NDArray[np.int64], each: Figures) -> Figures:
-    """Sums over the stages that a device holds, of whatever replica."""
-    total: Figures = np.bincount(place.ravel(), np.broadcast_to(each, place.shape).ravel()).astype(float)
-    return total
