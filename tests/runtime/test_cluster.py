@@ -23,6 +23,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda address, **_options: found.append(address))
+    monkeypatch.setattr(ray, "shutdown", lambda: found.append("shutdown"))  # it would be that of all tests' own Ray
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     return found
 
@@ -104,6 +105,7 @@ def test_a_ray_that_does_not_come_up_is_one_error(asked: list[str], monkeypatch:
     assert "did not start on this machine: Exception: The current node timed out" in caught.value.why
     assert "\n" not in caught.value.why
     assert "less busy" in caught.value.fix
+    assert asked == ["shutdown"]
 
 
 def test_what_answers_and_is_no_ray_is_one_error(
