@@ -22,7 +22,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 from raypipe.partition.cache import cache_folder, write_file
 
-MEASURED_AS = 1
+MEASURED_AS = 2
 """Counted up when what is measured, or how, changes: older profiles are not found any more."""
 
 
