@@ -10,7 +10,7 @@ without a global gradient norm; mini-batches of more samples on A100. One core: 
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from pathlib import Path
 
@@ -88,7 +88,12 @@ def line(machine: str, devices: int, layers: int, batch: int, clip: str) -> None
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.planner_speed", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    words = parser.parse_args().words
     if words[:1] == ["layers"]:
         grow_layers(*(*map(int, words[1:]), *(2048, 256)[len(words) - 1 :]))
     elif words[:1] == ["batch"]:
