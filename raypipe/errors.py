@@ -4,7 +4,8 @@ RaypipeError
 ├── RequestError            the request is wrong: exit status 2
 │   ├── SpecError           a key, value or file of a job, cluster or profile
 │   ├── CaptureError        a model that cannot be captured or cut
-│   └── ScheduleError       a schedule that cannot exist or cannot run
+│   ├── ScheduleError       a schedule that cannot exist or cannot run
+│   └── ClusterError        nodes that cannot work together
 └── RunError                it failed while running: exit status 1
     ├── TransportError      a message that did not come, or came wrong
     ├── DivergenceError     a loss that is no longer a number
@@ -49,6 +50,10 @@ class CaptureError(RequestError):
 
 class ScheduleError(RequestError):
     """A schedule that is impossible for its shape, or an order that cannot run."""
+
+
+class ClusterError(RequestError):
+    """Nodes of the cluster that cannot run a job together; it stays so until somebody changes them."""
 
 
 class RunError(RaypipeError):

@@ -111,7 +111,7 @@ def _check_reachable(address: str) -> None:
     if not host or not port.isdigit():
         raise SpecError("RAY_ADDRESS", f'"{address}" is not HOST:PORT', UNREACHABLE)
     try:
-        with socket.create_connection((host, int(port)), timeout=ANSWER_S) as server:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as server:
             answers = os.environ.get("RAY_USE_TLS", "0") == "1" or _speaks_http2(server)
     except OSError as error:
         why = f"no Ray cluster answers at {address}: {error.strerror or error}"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.gloo import FOREVER
 from raypipe.runtime.transport.groups import create_groups
+from raypipe.runtime.transport.interfaces import use_interface
 from raypipe.runtime.transport.mesh import open_channels
 
 
@@ -37,7 +38,7 @@ class Wiring:
 
     peers: tuple[Peer, ...]
     rendezvous: str
-    """``tcp://host:port`` of rank 0."""
+    """``tcp://address:port`` of rank 0; an IPv6 address in brackets."""
     edges: tuple[tuple[int, int], ...]
     """Directed device pairs that exchange messages."""
     groups: Mapping[str, tuple[int, ...]]
@@ -58,12 +59,14 @@ class Links:
         self.receivers: dict[int, Receiver] = {}
         if len(wiring.peers) == 1:
             return
-        if len({p.node for p in wiring.peers}) == 1:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        nodes = [peer.node for peer in wiring.peers]
+        address, port = _address_of(wiring.rendezvous)
+        use_interface(own_address(), address, one_host=len(set(nodes)) == 1)
+        store = _meet(rank, wiring, address, port)
         # Ray's Gloo group passes its messages over the world's own group, posted long before anybody waits for them.
         messages = wiring.transport == "ray-collective"
         dist.init_process_group(
-            "gloo", store=_meet(rank, wiring), rank=rank, world_size=len(wiring.peers),
+            "gloo", store=store, rank=rank, world_size=len(wiring.peers),
             timeout=FOREVER if messages else timedelta(seconds=wiring.timeout_s),
         )  # fmt: skip
         try:
@@ -90,14 +93,18 @@ _doors: dict[int, socket.socket] = {}
 """The listening socket that this process last told the driver of, by port."""
 
 
-def _meet(rank: int, wiring: Wiring) -> Any:
-    """The store through which the devices find each other; rank 0 serves it."""
-    at = urlsplit(wiring.rendezvous)
+def _address_of(rendezvous: str) -> tuple[str, int]:
+    at = urlsplit(rendezvous)
     assert at.hostname is not None
     assert at.port is not None
-    door = _doors.pop(at.port, None) if rank == 0 else None
+    return at.hostname, at.port
+
+
+def _meet(rank: int, wiring: Wiring, address: str, port: int) -> Any:
+    """The store through which the devices find each other; rank 0 serves it."""
+    door = _doors.pop(port, None) if rank == 0 else None
     return dist.TCPStore(  # type: ignore[attr-defined]
-        at.hostname, at.port, len(wiring.peers), is_master=rank == 0, timeout=timedelta(seconds=wiring.timeout_s),
+        address, port, len(wiring.peers), is_master=rank == 0, timeout=timedelta(seconds=wiring.timeout_s),
         master_listen_fd=door.detach() if door is not None else None,
     )  # fmt: skip
 
@@ -105,21 +112,28 @@ def _meet(rank: int, wiring: Wiring) -> Any:
 def locate(rank: int, title: str, device: torch.device) -> Location:
     """Say where the calling actor runs, and listen there: nobody else can take the port before the devices meet."""
     import ray
-    import ray.util
 
     name = "cpu"
     if device.type == "cuda":
         name = f"cuda:{torch.cuda.get_device_properties(device).uuid}"
-    address = ray.util.get_node_ip_address()
+    address = own_address()
     for old in _doors.values():
         old.close()
     _doors.clear()
-    door = socket.create_server((address, 0))
+    door = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = door.getsockname()[1]
     _doors[port] = door
     return Location(Peer(rank, ray.get_runtime_context().get_node_id(), name, title), address, port, os.getpid())
 
 
+def own_address() -> str:
+    """IP address by which Ray knows this process's node."""
+    import ray.util
+
+    return str(ray.util.get_node_ip_address()).strip("[]")
+
+
 def rendezvous_of(locations: list[Location]) -> str:
     """Where the devices meet: where rank 0 listens."""
-    return f"tcp://{locations[0].address}:{locations[0].port}"
+    first = locations[0]
+    return f"tcp://[{first.address}]:{first.port}" if ":" in first.address else f"tcp://{first.address}:{first.port}"

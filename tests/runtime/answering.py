@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import socketserver
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ GRPC = bytes((0, 0, 6, 4, 0, 0, 0, 0, 0)) + bytes((0, 3, 0, 0, 0, 100))
 
 
 @contextmanager
-def answering(words: bytes) -> Iterator[str]:
+def answering(words: bytes, host: str = "127.0.0.1") -> Iterator[str]:
     """A server that says so much to whoever connects."""
 
     class Handler(socketserver.BaseRequestHandler):
@@ -20,7 +21,10 @@ def answering(words: bytes) -> Iterator[str]:
             self.request.sendall(words)
             self.request.recv(1000)
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(socketserver.ThreadingTCPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    with Server((host, 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"127.0.0.1:{server.server_address[1]}"
+        yield f"{f'[{host}]' if ':' in host else host}:{server.server_address[1]}"
         server.shutdown()

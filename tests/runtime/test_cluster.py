@@ -117,6 +117,14 @@ def test_what_answers_and_is_no_ray_is_one_error(
         cluster.connect(2)
 
 
+def test_a_cluster_may_have_an_ipv6_address(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(GRPC, "::1") as address:
+        assert address.startswith("[::1]:")
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        cluster.connect(2)
+    assert asked == [address]
+
+
 @pytest.mark.parametrize("words", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"220 mail\r\n"])
 def test_another_server_is_not_taken_for_ray(asked: list[str], words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would try for five minutes, and then end the process."""
