@@ -153,8 +153,9 @@ class Stage:
             self.__dict__.pop(name, None)
 
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
-        """Run training step ``step`` (from 0) and return what it took."""
-        return self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
+        """Run training step ``step`` (from 0) and return what it took; times are on the run's clock."""
+        result = self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
+        return replace(result, times=self.links.clock.shared(result.times))
 
     def install(
         self, train: dict[Part, Program], evaluate: Program, again: frozenset[int] | None, measures: bool
@@ -191,7 +192,7 @@ class Stage:
         return write_shard(directory, f"rank-{self.rank:05d}", tensors) if tensors else None
 
     def clock(self) -> float:
-        """This host's monotonic clock, for lining up the clocks of several hosts."""
+        """This host's monotonic clock."""
         return time.monotonic()
 
     def memory_bytes(self) -> int:

@@ -81,7 +81,8 @@ class Delay(NamedTuple):
     stages: tuple[int, int]
     """The earlier first, whichever way it went."""
     seconds: float
-    """From the end of the task that sent it to the start of the one that took it."""
+    """From the end of the task that sent it to the start of the one that took it; at least 0, which clocks of two hosts
+    are not good enough to promise."""
     waited: bool
     """The receiver was idle, waiting for it: ``seconds`` is its latency, not only the most that it can be."""
 
@@ -125,5 +126,5 @@ def message_delays(timeline: Timeline) -> list[Delay]:
         last = max(remote, key=lambda p: ends[p])
         own_end = ends[i - 1] if i > graph.first[graph.device[i]] else 0.0
         a, b = sorted((graph.tasks[last].stage, graph.tasks[i].stage))
-        found.append(Delay((a, b), starts[i] - ends[last], ends[last] > own_end))
+        found.append(Delay((a, b), max(0.0, starts[i] - ends[last]), ends[last] > own_end))
     return found

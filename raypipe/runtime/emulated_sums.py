@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from raypipe.runtime.shared_clock import SharedClock
+
 
 class SumLane:
     """The network lane of one device, as the simulator has it: a sum begins when its last holder is there and free.
@@ -17,8 +19,8 @@ class SumLane:
     A thread of its own asks the other holders; so sums go on while the device computes.
     """
 
-    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        self.groups = groups
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], clock: SharedClock) -> None:
+        self.groups, self.clock = groups, clock
         self._todo: queue.SimpleQueue[tuple[int, int, float, float] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[int, float] | BaseException] = queue.SimpleQueue()
         self._open = 0
@@ -44,17 +46,17 @@ class SumLane:
         return found
 
     def _work(self) -> None:
-        free = 0.0
+        free = float("-inf")
         try:
             while (item := self._todo.get()) is not None:
                 index, stage, issued, duration = item
                 begin = max(issued, free)
                 group = self.groups.get(f"stage {stage}")
                 if group is not None:
-                    own = torch.full((group.size(),), begin, dtype=torch.float64)
+                    own = torch.full((group.size(),), self.clock.shared(begin), dtype=torch.float64)
                     everybody = torch.empty_like(own)
                     dist.all_to_all_single(everybody, own, group=group)  # one hop, as in norm.Shares
-                    begin = float(everybody.max())
+                    begin = self.clock.local(float(everybody.max()))
                 free = begin + duration
                 self._done.put((index, free))
         except BaseException as error:

@@ -26,6 +26,7 @@ from raypipe.runtime.links import Links, Location, Wiring, locate
 from raypipe.runtime.norm import Shares
 from raypipe.runtime.process import settle
 from raypipe.runtime.runner import ProgramRunner
+from raypipe.runtime.shared_clock import SharedClock
 from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, TakesIn, TensorSpec, Wire
 from raypipe.schedule.endless import Part
 from raypipe.schedule.latency import Comm, latency
@@ -37,7 +38,7 @@ OVERSHOOT_S = 0.0002
 LOOK_S = 0.0005
 """So long before a task ends its device takes in what has come for the next one."""
 STAMP = Wire((TensorSpec((1,), torch.float64),), (True,))
-"""What a message carries: when the link delivers it, on this host's monotonic clock."""
+"""What a message carries: when the link delivers it, on the run's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,13 @@ class EmulatedRunner(ProgramRunner):
 
     def __init__(
         self, setup: EmulatedSetup, senders: Mapping[int, Sender], receivers: Mapping[int, Receiver],
-        groups: Mapping[str, dist.ProcessGroup], world: dist.ProcessGroup | None,
+        groups: Mapping[str, dist.ProcessGroup], world: dist.ProcessGroup | None, run_clock: SharedClock,
     ) -> None:  # fmt: skip
         wire = dict.fromkeys(range(setup.stages), STAMP)
         super().__init__(setup.microbatches, timeout_s=300.0, senders=senders, receivers=receivers, wire=wire)
         self.setup = setup
-        self.sums = SumLane(groups)
+        self.run_clock = run_clock
+        self.sums = SumLane(groups, run_clock)
         self.shares = Shares(world)
         self._waits_for: int | None = None
         self._link_free: dict[int, float] = {}
@@ -116,7 +118,7 @@ class EmulatedRunner(ProgramRunner):
         for m, stamp in stamps:
             gone = max(now, self._link_free.get(m.dst_device, 0.0)) + self.setup.seconds_per_message
             self._link_free[m.dst_device] = gone
-            stamp[0] = gone + latency(self.setup.latency_s, m.src_stage, m.dst_stage)
+            stamp[0] = self.run_clock.shared(gone + latency(self.setup.latency_s, m.src_stage, m.dst_stage))
 
     def _take_in(self) -> None:
         """Take in what the next task needs, as far as it has come."""
@@ -137,14 +139,14 @@ class EmulatedRunner(ProgramRunner):
         """Take the message, then hold it back until the emulated link delivers it."""
         super().receive(m, action)
         (delivered,) = self.mail[self._slot(m)]
-        wait_until(float(delivered))
+        wait_until(self.run_clock.local(float(delivered)))
 
     def before_updates(self, times: NDArray[np.float64]) -> None:
         """Wait for the all-reduces, then for the global norm or not."""
         self._finish(times)
         if self.setup.norm == "free":
             return
-        self.shares.start(time.monotonic())
+        self.shares.start(self.run_clock.shared(time.monotonic()))
         if self.program.ahead is None:
             wait_until(self._known_at())
         else:
@@ -165,11 +167,12 @@ class EmulatedRunner(ProgramRunner):
         return self.setup.clip_every == 0 or done % self.setup.clip_every > 0
 
     def _known_at(self) -> float:
-        """The norm is known a link's latency after the last of the other devices was through."""
+        """When, on this host's clock, the norm is known: a link's latency after the last other device was through."""
         through = self.shares.wait(self.outgoing.push)
         slowest = self.setup.latency_s
         lag = (max(slowest) if isinstance(slowest, tuple) else slowest) + self.setup.seconds_per_message
-        return max((at + lag for rank, at in enumerate(through) if rank != self.setup.rank), default=0.0)
+        others = [at for rank, at in enumerate(through) if rank != self.setup.rank]
+        return self.run_clock.local(max(others)) + lag if others else 0.0
 
     def forget(self) -> None:
         """See ProgramRunner.forget."""
@@ -222,9 +225,10 @@ class EmulatedStage:
         if self.links is not None:
             self.links.close()
         self.links = links = Links(setup.rank, setup.wiring, "gloo")
-        self.runner = EmulatedRunner(setup, links.senders, links.receivers, links.groups, links.world)
+        self.runner = EmulatedRunner(setup, links.senders, links.receivers, links.groups, links.world, links.clock)
 
     def run_step(self, step: int, part: Part) -> NDArray[np.float64]:
-        """Run one step; returns ``[tasks, 2]`` start and end of each task."""
+        """Run one step; returns ``[tasks, 2]`` start and end of each task on the run's clock."""
         assert self.runner is not None, "set up first"
-        return self.runner.run(part, step)
+        times: NDArray[np.float64] = self.runner.run_clock.shared(self.runner.run(part, step))
+        return times

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from raypipe.runtime.shared_clock import SharedClock, open_clock
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.gloo import FOREVER
 from raypipe.runtime.transport.groups import create_groups
@@ -57,6 +58,7 @@ class Links:
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
+        self.clock = SharedClock()
         if len(wiring.peers) == 1:
             return
         nodes = [peer.node for peer in wiring.peers]
@@ -71,6 +73,7 @@ class Links:
         )  # fmt: skip
         try:
             self.world = dist.group.WORLD
+            self.clock = open_clock(rank, nodes, address, store, wiring.run_id)
             self.groups = create_groups(wiring.groups, backend, wiring.timeout_s)
             self.senders, self.receivers = open_channels(
                 wiring.peers[rank], wiring.peers, wiring.edges, wiring.transport, wiring.run_id
@@ -81,6 +84,7 @@ class Links:
 
     def close(self) -> None:
         """Close every channel and leave every group."""
+        self.clock.close()
         for sender in self.senders.values():
             sender.close()
         for receiver in self.receivers.values():

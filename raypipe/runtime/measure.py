@@ -57,8 +57,9 @@ class StepClock:
         """Seconds and bubble ratio of one step: from the end of the step before to its own end."""
         start = min(float(t[0, 0]) for t in times if len(t))
         end = max(float(t[:, 1].max()) for t in times if len(t))
-        follows = self._previous_end is not None
-        begin = self._previous_end if self._previous_end is not None else start
+        # Clocks of several hosts are known to within a little: a step still takes time.
+        follows = self._previous_end is not None and self._previous_end < end
+        begin = self._previous_end if self._previous_end is not None and follows else start
         self._previous_end = end
         step_s = end - begin
         busy = sum(float((t[c, 1] - t[c, 0]).sum()) for t, c in zip(times, self._compute[part], strict=True))
@@ -106,6 +107,7 @@ class StepClock:
             step_s = fmean(again) + (median(self._gaps) if self._gaps else 0.0)
         else:
             step_s = steady(self.schedule, costs)
+        step_s = max(step_s, *timeline.busy)  # a gap between clocks that disagree may be far below zero
         busy = sum(timeline.busy)
         self.prediction = Prediction(costs, timeline, step_s, 1.0 - busy / (self.schedule.devices * step_s))
         self._calibration.clear()

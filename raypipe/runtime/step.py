@@ -23,7 +23,8 @@ class StepResult:
     norm_squared: float
     """This device's share of the squared global gradient norm, before clipping."""
     times: NDArray[np.float64]
-    """``[tasks, 2]`` start and end of every task, on this host's monotonic clock in seconds."""
+    """``[tasks, 2]`` start and end of every task, in seconds: on this host's monotonic clock, and, as an actor
+    returns it, on the run's (``shared_clock``)."""
     received: int
     """Messages that came from other devices."""
     received_bytes: int

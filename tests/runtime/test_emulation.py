@@ -5,19 +5,23 @@ How close the two are is a matter of the machine's load and is measured by ``ray
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from raypipe.errors import ScheduleError, SpecError
-from raypipe.runtime import emulation
+from raypipe.runtime import emulated_sums, emulation
 from raypipe.runtime.calibrate import message_delays
 from raypipe.runtime.emulate_run import PROCESS_BYTES, Links, check_processes, emulate
+from raypipe.runtime.emulated_sums import SumLane
 from raypipe.runtime.emulation import EmulatedRunner, EmulatedSetup, wait_until
 from raypipe.runtime.links import Wiring
+from raypipe.runtime.shared_clock import SharedClock
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.endless import WHOLE
@@ -118,18 +122,24 @@ def test_the_command_prints_one_object(local_ray, capsys) -> None:
     assert {"bubble_ratio", "dispatch_overhead_s"} <= set(found)
 
 
-def test_a_device_that_wakes_late_delivers_late(monkeypatch) -> None:
-    """A message is due its latency after the task's true end, which the link must not absorb."""
-    sent: list[float] = []
-    sender = SimpleNamespace(send=lambda label, tensors: sent.append(float(tensors[0])))
+def lone_runner(sender: object, receiver: object, offset_s: float = 0.0) -> EmulatedRunner:
+    """Device 0 of two, before its first task; its host's clock is ``offset_s`` behind the run's."""
     program = programs(generate("1f1b", Shape(devices=2, microbatches=2)))[0]
     setup = EmulatedSetup(
         rank=0, wiring=Wiring((), "", (), {}, "auto", ""), microbatches=2, stages=2, programs={WHOLE: program},
         durations={WHOLE: (2 * MS,) * len(program.actions)}, latency_s=4 * MS, seconds_per_message=0.0,
     )  # fmt: skip
-    runner = EmulatedRunner(setup, {1: sender}, {}, {}, None)  # type: ignore[dict-item]
+    clock = SharedClock(ctypes.c_double(offset_s))
+    runner = EmulatedRunner(setup, {1: sender}, {1: receiver}, {}, None, clock)  # type: ignore[dict-item]
     runner._part, runner.step, runner.base, runner.attempt, runner.program = WHOLE, 0, 0, 0, program
     runner.forget()
+    return runner
+
+
+def test_a_device_that_wakes_late_delivers_late(monkeypatch) -> None:
+    """A message is due its latency after the task's true end, which the link must not absorb."""
+    sent: list[float] = []
+    runner = lone_runner(SimpleNamespace(send=lambda label, tensors: sent.append(float(tensors[0]))), None)
     woken: list[float] = []
 
     def late(moment: float) -> None:
@@ -137,10 +147,53 @@ def test_a_device_that_wakes_late_delivers_late(monkeypatch) -> None:
         woken.append(time.monotonic())
 
     monkeypatch.setattr(emulation, "wait_until", late)
-    action = program.actions[0]
+    action = runner.program.actions[0]
     runner.run_task(action)
     runner.send(action.sends[0])
     assert sent[0] >= woken[-1] + 4 * MS
+
+
+@pytest.mark.parametrize("offset_s", [-1000.0, 1000.0])
+def test_messages_between_hosts_are_stamped_on_one_clock(offset_s) -> None:
+    sent: list[float] = []
+    came = torch.zeros(1, dtype=torch.float64)
+    runner = lone_runner(
+        SimpleNamespace(send=lambda label, tensors: sent.append(float(tensors[0]))),
+        SimpleNamespace(recv=lambda label, timeout_s: [came]),
+        offset_s,
+    )
+    action = runner.program.actions[0]
+    begin = time.monotonic()
+    runner.run_task(action)
+    runner.send(action.sends[0])
+    assert begin + 6 * MS * EXACT <= sent[0] - offset_s < time.monotonic() + 5 * MS
+    gradient = next(m for a in runner.program.actions for m in a.receives)
+    came[0] = time.monotonic() + offset_s + 20 * MS
+    runner.receive(gradient, action)
+    assert 0 <= time.monotonic() + offset_s - float(came[0]) < 5.0
+
+
+@pytest.mark.parametrize("offset_s", [-1000.0, 1000.0])
+def test_sums_and_norms_of_several_hosts_are_on_one_clock(monkeypatch, offset_s) -> None:
+    """The other holder joins 30 ms later, and its host says so on the run's clock."""
+    clock = SharedClock(ctypes.c_double(offset_s))
+    began = time.monotonic()
+
+    def both(everybody: torch.Tensor, own: torch.Tensor, group: object) -> None:
+        everybody[0], everybody[1] = own[0], began + 30 * MS + offset_s
+
+    monkeypatch.setattr(emulated_sums.dist, "all_to_all_single", both)
+    lane = SumLane({"stage 0": SimpleNamespace(size=lambda: 2)}, clock)  # type: ignore[dict-item]
+    lane.join(7, 0, 5 * MS)
+    ((index, end),) = lane.finish()
+    lane.close()
+    assert index == 7
+    assert end == pytest.approx(began + 35 * MS, abs=1e-6)
+    runner = lone_runner(SimpleNamespace(send=None), None, offset_s)
+    runner.shares = SimpleNamespace(wait=lambda push: [0.0, began + offset_s])  # type: ignore[assignment]
+    assert runner._known_at() == pytest.approx(began + 4 * MS, abs=1e-6)
+    runner.shares = SimpleNamespace(wait=lambda push: [0.0])  # type: ignore[assignment]
+    assert runner._known_at() <= time.monotonic()
 
 
 def test_more_processes_than_memory_are_refused() -> None:
