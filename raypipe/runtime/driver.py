@@ -32,6 +32,7 @@ from raypipe.runtime.links import Wiring, rendezvous_of
 from raypipe.runtime.measure import Prediction, StepClock
 from raypipe.runtime.members import member_edges, member_groups, member_of
 from raypipe.runtime.norm import clip_factor, norm_of
+from raypipe.runtime.observing import Observing
 from raypipe.runtime.optimizer import learning_rate
 from raypipe.runtime.raise_alphas import Raiser, raises
 from raypipe.runtime.replan import Replanner
@@ -70,6 +71,7 @@ class Driver:
     def __init__(self, job: JobSpec, plan: Plan, directory: Path, log: RunLog, saved: Saved) -> None:
         self.job, self.plan, self.directory = job, plan, directory
         self.log, self.saved = log, saved
+        self._observe = Observing(log)
         self.schedule = build_schedule(plan, job.train.batch)
         self._clips = job.train.clip is not None
         self.tokens_per_step = job.train.batch * tokens_per_sample(job, directory / "data")
@@ -110,7 +112,7 @@ class Driver:
         self._look_back(done)
         self._setup(fleet, checkpoint)
         last = self._loop(fleet, done)
-        self._tell(self.clock.predict(at_end=True), last)
+        self._tell(self._observe("the prediction", self.clock.predict, at_end=True), last)
         self.memory_bytes = ray.get(fleet.call("memory_bytes"))
 
     def _look_back(self, done: int) -> None:
@@ -200,7 +202,7 @@ class Driver:
             if self.raiser is not None:
                 self._raise(fleet, self.raiser, step)
             if self.replanner is not None:
-                target = self.replanner.take()
+                target = self._observe("planning again", self.replanner.take)
                 self._tell_news(self.replanner, step)
                 if target is not None:
                     self._swap(fleet, target)
@@ -292,7 +294,7 @@ class Driver:
 
     def _raise(self, fleet: Fleet, raiser: Raiser, step: int) -> None:
         """Take up another share of layers to keep, or stop measuring once it is found."""
-        plan = raiser.take()
+        plan = self._observe("the search for parallel.alphas", raiser.take)
         for fields in raiser.news:
             self.log.event("recompute", step=step, **fields)
         raiser.news.clear()
@@ -346,14 +348,15 @@ class Driver:
                 "bubble_ratio": bubble_ratio,
             }
         )
-        prediction = ticket.clock.predict()
+        prediction = self._observe("the prediction", ticket.clock.predict)
         self._tell(prediction, step)
         if self.raiser is not None and ticket.clock is self.clock:
             memory = [r.memory for r in results[:: self.plan.parallel.tensor]]
-            self.raiser.saw(memory, step_s, self.clock.so_far)
+            self._observe("the search for parallel.alphas", self.raiser.saw, memory, step_s, self.clock.so_far)
         if self.replanner is not None:
             if ticket.clock is self.clock:  # not a step that was queued before the plan changed
-                self.replanner.saw(step_s, prediction.costs if prediction is not None else None)
+                costs = prediction.costs if prediction is not None else None
+                self._observe("planning again", self.replanner.saw, step_s, costs)
             self._tell_news(self.replanner, step)
 
 
