@@ -24,7 +24,8 @@ from raypipe.runtime.collective import wait_for
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
-from raypipe.runtime.links import Links, Location, Wiring, locate
+from raypipe.runtime.host_check import HostQuestion, HostReport, report_host
+from raypipe.runtime.links import Links, Location, Wiring, locate, own_address
 from raypipe.runtime.members import TENSOR_GROUP, own_channels, own_groups
 from raypipe.runtime.narrow import narrowing_of
 from raypipe.runtime.norm import Shares
@@ -65,6 +66,10 @@ class Stage:
     def locate(self) -> Location:
         """Say where this actor runs."""
         return locate(self.rank, self.title, self.device)
+
+    def report(self, question: HostQuestion) -> HostReport:
+        """Say whether this actor's node can take part in a run."""
+        return report_host(question, own_address())
 
     def setup(self, setup: Setup) -> tuple[int, list[str]]:
         """Join the groups, open the channels, build the stages.

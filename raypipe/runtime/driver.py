@@ -27,6 +27,7 @@ from raypipe.plan.plan import Plan, build_schedule, forward_only
 from raypipe.runtime.better_plan import Running, runs_ahead
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.gradients import TiedHolders, shared_groups
+from raypipe.runtime.host_check import check_hosts
 from raypipe.runtime.launch import Fleet
 from raypipe.runtime.links import Wiring, rendezvous_of
 from raypipe.runtime.measure import Prediction, StepClock
@@ -103,6 +104,7 @@ class Driver:
         where it stops early.
 
         Raises:
+            ClusterError: the nodes cannot run the job together.
             ray.exceptions.RayActorError: a stage actor died.
             DivergenceError: the loss is no longer a number.
             RaypipeError: as the stage actors raise it, wrapped by Ray.
@@ -129,6 +131,7 @@ class Driver:
                 self._best_loss = held.meta[LOSS]
 
     def _setup(self, fleet: Fleet, checkpoint: Path | None) -> None:
+        check_hosts(fleet, self.directory)
         schedule, tensor = self.schedule, self.plan.parallel.tensor
         job = self.job.model_copy(update={"parallel": self.plan.parallel})
         fields = known_fields(self.directory / "data")

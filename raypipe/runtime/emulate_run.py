@@ -16,6 +16,7 @@ from raypipe.runtime.cluster import connect
 from raypipe.runtime.driver import AHEAD
 from raypipe.runtime.emulation import EmulatedSetup, EmulatedStage
 from raypipe.runtime.gradients import shared_groups
+from raypipe.runtime.host_check import check_hosts
 from raypipe.runtime.launch import Fleet, start_fleet
 from raypipe.runtime.links import Wiring, rendezvous_of
 from raypipe.runtime.measure import StepClock, as_run
@@ -147,6 +148,7 @@ def emulate(
     Raises:
         ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
         SpecError: more devices than there is memory for, or more steps than can be predicted.
+        ClusterError: the nodes cannot work together.
     """
     what = rehearsal(base, costs, links, replicas, norm, clip_every)
     _check_length(what.schedule, steps)
@@ -182,6 +184,7 @@ def run_rehearsal(what: Rehearsal, fleet: Fleet, steps: int) -> Emulated:
     """Emulate on actors that are there: one for each device."""
     schedule = what.schedule
     clock = StepClock(schedule)
+    check_hosts(fleet)
     _setup(fleet, what)
     measured = _steps(fleet, clock, schedule, steps)
     ends = what.step_ends(steps)

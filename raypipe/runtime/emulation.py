@@ -22,7 +22,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from raypipe.runtime.emulated_sums import SumLane
-from raypipe.runtime.links import Links, Location, Wiring, locate
+from raypipe.runtime.host_check import HostQuestion, HostReport, report_host
+from raypipe.runtime.links import Links, Location, Wiring, locate, own_address
 from raypipe.runtime.norm import Shares
 from raypipe.runtime.process import settle
 from raypipe.runtime.runner import ProgramRunner
@@ -217,6 +218,10 @@ class EmulatedStage:
     def locate(self) -> Location:
         """Say where this actor runs."""
         return locate(self.rank, self.title, torch.device("cpu"))
+
+    def report(self, question: HostQuestion) -> HostReport:
+        """Say whether this actor's node can take part."""
+        return report_host(question, own_address())
 
     def setup(self, setup: EmulatedSetup) -> None:
         """Open the channels."""

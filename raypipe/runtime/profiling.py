@@ -24,6 +24,7 @@ from raypipe.errors import RunError, SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.runtime.cluster import connect, connect_all
+from raypipe.runtime.host_check import check_hosts
 from raypipe.runtime.launch import start_actors
 from raypipe.runtime.profiling_cache import keep, profile_path, read_kept
 from raypipe.runtime.profiling_device import DeviceFacts, ProfilingStage
@@ -57,6 +58,7 @@ def measure_profile(
 
     Raises:
         SpecError: no such number of devices, or a model of which not even one layer of each kind fits.
+        ClusterError: the nodes cannot work together.
         RunError: a device died, for example because it ran out of memory.
     """
     sizes = sorted(set(microbatches))
@@ -73,6 +75,7 @@ def measure_profile(
         say(f"starting {count} device actor{'s' * (count > 1)}")
         fleet = start_actors([f"profile · device {rank}" for rank in range(count)], request, ProfilingStage)
         try:
+            check_hosts(fleet)
             bench = LayerBench(job, model, fleet, folder)
             effort = QUICK if quick else THOROUGH
             path = profile_path(job, model, sizes, count) if cached else None

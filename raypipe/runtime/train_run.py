@@ -22,6 +22,7 @@ from raypipe.plan.plan import load_plan
 from raypipe.runtime.devices import DeviceRequest
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.launch import start_fleet
+from raypipe.runtime.links import own_address
 
 if TYPE_CHECKING:
     from ray.train import Result
@@ -130,6 +131,14 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
+def this_node() -> dict[str, float]:
+    """Resources that only the calling process's node has, and enough of: there the run's directory is."""
+    import ray
+
+    name = f"node:{own_address()}"
+    return {name: 0.001} if name in ray.cluster_resources() else {}
+
+
 def start_run(request: RunRequest) -> Result:
     """Run to the end through Ray Train; Ray must be initialised.
 
@@ -145,7 +154,9 @@ def start_run(request: RunRequest) -> Result:
         driver_loop,
         train_loop_config={"request": request},
         # The driver computes nothing: all CPUs belong to the stage actors.
-        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 0, "memory": DRIVER_BYTES}),
+        scaling_config=ScalingConfig(
+            num_workers=1, resources_per_worker={"CPU": 0, "memory": DRIVER_BYTES, **this_node()}
+        ),
         run_config=RunConfig(
             name=request.directory.name,
             storage_path=str(request.directory.parent),
