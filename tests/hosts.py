@@ -22,7 +22,7 @@ import pytest
 ISOLATED = ("--mount", "--uts", "--ipc", "--net", "--pid", "--time")
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 GCS_PORT = 6379
-READY_S = 60.0
+READY_S = 240.0
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Cluster:
     def train(self, job: Path, run: Path) -> tuple[int, str]:
         """Exit status and output of ``raypipe train`` on the first host."""
         words = [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(run), "--json"]
-        done = self.hosts[0].run(*words, timeout_s=200.0, **self.settings)
+        done = self.hosts[0].run(*words, timeout_s=400.0, **self.settings)
         return done.returncode, done.stdout + done.stderr
 
 
