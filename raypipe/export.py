@@ -4,10 +4,13 @@ checkpoint (with ``train.load_best_at_end``, the best), the configuration, and t
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from raypipe.errors import SpecError
+from raypipe.files import is_url
 from raypipe.job import HfSpec
 from raypipe.train import saved_job
 from raypipe.trained import last_checkpoint, load_hugging_face
@@ -27,25 +30,45 @@ def export(directory: Path, out: Path) -> Path:
     Raises:
         SpecError: no run, no checkpoint, not a Hugging Face model, or ``out`` is there and not empty.
     """
+    given = out
     job = saved_job(directory)
     if not isinstance(job.model, HfSpec):
         raise SpecError(
             str(directory), "is no Hugging Face model", "only model: {hf: ...} has a form transformers reads"
         )
     last_checkpoint(directory, job)
+    out = out.absolute()
+    if is_url(given):
+        raise SpecError("--output", f"{given} is a URL", "give a directory on this machine")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SpecError("--output", f"{out} is already there", "give a new directory")
     source, module = load_hugging_face(directory, job, job.model)
     if hasattr(source.config, "use_cache"):
         source.config.use_cache = True  # of no use in training, but in writing
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    module.save_pretrained(partial)  # type: ignore[operator]
-    began = Path(job.model.hf)
-    if began.is_dir():
-        for file in {path for pattern in BESIDE for path in began.glob(pattern) if path.is_file()}:
-            shutil.copy2(file, partial / file.name)
-    if out.exists():
-        out.rmdir()
-    partial.replace(out)
-    return out
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(
+            tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent)
+        )  # nobody else's, whatever is there
+        try:
+            module.save_pretrained(partial)  # type: ignore[operator]
+            began = Path(job.model.hf)
+            if began.is_dir():
+                for file in {path for pattern in BESIDE for path in began.glob(pattern) if path.is_file()}:
+                    shutil.copy2(file, partial / file.name)
+            partial.chmod(0o777 & ~_umask())
+            if out.exists():
+                out.rmdir()
+            partial.replace(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise SpecError("--output", f"{out} can't be written: {error.strerror}", "give another directory") from None
+    return given
+
+
+def _umask() -> int:
+    """What a new folder is not to allow; can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

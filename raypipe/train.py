@@ -14,11 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from raypipe.auto import search
 from raypipe.auto.placements import placed
-from raypipe.errors import CheckpointError, RunError, SpecError
+from raypipe.errors import CheckpointError, RaypipeError, RunError, SpecError
+from raypipe.files import read_regular
 from raypipe.job.order import base_schedule, is_file
 from raypipe.job.recompute import named_layers
 from raypipe.job.spec import JobSpec
-from raypipe.observe.run_dir import CHECKPOINTS, hold, put_aside, stillborn
+from raypipe.observe.run_dir import (
+    CHECKPOINTS,
+    RECORD,
+    check_own,
+    hold,
+    mend_logs,
+    place,
+    put_aside,
+    set_aside,
+    stillborn,
+)
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.observe.summary import summarise
 from raypipe.plan.plan import JOBS_OWN, Plan, build_schedule, load_plan
@@ -31,7 +42,7 @@ if TYPE_CHECKING:
 
     from raypipe.models import LayeredModel
 
-JOB_FILE = "job.json"
+JOB_FILE = RECORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,9 @@ def prepare_run(
         SpecError, ScheduleError: whatever is wrong with the request, one error.
         RunError: a device died while it was measured.
     """
-    empty = directory is not None and stillborn(directory.expanduser())
+    if directory is not None:
+        directory = place(directory)
+    empty = directory is not None and stillborn(directory)
     resume = resume and not empty
     plan: Plan | None = None
     if plan_file is not None:
@@ -128,7 +141,7 @@ def prepare_run(
             raise SpecError(f"{plan_file}: {error.where}", error.why, error.fix) from None
         _check_cut(plan, job, plan_file)
         plan = _known(plan, job, plan_file, say)
-    elif resume and directory is not None and (plan := _chosen_before(job, directory)) is not None:
+    elif resume and directory is not None and (plan := _chosen_before(job, directory, say)) is not None:
         job = with_plan(job, plan)
         plan = _known(plan, job, directory / "plan.json", say)
     elif not job.parallel.auto:
@@ -143,6 +156,11 @@ def prepare_run(
     if resume:
         _check_resume(job, where)
     try:
+        if resume:
+            from raypipe.runtime.ray_snapshot import check_snapshot
+
+            mend_logs(where, say)
+            check_snapshot(where, say)
         if not (resume and is_prepared(where / "data")):  # a resumed run goes on with the data it began with
             prepare_data(job, build_model(job, declared_fields(job.data)).task, where / "data")
         if plan is None:
@@ -225,17 +243,22 @@ def _planned(job: JobSpec, directory: Path, dashboard_port: int | None, say: Cal
     return decision.plan
 
 
-def _chosen_before(job: JobSpec, directory: Path) -> Plan | None:
+def _chosen_before(job: JobSpec, directory: Path, say: Callable[[str], None]) -> Plan | None:
     """The plan of the run to resume where it was chosen or searched: doing so again would find another one.
 
-    None where the job now asks for another one.
+    None where the job now asks for another one, or the record of it is damaged.
     """
     parallel = job.parallel
     if not (parallel.auto or parallel.schedule == "auto" or parallel.replans):
         return None
-    if not (directory / "plan.json").exists():
+    path = directory / "plan.json"
+    if not path.exists():
         return None
-    plan = load_plan(directory / "plan.json")
+    try:
+        plan = load_plan(path)
+    except SpecError as error:  # the checkpoints, which no plan enters, are what a run goes on from
+        say(f"note: {error.where} {error.why}; it is now {set_aside(path).name}, and the run is planned again")
+        return None
     if job.parallel.auto:
         return plan if job.parallel.allows(plan.parallel) else None
     # When gradients are summed may have changed with the order (runtime.better_plan).
@@ -251,10 +274,10 @@ def saved_job(directory: Path) -> JobSpec:
     """
     path = directory / JOB_FILE
     try:
-        return JobSpec.model_validate_json(path.read_bytes())
+        return JobSpec.model_validate_json(read_regular(path))
     except FileNotFoundError:
         raise SpecError(str(directory), "holds no run", "give the --run-dir of a `raypipe train`") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RaypipeError):
         raise SpecError(str(path), "is no record of a job: damaged", "train anew, in another --run-dir") from None
 
 
@@ -287,10 +310,20 @@ def _directory(job: JobSpec, directory: Path | None, resume: bool) -> Path:
         # A Ray job's working directory goes away with the job.
         base = Path.home() / "raypipe" / "runs" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else Path("runs")
         directory = base / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    directory = directory.expanduser().absolute()
+    return claim(directory, resume)
+
+
+def claim(directory: Path, resume: bool) -> Path:
+    """Make a run directory, or see that it is one that this run may write into; returns its absolute path.
+
+    Raises:
+        SpecError: it holds a run already, or somebody else's files, or cannot be written.
+    """
+    directory = place(directory)
     try:
         if not resume and (directory / METRICS).exists() and not stillborn(directory):
             raise SpecError(str(directory), "already holds a run", "add --resume, or give another --run-dir")
+        check_own(directory)
         directory.mkdir(parents=True, exist_ok=True)
         hold(directory).close()
         probe = directory / ".writable"
@@ -303,7 +336,8 @@ def _directory(job: JobSpec, directory: Path | None, resume: bool) -> Path:
 
 def _unusable(directory: Path, error: OSError) -> SpecError:
     inside = str(error.filename or directory).removeprefix(str(directory)).strip("/")
-    why = f"{error.strerror}: {inside}" if inside else str(error.strerror)
+    reason = error.strerror or str(error)
+    why = f"{reason}: {inside}" if inside else reason
     return SpecError(str(directory), f"can't be used as run directory: {why}", "give another --run-dir")
 
 

@@ -23,7 +23,8 @@ import numpy as np
 from raypipe.arguments import read_arguments, recomputes, train_keys
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from
-from raypipe.train import Prepared, prepare_run, run
+from raypipe.observe.run_dir import place
+from raypipe.train import Prepared, claim, prepare_run, run
 
 if TYPE_CHECKING:
     from ray.train import Result
@@ -99,7 +100,7 @@ class PipelineTrainer:
         output = self.arguments["output_dir"]
         if not output:
             raise SpecError("args.output_dir", "is missing", "say where the run's files go")
-        self.directory = Path(output).expanduser().absolute()
+        self.directory = place(output, "args.output_dir")
         self.degrees = _degrees
         self._early_stop = _early_stop(callbacks)
         self._model, self._train, self._eval, self._more = model, train_dataset, eval_dataset, job or {}
@@ -118,6 +119,7 @@ class PipelineTrainer:
 
     def prepare(self) -> Prepared:
         """Write the data, make the plan, lay out the run directory; what ``train`` does before Ray starts."""
+        claim(self.directory, resume=False)  # before anything is written there
         data = {"type": "arrays", "path": str(self._write(self._train, "train"))}
         if self._eval is not None:
             data["held_out"] = str(self._write(self._eval, "eval"))

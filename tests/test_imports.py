@@ -7,12 +7,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
-    "errors", "schedule", "simulate", "auto", "job", "cost", "plan", "models", "partition", "data", "checkpoint",
-    "observe", "runtime", "train", "trained", "sample", "export", "arguments", "trainer", "cli", "__main__",
+    "errors", "files", "schedule", "simulate", "auto", "job", "cost", "plan", "models", "partition", "data",
+    "checkpoint", "observe", "runtime", "train", "trained", "sample", "export", "arguments", "trainer", "cli",
+    "__main__",
 ]  # fmt: skip
 SIDE_BY_SIDE = {"models", "partition", "data", "checkpoint"}
 """One layer of the house: these may use one another."""
-PLANNING = {"errors", "schedule", "simulate", "auto", "cost", "plan", "job", "observe"}
+PLANNING = {"errors", "files", "schedule", "simulate", "auto", "cost", "plan", "job", "observe"}
 HEAVY = {"torch", "ray"}
 CUTTING = {
     "autograd", "balance", "borders", "cache", "calls", "dims", "document", "fingerprint", "flops", "here", "labels",

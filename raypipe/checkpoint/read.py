@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ class Checkpoint:
 
 
 _EARLIER = "use an earlier checkpoint"
+_STEP = re.compile(r"step-([0-9]{1,18})")
 
 
 def open_checkpoint(path: str | Path, verify: bool = True) -> Checkpoint:
@@ -67,13 +69,17 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Checkpoint:
         file = path / entry["file"]
         if not file.is_file():
             raise CheckpointError(str(file), "is missing", _EARLIER)
-        size = file.stat().st_size
+        try:
+            size = file.stat().st_size
+            found = sha256(file) if verify and size == entry["bytes"] else entry["sha256"]
+        except OSError as error:
+            raise CheckpointError(str(file), f"can't be read: {error.strerror}", _EARLIER) from None
         if size != entry["bytes"]:
             what = "is truncated" if size < entry["bytes"] else "is damaged"
             raise CheckpointError(str(file), f"{what}: {size} bytes instead of {entry['bytes']}", _EARLIER)
-        if verify and sha256(file) != entry["sha256"]:
+        if found != entry["sha256"]:
             raise CheckpointError(str(file), "is damaged: its content differs from its digest", _EARLIER)
-    return Checkpoint(path, int(manifest["step"]), manifest["meta"], manifest["keys"])
+    return Checkpoint(path, manifest["step"], manifest["meta"], manifest["keys"])
 
 
 def latest(root: str | Path) -> tuple[Path | None, list[str]]:
@@ -82,8 +88,8 @@ def latest(root: str | Path) -> tuple[Path | None, list[str]]:
     None, and no notice, where there is no checkpoint at all. Verifies what it returns, digests included.
     """
     notices: list[str] = []
-    steps = {int(path.name[5:]): path for path in Path(root).glob("step-*") if path.name[5:].isdigit()}
-    for _, path in sorted(steps.items(), reverse=True):
+    steps = [(int(found[1]), path) for path in Path(root).glob("step-*") if (found := _STEP.fullmatch(path.name))]
+    for _, path in sorted(steps, reverse=True):
         try:
             open_checkpoint(path)
         except CheckpointError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from raypipe.cli._values import comma_list
 from raypipe.errors import RequestError, ScheduleError, nearest
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
-from raypipe.schedule.costs import CostTable
+from raypipe.schedule.costs import LONGEST, CostTable
 from raypipe.schedule.ir import Schedule
 
 if TYPE_CHECKING:
@@ -140,6 +140,9 @@ def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> 
             raise RequestError(flag(key), f"{len(values)} values for {stages} stages", f"give 1 or {stages} values")
         if (wrong := next((v for v in values if not 0 <= v < math.inf), None)) is not None:
             raise RequestError(flag(key), f"{wrong:g} is no time", "use finite numbers >= 0")
+        if (wrong := next((v for v in values if v > LONGEST), None)) is not None:
+            why = f"{wrong:g} is too long: times of a step could not be added up"
+            raise RequestError(flag(key), why, f"use at most {LONGEST:g}")
         each = values[0] / (share if key != "comm" else 1)
         table[key] = (each,) * stages if len(values) == 1 else tuple(values)
     zeros = (0.0,) * stages

@@ -37,10 +37,12 @@ from raypipe.data.ragged import (
     of_one_form,
 )
 from raypipe.errors import SpecError
+from raypipe.files import expanded
 from raypipe.job import DataSpec
 from raypipe.models.task import MASK, Field
 
 META = "arrays.json"
+AGAIN = "remove the folder: a run that is resumed prepares its data again"
 HELD_OUT = 10
 """Without a file of their own, one of so many samples is held out."""
 Columns = Mapping[str, Column]
@@ -68,8 +70,8 @@ class Arrays:
                 return Ragged(mapped(split, name), mapped(split, f"{name}{OFFSETS}"), fills[name])
 
             return Arrays({split: {name: column(split, name) for name in about["columns"]} for split in SPLITS})
-        except (OSError, ValueError, KeyError) as error:
-            raise SpecError(str(directory), f"holds no arrays: {error}", "prepare the data again") from None
+        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
+            raise SpecError(str(directory), f"holds no arrays: {error}", AGAIN) from None
 
     def rows(self, split: Split) -> int:
         """Samples of one epoch."""
@@ -219,12 +221,12 @@ def read_columns(source: str, key: str) -> dict[str, Column]:
 
     Raises SpecError: no such file, no arrays, names that no model's argument can have, rows that don't match.
     """
-    path = Path(source).expanduser()
+    path = expanded(Path(source))
     if not path.is_file():
         raise SpecError(key, f'"{source}" is no file', "give an .npz or .safetensors file of arrays")
     try:
         arrays = _safetensors(path) if path.suffix == ".safetensors" else _npz(path)
-    except (OSError, ValueError, EOFError, KeyError) as error:
+    except Exception as error:  # numpy and zipfile let a damaged file raise anything, also a MemoryError
         raise _no_arrays(source, key, error) from None
     columns = joined(arrays, key)
     check_columns(columns, key)
@@ -232,7 +234,8 @@ def read_columns(source: str, key: str) -> dict[str, Column]:
 
 
 def _no_arrays(source: str, key: str, error: Exception) -> SpecError:
-    return SpecError(key, f"{source} holds no arrays: {error}", "give an .npz or .safetensors file of named arrays")
+    why = str(error) or type(error).__name__
+    return SpecError(key, f"{source} holds no arrays: {why}", "give an .npz or .safetensors file of named arrays")
 
 
 def check_columns(columns: Columns, key: str) -> None:
@@ -243,6 +246,8 @@ def check_columns(columns: Columns, key: str) -> None:
     if len(set(rows.values())) > 1 or None in rows.values():
         said = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise SpecError(key, f"the arrays differ in rows: {said}", "give every array one row per sample")
+    if 0 in rows.values():
+        raise SpecError(key, "the arrays have no rows", "give every array one row per sample")
     for name, column in columns.items():
         if not name.isidentifier():
             raise SpecError(key, f'"{name}" cannot be the name of a model\'s argument', "name arrays like arguments")
@@ -297,13 +302,13 @@ def declared_fields(data: DataSpec) -> dict[str, Field] | None:
 
 def _heads(source: str, key: str) -> dict[str, Column]:
     """The columns of a file without their values, where it can be read like that."""
-    path = Path(source).expanduser()
+    path = expanded(Path(source))
     if path.suffix != ".npz" or not path.is_file():
         return read_columns(source, key)
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {n: archive[n] if n.endswith((OFFSETS, FILL)) else _head(archive, n) for n in archive.files}
-    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+    except Exception as error:  # as in read_columns
         raise _no_arrays(source, key, error) from None
     heads = joined(arrays, key)
     check_columns(heads, key)
@@ -323,9 +328,11 @@ def known_fields(directory: Path) -> dict[str, Field] | None:
     """The fields that were prepared in a directory; None where there are no arrays."""
     try:
         fields = json.loads((directory / META).read_text())["fields"]
+        return {name: Field(tuple(about["shape"]), getattr(torch, about["dtype"])) for name, about in fields.items()}
     except FileNotFoundError:
         return None
-    return {name: Field(tuple(about["shape"]), getattr(torch, about["dtype"])) for name, about in fields.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise SpecError(str(directory / META), "is damaged", AGAIN) from None
 
 
 def mean_tokens(directory: Path, name: str = TOKENS, meta: str = META) -> float | None:

@@ -47,9 +47,10 @@ class Corpus:
                 split: np.asarray(np.load(directory / f"{split}.npy", mmap_mode="r"))
                 for split in SPLITS
             }
-        except (OSError, ValueError) as error:
-            raise SpecError(str(directory), f"holds no packed corpus: {error}", "prepare the data again") from None
-        return Corpus(meta, arrays, int(meta["sequence"]))
+            return Corpus(meta, arrays, int(meta["sequence"]))
+        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
+            fix = "remove the folder: a run that is resumed prepares its data again"
+            raise SpecError(str(directory), f"holds no packed corpus: {error}", fix) from None
 
     def windows(self, split: Split) -> int:
         """Samples of one epoch."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypipe.errors import SpecError
+from raypipe.files import expanded
 
 STDLIB = "stdlib"
 """The ``data.path`` that stands for this Python's own library sources."""
@@ -69,7 +70,7 @@ def _candidates(source: str) -> tuple[Path, list[Path]]:
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return root, [path for path in _walk(root, _NOT_LIBRARY) if path.suffix == ".py"]
-    path = Path(source).expanduser()
+    path = expanded(Path(source))
     if path.is_file():
         return path.parent, [path]
     if path.is_dir():

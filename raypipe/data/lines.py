@@ -54,7 +54,7 @@ def _text(record: bytes, where: str) -> bytes:
     """The text of one record."""
     try:
         text = json.loads(record)["text"].encode()
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         fix = 'give one {"text": "..."} a line'
         raise SpecError("data.path", f"{where}: no JSON object with a text", fix) from None
     if not text or b"\0" in text:

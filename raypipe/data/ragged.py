@@ -111,7 +111,9 @@ def joined(arrays: Mapping[str, Values], key: str) -> dict[str, Column]:
             why = f"{name} does not say where the rows of {owner} begin and end"
             raise SpecError(key, why, "give rows + 1 whole numbers, from 0 to the number of values")
         fill = arrays.get(f"{owner}{FILL}")
-        made[owner] = Ragged(values, offsets.astype(np.int64), None if fill is None else int(fill))
+        if fill is not None and (fill.size != 1 or fill.dtype.kind not in "ui"):
+            raise SpecError(key, f"{owner}{FILL} is not one whole number", "give what pads a row, such as 0")
+        made[owner] = Ragged(values, offsets.astype(np.int64), None if fill is None else int(fill.item()))
         check_rows(owner, made[owner], key)
     return made
 

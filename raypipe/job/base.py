@@ -6,8 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+MOST = 2**53
+"""Of a whole number: above, the numbers of JSON readers and of costs, which are floats, are no longer exact."""
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 WireDtype = Literal["bfloat16", "float16", "float32"]
 """What messages may be cast to."""

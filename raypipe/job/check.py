@@ -10,6 +10,7 @@ from raypipe.errors import ScheduleError, nearest
 from raypipe.job.base import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec
 from raypipe.job.order import is_file, looked_at
+from raypipe.job.sizes import too_large, too_many
 from raypipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
 """Per key of ``parallel``, the values that work today; the others are refused instead of ignored."""
 
 
+TIMEOUTS_S = (1.0, 7 * 24 * 3600.0)
+"""Shortest and longest wait for a message."""
+
+
 class Problem(NamedTuple):
     """What is wrong with which key, and what to do."""
 
@@ -34,7 +39,9 @@ class Problem(NamedTuple):
 
 def problems(job: JobSpec) -> Iterator[Problem]:
     """All broken rules, the most basic first."""
+    yield from (Problem(*found) for found in too_many(job.parallel))
     if isinstance(job.model, GptSpec):
+        yield from (Problem(*found) for found in too_large(job.model, job.parallel.microbatch))
         yield from _gpt(job.model, job.data)
     else:
         yield from _captured(job.model, job.data)
@@ -83,6 +90,15 @@ def _captured(model: CapturedSpec, data: DataSpec) -> Iterator[Problem]:
 def _train(train: TrainSpec) -> Iterator[Problem]:
     if train.min_lr > train.lr:
         yield Problem("train.min_lr", f"{train.min_lr} is above lr = {train.lr}", "lower min_lr or raise lr")
+    shortest, longest = TIMEOUTS_S
+    if not shortest <= train.message_timeout_s <= longest:
+        early = train.message_timeout_s < shortest
+        yield Problem(
+            "train.message_timeout_s",
+            f"{train.message_timeout_s:g} s: "
+            + ("messages take longer on a busy machine" if early else "a stage that hangs would never be named"),
+            f"use {shortest if early else longest:g}" + (" or more" if early else ", a week, or less"),
+        )  # fmt: skip
     if train.keeps_best and not train.eval_every:
         key = "early_stop" if train.early_stop is not None else "load_best_at_end"
         yield Problem(f"train.{key}", "nothing to go by: nothing is validated before the end", "set train.eval_every")

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from raypipe.errors import nearest
+from raypipe.files import short
 
 UNKNOWN = ("extra_forbidden", "invalid_key")
 """Pydantic's kinds of error for a key that isn't known; the second is one that isn't even text."""
@@ -119,4 +120,6 @@ def describe(value: Any) -> str:
         return "a list" if isinstance(value, list) else "a group of keys"
     if isinstance(value, bool):
         return str(value).lower()
-    return f'the text "{value}"' if isinstance(value, str) else str(value)
+    if isinstance(value, int) and abs(value) >= 10**80:
+        return "a number of more than 80 digits"  # Python refuses to write out very long ones
+    return f'the text "{short(value)}"' if isinstance(value, str) else short(str(value))

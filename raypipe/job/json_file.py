@@ -8,6 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from raypipe.errors import SpecError
+from raypipe.files import read_regular
 from raypipe.job.explain import first_problem
 
 Data = TypeVar("Data", bound=BaseModel)
@@ -26,7 +27,7 @@ def load_json(path: Path, root: type[Data], made_by: str) -> Data:
     """
     again = f"make it with: {made_by}"
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise SpecError(str(path), f"cannot be read: {error.strerror}", again) from None
     if not data.strip():

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from raypipe.errors import SpecError, nearest
+from raypipe.files import read_regular, short
 from raypipe.job.explain import describe, first_problem
 from raypipe.job.model_spec import MODEL_KINDS
 from raypipe.job.spec import JobSpec
@@ -16,6 +17,8 @@ from raypipe.job.yaml_text import parse_yaml
 
 EXAMPLE = "jobs/quickstart.yaml"
 """A whole job, for whoever wonders how one looks."""
+MOST_BYTES = 128 << 10
+"""Of a job or a cluster file: a hundred times what such files take, and read within seconds."""
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -30,14 +33,17 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
 def read_text(path: Path, what: str, example: str) -> str:
     """The text of a ``what`` file such as ``example``; raises SpecError for one that is not there or no text."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, MOST_BYTES).decode("utf-8")
     except FileNotFoundError:
         found = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         hint = nearest(path.name, found) if found else f"give the path of a {what} file, such as {example}"
         raise SpecError(str(path), "no such file", hint) from None
     except IsADirectoryError:
         raise SpecError(str(path), "is a folder", f"give the path of a {what} file in it") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        why = f"can't be read: {error.strerror or error}"
+        raise SpecError(str(path), why, f"give the path of a {what} file, such as {example}") from None
+    except UnicodeDecodeError as error:
         raise SpecError(str(path), f"can't be read as text: {error}", "give a readable YAML file") from None
 
 
@@ -73,7 +79,7 @@ def _with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> tup
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):
-            raise SpecError(f"--set {text}", "is not key.path=value", "for example --set train.steps=100")
+            raise SpecError(f"--set {short(text)}", "is not key.path=value", "for example --set train.steps=100")
         inner = data
         for part in parts[:-1]:
             step = inner.setdefault(part, {})

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, field_validator
 
+from raypipe.files import expanded
 from raypipe.job.base import Positive, Share, Spec
 
 TaskName = Literal["causal-lm", "masked-lm", "seq2seq", "classification", "regression"]
@@ -18,8 +19,8 @@ class GptSpec(Spec):
 
     type: Literal["gpt"] = "gpt"
     """Family. ``gpt``: decoder-only transformer with pre-norm blocks and learned positions."""
-    layers: Positive
-    """Transformer blocks; embedding and head come on top."""
+    layers: Annotated[int, Field(ge=1)]
+    """Transformer blocks, at most 4096; embedding and head come on top."""
     hidden: Positive
     """Width of the residual stream; a multiple of ``heads``."""
     heads: Positive
@@ -66,7 +67,7 @@ class HfSpec(CapturedSpec):
     @classmethod
     def _absolute(cls, hf: str) -> str:
         """A directory means the same wherever the stage actors run."""
-        path = Path(hf).expanduser()
+        path = expanded(Path(hf))
         return str(path.resolve()) if (path / "config.json").is_file() else hf
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypipe.errors import ScheduleError
+from raypipe.files import expanded
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.load import load
@@ -34,7 +35,7 @@ def base_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
     shape = parallel.shape(batch)
     if not is_file(parallel.schedule):
         return _generated(parallel, shape)
-    schedule, _ = load(Path(parallel.schedule).expanduser())
+    schedule, _ = load(expanded(Path(parallel.schedule)))
     bare = schedule.with_orders([t for t in order if t.kind not in ("AR", "U")] for order in schedule.orders)
     verify(bare)
     for what, have, want in (

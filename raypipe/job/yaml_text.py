@@ -10,7 +10,13 @@ from raypipe.errors import SpecError
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader plus two corrections."""
+    """PyYAML's safe loader plus two corrections, and a bound on what aliases stand for."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _check_size(node)  # before anything is made of it: merge keys (<<) copy what they refer to
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: set[str] = set()
@@ -32,6 +38,12 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
+MOST_VALUES = 100_000
+"""In one text, aliases written out: a few lines of aliases of aliases stand for more than any memory holds."""
+DEEPEST = 50
+"""Lists and groups of keys within one another: several times what any key takes."""
+TOO_DEEP = f"nested more than {DEEPEST} deep"
+
 
 def parse_yaml(text: str, where: str) -> object:
     """The plain data in a YAML text; raises SpecError with the line and column of a syntax error.
@@ -45,5 +57,44 @@ def parse_yaml(text: str, where: str) -> object:
         mark = error.problem_mark or error.context_mark
         spot = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
         raise SpecError(spot, f"not valid YAML: {error.problem or error.context}", "correct the line") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
-        raise SpecError(where, f"not valid YAML: {error}", "correct the file") from None
+    except RecursionError:
+        raise SpecError(where, f"not valid YAML: {TOO_DEEP}", "correct the brackets") from None
+    except Exception as error:  # a date that no calendar has, !!bool of no boolean: PyYAML lets any error through
+        why = str(error) if isinstance(error, (yaml.YAMLError, ValueError)) else "a value is not what its tag says"
+        raise SpecError(where, f"not valid YAML: {why}", "correct the file") from None
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Refuse more values, or deeper ones, than a file means, with aliases written out."""
+    sizes: dict[int, tuple[int, int] | None] = {}  # by identity: values within, and levels; None while under way
+    todo = [root]
+    while todo:
+        node = todo[-1]
+        inner = _inner(node)
+        if id(node) not in sizes:
+            sizes[id(node)] = None
+            for child in inner:
+                if id(child) not in sizes:
+                    todo.append(child)
+                elif sizes[id(child)] is None:
+                    _refuse("an alias stands for what it is in", child)
+            continue
+        todo.pop()
+        if sizes[id(node)] is None:
+            found = [sizes[id(child)] or (0, 0) for child in inner]
+            size, levels = 1 + sum(s for s, _ in found), 1 + max((depth for _, depth in found), default=0)
+            if size > MOST_VALUES:
+                _refuse(f"more than {MOST_VALUES} values, with aliases written out", node)
+            if levels > DEEPEST:
+                _refuse(TOO_DEEP, node)
+            sizes[id(node)] = size, levels
+
+
+def _inner(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [each for pair in node.value for each in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+def _refuse(why: str, node: yaml.Node) -> None:
+    raise yaml.constructor.ConstructorError(None, None, why, node.start_mark)

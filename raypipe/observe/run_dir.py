@@ -4,18 +4,104 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 from raypipe.errors import SpecError
-from raypipe.observe.run_log import EVENTS, METRICS, read_rows
+from raypipe.files import expanded, is_url, read_regular
+from raypipe.observe.run_log import EVENTS, METRICS, aside, mend, read_rows
 
 CHECKPOINTS = "checkpoints"
 LOCK = ".running"
 """Locked, not removed: a file that comes and goes could be locked twice."""
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 """What file systems without locks answer."""
+
+
+RECORD = "job.json"
+"""The job, as the run was asked for."""
+SECTIONS = {"name", "model", "data", "train", "parallel"}
+SHOWN = 3
+"""Files that an error names; of more it says how many."""
+
+
+def place(name: str | Path, where: str = "--run-dir") -> Path:
+    """The absolute path of a run directory that somebody named; ``where`` is what they named it with.
+
+    Raises:
+        SpecError: an empty name, a URL, or a directory that no run can have to itself.
+    """
+    if not str(name).strip():
+        raise SpecError(where, "is empty", "name a directory, such as runs/first")
+    if is_url(name):
+        why = f"{name} is a URL, and a run directory is a path on a file system that every node sees"
+        raise SpecError(where, why, "give such a path, on several nodes that of a shared file system")
+    if "\0" in str(name):
+        raise SpecError(where, "holds a NUL character, which no path does", "name a directory, such as runs/first")
+    path = expanded(Path(name)).absolute()
+    try:
+        whole = path.resolve()
+    except (OSError, RuntimeError):  # links that lead in a circle: said when it is used
+        return path
+    for taken, what in ((Path(whole.anchor), "the root of the file system"), (_home(), "your home directory")):
+        if whole == taken:
+            raise SpecError(where, f"{name} is {what}", f"give a directory in it: {taken / 'runs' / 'first'}")
+    return path
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home().resolve()
+    except (OSError, RuntimeError):
+        return None
+
+
+def check_own(directory: Path) -> None:
+    """Refuse a directory that holds files and is no run's: a run would write over some of them.
+
+    Raises:
+        SpecError: naming some of the files.
+        OSError: it is no directory, or cannot be read.
+    """
+    if not os.path.lexists(directory):
+        return
+    found = sorted(os.listdir(directory))
+    if not found or is_run(directory):
+        return
+    shown = ", ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+    raise SpecError(str(directory), f"holds files that are no run's: {shown}", "give a new or an empty --run-dir")
+
+
+def is_run(directory: Path) -> bool:
+    """Whether raypipe made this directory: it has a run's lock, or a record, events or checkpoints as runs write.
+
+    A file of that name alone says nothing: other programs write a ``metrics.jsonl`` too.
+    """
+    if (directory / LOCK).is_file():
+        return True
+    try:
+        job = json.loads(read_regular(directory / RECORD))
+    except (OSError, ValueError, RecursionError):
+        job = None
+    if (isinstance(job, dict) and job.keys() >= SECTIONS) or read_rows(directory / EVENTS):
+        return True
+    return any((directory / CHECKPOINTS).glob("step-" + "[0-9]" * 8))
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file, so that the next one is made anew; returns its new name."""
+    return path.rename(aside(path))
+
+
+def mend_logs(directory: Path, say: Callable[[str], None]) -> None:
+    """Leave damaged lines out of a run's logs before it goes on; ``say`` is told of them."""
+    for path in (directory / METRICS, directory / EVENTS):
+        if wrong := mend(path):
+            lines = f"line {wrong[0]} is" if len(wrong) == 1 else f"{len(wrong)} lines, the first {wrong[0]}, are"
+            say(f"note: {path}: {lines} damaged and left out")
 
 
 def stillborn(directory: Path) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -50,25 +51,68 @@ def _open_at_a_line(path: Path) -> TextIO:
 
 
 def rewind(directory: Path, step: int) -> None:
-    """Forget metrics of steps after ``step``: they will be run again. Atomic."""
+    """Forget metrics of steps after ``step``, which will be run again, and lines that are damaged. Atomic."""
     path = directory / METRICS
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    rows = ((line, row_of(line, METRICS)) for line in path.read_bytes().splitlines())
+    _replace(path, [line for line, row in rows if row is not None and row["step"] <= step])
+
+
+def mend(path: Path) -> tuple[int, ...]:
+    """Take damaged lines out of a log; returns their numbers, from 1. The rows that are whole stay as they are.
+
+    The log as it was stays beside it, as ``NAME.damaged``, unless all that is wrong is the last line, cut short.
+    """
+    if not path.exists():
+        return ()
+    content = path.read_bytes()
+    lines = content.splitlines()
+    wrong = tuple(n for n, line in enumerate(lines, 1) if line.strip() and row_of(line, path.name) is None)
+    if wrong:
+        if wrong != (len(lines),) or content.endswith(b"\n"):
+            shutil.copy2(path, aside(path))
+        _replace(path, [line for n, line in enumerate(lines, 1) if n not in set(wrong)])
+    return wrong
+
+
+def aside(path: Path) -> Path:
+    """A name for a damaged file that no other has: ``NAME.damaged``, or numbered."""
+    number, found = 1, path.with_name(f"{path.name}.damaged")
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}.damaged-{number}")
+    return found
+
+
+def _replace(path: Path, lines: Sequence[bytes]) -> None:
     replacement = path.with_suffix(".tmp")
-    replacement.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    replacement.write_bytes(b"".join(line + b"\n" for line in lines))
     replacement.replace(path)
 
 
-def _step_of(line: str) -> float:
+def row_of(line: bytes, log: str) -> dict[str, Any] | None:
+    """The row in a line of a log of this name; None where the line is damaged.
+
+    A crash cuts the last line short, and a disk may lose bytes of any. Of metrics the numbers are there that every
+    reader takes for granted; an event has its name.
+    """
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError):
-        return float("inf")  # a line cut short by a crash
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    if log == METRICS:
+        numbers = [row.get(key) for key in (("step", "val_loss") if "val_loss" in row else ("step",))]
+        whole = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers)
+    else:
+        whole = log != EVENTS or isinstance(row.get("event"), str)
+    return row if whole else None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All complete rows of a log; what a crash cut short is left out."""
+    """All rows of a log; lines that are damaged or cut short are left out."""
     return list(Follower(path).new_rows())
 
 
@@ -94,8 +138,5 @@ class Follower:
         complete = data.rfind(b"\n") + 1
         self._offset += complete
         for line in data[:complete].splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # cut short by a crash
-            yield row
+            if (row := row_of(line, self.path.name)) is not None:
+                yield row

@@ -8,6 +8,8 @@ from typing import Any
 
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 
+STEP = {"loss", "step_s", "tokens_per_s", "bubble_ratio"}
+"""What a step's row has; one that lacks any was damaged."""
 WARM_STEPS = 2
 """Steps at the start of an attempt that no median counts."""
 
@@ -22,13 +24,13 @@ def summarise(
     ``planned_on`` is the device that was planned for, which need not be one of these.
     """
     rows, events = read_rows(directory / METRICS), read_rows(directory / EVENTS)
-    steps = [r for r in rows if "val_loss" not in r]
+    steps = [r for r in rows if "val_loss" not in r and r.keys() >= STEP]
     validations = [r["val_loss"] for r in rows if "val_loss" in r]
     starts = [i for i, e in enumerate(events) if e["event"] == "started"]
     first_of_run = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
     this_run = events[first_of_run:]
     resumed_from = next((e["resumed_from"] for e in this_run if e["event"] == "started"), None)
-    begun = {(events[i]["resumed_from"] or 0) for i in starts}
+    begun = {(events[i].get("resumed_from") or 0) for i in starts}
     warm = {b + k for b in begun for k in range(1, WARM_STEPS + 1)}
     timed = [r for r in steps if r["step"] not in warm] or steps
     predicted = [e["step_s"] for e in this_run if e["event"] == "predicted"]

@@ -12,6 +12,9 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.latency import Comm, latency
 
+LONGEST = 1e12
+"""Of a time given by hand, in whatever unit: sums over a step of any size stay exact enough to compare."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, NoReturn, TypeVar
 
 from raypipe.errors import ScheduleError, nearest
+from raypipe.schedule.costs import LONGEST
 
 Word = TypeVar("Word", bound=str)
 
@@ -68,10 +69,12 @@ class Field:
         return self.value
 
     def number(self) -> float:
-        """A finite number, 0 or more."""
+        """A finite number, 0 or more, that can be added up."""
         value = self.value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             self.fail(f"{_short(value)} is not a number >= 0", "write for example 1.5")
+        if value > 1e3 * LONGEST:  # a task's own time is that of several
+            self.fail(f"{_short(value)} is too long: times of a step could not be added up", f"use at most {LONGEST:g}")
         return float(value)
 
     def per_stage(self, stages: int) -> tuple[float, ...]:
@@ -104,7 +107,8 @@ class Field:
     def fraction(self) -> Fraction:
         """A share, above 0 and at most 1: ``"1/2"``, or a number."""
         try:
-            found = Fraction(str(self.value))
+            # No exponents in texts: they may be huge. A float has its own, which are not.
+            found = Fraction(str(self.value)) if _plain(self.value) else Fraction(0)
         except (ValueError, ZeroDivisionError):
             self.fail(f"{_short(self.value)} is not a fraction", 'write for example "1/2"')
         if not 0 < found <= 1:
@@ -112,6 +116,12 @@ class Field:
         return found
 
 
+def _plain(value: object) -> bool:
+    return not isinstance(value, str) or (len(value) <= 40 and "e" not in value.lower())
+
+
 def _short(value: object) -> str:
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a number of more than 40 digits"  # Python refuses to write out very long ones
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from raypipe.errors import ScheduleError
+from raypipe.files import read_regular
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.json_form import from_json
@@ -20,7 +21,7 @@ def load(path: Path) -> tuple[Schedule, CostTable | None]:
     """
     source = str(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode("utf-8")
     except OSError as error:
         raise ScheduleError(source, error.strerror or str(error), "name a readable schedule file") from error
     except UnicodeDecodeError as error:
@@ -31,7 +32,11 @@ def load(path: Path) -> tuple[Schedule, CostTable | None]:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         place = f"{source}:{error.lineno}:{error.colno}" if isinstance(error, json.JSONDecodeError) else source
-        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        why = error.msg if isinstance(error, json.JSONDecodeError) else _why(error)
         raise ScheduleError(place, f"not JSON: {why}", "correct the file at that place") from error
     schedule, costs = from_json(data, source)
     return schedule, costs
+
+
+def _why(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)

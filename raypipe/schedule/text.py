@@ -21,6 +21,7 @@ from fractions import Fraction
 from typing import Literal, NoReturn, TypeVar, get_args
 
 from raypipe.errors import ScheduleError, nearest
+from raypipe.files import short
 from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task, Versions
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -30,6 +31,7 @@ W_DEP: tuple[Literal["B", "grad"], ...] = ("B", "grad")
 Word = TypeVar("Word", bound=str)
 _TASK = re.compile(r"([0-9]{1,6})([A-Za-z]+)((?:[0-9]{1,6}(?:,[0-9]{1,6})*)?)(?:@([0-9]{1,6}))?")
 _NUMBER = re.compile(r"[0-9]{1,6}")  # more than six digits is a typing error, not a device
+_SHARE = re.compile(r"[0-9]{1,9}(/[0-9]{1,9}|\.[0-9]{0,18})?|\.[0-9]{1,18}")
 _PLAIN_NAME = re.compile(r"[\w.+-]+")
 _COMMENT = re.compile(r"(?:^|\s)#.*")
 
@@ -75,16 +77,30 @@ def parse_task(text: str, where: str = "task") -> Task:
     match = _TASK.fullmatch(text)
     if not match:
         raise ScheduleError(
-            where, f'"{text}" is not a task', "write stage, kind, micro-batch, as in 2F0, 2BW0,1 or 2F0@1"
+            where, f'"{short(text)}" is not a task', "write stage, kind, micro-batch, as in 2F0, 2BW0,1 or 2F0@1"
         )
     stage, letters, mbs, replica = match.groups()
     kind = next((k for k in KINDS if k == letters), None)
     if kind is None:
-        raise ScheduleError(where, f'"{text}" has the unknown kind "{letters}"', f"kinds are {' '.join(KINDS)}")
+        raise ScheduleError(
+            where, f'"{short(text)}" has the unknown kind "{short(letters)}"', f"kinds are {' '.join(KINDS)}"
+        )
     if (kind in ("AR", "U")) == bool(mbs):
         why = "carries no micro-batch" if mbs else "lacks its micro-batch"
         raise ScheduleError(where, f'"{text}" {why}', f"write {stage}{kind}" + ("" if mbs else "0"))
     return Task(kind, int(stage), tuple(map(int, mbs.split(","))) if mbs else (), int(replica or 0))
+
+
+def read_share(text: str) -> Fraction | None:
+    """A number such as ``1/2`` or ``0.5``; None where the text is none. Exponents are not read: they may be huge.
+
+    >>> read_share("1/2"), read_share("1e-999999999")
+    (Fraction(1, 2), None)
+    """
+    try:
+        return Fraction(text) if _SHARE.fullmatch(text) else None
+    except ZeroDivisionError:
+        return None
 
 
 def from_text(text: str, source: str = "schedule") -> Schedule:
@@ -173,7 +189,7 @@ class _Reader:
             self.device(line)
             return
         if key not in self.KEYS:
-            self.fail(f'unknown key "{key}"', nearest(key, (*self.KEYS, "device")))
+            self.fail(f'unknown key "{short(key)}"', nearest(key, (*self.KEYS, "device")))
         if key in self.seen and key != "placement":
             self.fail(f'"{key}" is given twice', "keep one of the two lines")
         self.seen.add(key)
@@ -188,12 +204,9 @@ class _Reader:
         elif key == "edges":
             self.edges = tuple(self.edge(word) for word in rest.split())
         elif key == "size":
-            try:
-                self.size = Fraction(rest)
-            except (ValueError, ZeroDivisionError):
-                self.size = Fraction(0)
+            self.size = read_share(rest) or Fraction(0)
             if not 0 < self.size <= 1:
-                self.fail(f'"{rest}" is no share', "write the share of a micro-batch that one id is: size 1/2")
+                self.fail(f'"{short(rest)}" is no share', "write the share of a micro-batch that one id is: size 1/2")
         elif key == "versions":
             self.versions = self.choice(rest, VERSIONS)
         elif key == "recompute":
@@ -224,17 +237,17 @@ class _Reader:
 
     def whole(self, word: str, what: str) -> int:
         if not _NUMBER.fullmatch(word):
-            self.fail(f'"{word}" is not {what}', "write a whole number from 0 to 999999")
+            self.fail(f'"{short(word)}" is not {what}', "write a whole number from 0 to 999999")
         return int(word)
 
     def edge(self, word: str) -> tuple[int, int]:
         src, _, dst = word.partition(">")
         if not (_NUMBER.fullmatch(src) and _NUMBER.fullmatch(dst) and int(src) < int(dst)):
-            self.fail(f'"{word}" is not an edge', "write an earlier stage, >, a later stage: 0>1")
+            self.fail(f'"{short(word)}" is not an edge', "write an earlier stage, >, a later stage: 0>1")
         return int(src), int(dst)
 
     def choice(self, word: str, known: tuple[Word, ...]) -> Word:
         for each in known:
             if each == word:
                 return each
-        return self.fail(f'unknown value "{word}"', nearest(word, known))
+        return self.fail(f'unknown value "{short(word)}"', nearest(word, known))

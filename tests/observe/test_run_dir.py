@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import SpecError
-from raypipe.observe.run_dir import hold, put_aside, stillborn
-from raypipe.observe.run_log import RunLog
+from raypipe.observe.run_dir import check_own, hold, mend_logs, place, put_aside, set_aside, stillborn
+from raypipe.observe.run_log import RunLog, read_rows
 
 
 def begun(directory: Path) -> Path:
@@ -76,3 +76,87 @@ def test_two_runs_never_write_to_one_directory(tmp_path: Path) -> None:
         os.kill(other.pid, signal.SIGKILL)
         other.communicate()
     hold(tmp_path).close()
+
+
+# Whose directory it is.
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "is empty"),
+        (" ", "is empty"),
+        ("s3://bucket/x", "is a URL, and a run directory is a path on a file system that every node sees"),
+        (Path("s3://bucket/x"), "is a URL"),
+        ("file:///tmp/x", "is a URL"),
+        ("/", "is the root of the file system"),
+        ("/tmp/..", "is the root of the file system"),
+        ("~", "is your home directory"),
+        ("a\0b", "NUL"),
+    ],
+)
+def test_names_that_are_no_place_for_a_run(name: str | Path, words: str) -> None:
+    with pytest.raises(SpecError, match=words) as caught:
+        place(name)
+    assert caught.value.where == "--run-dir"
+    assert caught.value.fix
+
+
+def test_a_link_to_the_home_directory_is_that_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (tmp_path / "link").symlink_to(home)
+    with pytest.raises(SpecError, match="home directory"):
+        place(tmp_path / "link")
+    assert place("~/runs/x") == home / "runs" / "x"
+
+
+def test_foreign_files_are_named_and_left_alone(tmp_path: Path) -> None:
+    for name in ("plan.json", "metrics.jsonl", "job.json", "events.jsonl", "notes.txt"):
+        (tmp_path / name).write_text('{"mine": 1}\n')
+    (tmp_path / "checkpoints").mkdir()
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    with pytest.raises(SpecError, match=r"no run's: checkpoints, events\.jsonl, job\.json and 3 more"):
+        check_own(tmp_path)
+    assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+
+def test_a_runs_directory_an_empty_one_and_none_are_its_own(tmp_path: Path) -> None:
+    check_own(tmp_path)
+    check_own(tmp_path / "nowhere")
+    begun(tmp_path)
+    check_own(tmp_path)
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    hold(locked).close()
+    (locked / "data").mkdir()
+    check_own(locked)
+
+
+# Damaged logs.
+
+
+def test_damaged_lines_are_left_out_said_once_and_kept_beside(tmp_path: Path) -> None:
+    metrics = (
+        b'{"step": 1, "loss": 2.0}\n\xff\x00garbage\n[1]\n{"loss": 1}\n{"step": 2, "val_loss": null}\n{"step": 3}\n'
+    )
+    (tmp_path / "metrics.jsonl").write_bytes(metrics)
+    (tmp_path / "events.jsonl").write_text('{"event": "run"}\n{"event": "checkpoint", "st')
+    said: list[str] = []
+    mend_logs(tmp_path, said.append)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 3]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == metrics
+    assert (tmp_path / "events.jsonl").read_text() == '{"event": "run"}\n'
+    assert not (tmp_path / "events.jsonl.damaged").exists()  # a line that a crash cut short is nothing to keep
+    assert "4 lines, the first 2, are damaged and left out" in said[0]
+    assert "line 2 is damaged and left out" in said[1]
+    mend_logs(tmp_path, pytest.fail)
+
+
+def test_what_is_set_aside_replaces_nothing(tmp_path: Path) -> None:
+    for content in ("a", "b", "c"):
+        (tmp_path / "plan.json").write_text(content)
+        set_aside(tmp_path / "plan.json")
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"plan.json.damaged": "a", "plan.json.damaged-2": "b", "plan.json.damaged-3": "c"}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from raypipe.observe.run_log import EVENTS, METRICS, Follower, RunLog, read_rows, rewind
+from raypipe.observe.run_log import EVENTS, METRICS, Follower, RunLog, mend, read_rows, rewind
 
 
 @pytest.fixture
@@ -147,3 +150,31 @@ def test_rows_are_lines_of_json_whatever_they_say(log, tmp_path) -> None:
     assert text.count("\n") == 1
     assert json.loads(text)["message"] == 'two\nlines, "quotes", \u2028 and é'
     assert os.path.getsize(tmp_path / METRICS) == 0
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe\x00", b"[]", b"3", b'"x"', b"null", b"[" * 100_000, b'{"step": null}', b"{}"]
+)
+def test_a_damaged_line_is_passed_over_by_whoever_reads(tmp_path, damage) -> None:
+    (tmp_path / METRICS).write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 2}\n')
+    assert [row["step"] for row in read_rows(tmp_path / METRICS)] == [1, 2]
+    rewind(tmp_path, 2)
+    assert (tmp_path / METRICS).read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@given(
+    st.lists(
+        st.binary(max_size=30) | st.sampled_from([b'{"step": 1}', b'{"event": "x"}', b'{"step": "1"}']), max_size=5
+    )
+)
+def test_any_bytes_are_rows_or_passed_over(lines) -> None:
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        for log in (METRICS, EVENTS):
+            (directory / log).write_bytes(b"\n".join(lines))
+            before = read_rows(directory / log)
+            mend(directory / log)
+            assert not mend(directory / log)  # once
+            assert read_rows(directory / log)[: len(before)] == before
+        rewind(directory, 1)
+        assert all(row["step"] <= 1 for row in read_rows(directory / METRICS))

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from raypipe.errors import SpecError
+from raypipe.files import read_regular
+from raypipe.job.load import MOST_BYTES
 from raypipe.job.yaml_text import parse_yaml
 
 Kind = Literal["column", "row", "vocabulary", "head", "shared"]
@@ -83,7 +85,9 @@ def load_table(path: Path) -> FeatureTable:
         SpecError: the file is missing or is no table.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, MOST_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(str(path), f"is no text: {error}", "give a feature table; docs/tensor.md") from None
     except OSError as error:
         raise SpecError(
             str(path), f"cannot be read: {error.strerror}", "give a feature table; docs/tensor.md"

@@ -1,0 +1,114 @@
+"""Any manifest is read, or refused by one error: also one whose digest is right and whose values are of other types."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypipe.checkpoint import commit, latest, open_checkpoint, step_directory, write_shard
+from raypipe.checkpoint.manifest import save_manifest
+from raypipe.errors import CheckpointError
+
+SHA = "0" * 64
+WHOLE = {"step": 3, "files": [], "keys": {}, "meta": {}}
+WRONG = [
+    ({"step": "3"}, "step is not a whole number"),
+    ({"step": True}, "step is not a whole number"),
+    ({"step": 3.5}, "step is not a whole number"),
+    ({"step": -1}, "step is below 0"),
+    ({"files": {}}, "files is not a list"),
+    ({"files": None}, "files is not a list"),
+    ({"files": ["x"]}, r"files\[0\] is not an object"),
+    ({"files": [{"file": "x", "bytes": 1}]}, r"files\[0\] is not an object"),
+    ({"files": [{"file": "../x", "bytes": 1, "sha256": SHA}]}, r"files\[0\].file is not the name"),
+    ({"files": [{"file": "..", "bytes": 1, "sha256": SHA}]}, r"files\[0\].file is not the name"),
+    ({"files": [{"file": "x", "bytes": "1", "sha256": SHA}]}, r"files\[0\].bytes"),
+    ({"files": [{"file": "x", "bytes": 1, "sha256": None}]}, r"files\[0\].sha256"),
+    ({"keys": []}, "keys is not an object"),
+    ({"keys": {"param/0.w": "elsewhere"}}, "param/0.w is in none of its files"),
+    ({"keys": {"param/0.w": 3}}, "param/0.w is in none of its files"),
+    ({"meta": None}, "meta is not an object"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG, ids=[str(c) for c, _ in WRONG])
+def test_wrong_types_are_named(tmp_path: Path, change: dict, words: str) -> None:
+    save_manifest(tmp_path, WHOLE | change)
+    with pytest.raises(CheckpointError, match=words):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("key", list(WHOLE))
+def test_missing_keys_are_named(tmp_path: Path, key: str) -> None:
+    save_manifest(tmp_path, {k: v for k, v in WHOLE.items() if k != key})
+    with pytest.raises(CheckpointError, match=f"{key} is not"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_manifest_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"step": ' + "[" * 200_000)
+    with pytest.raises(CheckpointError, match="is damaged: nested too deeply"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_manifest_that_never_ends(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("version", [True, 1.0, "1", None])
+def test_a_version_of_another_type(tmp_path: Path, version: object) -> None:
+    save_manifest(tmp_path, WHOLE | {"version": version})
+    with pytest.raises(CheckpointError, match="has format version"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step-²", "step-٣", "step-", "step-1x", "step-" + "9" * 200])
+def test_folders_whose_names_are_no_steps_are_passed_over(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert latest(tmp_path) == (None, [])
+    directory = step_directory(tmp_path, 5)
+    whole = commit(directory, 5, [write_shard(directory, "rank-00000", {"param/0.w": torch.zeros(2)})], {})
+    assert latest(tmp_path) == (whole, [])
+
+
+leaves = st.one_of(st.none(), st.booleans(), st.integers(-2, 3), st.floats(), st.sampled_from(["", "x", "3", SHA]))
+entries = st.fixed_dictionaries({"file": leaves, "bytes": leaves, "sha256": leaves})
+values = st.one_of(
+    leaves, st.lists(st.one_of(leaves, entries), max_size=2), st.dictionaries(st.sampled_from(["x", "y"]), leaves)
+)
+bodies = st.fixed_dictionaries({}, optional=dict.fromkeys((*WHOLE, "format", "version"), values))
+
+
+@settings(max_examples=150)
+@given(bodies, st.booleans())
+def test_any_manifest_is_read_or_refused(body: dict, whole: bool) -> None:
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        save_manifest(directory, (WHOLE | body) if whole else body)
+        (directory / "x").write_bytes(b"")
+        with contextlib.suppress(CheckpointError):
+            found = open_checkpoint(directory)
+            assert type(found.step) is int
+            assert set(found.files.values()) <= {"x"}
+
+
+@given(st.binary(max_size=60) | st.text(alphabet='{}[]":,0123456789.eE+-nulltrufas "', max_size=40))
+def test_any_bytes_are_refused(content: bytes | str) -> None:
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        raw = content if isinstance(content, bytes) else content.encode()
+        (directory / "manifest.json").write_bytes(raw)
+        with pytest.raises(CheckpointError):
+            open_checkpoint(directory)
+        (directory / "manifest.json").write_text(json.dumps({"format": raw.decode(errors="replace")}))
+        with pytest.raises(CheckpointError):
+            open_checkpoint(directory)
