@@ -8,7 +8,7 @@ from typing import Any
 from raypipe.auto import Found, search
 from raypipe.auto.placements import placed
 from raypipe.auto.recompute import search_recompute
-from raypipe.cli._values import comma_list
+from raypipe.cli._values import DAY_S, comma_list
 from raypipe.errors import RequestError, nearest
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.shape import Shape
@@ -94,6 +94,6 @@ def _stages(text: str, stages: int) -> frozenset[int]:
 
 def _seconds(text: str) -> float:
     values = comma_list("--budget", text, float)
-    if len(values) != 1 or not 0 < values[0] < float("inf"):
-        raise RequestError("--budget", f'"{text}" is no time', "give seconds above 0")
+    if len(values) != 1 or not 0 < values[0] <= DAY_S:
+        raise RequestError("--budget", f'"{text}" is no time for a search', f"give seconds above 0, at most {DAY_S:g}")
     return values[0]

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from raypipe.errors import SpecError
+from raypipe.files import is_url
 
 OTHER = "give another file"
+
+
+def output(option: str) -> Callable[[str], Path]:
+    """Reads the value of an option that names a file or a directory to write, as it was typed.
+
+    Raises (when it is called):
+        SpecError: an empty name, which ``Path`` takes for the current folder, or a URL, which it takes for a folder.
+    """
+
+    def read(text: str) -> Path:
+        if not text.strip():
+            raise SpecError(option, "is empty", "name what to write")
+        if is_url(text):
+            raise SpecError(
+                option, f"{text} is a URL, and only local paths are written", "give a path, and copy it there"
+            )
+        if "\0" in text:
+            raise SpecError(option, "holds a NUL character, which no path does", "name what to write")
+        return Path(text)
+
+    return read
 
 
 def check_writable(path: Path) -> None:

@@ -10,6 +10,8 @@ from raypipe.errors import RequestError
 
 STANDARD_OUTPUT = Path("-")
 """What an option with an optional FILE holds when the FILE is left out."""
+DAY_S = 86400.0
+"""Longest search that may be asked for: a day."""
 Value = TypeVar("Value")
 NOUNS: dict[object, str] = {int: "a whole number", float: "a number"}
 
@@ -51,7 +53,7 @@ def optional_value(argv: Sequence[str], option: str, words: Sequence[str]) -> li
         if word == "--":
             return [*found, word, *left]
         if word == option:
-            own = bool(left) and left[0] != "" and not left[0].startswith("-") and left[0] not in words
+            own = bool(left) and not left[0].startswith("-") and left[0] not in words
             word = f"{option}={left.pop(0)}" if own else f"{option}={STANDARD_OUTPUT}"
         found.append(word)
     return found

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raypipe.cli._files import check_writable, write
+from raypipe.cli._files import check_writable, output, write
+from raypipe.cli._values import DAY_S
 from raypipe.errors import RequestError, nearest
 
 if TYPE_CHECKING:
@@ -37,7 +37,13 @@ def autoconfigure(
     top: Annotated[int, typer.Option(min=1, metavar="K", help="How many of the best to name.")] = 10,
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", metavar="FILE", help="Where the plan goes, for `raypipe train --plan FILE`."),
+        typer.Option(
+            "-o",
+            "--out",
+            parser=output("--out"),
+            metavar="FILE",
+            help="Where the plan goes, for `raypipe train --plan FILE`.",
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the ranking as one JSON object.")] = False,
     override: Annotated[
@@ -67,8 +73,8 @@ def autoconfigure(
         raise RequestError(
             "--cluster", "a profile knows its cluster", "give --cluster or --profile, and --devices with either"
         )
-    if not search < math.inf:
-        raise RequestError("--search", f"{search} is no time", "give seconds from 0")
+    if not search <= DAY_S:
+        raise RequestError("--search", f"{search:g} is no time for a search", f"give seconds from 0 to {DAY_S:g}")
     if out is not None:
         check_writable(out)
     spec = load_job(job, override or ())

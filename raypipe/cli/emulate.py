@@ -14,7 +14,7 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from raypipe.cli._files import check_writable, write
+from raypipe.cli._files import check_writable, output, write
 from raypipe.cli._make import ABOUT, load_one, make
 from raypipe.cli._options import (
     Backward,
@@ -78,8 +78,13 @@ def emulate(
         Text, typer.Option(metavar="HOW", help="What updates do about a global norm: free, wait, ahead [free].")
     ] = "free",
     clip_every: Annotated[int, typer.Option(metavar="K", min=0, help="ahead: undo each K-th step's update.")] = 0,
-    json_file: Annotated[File, typer.Option("--json", metavar="[FILE]", help="The result as one JSON object.")] = None,
-    trace: Annotated[File, typer.Option(metavar="FILE", help="Trace of the last step, for ui.perfetto.dev.")] = None,
+    json_file: Annotated[
+        File, typer.Option("--json", parser=output("--json"), metavar="[FILE]", help="The result as one JSON object.")
+    ] = None,
+    trace: Annotated[
+        File,
+        typer.Option(parser=output("--trace"), metavar="FILE", help="Trace of the last step, for ui.perfetto.dev."),
+    ] = None,
 ) -> None:
     """Run a schedule through the real driver, actors and messages; kernels are timed waits. Costs in milliseconds."""
     if (name is None) == (load is None):
@@ -92,8 +97,8 @@ def emulate(
             raise RequestError(option, "a step would never end", "give a finite number")
     if not bandwidth >= 0 or (bandwidth == 0 and (message_mb or grad_mb)):
         raise RequestError("--bandwidth", f"{bandwidth:g} gigabytes a second carry nothing", "give one above 0")
-    if devices is not None and devices.isdecimal() and int(devices) * replicas > MOST_DEVICES:
-        why = f"{int(devices) * replicas} emulated devices are as many processes"
+    if devices is not None and devices.isdecimal() and int(devices[:20]) * replicas > MOST_DEVICES:
+        why = f"{int(devices[:20]) * replicas} emulated devices are as many processes"
         raise RequestError("--devices", why, "use raypipe schedule, which needs none")
     if norm not in get_args(Norm):
         raise RequestError("--norm", f'"{norm}" is unknown', nearest(str(norm), get_args(Norm)))

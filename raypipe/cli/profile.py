@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from raypipe.cli._files import check_writable, write
+from raypipe.cli._files import check_writable, output, write
 from raypipe.cli._values import comma_list
 from raypipe.errors import RequestError
 
@@ -20,7 +20,9 @@ WIDTH = 110
 
 def profile(
     job: Annotated[Path, typer.Argument(help="Job file, such as jobs/quickstart.yaml.")],
-    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="Where the profile goes.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", parser=output("--out"), metavar="FILE", help="Where the profile goes.")
+    ] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="key.path=value over the job file; repeatable.")
     ] = None,

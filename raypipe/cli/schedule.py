@@ -10,6 +10,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from raypipe.cli._files import check_writable, output
 from raypipe.cli._make import ABOUT, Made, load_one, make
 from raypipe.cli._options import (
     Backward,
@@ -71,16 +72,27 @@ def schedule(
         Text, typer.Option(metavar="T", help="Message latency [0]; a list: per link s to s+1, both ways.")
     ] = None,
     json_file: Annotated[
-        File, typer.Option("--json", metavar="[FILE]", help="JSON, to FILE and standard output.")
+        File,
+        typer.Option("--json", parser=output("--json"), metavar="[FILE]", help="JSON, to FILE and standard output."),
     ] = None,
     text_file: Annotated[
-        File, typer.Option("--text", metavar="[FILE]", help="The text form, as --load reads it.")
+        File,
+        typer.Option("--text", parser=output("--text"), metavar="[FILE]", help="The text form, as --load reads it."),
     ] = None,
-    plot: Annotated[File, typer.Option(metavar="FILE", help="Gantt chart: .svg, .png or .pdf.")] = None,
+    plot: Annotated[
+        File, typer.Option(parser=output("--plot"), metavar="FILE", help="Gantt chart: .svg, .png or .pdf.")
+    ] = None,
     critical: Annotated[bool, typer.Option("--critical", help="Outline the critical path in the Gantt chart.")] = False,
-    memory_plot: Annotated[File, typer.Option(metavar="FILE", help="Live activations over time: a picture.")] = None,
-    trace: Annotated[File, typer.Option(metavar="FILE", help="Trace for ui.perfetto.dev.")] = None,
-    csv: Annotated[File, typer.Option(metavar="FILE", help="CSV for torch.distributed.pipelining.")] = None,
+    memory_plot: Annotated[
+        File,
+        typer.Option(parser=output("--memory-plot"), metavar="FILE", help="Live activations over time: a picture."),
+    ] = None,
+    trace: Annotated[
+        File, typer.Option(parser=output("--trace"), metavar="FILE", help="Trace for ui.perfetto.dev.")
+    ] = None,
+    csv: Annotated[
+        File, typer.Option(parser=output("--csv"), metavar="FILE", help="CSV for torch.distributed.pipelining.")
+    ] = None,
 ) -> None:
     """Make one schedule and show it: drawn in the terminal, or as --json, --plot, --trace, --csv say."""
     if list_:
@@ -97,6 +109,9 @@ def schedule(
     for option, file in (("--plot", plot), ("--memory-plot", memory_plot)):
         if file is not None:
             _check_picture(option, file)
+    for file in (json_file, text_file, plot, memory_plot, trace, csv):
+        if file is not None and file != STANDARD_OUTPUT:
+            check_writable(file)
     shape = {
         "devices": devices, "microbatches": microbatches, "chunks": chunks, "unit": unit, "pipelines": pipelines,
         "concat": concat, "memory_limit": memory_limit,

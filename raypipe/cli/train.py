@@ -21,13 +21,23 @@ def _asked(job: JobSpec, overrides: Sequence[str]) -> dict[str, Any]:
     return {key[1]: getattr(job.parallel, key[1]) for key in keys if key[0] == "parallel" and len(key) > 1}
 
 
+def _place(name: str) -> Path:
+    """``--run-dir`` as it was typed: an empty name would become the current folder."""
+    from raypipe.observe.run_dir import place
+
+    place(name)
+    return Path(name)
+
+
 def train(
     job: Annotated[Path, typer.Argument(help="Job file, such as jobs/quickstart.yaml.")],
     plan: Annotated[Path | None, typer.Option(help="Run this plan.json instead of the job's parallel keys.")] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="key.path=value over the job file; repeatable.")
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run's files go; default runs/NAME-TIME.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(parser=_place, help="Where the run's files go; default runs/NAME-TIME.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run directory's newest checkpoint.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     dashboard_port: Annotated[

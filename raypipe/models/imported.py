@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from raypipe.errors import SpecError, nearest
+from raypipe.errors import RaypipeError, SpecError, nearest
+from raypipe.files import short
 from raypipe.job import ImportSpec
 from raypipe.models.source import Identity
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import Field, Labels, NextToken, Task, Values
 from raypipe.partition.empty import build_without_memory
 from raypipe.partition.fingerprint import module_code, structure
+
+MEND = "correct it; to see more, call it in Python by itself"
 
 
 class Imported:
@@ -31,11 +38,22 @@ class Imported:
 
     def __init__(self, spec: ImportSpec) -> None:
         self.spec = spec
-        self.function: Callable[[], Any] = partial(_find(spec.function), **spec.args)
+        found = _find(spec.function)
+        _check_arguments(found, spec)
+        self.function: Callable[[], Any] = partial(found, **spec.args)
 
     def build(self) -> nn.Module:
-        """Call the function."""
-        made = self.function()
+        """Call the function.
+
+        Raises:
+            SpecError: it fails, ends the process (``sys.exit``), or returns no module.
+        """
+        try:
+            made = self.function()
+        except RaypipeError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise SpecError("model.import", f"{self.spec.function} failed: {_told(error)}", MEND) from error
         if not isinstance(made, nn.Module):
             why = f"{self.spec.function} returned {type(made).__name__}"
             raise SpecError("model.import", why, "return a torch.nn.Module")
@@ -76,11 +94,53 @@ def _find(name: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:
+        if not isinstance(error, ImportError):
+            raise SpecError("model.import", f"{module_name} can't be imported: {_told(error)}", MEND) from error
         fix = "start raypipe where the package is, set PYTHONPATH, or install it"
         raise SpecError("model.import", f"{module_name} can't be imported: {error}", fix) from None
     found = getattr(module, function, None)
     if not callable(found):
         callables = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise SpecError("model.import", f"{module_name} has no function {function}", nearest(function, callables))
+    kind = _no_builder(found)
+    if kind is not None:
+        fix = "give a function of your own that returns a torch.nn.Module"
+        raise SpecError("model.import", f"{name} is {kind}", fix)
     return found  # type: ignore[no-any-return]
+
+
+def _no_builder(found: Any) -> str | None:
+    """What a callable is that cannot build a model; None where it may. Calling it to see could end the process."""
+    if isinstance(found, nn.Module):
+        return "a module already, and not a function that builds one"
+    if inspect.isbuiltin(found):
+        return "a built-in function of Python, and builds no model"
+    if inspect.isclass(found) and not issubclass(found, nn.Module):
+        return "a class, and no torch.nn.Module"
+    if (getattr(found, "__module__", None) or "").partition(".")[0] in sys.stdlib_module_names:
+        source = inspect.getsourcefile(found) if inspect.isfunction(found) else None
+        if source is not None and Path(source).is_relative_to(sysconfig.get_paths()["stdlib"]):
+            return "of Python's standard library, and builds no model"
+    return None
+
+
+def _check_arguments(found: Callable[..., Any], spec: ImportSpec) -> None:
+    """Refuse ``args`` that the function does not take, or that lack one that it needs."""
+    try:
+        takes = inspect.signature(found)
+    except (TypeError, ValueError):  # it does not say
+        return
+    try:
+        takes.bind(**spec.args)
+    except TypeError as error:
+        fix = f"it is called as {spec.function.partition(':')[2]}{takes}"
+        raise SpecError("model.args", f"{spec.function}: {error}", fix) from None
+
+
+def _told(error: BaseException) -> str:
+    """An error of the user's code in one line, with the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    said = (str(error).strip().splitlines() or [""])[0]
+    place = f", in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{f': {short(said, 300)}' if said else ''}{place}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
+from raypipe.files import read_regular
 from raypipe.models.start_values import StartValues
 from raypipe.partition.empty import build_without_memory, tied_names
 
@@ -75,11 +76,14 @@ def _files(directory: Path) -> dict[str, str]:
 
     try:
         if (directory / INDEX).is_file():
-            return dict(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"])
+            listed = dict(json.loads(read_regular(directory / INDEX))["weight_map"])
+            if not all(isinstance(file, str) and Path(file).name == file for file in listed.values()):
+                raise ValueError(f"{INDEX} names files outside the folder, or none")
+            return listed
         with safe_open(directory / ONE, framework="pt") as content:
             return dict.fromkeys(content.keys(), ONE)
     except FileNotFoundError:
         why = f"{directory} holds no {ONE}"
         raise SpecError("model.hf", why, "save the model with transformers' save_pretrained") from None
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SpecError("model.hf", f"{directory}'s weights can't be read: {error}", "save the model again") from None

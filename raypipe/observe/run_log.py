@@ -72,7 +72,8 @@ def mend(path: Path) -> tuple[int, ...]:
     if wrong:
         if wrong != (len(lines),) or content.endswith(b"\n"):
             shutil.copy2(path, aside(path))
-        _replace(path, [line for n, line in enumerate(lines, 1) if n not in set(wrong)])
+        left_out = set(wrong)
+        _replace(path, [line for n, line in enumerate(lines, 1) if n not in left_out])
     return wrong
 
 

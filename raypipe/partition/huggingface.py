@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError, nearest
+from raypipe.files import short
 
 HEADS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -45,18 +46,31 @@ def configuration(model: str, changes: Mapping[str, Any] | None = None) -> Any:
     else:
         why = f'"{model}" is neither a model type nor a local directory'
         raise SpecError("model.hf", why, nearest(model, CONFIG_MAPPING_NAMES))
-    config = make()
+    config = _made(make, model)
     known = {key for key in config.to_dict() if not key.startswith("_")} | set(config.attribute_map)
     for key in changes or {}:
         if key not in known:
             raise SpecError(f"model.config.{key}", f"{model} has no such key", nearest(key, known))
     if changes:
-        config = make(**changes)
+        config = _made(partial(make, **changes), model, "model.config")
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # what published checkpoints of these types say
     return config
+
+
+def _made(make: Callable[[], Any], model: str, where: str = "model.hf") -> Any:
+    try:
+        return make()
+    except Exception as error:  # the library's own, and pydantic-like ones of its dependencies
+        if not (Path(model) / "config.json").is_file() and Path(model).is_dir():
+            run = (Path(model) / "checkpoints").is_dir()
+            fix = f"export it: raypipe export {model} -o DIR, and give DIR" if run else "give a directory that has one"
+            what = "is a run of raypipe, and no model" if run else "holds no model"
+            raise SpecError(where, f"{model} {what} that transformers reads: it has no config.json", fix) from None
+        first = " ".join(str(error).split()) or type(error).__name__
+        raise SpecError(where, f"{model}: {short(first, 300)}", "correct the configuration") from None
 
 
 def builder(config: Any, attention: str = "sdpa") -> Callable[[], nn.Module]:

@@ -147,7 +147,7 @@ WRONG = {
     "csv of chimera": (["chimera", "--csv", "a.csv"], "torch knows one"),
     "csv of two": (["--compare", "1f1b", "gpipe", "--csv", "a.csv"], "holds one schedule, 2 are named"),
     "no such file": (["--load", "none.json"], "No such file"),
-    "unwritable": (["1f1b", "--json", "none/a.json"], "No such file"),
+    "unwritable": (["1f1b", "--json", "none/a.json"], "no such folder"),
     "two forms at once": (["1f1b", "--json", "--text"], "standard output holds the JSON"),
     "several shapes": (["1f1b", "--devices", "2,4"], "2 values for 1 schedule"),
 }
