@@ -42,7 +42,7 @@ from raypipe.job import DataSpec
 from raypipe.models.task import MASK, Field
 
 META = "arrays.json"
-AGAIN = "remove the folder: a run that is resumed prepares its data again"
+AGAIN = "prepare the data again: remove the folder, then --resume does"
 HELD_OUT = 10
 """Without a file of their own, one of so many samples is held out."""
 Columns = Mapping[str, Column]

@@ -49,7 +49,7 @@ class Corpus:
             }
             return Corpus(meta, arrays, int(meta["sequence"]))
         except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
-            fix = "remove the folder: a run that is resumed prepares its data again"
+            fix = "prepare the data again: remove the folder, then --resume does"
             raise SpecError(str(directory), f"holds no packed corpus: {error}", fix) from None
 
     def windows(self, split: Split) -> int:
