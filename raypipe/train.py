@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypipe.auto import search
 from raypipe.auto.placements import placed
-from raypipe.errors import CheckpointError, RaypipeError, RunError, SpecError
+from raypipe.errors import CheckpointError, RaypipeError, RequestError, RunError, ScheduleError, SpecError
 from raypipe.files import read_regular
 from raypipe.job.order import base_schedule, is_file
 from raypipe.job.recompute import named_layers
@@ -243,10 +243,11 @@ def _planned(job: JobSpec, directory: Path, dashboard_port: int | None, say: Cal
     return decision.plan
 
 
-def _chosen_before(job: JobSpec, directory: Path, say: Callable[[str], None]) -> Plan | None:
+def _chosen_before(job: JobSpec, directory: Path, say: Callable[[str], None] = lambda _: None) -> Plan | None:
     """The plan of the run to resume where it was chosen or searched: doing so again would find another one.
 
-    None where the job now asks for another one, or the record of it is damaged.
+    None where the job now asks for another one, be it by its batch alone, or where the record of it is damaged; both
+    are reported through ``say``.
     """
     parallel = job.parallel
     if not (parallel.auto or parallel.schedule == "auto" or parallel.replans):
@@ -259,11 +260,16 @@ def _chosen_before(job: JobSpec, directory: Path, say: Callable[[str], None]) ->
     except SpecError as error:  # the checkpoints, which no plan enters, are what a run goes on from
         say(f"note: {error.where} {error.why}; it is now {set_aside(path).name}, and the run is planned again")
         return None
-    if job.parallel.auto:
-        return plan if job.parallel.allows(plan.parallel) else None
     # When gradients are summed may have changed with the order (runtime.better_plan).
     asked = plan.parallel.model_copy(update={"sync": job.parallel.sync})
-    return plan if asked == job.parallel else None
+    if not (job.parallel.allows(plan.parallel) if job.parallel.auto else asked == job.parallel):
+        return None
+    try:
+        build_schedule(plan, with_plan(job, plan).train.batch)
+    except RequestError as error:
+        say(f"note: {directory / 'plan.json'} does not fit this job and is made anew: {error.where} {error.why}")
+        return None
+    return plan
 
 
 def saved_job(directory: Path) -> JobSpec:
@@ -295,7 +301,12 @@ def _check_cut(plan: Plan, job: JobSpec, plan_file: Path) -> None:
     empty = next((s for s, stage in enumerate(plan.cut) if not stage), None)
     if empty is not None:
         raise SpecError(f"{plan_file}: cut", f"gives stage {empty} no layers", "use a plan made for this job")
-    stages = build_schedule(plan, job.train.batch).stages
+    try:
+        stages = build_schedule(plan, job.train.batch).stages
+    except ScheduleError as error:
+        at = error.where.removeprefix("plan: ")
+        inside = ["order"] if plan.order is not None and not at.startswith("order") else []
+        raise ScheduleError(": ".join([str(plan_file), *inside, at]), error.why, error.fix) from None
     if len(plan.cut) != stages:
         raise SpecError(
             f"{plan_file}: cut", f"has {len(plan.cut)} stages, {plan.parallel.schedule} needs {stages}",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from raypipe.errors import ScheduleError
 from raypipe.files import expanded
 from raypipe.schedule import SCHEDULES, generate
-from raypipe.schedule.ir import Schedule
+from raypipe.schedule.ir import Schedule, StageGraph
 from raypipe.schedule.load import load
 from raypipe.schedule.memory import check_memory, peak_activations
 from raypipe.schedule.passes import add_recompute, keep_activations
@@ -36,6 +36,24 @@ def base_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
     if not is_file(parallel.schedule):
         return _generated(parallel, shape)
     schedule, _ = load(expanded(Path(parallel.schedule)))
+    return fitting(schedule, parallel, batch, parallel.schedule)
+
+
+def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str) -> Schedule:
+    """A schedule that was read, not generated, without its gradient syncs and updates; held against the job's shape.
+
+    A schedule of fewer micro-batches than the job's would train a part of each mini-batch, and divide its loss by all.
+
+    Args:
+        schedule: one data-parallel copy.
+        parallel: what the job asks for.
+        batch: ``train.batch``.
+        source: what the schedule was read from, for messages.
+
+    Raises:
+        ScheduleError: it cannot run, or its devices, micro-batches or graph of stages are not the job's.
+    """
+    shape = parallel.shape(batch)
     bare = schedule.with_orders([t for t in order if t.kind not in ("AR", "U")] for order in schedule.orders)
     verify(bare)
     for what, have, want in (
@@ -43,7 +61,11 @@ def base_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
         ("microbatches", schedule.microbatches * schedule.size, shape.microbatches),
     ):
         if have != want:
-            raise ScheduleError(what, f"{parallel.schedule} has {have} {what}, the job {want}", "make them agree")
+            raise ScheduleError(what, f"{source} has {have} {what}, the job {want}", "make them agree")
+    if schedule.graph != StageGraph.chain(schedule.stages):
+        raise ScheduleError(
+            "edges", f"{source} has edges that make no chain, and a job's stages are one", "leave the edges out"
+        )
     return bare
 
 

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
+from raypipe.errors import ScheduleError
 from raypipe.job.json_file import load_json
-from raypipe.job.order import base_schedule
+from raypipe.job.order import base_schedule, fitting
 from raypipe.job.recompute import Cut, layers_again
 from raypipe.job.spec import JobSpec, ParallelSpec, Spec
 from raypipe.schedule.ir import Schedule
@@ -36,6 +37,8 @@ class MadeFor(Spec):
     """Digest of what was decided, so that an edited plan is known for one."""
 
 
+ORDER = "plan: order"
+"""Where errors of a plan's order are, until the plan file's name is known."""
 JOBS_OWN = ("transport", "wire_dtype", "replan")
 """Keys of ``parallel`` that the job decides, whatever the plan."""
 
@@ -111,15 +114,49 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
     Device ``w * stages + d`` is device ``d`` of data-parallel copy ``w``.
 
     Raises:
-        ScheduleError: the shape is impossible for the schedule.
+        ScheduleError: the shape is impossible for the schedule, or the plan's order is of another shape.
     """
     parallel = plan.parallel
-    schedule = base_schedule(parallel, batch) if plan.order is None else from_text(plan.order, "plan: order")
+    schedule = base_schedule(parallel, batch) if plan.order is None else _stored(plan, plan.order, batch)
     schedule = with_recompute(schedule, parallel, plan.cut)
     schedule = replicate(schedule, parallel.replicas)
     schedule = place_gradient_sync(schedule, cast(Sync, parallel.sync))  # it refuses what it does not know
     schedule = add_updates(schedule)
     verify(schedule)
+    each = parallel.microbatch * schedule.size
+    if each.denominator != 1 or each * schedule.microbatches != batch:
+        raise ScheduleError(
+            "microbatches", f"{schedule.microbatches} of {each} sequences are no mini-batch of {batch}",
+            "choose train.batch, parallel.microbatch and parallel.replicas so that they divide",
+        )  # fmt: skip
+    return schedule
+
+
+def _stored(plan: Plan, order: str, batch: int) -> Schedule:
+    """The plan's own order of one data-parallel copy, held against the rest of the plan and the batch.
+
+    Raises:
+        ScheduleError: it is no order, cannot run, or is of another shape than the plan or the batch.
+    """
+    parallel = plan.parallel
+    schedule = from_text(order, ORDER)
+    held = schedule.microbatches * schedule.size * parallel.microbatch * parallel.replicas
+    if held != batch and schedule.microbatches:
+        raise ScheduleError(
+            ORDER, f"holds a step of {held} sequences ({schedule.microbatches} micro-batches), train.batch is {batch}",
+            f"set train.batch to {held}, or plan again for {batch}: raypipe autoconfigure JOB.yaml -o PLAN.json",
+        )  # fmt: skip
+    if schedule.stages != len(plan.cut):
+        raise ScheduleError(
+            ORDER, f"has {schedule.stages} stages, the plan's cut {len(plan.cut)}", "use a plan made for this job"
+        )
+    schedule = fitting(schedule, parallel, batch, ORDER)
+    if schedule.versions != "flush":  # the job's rules for it were held against what its name or file says
+        asked = "flush" if parallel.schedule == "auto" else base_schedule(parallel, batch).versions
+        if schedule.versions != asked:
+            raise ScheduleError(
+                ORDER, f"has versions {schedule.versions}, and {parallel.schedule} has {asked}", "leave versions out"
+            )
     return schedule
 
 

@@ -30,6 +30,8 @@ def verify(
     Raises:
         ScheduleError: the first impossible task, marked in the device grid, and what to do.
     """
+    if schedule.microbatches < 1:
+        raise ScheduleError("microbatches", "none: the step would work on nothing", "use a whole number >= 1")
     _check_placement(schedule)
     _check_edges(schedule)
     graph = link(schedule) if graph is None else graph

@@ -18,7 +18,7 @@ from raypipe.checkpoint import commit, step_directory, write_shard
 from raypipe.cli import run
 from raypipe.job import load_job
 from raypipe.plan.plan import load_plan
-from raypipe.train import JOB_FILE, make_plan, prepare_run
+from raypipe.train import JOB_FILE, _chosen_before, make_plan, prepare_run
 from tests.runtime.answering import GRPC, answering
 
 JOB = """
@@ -334,6 +334,30 @@ def test_a_plan_that_does_not_divide_the_batch(refused, job, tmp_path) -> None:
     make_plan(load_job(job)).save(path)
     said = refused("--plan", str(path), "--set", "train.batch=9", "--set", "parallel=auto")
     assert "9 is not divisible by microbatch = 2" in said
+
+
+def test_an_order_that_was_searched_for_another_batch(refused, job, tmp_path) -> None:
+    """It would train a quarter of each mini-batch and divide its loss by all."""
+    path = tmp_path / "plan.json"
+    make_plan(load_job(job, ["parallel.schedule=auto"])).save(path)
+    said = refused("--plan", str(path), "--set", "train.batch=32")
+    assert said.startswith(f"{path}: order: holds a step of 8 sequences (4 micro-batches), train.batch is 32")
+    assert "set train.batch to 8, or plan again for 32" in said
+    plan = json.loads(path.read_text())
+    path.write_text(json.dumps(plan | {"order": "microbatches 0\nplacement 0 1\ndevice 0:\n"}))
+    assert refused("--plan", str(path)).startswith(f"{path}: order: microbatches: ")
+
+
+def test_a_resumed_search_is_made_anew_for_another_batch(job, tmp_path) -> None:
+    made = make_plan(load_job(job, ["parallel.schedule=auto"]))
+    made.save(tmp_path / "plan.json")
+    said: list[str] = []
+    assert _chosen_before(load_job(job, ["parallel.schedule=auto"]), tmp_path, said.append) == made
+    assert said == []
+    assert _chosen_before(load_job(job, ["parallel.schedule=auto", "train.batch=32"]), tmp_path, said.append) is None
+    (note,) = said
+    assert "does not fit this job and is made anew" in note
+    assert "train.batch is 32" in note
 
 
 # What only the machine or the cluster can refuse.
