@@ -22,10 +22,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def save_manifest(directory: Path, body: dict[str, Any]) -> Path:
-    """Write a manifest with the format, its version and a digest of itself; returns its path."""
+    """Write a manifest with the format, its version and a digest of itself; returns its path.
+
+    Raises:
+        ValueError: a number in ``body`` is not finite, which JSON has no word for.
+    """
     whole = {"format": FORMAT, "version": VERSION, **body}
     whole["sha256"] = _digest(whole)
-    text = json.dumps(whole, indent=1, allow_nan=True)
+    text = json.dumps(whole, indent=1, allow_nan=False)
     path = directory / NAME
     put(path, lambda partial: _write_text(partial, text))
     return path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ import typer
 from raypipe.cli._files import check_writable, output, write
 from raypipe.cli._values import DAY_S
 from raypipe.errors import RequestError, nearest
+from raypipe.observe.strict_json import strict_json
 
 if TYPE_CHECKING:
     from raypipe.cost.profile import Profile
@@ -90,7 +90,7 @@ def autoconfigure(
         write(out, decision.plan.text())
         print(f"wrote {out}", file=sys.stderr)
     if json:
-        print(json_module.dumps(as_json(decision)))
+        print(strict_json(as_json(decision)))
         return
     from rich.console import Console
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from raypipe.cli._options import (
 )
 from raypipe.cli._values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError, nearest
+from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.costs import CostTable
 from raypipe.simulate.cyclic import Norm
 
@@ -143,8 +143,8 @@ def emulate(
     }
     if json_file is not None:
         if json_file != STANDARD_OUTPUT:
-            write(json_file, json.dumps(result) + "\n")
-        print(json.dumps(result))
+            write(json_file, strict_json(result) + "\n")
+        print(strict_json(result))
         return
     measured, predicted = (
         fmean(found.measured_s[1:] or found.measured_s),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ from typing import Annotated
 import typer
 
 from raypipe.errors import RequestError
+from raypipe.observe.strict_json import strict_json
 
 WIDTH = 130
 """Columns that the drawing needs; a narrower terminal wraps lines, which still reads better than cut figures."""
@@ -50,7 +50,7 @@ def partition(
 
         found = report(partition_job(spec, profile, cluster, None if memory_gib is None else memory_gib * 2**30))
     if json:
-        print(json_module.dumps(found))
+        print(strict_json(found))
         return
     from rich.console import Console
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from raypipe.cli._options import (
 )
 from raypipe.cli._values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError
+from raypipe.observe.strict_json import strict_json
 from raypipe.schedule import SCHEDULES
 
 AUTO_OPTIONS = (
@@ -200,7 +200,7 @@ def _list(json_file: Path | None) -> None:
 
 
 def _json(value: dict[str, Any], path: Path) -> None:
-    text = json.dumps(value)
+    text = strict_json(value)
     if path != STANDARD_OUTPUT:
         _write(path, text + "\n")
     if path == STANDARD_OUTPUT or not sys.stdout.isatty():  # scripts read standard output in either case

@@ -7,11 +7,11 @@ unit for seconds. Source: "Trace Event Format", Google, 2016.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from raypipe.errors import RequestError
+from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.simulate.activations import live_activations
 from raypipe.simulate.timeline import Timeline
@@ -55,7 +55,7 @@ def write_trace(timeline: Timeline, path: Path) -> None:
         RequestError: the file cannot be written.
     """
     try:
-        path.write_text(json.dumps(trace(timeline), separators=(",", ":")) + "\n", encoding="utf-8")
+        path.write_text(strict_json(trace(timeline), separators=(",", ":")) + "\n", encoding="utf-8")
     except OSError as error:
         raise RequestError(str(path), error.strerror or str(error), "choose a place that can be written") from error
 

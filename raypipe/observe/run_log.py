@@ -14,12 +14,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from raypipe.observe.strict_json import strict_json
+
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 
 
 class RunLog:
-    """Appends rows to a run directory's logs; each row is on disk for readers at once."""
+    """Appends rows to a run directory's logs; each row is on disk for readers at once.
+
+    A number that is not finite is null there: the logs are strict JSON.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._metrics = _open_at_a_line(directory / METRICS)
@@ -27,11 +32,11 @@ class RunLog:
 
     def metric(self, row: dict[str, Any]) -> None:
         """One step (``step loss grad_norm lr step_s tokens_per_s bubble_ratio``) or one validation (``val_loss``)."""
-        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.write(strict_json(row) + "\n")
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something worth telling once: a start, a restart, a checkpoint, a prediction, an error."""
-        self._events.write(json.dumps({"event": kind, "time": time.time(), **fields}) + "\n")
+        self._events.write(strict_json({"event": kind, "time": time.time(), **fields}) + "\n")
 
     def close(self) -> None:
         """Close both files."""

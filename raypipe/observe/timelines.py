@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from raypipe.observe.perfetto import write_trace
+from raypipe.observe.strict_json import strict_json
 from raypipe.simulate.timeline import Timeline
 
 FILE = "timeline.json"
@@ -15,7 +15,7 @@ FILE = "timeline.json"
 def save_timelines(directory: Path, predicted: Timeline | None, measured: Timeline | None) -> None:
     """Write both steps, in seconds from the start of the step; and the measured one as a trace."""
     both = {"predicted": _as_json(predicted), "measured": _as_json(measured)}
-    (directory / FILE).write_text(json.dumps(both) + "\n", encoding="utf-8")
+    (directory / FILE).write_text(strict_json(both) + "\n", encoding="utf-8")
     if measured is not None:
         write_trace(measured, directory / "trace.json")
 
