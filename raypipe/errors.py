@@ -8,7 +8,8 @@ RaypipeError
 │   └── ClusterError        nodes that cannot work together
 └── RunError                it failed while running: exit status 1
     ├── TransportError      a message that did not come, or came wrong
-    ├── DivergenceError     a loss that is no longer a number
+    ├── DivergenceError     a loss, gradient or state that is no longer a number
+    ├── SampleCountError    a step that left samples out, or counted some twice
     └── CheckpointError     a checkpoint that cannot be written or read back
 
 ``args`` equals the constructor's signature everywhere, so that errors survive the pickling between Ray actors.
@@ -65,7 +66,14 @@ class TransportError(RunError):
 
 
 class DivergenceError(RunError):
-    """Training diverged: the loss is infinite or not a number. Running again would do the same."""
+    """Training diverged: loss, gradients or what they made of the parameters are infinite or not a number.
+
+    Running again would do the same.
+    """
+
+
+class SampleCountError(RunError):
+    """A step's loss is not of each sample of its mini-batch once. Running again would do the same."""
 
 
 class CheckpointError(RunError):

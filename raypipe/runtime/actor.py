@@ -37,6 +37,7 @@ from raypipe.runtime.stage import StageModule
 from raypipe.runtime.state import (
     Piece,
     joined,
+    not_finite,
     owned_keys,
     previous_pieces,
     read_previous,
@@ -180,21 +181,25 @@ class Stage:
         """Run validation batch ``batch`` forward only."""
         return self.executor.run(self.setup_data.evaluate, batch, 0.0, split="val")
 
-    def save(self, directory: Path) -> ShardInfo | None:
+    def save(self, directory: Path) -> tuple[ShardInfo | None, str | None]:
         """Write the parameters and optimizer state this device is the first holder of; None if there are none.
 
-        The members of a device write a part of them each, whole parameters.
+        The members of a device write a part of them each, whole parameters. Also returns the key of a tensor that
+        training has made infinite or no number, None if there is none: such a checkpoint is not to be committed.
         """
         self.executor.settle()
         setup = self.setup_data
         state: list[Piece] = []
+        broken: str | None = None
         for key in owned_keys(setup.device, self.modules, setup.placement):
-            state += state_pieces(self.modules[key], self.optimizers[key], setup.tied)
+            pieces = state_pieces(self.modules[key], self.optimizers[key], setup.tied)
             if key in self.executor.versions:
                 previous = self.executor.versions[key].previous()
-                state += previous_pieces(self.modules[key], previous, setup.tied)
+                pieces += previous_pieces(self.modules[key], previous, setup.tied)
+            broken = broken or not_finite(self.modules[key], pieces)
+            state += pieces
         tensors = joined(state, self.group)
-        return write_shard(directory, f"rank-{self.rank:05d}", tensors) if tensors else None
+        return (write_shard(directory, f"rank-{self.rank:05d}", tensors) if tensors else None), broken
 
     def clock(self) -> float:
         """This host's monotonic clock."""

@@ -18,7 +18,7 @@ import ray
 
 from raypipe.checkpoint import LOSS, best, commit, forget_best, keep_best, step_directory
 from raypipe.data import known_fields, tokens_per_sample
-from raypipe.errors import DivergenceError
+from raypipe.errors import DivergenceError, SampleCountError
 from raypipe.job.recompute import layers_again
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
@@ -40,12 +40,16 @@ from raypipe.runtime.replan import Replanner
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.step import StepResult
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.counted import check_counted
 from raypipe.schedule.endless import WHOLE, Part
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.messages import Program, edges, programs, step_programs
 
 AHEAD = 2
 """Steps queued with the actors beyond the one being collected."""
+
+DISCARD_S = 60.0
+"""Longest wait for saves that nobody will commit; they are queued behind two steps at most."""
 
 Saved = Callable[[int, Path, dict[str, Any]], None]
 """Told of every complete checkpoint: (step, directory, metrics)."""
@@ -90,6 +94,8 @@ class Driver:
         """Validation loss of the best checkpoint."""
         self.last_metrics: dict[str, Any] = {}
         self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0, "p2p_bytes": 0}
+        self._committed: tuple[int, Path] | None = None
+        """The newest checkpoint that a resume would go on from: steps done, and where it is."""
         self.resumed_from: int | None = None
         self.memory_bytes: list[int] = []
 
@@ -106,10 +112,12 @@ class Driver:
         Raises:
             ClusterError: the nodes cannot run the job together.
             ray.exceptions.RayActorError: a stage actor died.
-            DivergenceError: the loss is no longer a number.
+            DivergenceError: the loss, a gradient or what a checkpoint would hold is no longer a number.
+            SampleCountError: a step counted another number of samples than its mini-batch has.
             RaypipeError: as the stage actors raise it, wrapped by Ray.
         """
         self.resumed_from = done if checkpoint is not None else None
+        self._committed = (done, checkpoint) if checkpoint is not None else None
         self._save_plan()
         self._look_back(done)
         self._setup(fleet, checkpoint)
@@ -187,12 +195,22 @@ class Driver:
 
     def _lower(self) -> tuple[dict[Part, list[Program]], list[Program]]:
         """Every device's programs: of training steps, by how they begin and end, and of validation."""
-        return step_programs(self.schedule, self.ahead), programs(forward_only(self.schedule))
+        train, evaluate = step_programs(self.schedule, self.ahead), programs(forward_only(self.schedule))
+        check_counted(train, evaluate, self.schedule.stages, self.schedule.microbatches)
+        return train, evaluate
 
     def _loop(self, fleet: Fleet, done: int) -> int:
         """Returns the number of steps done."""
-        train = self.job.train
         pending: deque[_Ticket] = deque()
+        try:
+            return self._steps(fleet, done, pending)
+        except (DivergenceError, SampleCountError):
+            for ticket in pending:
+                self._discard(ticket)
+            raise
+
+    def _steps(self, fleet: Fleet, done: int, pending: deque[_Ticket]) -> int:
+        train = self.job.train
         fills, through = True, done
         for step in range(done, train.steps):
             if self.patience is not None and self.patience.exhausted:
@@ -245,13 +263,24 @@ class Driver:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
+    def _discard(self, ticket: _Ticket) -> None:
+        """Remove what a queued save has written: nobody will commit it."""
+        if ticket.kind == "save":
+            _, late = ray.wait(ticket.refs, num_returns=len(ticket.refs), timeout=DISCARD_S)
+            if not late:
+                shutil.rmtree(step_directory(self.directory / "checkpoints", ticket.step), ignore_errors=True)
+
     def _collect(self, ticket: _Ticket) -> None:
         results = ray.get(ticket.refs)
         if ticket.kind == "step":
             self._collect_step(ticket, results)
         elif ticket.kind == "eval":
             ticket.clock.pause()
-            loss = math.fsum(r.loss_sum for r in results) / self.job.train.eval_batches
+            batches = self.job.train.eval_batches
+            self._check_samples(f"validation after step {ticket.step}", results, batches)
+            loss = math.fsum(r.loss_sum for r in results) / batches
+            if not math.isfinite(loss):
+                raise self._diverged(ticket.step, f"the validation loss is {loss}")
             self.last_metrics["val_loss"] = loss
             self.log.metric({"step": ticket.step, "val_loss": loss})
             if self.patience is not None:
@@ -259,12 +288,39 @@ class Driver:
         else:
             ticket.clock.pause()
             path = step_directory(self.directory / "checkpoints", ticket.step)
-            shards = [shard for shard in results if shard is not None]
+            broken = next((key for _, key in results if key is not None), None)
+            if broken is not None:
+                self._discard(ticket)
+                raise self._diverged(ticket.step, f"{broken} is not finite after the update")
+            shards = [shard for shard, _ in results if shard is not None]
             commit(path, ticket.step, shards, {"job": self.job.name, **ticket.meta})
+            self._committed = (ticket.step, path)
             if ticket.best:
                 keep_best(path.parent, path)
             self.log.event("checkpoint", step=ticket.step, path=str(path), best=ticket.best)
             self.saved(ticket.step, path, {"step": ticket.step, **self.last_metrics})
+
+    def _check_samples(self, where: str, results: list[StepResult], batches: int) -> None:
+        """Every sample is in the loss once: a part of a mini-batch would train all the same, and worse.
+
+        Raises:
+            SampleCountError: there are more or fewer.
+        """
+        due = self.job.train.batch * batches
+        counted = sum(r.samples for r in results)
+        if counted != due:
+            raise SampleCountError(
+                where, f"its loss is of {counted} samples instead of {due}",
+                "this is a fault of raypipe: report it with the run's plan.json",
+            )  # fmt: skip
+
+    def _diverged(self, step: int, what: str) -> DivergenceError:
+        """The error of a step whose numbers are not finite; says what a resume would begin with."""
+        fix = "lower train.lr, or set a longer warm-up" + (" or train.clip" if self.job.train.clip is None else "")
+        if self._committed is None:
+            return DivergenceError(f"step {step}", what, f"{fix}; no checkpoint was written before, so train anew")
+        done, path = self._committed
+        return DivergenceError(f"step {step}", what, f"{fix}; --resume then goes on from step {done} ({path})")
 
     def _swap(self, fleet: Fleet, target: Running) -> None:
         """Run another plan from the next step on: every device gets its new programs between two steps."""
@@ -323,12 +379,13 @@ class Driver:
 
     def _collect_step(self, ticket: _Ticket, results: list[StepResult]) -> None:
         step = ticket.step
+        self._check_samples(f"step {step}", results, 1)
         loss = math.fsum(r.loss_sum for r in results)
         if not math.isfinite(loss):
-            raise DivergenceError(
-                f"step {step}", f"the training loss is {loss}", "lower train.lr, or set train.clip or a longer warm-up"
-            )
+            raise self._diverged(step, f"the training loss is {loss}")
         norm = norm_of(r.norm_squared for r in results)
+        if not math.isfinite(norm):  # the loss may be finite still, and the parameters are not any more
+            raise self._diverged(step, f"the gradient norm is {norm}, the training loss {loss:.4f}")
         if results[0].optimistic and clip_factor(self.job.train.clip or math.inf, norm) < 1.0:
             self.log.event("undone", step=step, grad_norm=norm)
         # A device's members work in step: the first one's times stand for all.

@@ -68,6 +68,8 @@ class Executor(ProgramRunner):
         self._live: dict[tuple[int, int], Live] = {}
         self._fed: dict[int, Inputs] = {}
         self._losses: dict[int, list[Tensor]] = {}
+        self._counted: dict[int, int] = {}
+        """By step, the samples that ``_losses`` are of."""
         self._used: dict[StageKey, Snapshot] = {}
         # Updates after every micro-batch (PipeDream) make each one a mini-batch of its own: nothing to share, no norm
         # to wait for.
@@ -227,6 +229,7 @@ class Executor(ProgramRunner):
         if stage not in self.wire:
             of_step = self.step + mbs[0] // self.settings.microbatches
             self._losses.setdefault(of_step, []).append(outputs[0].detach())
+            self._counted[of_step] = self._counted.get(of_step, 0) + self._rows(mbs)
         for mb, inputs, made in zip(mbs, arrived, unstacked(outputs, len(mbs)), strict=True):
             for m in action.sends:
                 if m.mb == mb:
@@ -235,6 +238,11 @@ class Executor(ProgramRunner):
                 live = Live(inputs, () if again else made, weights, joints=joints)
                 live.halves = None if again else halves
                 self._live[(stage, self.base + mb)] = live
+
+    def _rows(self, mbs: Sequence[int]) -> int:
+        """Samples that the data had for these micro-batches, which is not told from how many it should have had."""
+        held = [next(iter(self._inputs(mb).values()), None) for mb in mbs]
+        return sum(self.settings.samples_per_microbatch if x is None else len(x) for x in held)
 
     def _forward_in_segments(
         self, task: PipelineTask, mb: int, arrived: Payload, weights: Snapshot | None, joints: Joints
@@ -380,13 +388,15 @@ class Executor(ProgramRunner):
         """See ProgramRunner.forget."""
         self._live.clear()
         self._losses.clear()
+        self._counted.clear()
 
     def _end(self, times: NDArray[np.float64], memory: StepMemory) -> StepResult:
         losses = self._losses.pop(self.step, [])
         targets = self.feed.targets(self.split, self.step) if losses else 1
         loss = float(torch.stack(losses).double().sum()) / targets if losses else 0.0
+        samples = self._counted.pop(self.step, 0)
         if self.settings.member > 0:
-            loss = 0.0
+            loss, samples = 0.0, 0
         self.feed.drop(self.split, self.step)
         reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
         if self.program.drains:
@@ -402,5 +412,6 @@ class Executor(ProgramRunner):
         if isinstance(group, ProcessGroup):
             sums, group.sums = group.sums, 0
         return StepResult(
-            loss, square, times, self.received, self.received_bytes, reduced, sums, memory, self.updates.optimistic
-        )
+            loss, samples, square, times, self.received, self.received_bytes, reduced, sums, memory,
+            self.updates.optimistic,
+        )  # fmt: skip

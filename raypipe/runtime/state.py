@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -81,6 +82,25 @@ def state_pieces(module: StageModule, optimizer: torch.optim.Optimizer, tied: tu
     for one in module.statistics:
         found += [Piece(buffer_key(name), value, None) for name, value in one.buffers_by_name.items()]
     return found
+
+
+def not_finite(module: StageModule, pieces: Sequence[Piece]) -> str | None:
+    """The key of a piece that holds an infinite value or none at all; None if there is no such.
+
+    What is not trained may hold what it likes: a mask, say.
+    """
+    still = [name for name in module.named if name not in module.trained]
+    frozen = {f"param/{name}" for name in still} | {f"optim/{name}/{PREVIOUS}" for name in still}
+    alike: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
+    for piece in pieces:
+        if piece.tensor.is_floating_point() and piece.tensor.numel() and piece.key not in frozen:
+            alike.setdefault((piece.tensor.device, piece.tensor.dtype), []).append(piece)
+    for some in alike.values():
+        # The largest magnitude, which is exact in every dtype and passes NaN on: one wait for the device for all.
+        largest = torch.stack(torch._foreach_norm([piece.tensor for piece in some], math.inf))
+        if not bool(torch.isfinite(largest).all()):
+            return some[int(torch.isfinite(largest).logical_not().nonzero()[0])].key
+    return None
 
 
 def read_state(

@@ -20,6 +20,8 @@ class StepResult:
     loss_sum: float
     """Sum of the losses of the micro-batches whose last stage is here, over the targets of the mini-batch; of a tensor
     group's members, the first one's only."""
+    samples: int
+    """Samples in ``loss_sum``."""
     norm_squared: float
     """This device's share of the squared global gradient norm, before clipping."""
     times: NDArray[np.float64]

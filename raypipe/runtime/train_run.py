@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.checkpoint import latest, open_checkpoint
-from raypipe.errors import CheckpointError, DivergenceError, RaypipeError, RequestError
+from raypipe.errors import CheckpointError, DivergenceError, RaypipeError, RequestError, SampleCountError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog, rewind
 from raypipe.observe.timelines import save_timelines
@@ -109,7 +109,7 @@ def driver_loop(config: dict[str, Any]) -> None:
         prediction = driver.clock.prediction
         save_timelines(request.directory, prediction.timeline if prediction else None, driver.clock.measured())
         log.event("finished", counts=driver.counts, memory_bytes=driver.memory_bytes)
-    except (RequestError, CheckpointError, DivergenceError) as error:
+    except (RequestError, CheckpointError, DivergenceError, SampleCountError) as error:
         log.event("error", message=describe(error), exit_status=error.exit_status)  # no restart would mend it
     except Exception as error:
         log.event("failed", message=describe(error))
