@@ -56,12 +56,22 @@ def _open_at_a_line(path: Path) -> TextIO:
 
 
 def rewind(directory: Path, step: int) -> None:
-    """Forget metrics of steps after ``step``, which will be run again, and lines that are damaged. Atomic."""
+    """Forget metrics of steps after ``step``, which will be run again, and lines that are damaged. Atomic.
+
+    What is kept is usually the beginning of the file, so the file is cut short in place: its readers have seen the
+    kept rows and go on behind them. Only a damaged line among those makes it a new file.
+    """
     path = directory / METRICS
     if not path.exists():
         return
-    rows = ((line, row_of(line, METRICS)) for line in path.read_bytes().splitlines())
-    _replace(path, [line for line, row in rows if row is not None and row["step"] <= step])
+    text = path.read_bytes()
+    rows = ((line, row_of(line, METRICS)) for line in text.splitlines())
+    lines = [line for line, row in rows if row is not None and row["step"] <= step]
+    kept = b"".join(line + b"\n" for line in lines)
+    if text.startswith(kept):
+        os.truncate(path, len(kept))
+    else:
+        _replace(path, lines)
 
 
 def mend(path: Path) -> tuple[int, ...]:
@@ -123,7 +133,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class Follower:
-    """Reads the rows another process appends, each once; starts over when the file was rewound."""
+    """Reads the rows another process appends, each once; starts over when the file is another one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -137,6 +147,7 @@ class Follower:
                 inode = os.fstat(file.fileno()).st_ino  # not the path's: it may lead to another file by now
                 if inode != self._inode:
                     self._inode, self._offset = inode, 0
+                self._offset = min(self._offset, os.fstat(file.fileno()).st_size)  # rewound: the rest has been read
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:

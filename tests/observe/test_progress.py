@@ -10,7 +10,7 @@ from rich.console import Console
 
 from raypipe.observe import progress
 from raypipe.observe.progress import ProgressView
-from raypipe.observe.run_log import RunLog
+from raypipe.observe.run_log import RunLog, rewind
 
 STEPS = 100
 
@@ -121,6 +121,17 @@ def test_a_resumed_run_does_not_repeat_its_past(run) -> None:
     assert run.said() == []
     run.log.metric(step(2))
     assert [line.split()[1] for line in run.said()] == ["2/100"]
+
+
+def test_a_resume_that_forgets_the_steps_after_its_checkpoint_tells_only_what_is_new(run, tmp_path) -> None:
+    for number in range(1, 9):
+        run.log.metric(step(number))
+    run.view.skip_past()
+    rewind(tmp_path, 5)
+    assert run.said() == []
+    run.log.event("started", devices=[], resumed_from=5)
+    run.log.metric(step(6))
+    assert [" ".join(line.split()[:4]) for line in run.said()] == ["resumed from step 5", "step 6/100 loss 2.5000"]
 
 
 def test_closing_shows_what_came_last(run) -> None:

@@ -99,18 +99,27 @@ def test_rewinding_drops_a_line_that_a_crash_cut_short(tmp_path) -> None:
     rewind(tmp_path / "nowhere", 5)  # no run yet: nothing to do
 
 
-def test_a_follower_starts_over_when_the_log_was_rewound(log, tmp_path) -> None:
+def test_a_follower_of_a_rewound_log_sees_only_what_is_run_again(log, tmp_path) -> None:
     follower = Follower(tmp_path / METRICS)
     for step in (1, 2, 3):
         log.metric({"step": step})
     assert len(list(follower.new_rows())) == 3
     log.close()
     rewind(tmp_path, 1)
-    assert [row["step"] for row in follower.new_rows()] == [1]
+    assert list(follower.new_rows()) == []
     again = RunLog(tmp_path)
     again.metric({"step": 2})
     again.close()
     assert [row["step"] for row in follower.new_rows()] == [2]
+
+
+def test_a_damaged_row_in_the_middle_is_dropped_and_no_other(tmp_path) -> None:
+    (tmp_path / METRICS).write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 2}\n{"step": 3}\n')
+    follower = Follower(tmp_path / METRICS)
+    assert len(list(follower.new_rows())) == 3
+    rewind(tmp_path, 2)
+    assert (tmp_path / METRICS).read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert [row["step"] for row in follower.new_rows()] == [1, 2]  # of a new file nobody knows what was read
 
 
 def test_a_log_replaced_while_it_is_opened(tmp_path, monkeypatch) -> None:
