@@ -6,6 +6,7 @@ RaypipeError
 │   ├── CaptureError        a model that cannot be captured or cut
 │   ├── ScheduleError       a schedule that cannot exist or cannot run
 │   └── ClusterError        nodes that cannot work together
+├── InterruptionError       the user ended it: exit status 130
 └── RunError                it failed while running: exit status 1
     ├── TransportError      a message that did not come, or came wrong
     ├── DivergenceError     a loss, gradient or state that is no longer a number
@@ -55,6 +56,12 @@ class ScheduleError(RequestError):
 
 class ClusterError(RequestError):
     """Nodes of the cluster that cannot run a job together; it stays so until somebody changes them."""
+
+
+class InterruptionError(RaypipeError):
+    """The user ended it with Ctrl-C; says what becomes of what was done. Exit status 130, as shells have it."""
+
+    exit_status = 130
 
 
 class RunError(RaypipeError):

@@ -31,7 +31,7 @@ from raypipe.observe.run_dir import (
     stillborn,
 )
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
-from raypipe.observe.summary import summarise
+from raypipe.observe.summary import OF_TEXT, Units, summarise
 from raypipe.plan.plan import JOBS_OWN, Plan, build_schedule, load_plan
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
@@ -53,6 +53,7 @@ class Prepared:
     plan: Plan
     directory: Path
     resume: bool
+    units: Units = OF_TEXT
 
 
 def make_plan(job: JobSpec) -> Plan:
@@ -170,7 +171,16 @@ def prepare_run(
         (where / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise _unusable(where, error) from None
-    return Prepared(job, plan, where, resume)
+    return Prepared(job, plan, where, resume, _units(job, where / "data"))
+
+
+def _units(job: JobSpec, data: Path) -> Units:
+    """What the loss and the throughput of the prepared data are counted in."""
+    from raypipe.data import counts_tokens, known_fields
+    from raypipe.models import build_model
+
+    task = build_model(job, known_fields(data)).task
+    return Units(task.unit, "tokens" if counts_tokens(job, data) else "samples")
 
 
 def _beside(plan: Plan, wishes: Mapping[str, Any], plan_file: Path) -> Plan:
@@ -443,7 +453,7 @@ def _run_held(
     plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
     made_for = prepared.plan.made_for
     promised = (prepared.plan.predicted_step_s, made_for.device if made_for is not None else None)
-    return _outcome(results[0], prepared), summarise(directory, plan, *promised)
+    return _outcome(results[0], prepared), summarise(directory, plan, *promised, prepared.units)
 
 
 def _outcome(result: Result, prepared: Prepared) -> Result:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -17,14 +18,19 @@ from typing import Any, NoReturn
 import typer
 
 from raypipe import __version__
-from raypipe.errors import RaypipeError, nearest
+from raypipe.errors import InterruptionError, RaypipeError, nearest
 
 __all__ = ["main", "run", "verbs"]
+
+INTERRUPTED = InterruptionError.exit_status
 
 
 def main() -> NoReturn:
     """Run the command line of this process and exit with its status."""
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    if status == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ray is ended at exit; a second Ctrl-C would leave it half ended
+    sys.exit(status)
 
 
 def verbs() -> list[str]:
@@ -33,7 +39,10 @@ def verbs() -> list[str]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line; returns the exit status: 0 done, 2 the request is wrong, 1 it failed while running."""
+    """Run one command line; returns the exit status.
+
+    0: done; 2: the request is wrong; 1: it failed while running; 130: interrupted.
+    """
     try:
         return _run(list(argv))
     except RaypipeError as error:
@@ -42,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return _complain("interrupted", 130)
+        return _complain("interrupted", INTERRUPTED)
     except Exception as error:
         # Typer carries its own copy of click's errors, or click's, depending on its version; both have this shape.
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
@@ -66,6 +75,8 @@ def _run(argv: list[str]) -> int:
             argv = module.prepare(argv)
     command: Any = typer.main.get_command(app)
     status = command.main(args=argv, prog_name="raypipe", standalone_mode=False)
+    if status == INTERRUPTED:  # Typer's answer to Ctrl-C
+        return _complain("interrupted", INTERRUPTED)
     return status if isinstance(status, int) else 0
 
 

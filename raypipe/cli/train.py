@@ -45,6 +45,8 @@ def train(
     ] = None,
 ) -> None:
     """Train a model as the job file says, through Ray."""
+    from raypipe.cli._go_on import advice, resume_command, shortest
+    from raypipe.errors import InterruptionError, RunError
     from raypipe.job import GptSpec, load_job
     from raypipe.observe.progress import ProgressView, stderr_console
     from raypipe.observe.summary import summary_lines
@@ -57,13 +59,21 @@ def train(
             spec, run_dir, resume, plan, dashboard_port, lambda text: console.print(text, style="dim", soft_wrap=True),
             _asked(spec, override or ()) if plan is not None else {},
         )  # fmt: skip
-    view = ProgressView(prepared.directory, prepared.job.train.steps, console)
+    go_on = resume_command(job, prepared.directory, override or (), plan)
+    opening = (f"run directory {shortest(prepared.directory)}; should it be interrupted, go on with", f"  {go_on}")
+    view = ProgressView(prepared.directory, prepared.job.train.steps, console, prepared.units.throughput, opening)
     view.skip_past()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
-            result = execute(prepared, dashboard_port, view.update)
-    finally:
-        view.close()
+            try:
+                result = execute(prepared, dashboard_port, view.update)
+            finally:
+                view.close()
+    except KeyboardInterrupt:
+        raise InterruptionError("", "interrupted", advice(prepared.directory, go_on)) from None
+    except RunError as error:
+        fix = "\n  ".join(filter(None, (error.fix, advice(prepared.directory, go_on))))
+        raise type(error)(error.where, error.why, fix) from None
     if json:
         print(json_module.dumps(result))
         return

@@ -2,7 +2,7 @@
 
 from raypipe.data.arrays import Arrays, declared_fields, known_fields, prepare_arrays
 from raypipe.data.corpus import Corpus
-from raypipe.data.dataset import Dataset, is_prepared, open_data, prepare_data, tokens_per_sample
+from raypipe.data.dataset import Dataset, counts_tokens, is_prepared, open_data, prepare_data, tokens_per_sample
 from raypipe.data.prepare import prepare
 from raypipe.data.ragged import Ragged, flat
 from raypipe.data.rows import columns_of
@@ -13,6 +13,7 @@ __all__ = [
     "Dataset",
     "Ragged",
     "columns_of",
+    "counts_tokens",
     "declared_fields",
     "flat",
     "is_prepared",

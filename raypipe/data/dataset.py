@@ -144,6 +144,11 @@ def tokens_per_sample(job: JobSpec, directory: Path) -> float:
     return job.tokens_per_sample if found is None else found
 
 
+def counts_tokens(job: JobSpec, directory: Path) -> bool:
+    """Whether that is tokens: samples of arrays are counted as one each, unless they have lengths of their own."""
+    return job.data.type != "arrays" or mean_tokens(directory) is not None
+
+
 def is_prepared(directory: Path) -> bool:
     """Whether ``prepare_data`` has finished there."""
     return any((directory / meta).exists() for meta in (ARRAYS, LINES, CORPUS))

@@ -21,6 +21,8 @@ class OwnLoss(Task):
     large: what ``(model(**micro_batch).loss / count).backward()`` accumulates.
     """
 
+    unit = "as the model computes it"
+
     def __init__(self, of: Task, fields: Collection[str]) -> None:
         self.of = of
         self.counted = "labels" if "labels" in fields else min(fields, default="labels")

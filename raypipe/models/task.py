@@ -49,6 +49,8 @@ class Task(ABC):
     """Token that fills up short samples; nothing may depend on it."""
     per_token = False
     """Every token has a label of its own, in its place."""
+    unit = "nats per label"
+    """Of the mean loss, the sum over its targets: for people."""
 
     @abstractmethod
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
@@ -111,6 +113,7 @@ class NextToken(Labels):
     """
 
     per_token = True
+    unit = "nats per token"
 
     def __init__(self, fields: Collection[str] = ("shift_labels",)) -> None:
         self.shifted = "shift_labels" in fields
@@ -143,6 +146,7 @@ class MaskedToken(Labels):
     """
 
     per_token = True
+    unit = "nats per token"
 
     def __init__(self, mask_token: int, share: float) -> None:
         self.mask_token, self.share = mask_token, share
@@ -165,6 +169,8 @@ class Sequences(Labels):
     Of text, the decoder is to write what follows the encoder's part. The decoder reads the labels shifted to the
     right by one, behind ``start_token``.
     """
+
+    unit = "nats per token"
 
     def __init__(self, start_token: int, padding: int) -> None:
         self.start_token, self.padding = start_token, padding
@@ -197,6 +203,7 @@ class Values(Task):
     """Squared error, summed over all values: output and float ``labels`` of one shape, a last 1 aside."""
 
     reads = frozenset({"labels"})
+    unit = "squared error per value"
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Sum over the values."""

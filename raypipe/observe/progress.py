@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,16 @@ PLAIN_EVERY_S = 5.0
 
 
 class ProgressView:
-    """Follows one run's logs; call ``update`` now and then."""
+    """Follows one run's logs; call ``update`` now and then.
 
-    def __init__(self, directory: Path, steps: int, console: Console) -> None:
+    ``throughput``: what ``tokens_per_s`` counts. ``opening``: lines to say once Ray is there and the run begins.
+    """
+
+    def __init__(
+        self, directory: Path, steps: int, console: Console, throughput: str = "tokens", opening: Sequence[str] = ()
+    ) -> None:
         self.console = console
+        self._throughput, self._opening = throughput, opening
         self._metrics, self._events = Follower(directory / METRICS), Follower(directory / EVENTS)
         self._steps = steps
         self._predicted_bubble: float | None = None
@@ -62,7 +69,10 @@ class ProgressView:
 
     def _event(self, row: dict[str, Any]) -> None:
         kind = row["event"]
-        if kind == "started":
+        if kind == "run":
+            for line in self._opening:
+                self._say(line)
+        elif kind == "started":
             for device in row["devices"]:
                 self._say(f"{device['name']} on {device['device']}, {device['parameters']:,} parameters")
             if row["resumed_from"]:
@@ -94,7 +104,7 @@ class ProgressView:
     def _step(self, row: dict[str, Any]) -> None:
         plan = f" (plan {self._predicted_bubble:.1%})" if self._predicted_bubble is not None else ""
         line = (
-            f"loss {row['loss']:.4f}  {row['step_s']:.3f} s  {row['tokens_per_s']:,.0f} tok/s  "
+            f"loss {row['loss']:.4f}  {row['step_s']:.3f} s  {row['tokens_per_s']:,.0f} {self._throughput}/s  "
             f"idle {row['bubble_ratio']:.1%}{plan}"
         )
         if self._live is not None and self._task is not None:

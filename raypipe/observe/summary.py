@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 
@@ -14,9 +14,21 @@ WARM_STEPS = 2
 """Steps at the start of an attempt that no median counts."""
 
 
+class Units(NamedTuple):
+    """What a run's figures count; the default is that of text."""
+
+    loss: str = "nats per token"
+    throughput: str = "tokens"
+    """``tokens``, or ``samples`` where those are no sequences of tokens, or nobody says that they are."""
+
+
+OF_TEXT = Units()
+
+
 def summarise(
-    directory: Path, plan: dict[str, Any], planned_step_s: float | None = None, planned_on: str | None = None
-) -> dict[str, Any]:
+    directory: Path, plan: dict[str, Any], planned_step_s: float | None = None, planned_on: str | None = None,
+    units: Units = OF_TEXT,
+) -> dict[str, Any]:  # fmt: skip
     """CONTRACT.md's object for ``raypipe train --json``; figures that do not exist are None.
 
     ``predicted_step_s`` is ``planned_step_s``, what the plan promised before anything ran; where nobody planned, it is
@@ -40,11 +52,13 @@ def summarise(
         "steps": steps[-1]["step"] if steps else 0,
         "loss": steps[-1]["loss"] if steps else None,
         "val_loss": validations[-1] if validations else None,
+        "loss_unit": units.loss,
         "best": _best(rows, events),
         "stopped_early": next((e["message"] for e in this_run if e["event"] == "early_stop"), None),
         "losses": [r["loss"] for r in steps],
         "step_s_median": step_s,
         "tokens_per_s": median(r["tokens_per_s"] for r in timed) if timed else None,
+        "throughput_unit": units.throughput,
         "bubble_ratio": median(r["bubble_ratio"] for r in timed) if timed else None,
         "plan": plan,
         "planned": _planned(events),
@@ -88,14 +102,14 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         f"training loss    {result['loss']:.4f}",
     ]
     if result["val_loss"] is not None:
-        lines.append(f"validation loss  {result['val_loss']:.4f} nats per token")
+        lines.append(f"validation loss  {result['val_loss']:.4f} {result['loss_unit']}")
     if result["best"] is not None:
         lines.append(
             f"best checkpoint  step {result['best']['step']}, validation loss {result['best']['val_loss']:.4f}"
         )
     if result["stopped_early"] is not None:
         lines.append(f"stopped early    {result['stopped_early']}")
-    lines.append(f"tokens per s     {result['tokens_per_s']:,.0f}")
+    lines.append(f"{result['throughput_unit'] + ' per s':<16} {result['tokens_per_s']:,.0f}")
     if result["planned"] is not None:
         lines.append(_choice(result["planned"], result["measured_step_s"], result["bubble_ratio"]))
     elif result["predicted_step_s"] != result["calibrated_step_s"]:

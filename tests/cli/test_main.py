@@ -35,6 +35,15 @@ def test_failing_while_running_is_status_1(capsys, monkeypatch):
     assert capsys.readouterr().err == "device 3: gone\n  fix: look at its log\n"
 
 
+def test_an_interruption_is_one_word_and_status_130(capsys, monkeypatch):
+    def interrupted(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raypipe.job.load_job", interrupted)
+    assert run(["train", "job.yaml"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_reader_that_goes_away_is_no_error():
     command = f"{sys.executable} -m raypipe schedule 1f1b --microbatches 2000 --json | head -c 10"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)

@@ -10,15 +10,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from raypipe.checkpoint import commit, step_directory, write_shard
 from raypipe.cli import run
+from raypipe.cli._go_on import resume_command
+from raypipe.errors import RunError
 from raypipe.job import load_job
+from raypipe.job.spec import DataSpec
+from raypipe.models.task import Labels, Values
+from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import load_plan
-from raypipe.train import JOB_FILE, _chosen_before, make_plan, prepare_run
+from raypipe.train import JOB_FILE, Prepared, _chosen_before, _units, make_plan, prepare_run
 from tests.runtime.answering import GRPC, answering
 
 JOB = """
@@ -429,3 +435,73 @@ def test_as_a_command_a_refusal_imports_neither_torch_nor_ray(job) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == '--set train.stepz: unknown key\n  fix: did you mean "steps"?\n'
+
+
+def ending(error: BaseException, *checkpoints: int, began: bool = True) -> Callable[..., dict[str, object]]:
+    """A run that writes these checkpoints and ends so."""
+
+    def execute(prepared: Prepared, *_: object) -> dict[str, object]:
+        log = RunLog(prepared.directory)
+        log.event("run", resume=False)
+        if began:
+            log.metric({**dict.fromkeys(("loss", "step_s", "tokens_per_s", "bubble_ratio"), 1.0), "step": 1})
+        log.close()
+        for step in checkpoints:
+            path = step_directory(prepared.directory / "checkpoints", step)
+            path.mkdir(parents=True)
+            commit(path, step, [write_shard(path, "rank-00000", {"param/a": torch.ones(1)})], {})
+        raise error
+
+    return execute
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "first"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (RunError("run", "an actor died", "see there"), 1, "run: an actor died"),
+    ],
+)
+def test_a_run_that_ends_early_says_how_to_go_on(job, tmp_path, monkeypatch, capsys, error, status, first) -> None:
+    monkeypatch.setattr("raypipe.train.execute", ending(error, 20, 100))
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    options = ["--set", "train.steps=200", "--set", "train.betas=[0.9, 0.95]"]
+    directory = tmp_path / "run"
+    command = (
+        f"raypipe train {job} --set train.steps=200 --set 'train.betas=[0.9, 0.95]' --run-dir {directory} --resume"
+    )
+    assert run(["train", str(job), *options, "--run-dir", str(directory)]) == status
+    said = capsys.readouterr().err
+    start, end = said.split(f"\n{first}\n")
+    assert f"run directory {directory}; " in start
+    assert f"  {command}\n" in start
+    assert end.endswith(f"to go on from its checkpoint of step 100: {command}\n")
+    assert "Traceback" not in said
+
+
+def test_figures_have_the_units_of_the_task_and_the_data(job, tmp_path, monkeypatch) -> None:
+    prepared = prepare_run(load_job(job), tmp_path / "run", resume=False)
+    assert prepared.units == ("nats per token", "tokens")
+    images = load_job(job).model_copy(update={"data": DataSpec(type="arrays", path=str(tmp_path))})
+    for task, unit in ((Labels(), "nats per label"), (Values(), "squared error per value")):
+        monkeypatch.setattr("raypipe.models.build_model", lambda *_, task=task: SimpleNamespace(task=task))
+        assert _units(images, tmp_path) == (unit, "samples")
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed(job, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("raypipe.train.execute", ending(KeyboardInterrupt()))
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", str(job), "--run-dir", "run"]) == 130
+    said = capsys.readouterr().err
+    assert said.endswith("interrupted\n  fix: it had no checkpoint yet: start again, in another --run-dir than run\n")
+    monkeypatch.setattr("raypipe.train.execute", ending(KeyboardInterrupt(), began=False))
+    assert run(["train", str(job), "--run-dir", "other"]) == 130
+    assert capsys.readouterr().err.endswith("\ninterrupted\n")  # the same command does
+
+
+def test_the_command_is_one_that_the_shell_finds(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    said = resume_command(Path("a.yaml"), tmp_path, (), Path("plan.json"))
+    program, words = said.split(" -m raypipe ")
+    assert subprocess.run([program, "-c", ""]).returncode == 0
+    assert words == f"train a.yaml --plan plan.json --run-dir {tmp_path} --resume"

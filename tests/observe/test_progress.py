@@ -64,7 +64,7 @@ def test_the_start_names_every_device(run) -> None:
 
 def test_a_step_is_one_line_with_loss_speed_idle_time_and_what_is_left(run) -> None:
     run.log.metric(step(1))
-    assert run.said() == ["step     1/100  loss 2.5000  0.250 s  16,384 tok/s  idle 12.5%  25 s left"]
+    assert run.said() == ["step     1/100  loss 2.5000  0.250 s  16,384 tokens/s  idle 12.5%  25 s left"]
 
 
 def test_the_predicted_idle_time_stands_beside_the_measured_one(run) -> None:
@@ -148,7 +148,7 @@ def test_on_a_terminal_there_is_one_live_line(tmp_path, monkeypatch) -> None:
     run.view.close()
     text = run.out.getvalue()
     assert "step 50/100" in text
-    assert "16,384 tok/s" in text
+    assert "16,384 tokens/s" in text
     assert "validation loss 2.0000" in text
     assert text.count("step 49/100") <= 1  # steps are not lines of their own
     run.log.close()

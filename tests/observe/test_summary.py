@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.observe.run_log import RunLog, rewind
-from raypipe.observe.summary import WARM_STEPS, summarise, summary_lines
+from raypipe.observe.summary import WARM_STEPS, Units, summarise, summary_lines
 
 PLAN = {"schedule": "1f1b", "stages": 2, "replicas": 1, "microbatch": 4}
 COUNTS = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1, "p2p": 16}
@@ -63,6 +63,14 @@ def test_a_whole_run(log, tmp_path) -> None:
         "step predicted   0.0900 s (-10.0%), from task times at the start",
         f"run directory    {tmp_path}",
     ]
+
+
+def test_figures_are_said_in_the_units_of_the_task(log, tmp_path) -> None:
+    step(log, 1)
+    log.metric({"step": 1, "val_loss": 0.5})
+    result = summarise(tmp_path, PLAN, units=Units("nats per label", "samples"))
+    assert (result["loss_unit"], result["throughput_unit"]) == ("nats per label", "samples")
+    assert {"validation loss  0.5000 nats per label", "samples per s    1,000"} <= set(summary_lines(result))
 
 
 def test_what_the_plan_promised_is_what_was_predicted(log, tmp_path) -> None:

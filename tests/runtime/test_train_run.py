@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import ray
 
 from raypipe.errors import CheckpointError, RunError, TransportError
-from raypipe.runtime.train_run import describe
+from raypipe.job.load import load_job
+from raypipe.runtime.devices import DeviceRequest
+from raypipe.runtime.train_run import RunRequest, describe, start_run
 
 OWN = TransportError("1F0 of step 1, rank 0", "nothing came", "look there")
 
@@ -40,3 +45,22 @@ def test_the_innermost_of_our_errors_is_the_cause() -> None:
     outer = RunError("run", "failed")
     outer.__cause__ = ValueError("x")
     assert describe(outer) == "run: failed"
+
+
+def test_the_dashboard_is_told_of_the_run_unless_the_user_says_otherwise(tmp_path, monkeypatch) -> None:
+    import ray.train.torch
+
+    class Trainer:
+        def __init__(self, *_args: object, **_options: object) -> None:
+            pass
+
+        def fit(self) -> str | None:
+            return os.environ.get("RAY_TRAIN_ENABLE_STATE_TRACKING")  # Ray Train reads it in fit()
+
+    monkeypatch.setattr(ray.train.torch, "TorchTrainer", Trainer)
+    job = load_job(Path("jobs/quickstart.yaml"), ())
+    request = RunRequest(job, tmp_path, False, DeviceRequest(cpus=1, gpus=0))
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
+    assert start_run(request) == "0"
+    monkeypatch.delenv("RAY_TRAIN_ENABLE_STATE_TRACKING")
+    assert start_run(request) == "1"
