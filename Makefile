@@ -18,6 +18,8 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.run
 
 train: $(VENV)/.run
 	$(BIN)/python -m raypipe train jobs/quickstart.yaml
+	@echo
+	@echo "The command is $(BIN)/raypipe; to have it as raypipe: source $(BIN)/activate"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -13,7 +13,7 @@ from raypipe.errors import SpecError
 from raypipe.files import is_url
 from raypipe.job import HfSpec
 from raypipe.train import saved_job
-from raypipe.trained import last_checkpoint, load_hugging_face
+from raypipe.trained import TOKENS, last_checkpoint, load_hugging_face
 
 BESIDE = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model",
@@ -45,6 +45,7 @@ def export(directory: Path, out: Path) -> Path:
     source, module = load_hugging_face(directory, job, job.model)
     if hasattr(source.config, "use_cache"):
         source.config.use_cache = True  # of no use in training, but in writing
+    setattr(source.config, TOKENS, None if job.data.type == "arrays" else "bytes")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(

@@ -1,4 +1,5 @@
-"""Text, or token ids, from a trained language model: a run's newest checkpoint, or its best one, in one process."""
+"""Text, or token ids, from a trained language model: a run's newest checkpoint, or its best one, in one process; or
+from a directory that transformers reads, such as `raypipe export` writes."""
 
 from __future__ import annotations
 
@@ -11,37 +12,51 @@ from torch import Tensor, nn
 
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
+from raypipe.installation import install
 from raypipe.job import GptSpec, HfSpec, JobSpec
 from raypipe.models import random_keys
 from raypipe.models.hugging_face import HuggingFace
 from raypipe.models.imported import Imported
 from raypipe.models.task import BYTES, NextToken
-from raypipe.train import saved_job
-from raypipe.trained import load_body, load_hugging_face
+from raypipe.partition.huggingface import configuration
+from raypipe.train import JOB_FILE, saved_job
+from raypipe.trained import TOKENS, load_body, load_hugging_face
 
+CONFIG = "config.json"
+LONGEST = 1024
+"""Tokens that a model looks back on which does not say how many it can."""
 Logits = Callable[[list[int]], Tensor]
 """What a model makes of the tokens so far: ``[vocabulary]``, of the one that follows."""
 
 
 class Writer:
-    """A trained model that writes; ``tokenizer`` is a directory that transformers reads one from.
+    """A trained model that writes: a run's, or one in a directory that transformers reads.
+
+    ``tokenizer`` is a directory that transformers reads one from.
 
     Raises:
-        SpecError: no run, no checkpoint, a model that does not write, or no tokenizer there.
+        SpecError: neither a run nor a model, no checkpoint, a model that does not write, or no tokenizer there.
     """
 
     def __init__(self, directory: Path, tokenizer: Path | None = None) -> None:
-        self.directory, self.job = directory, saved_job(directory)
-        self.tokenizer = _tokenizer(self.job, tokenizer)
-        self.bytes = self.tokenizer is None and self.job.data.type != "arrays"
-        """Tokens are bytes."""
+        self.directory = directory
         self.end: int | None = None
         """Token after which nothing follows."""
-        self._logits, self.window, self.vocabulary = self._load()
+        if not (directory / JOB_FILE).exists() and (directory / CONFIG).is_file():
+            module = _exported(directory)
+            self.tokenizer = _tokenizer(tokenizer or _with_tokenizer(directory))
+            self.bytes = self.tokenizer is None and getattr(module.config, TOKENS, None) == "bytes"
+            self._logits, self.window, self.vocabulary = self._of_transformers(module, None)
+            return
+        job = saved_job(directory)
+        self.tokenizer = _tokenizer(tokenizer or _of_run(job))
+        self.bytes = self.tokenizer is None and job.data.type != "arrays"
+        """Tokens are bytes."""
+        self._logits, self.window, self.vocabulary = self._load(job)
 
-    def _load(self) -> tuple[Logits, int, int]:
+    def _load(self, job: JobSpec) -> tuple[Logits, int, int]:
         """The model, most tokens it looks back on, and how many it knows."""
-        job, model = self.job, self.job.model
+        model = job.model
         fields = known_fields(self.directory / "data")
         if isinstance(model, GptSpec):
             return _of_layers(self.directory, "input_ids"), model.sequence, model.vocabulary
@@ -55,12 +70,16 @@ class Writer:
         source = HuggingFace(model)
         task = None if source.task_name == "seq2seq" else source.task(fields, job.data.mask)
         _check_writes(self.directory, f"{source.config.model_type}, trained for {source.task_name},", task)
-        source, module = load_hugging_face(self.directory, job, model)
-        text = source.config.get_text_config(decoder=True)
+        _, module = load_hugging_face(self.directory, job, model)
+        return self._of_transformers(module, sequence)
+
+    def _of_transformers(self, module: Any, sequence: int | None) -> tuple[Logits, int, int]:
+        """The same of a module of transformers; ``sequence``: tokens it was trained on at once, None if unknown."""
+        text = module.config.get_text_config(decoder=True)
         if not self.bytes:
             self.end = text.eos_token_id if isinstance(text.eos_token_id, int) else None
-        longest = getattr(text, "max_position_embeddings", None) or sequence
-        return _of_module(module.eval()), min(sequence, longest), int(text.vocab_size)
+        longest = getattr(text, "max_position_embeddings", None) or sequence or LONGEST
+        return _of_module(module.eval()), min(sequence or longest, longest), int(text.vocab_size)
 
     def text(self, prompt: str, length: int, temperature: float, seed: int) -> str:
         """``prompt`` and ``length`` more tokens as text; what cannot be shown is U+FFFD."""
@@ -73,7 +92,7 @@ class Writer:
                 raise SpecError("--prompt", "holds no token", "give some text to go on from")
             text = self.tokenizer.decode(self.ids(begun, length, temperature, seed), skip_special_tokens=True)
         else:
-            why = "the run read arrays, and what its tokens mean is not known"
+            why = f"{self.directory} has no tokenizer, and what the model's tokens mean is not known"
             raise SpecError("--prompt", why, "give --tokenizer DIR, or token ids: --ids 1,2,3")
         # An untrained model writes control characters too; a terminal must not obey them.
         return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
@@ -139,15 +158,43 @@ def _check_writes(directory: Path, what: str, task: object, inputs: Sequence[str
         raise SpecError(str(directory), f"{what} needs {', '.join(inputs)}, and only tokens are here", fix)
 
 
-def _tokenizer(job: JobSpec, directory: Path | None) -> Any:
-    """The tokenizer in a directory, or in the model's own where the run read arrays; None if there is none."""
-    if directory is None:
-        own = Path(job.model.hf) if isinstance(job.model, HfSpec) and job.data.type == "arrays" else None
-        if own is None or not (own / "tokenizer_config.json").is_file():
-            return None
-        directory = own
-    from transformers import AutoTokenizer
+def _exported(directory: Path) -> Any:
+    """The causal language model in a directory that `raypipe export`, or transformers itself, has written."""
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        raise SpecError(str(directory), "needs transformers, which is not installed", install("hf")) from None
+    config = configuration(str(directory), {})
+    named = (config.architectures or [None])[0]
+    writes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if writes is None or named not in (None, writes):
+        why = f"holds a {named or config.model_type}, which does not write text token by token"
+        raise SpecError(str(directory), why, "sample a causal language model")
+    try:
+        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise SpecError(str(directory), f"holds no model that can be read: {first}", "export it again") from None
 
+
+def _of_run(job: JobSpec) -> Path | None:
+    """The model's own directory where the run read arrays: it began with a tokenizer that may be there."""
+    return _with_tokenizer(Path(job.model.hf)) if isinstance(job.model, HfSpec) and job.data.type == "arrays" else None
+
+
+def _with_tokenizer(directory: Path) -> Path | None:
+    return directory if (directory / "tokenizer_config.json").is_file() else None
+
+
+def _tokenizer(directory: Path | None) -> Any:
+    """The tokenizer in a directory; None where none is given."""
+    if directory is None:
+        return None
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise SpecError("--tokenizer", "needs transformers, which is not installed", install("hf")) from None
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -17,6 +17,10 @@ from raypipe.models.start_values import Constructed
 from raypipe.partition.empty import build_without_memory
 from raypipe.train import saved_job
 
+TOKENS = "raypipe_tokens"
+"""Key of the exported config.json: ``bytes`` where the model was trained on them and so has no tokenizer. transformers
+keeps keys that it does not know."""
+
 
 def last_checkpoint(directory: Path, job: JobSpec) -> Checkpoint:
     """A run's newest checkpoint; with ``train.load_best_at_end``, its best.

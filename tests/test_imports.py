@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
-    "errors", "files", "schedule", "simulate", "auto", "job", "cost", "plan", "models", "partition", "data",
+    "errors", "files", "installation", "schedule", "simulate", "auto", "job", "cost", "plan", "models", "partition",
+    "data",
     "checkpoint", "observe", "runtime", "train", "trained", "sample", "export", "arguments", "trainer", "cli",
     "__main__",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def test_greedy_text_is_transformers(kind: str, text_folder: Path, tmp_path: Pat
     writer = Writer(directory)
     prompt = list(b"def ")
     made = writer.ids(prompt, 12, 0, seed=0)
-    saved = transformers.AutoModelForCausalLM.from_pretrained(export(directory, tmp_path / "out")).eval()
+    out = export(directory, tmp_path / "out")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     wanted = saved.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert made == wanted[0].tolist()
     # Beyond what it can look back on, it looks back on the last places.
@@ -84,13 +86,17 @@ def test_greedy_text_is_transformers(kind: str, text_folder: Path, tmp_path: Pat
     assert capsys.readouterr().out.startswith("100,101,")
     assert run(["sample", str(directory), "--length", "3"]) == 0
     assert capsys.readouterr().out.startswith("def ")
+    # What was exported writes the same; that its tokens are bytes is known there too.
+    assert Writer(out).text("def ", 12, 0, seed=0) == writer.text("def ", 12, 0, seed=0)
+    assert run(["sample", str(out), "--ids", "100,101", "--length", "3"]) == 0
+    assert capsys.readouterr().out.startswith("100,101,")
 
 
 def test_a_module_of_ones_own_and_a_local_tokenizer(arrays: dict[str, Any], tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     directory = finished(tmp_path / "run", {"import": f"{HERE}:Counting", "task": "causal-lm"}, arrays)
     assert Writer(directory).ids([3], 4, 0, seed=0) == [3, 4, 5, 6, 7]
-    with pytest.raises(SpecError, match="what its tokens mean is not known") as caught:
+    with pytest.raises(SpecError, match="what the model's tokens mean is not known") as caught:
         Writer(directory).text("w3", 4, 0, seed=0)
     assert "--tokenizer" in caught.value.fix
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w63"))
@@ -115,3 +121,23 @@ def test_what_does_not_write_says_so(arrays: dict[str, Any], text_folder: Path, 
     words = finished(tmp_path / "words", {"import": f"{HERE}:Counting", "task": "causal-lm"}, arrays)
     assert run(["sample", str(words), "--ids", "1,x"]) == 2
     assert "write 1,2,3" in capsys.readouterr().err
+
+
+def test_an_exported_model_that_cannot_be_sampled_is_one_error(tmp_path: Path, monkeypatch, capsys) -> None:
+    def refused(name: str, **options: str) -> str:
+        words = [word for key, value in options.items() for word in (f"--{key}", value)]
+        assert run(["sample", str(tmp_path / name), *words]) == 2
+        return capsys.readouterr().err
+
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=40, n_positions=8)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    assert "--tokenizer DIR, or token ids: --ids 1,2,3" in refused("gpt2")
+    assert run(["sample", str(tmp_path / "gpt2"), "--ids", "1,2", "--length", "2"]) == 0
+    capsys.readouterr()
+    config = transformers.BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    assert "holds a BertForMaskedLM, which does not write text token by token" in refused("bert", ids="1,2")
+    (tmp_path / "gpt2" / "model.safetensors").unlink()
+    assert "holds no model that can be read" in refused("gpt2", ids="1,2")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "needs transformers, which is not installed\n  fix: " in refused("gpt2", ids="1,2")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from raypipe.installation import python, shortest
 from raypipe.observe.run_dir import CHECKPOINTS, stillborn
 from raypipe.observe.run_log import METRICS
 
@@ -15,16 +15,10 @@ from raypipe.observe.run_log import METRICS
 def program() -> str:
     """What runs this program's commands: ``raypipe``, if the shell finds it; else this interpreter's module.
 
-    >>> program() in ("raypipe", f"{shortest(Path(sys.executable))} -m raypipe")
+    >>> program() in ("raypipe", f"{python()} -m raypipe")
     True
     """
-    return "raypipe" if shutil.which("raypipe") else f"{shlex.quote(shortest(Path(sys.executable)))} -m raypipe"
-
-
-def shortest(path: Path) -> str:
-    """The path as seen from the working directory, where it lies below."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    return "raypipe" if shutil.which("raypipe") else f"{python()} -m raypipe"
 
 
 def resume_command(job: Path, directory: Path, overrides: Sequence[str], plan: Path | None) -> str:

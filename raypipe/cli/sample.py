@@ -13,17 +13,17 @@ HOTTEST, COLDEST = 100.0, 1e-4
 
 
 def sample(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a run of `raypipe train`.")],
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run of `raypipe train`, or of `raypipe export`.")],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "def ",
     ids: Annotated[str | None, typer.Option(help="Token ids to go on from, 1,2,3; ids are printed.")] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory of a tokenizer, where the run's tokens are no bytes.")
+        Path | None, typer.Option(help="Directory of a tokenizer, where the model's tokens are no bytes.")
     ] = None,
     length: Annotated[int, typer.Option(help="Bytes, or tokens, to write; at most 100000.")] = 400,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest every time; at most 100.")] = 0.6,
     seed: Annotated[int, typer.Option(help="The same seed writes the same.")] = 0,
 ) -> None:
-    """Write text with a trained language model: the newest checkpoint of a run."""
+    """Write text with a trained language model: the newest checkpoint of a run, or an exported model."""
     from raypipe.errors import SpecError
     from raypipe.sample import Writer
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from raypipe.errors import SpecError
+from raypipe.installation import install
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
 from raypipe.models.saved_values import Saved
@@ -33,7 +34,6 @@ CLASSES: dict[TaskName, tuple[str, ...]] = {
     ),
 }
 """transformers' tables of classes by model type; an architecture is trained for the first task that has it."""
-MISSING = "pip install 'raypipe[hf]'"
 
 
 class HuggingFace:
@@ -51,7 +51,7 @@ class HuggingFace:
 
             self.config = configuration(spec.hf, spec.config)
         except ImportError:
-            raise SpecError("model.hf", "needs transformers, which is not installed", MISSING) from None
+            raise SpecError("model.hf", "needs transformers, which is not installed", install("hf")) from None
         self.spec = spec
         self.kind, self.task_name = _class_and_task(self.config, spec)
 
