@@ -415,13 +415,18 @@ def _run_held(
     prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]
 ) -> tuple[Result, dict[str, Any]]:
     from raypipe.runtime.cluster import connect
+    from raypipe.runtime.cores import cores_of_one_host, warning
     from raypipe.runtime.train_run import RunRequest, start_run
 
     directory = prepared.directory
     schedule = build_schedule(prepared.plan, prepared.job.train.batch)
-    devices = connect(schedule.devices * prepared.plan.parallel.tensor, dashboard_port)
+    count = schedule.devices * prepared.plan.parallel.tensor
+    devices = connect(count, dashboard_port)
+    cores = cores_of_one_host(devices)
     log = RunLog(directory)
-    log.event("run", resume=prepared.resume)
+    log.event("run", resume=prepared.resume, devices=count, cores=cores)
+    if (message := warning(count, cores)) is not None:
+        log.event("notice", message=message)
     log.close()
     request = RunRequest(prepared.job, directory, prepared.resume, devices)
     failure: list[BaseException] = []

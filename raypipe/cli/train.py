@@ -45,8 +45,9 @@ def train(
     ] = None,
 ) -> None:
     """Train a model as the job file says, through Ray."""
-    from raypipe.cli._go_on import advice, resume_command, shortest
+    from raypipe.cli._go_on import advice, resume_command
     from raypipe.errors import InterruptionError, RunError
+    from raypipe.installation import shortest
     from raypipe.job import GptSpec, load_job
     from raypipe.observe.progress import ProgressView, stderr_console
     from raypipe.observe.summary import summary_lines
@@ -74,6 +75,7 @@ def train(
     except RunError as error:
         fix = "\n  ".join(filter(None, (error.fix, advice(prepared.directory, go_on))))
         raise type(error)(error.where, error.why, fix) from None
+    result["core_wait"] = view.core_wait.share
     if json:
         print(json_module.dumps(result))
         return

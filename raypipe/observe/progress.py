@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from raypipe.observe.core_wait import CoreWait
 from raypipe.observe.run_log import EVENTS, METRICS, Follower
 
 PLAIN_EVERY_S = 5.0
@@ -30,6 +31,8 @@ class ProgressView:
         self._throughput, self._opening = throughput, opening
         self._metrics, self._events = Follower(directory / METRICS), Follower(directory / EVENTS)
         self._steps = steps
+        self.core_wait = CoreWait()
+        self._one_host = False
         self._predicted_bubble: float | None = None
         self._last_line = 0.0
         self._live: Progress | None = None
@@ -53,6 +56,7 @@ class ProgressView:
 
     def update(self) -> None:
         """Show what is new."""
+        self.core_wait.update()
         for row in self._events.new_rows():
             self._event(row)
         for row in self._metrics.new_rows():
@@ -70,9 +74,11 @@ class ProgressView:
     def _event(self, row: dict[str, Any]) -> None:
         kind = row["event"]
         if kind == "run":
+            self._one_host = row.get("cores") is not None
             for line in self._opening:
                 self._say(line)
         elif kind == "started":
+            self.core_wait.follow(device["pid"] for device in row["devices"] if self._one_host)
             for device in row["devices"]:
                 self._say(f"{device['name']} on {device['device']}, {device['parameters']:,} parameters")
             if row["resumed_from"]:

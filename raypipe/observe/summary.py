@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from raypipe.observe.core_wait import WORTH_SAYING
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 
 STEP = {"loss", "step_s", "tokens_per_s", "bubble_ratio"}
@@ -41,6 +42,7 @@ def summarise(
     starts = [i for i, e in enumerate(events) if e["event"] == "started"]
     first_of_run = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
     this_run = events[first_of_run:]
+    run = next((e for e in this_run if e["event"] == "run"), {})
     resumed_from = next((e["resumed_from"] for e in this_run if e["event"] == "started"), None)
     begun = {(events[i].get("resumed_from") or 0) for i in starts}
     warm = {b + k for b in begun for k in range(1, WARM_STEPS + 1)}
@@ -65,6 +67,8 @@ def summarise(
         "predicted_step_s": planned_step_s if planned_step_s is not None else (predicted[-1] if predicted else None),
         "calibrated_step_s": predicted[-1] if predicted else None,
         "planned_on": planned_on,
+        "devices": run.get("devices"),
+        "cores": run.get("cores"),
         "measured_step_s": step_s,
         "resumed_from": resumed_from,
         "counts": finished[-1]["counts"] if finished else None,
@@ -122,10 +126,21 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"step predicted   {result['calibrated_step_s']:.4f} s ({error:+.1%}), from task times at the start"
         )
+    if (shared := _shared(result["devices"], result["cores"], result.get("core_wait"))) is not None:
+        lines.append(f"cores            {shared}")
     if result["recoveries"]:
         lines.append(f"recoveries       {result['recoveries']}")
     lines.append(f"run directory    {result['run_dir']}")
     return lines
+
+
+def _shared(devices: int | None, cores: int | None, waited: float | None) -> str | None:
+    """What makes a step longer than predicted, where devices had to wait for a core; None where each had its own."""
+    crowded = devices is not None and cores is not None and devices > cores
+    if not crowded and (waited is None or waited <= WORTH_SAYING):
+        return None
+    whose = f"{devices} devices shared {cores}" if crowded else "other processes took them"
+    return whose if waited is None else f"{whose}: a device waited for one {waited:.0%} of the time"
 
 
 def _choice(planned: dict[str, Any], measured_s: float, bubble_ratio: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -38,6 +38,8 @@ SAME = 0.1
 """Share by which a measurement may differ from a kept profile: machines' speed moves by so much from hour to hour."""
 PROBE_S = 0.5
 """Seconds of that measurement."""
+CLEAR_S = 5.0
+"""Seconds that the devices have to remove their copies of the data."""
 
 
 def measure_profile(
@@ -92,6 +94,8 @@ def measure_profile(
                 "if it ran out of memory: profile smaller micro-batches, or with fewer devices a host",
             ) from None  # fmt: skip
         finally:
+            with suppress(ray.exceptions.RayError):  # one that died has nothing to say
+                ray.get(fleet.call("clear"), timeout=CLEAR_S)
             fleet.stop()
 
 

@@ -98,7 +98,8 @@ class ProfilingStage(Stage):
     def __init__(self, rank: int, title: str) -> None:
         super().__init__(rank, title)
         self._base_bytes: float | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="raypipe-profile-")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        """The data, on a host that does not have it."""
 
     def facts(self, job: JobSpec, fields: Fields | None) -> DeviceFacts:
         """Name and memory. Its process has the code of the job's model loaded, and a captured one's graph in memory."""
@@ -127,6 +128,8 @@ class ProfilingStage(Stage):
         Returns how many values each of their parameters has, by name.
         """
         if not is_prepared(setup.data):  # another host's temporary folder
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="raypipe-profile-")
             own = Path(self._folder.name)
             if not is_prepared(own):
                 prepare_data(setup.job, build_model(setup.job, setup.fields).task, own)
@@ -136,6 +139,12 @@ class ProfilingStage(Stage):
         self.executor.senders = {1: elsewhere}
         self.executor.receivers = {1: elsewhere}
         return {name: p.numel() for module in self.modules.values() for name, p in module.named.items()}
+
+    def clear(self) -> None:
+        """Remove what is on disk: this process is killed, and cleans nothing up then."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def run_layers(self, program: Program, warm_up: int, effort: Effort, memory: bool) -> Samples:
         """Run a step again and again, and look at its ``memory``; ``effort`` says how often."""

@@ -73,6 +73,19 @@ def test_figures_are_said_in_the_units_of_the_task(log, tmp_path) -> None:
     assert {"validation loss  0.5000 nats per label", "samples per s    1,000"} <= set(summary_lines(result))
 
 
+def test_shared_cores_are_told_beside_the_prediction_that_they_spoil(log, tmp_path) -> None:
+    def cores(devices: int, waited: float | None) -> list[str]:
+        log.event("run", resume=False, devices=devices, cores=2)
+        result = summarise(tmp_path, PLAN) | {"core_wait": waited}
+        return [line for line in summary_lines(result) if line.startswith("cores")]
+
+    step(log, 1)
+    assert cores(2, None) == cores(2, 0.05) == []
+    assert cores(2, 0.4) == ["cores            other processes took them: a device waited for one 40% of the time"]
+    assert cores(4, 0.5) == ["cores            4 devices shared 2: a device waited for one 50% of the time"]
+    assert cores(4, None) == ["cores            4 devices shared 2"]
+
+
 def test_what_the_plan_promised_is_what_was_predicted(log, tmp_path) -> None:
     log.event("run", resume=False)
     log.event("started", devices=[], resumed_from=None)
