@@ -118,8 +118,9 @@ def cases() -> Iterator[tuple[str, Callable[[], str]]]:
     """Every case by name."""
     for name, (devices, microbatches) in itertools.product(NAMES, SHAPES):
         for options in OPTIONS.get(name, [[]]):
-            yield " ".join([name, f"{devices}x{microbatches}", *options]), schedule_case(
-                name, devices, microbatches, options
+            yield (
+                " ".join([name, f"{devices}x{microbatches}", *options]),
+                schedule_case(name, devices, microbatches, options),
             )
     for job, cluster, devices in itertools.product(JOBS, CLUSTERS, DEVICES):
         yield f"plan {job} {cluster} {devices}", plan_case(job, cluster, devices)
