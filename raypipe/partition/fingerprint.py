@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 OWN_CODE = Path(__file__).parent
 """What captures: a change here may change what comes out."""
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of installed packages, wherever they are: this environment's are not the only ones on ``sys.path``."""
 
 
 def fingerprint(asked: Mapping[str, Any], code: Iterable[Path], packages: Iterable[str] = ("torch",)) -> str:
@@ -117,6 +119,8 @@ def _own_file(module: str) -> Path | None:
     if found is None or found.origin is None or not found.origin.endswith(".py"):
         return None
     path = Path(found.origin).resolve()
+    if INSTALLED & set(path.parts):  # also the user's own, a parent environment's, or one that a .pth file names
+        return None
     installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")}
     return None if any(folder in path.parents for folder in installed) else path
 

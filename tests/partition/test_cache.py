@@ -100,6 +100,16 @@ def test_the_key_follows_code_configuration_and_versions(tmp_path, monkeypatch):
     assert any(path.name == "modeling_gpt2.py" for path in transformers_code("gpt2"))
 
 
+def test_packages_installed_in_another_environment_are_not_the_users_code(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "lib" / "site-packages"
+    (elsewhere / "big").mkdir(parents=True)
+    (elsewhere / "big" / "__init__.py").write_text("")
+    (tmp_path / "mine.py").write_text("import big\n")
+    monkeypatch.syspath_prepend(elsewhere)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [path.name for path in module_code("mine")] == ["mine.py"]
+
+
 def test_where_it_is_kept(monkeypatch, tmp_path):
     monkeypatch.delenv("RAYPIPE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
