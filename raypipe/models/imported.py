@@ -24,6 +24,7 @@ from raypipe.models.task import Field, Labels, NextToken, Task, Values
 from raypipe.partition.empty import build_without_memory
 from raypipe.partition.fingerprint import module_code, structure
 
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
 MEND = "correct it; to see more, call it in Python by itself"
 
 
@@ -118,11 +119,15 @@ def _no_builder(found: Any) -> str | None:
         return "a built-in function of Python, and builds no model"
     if inspect.isclass(found) and not issubclass(found, nn.Module):
         return "a class, and no torch.nn.Module"
-    if (getattr(found, "__module__", None) or "").partition(".")[0] in sys.stdlib_module_names:
-        source = inspect.getsourcefile(found) if inspect.isfunction(found) else None
-        if source is not None and Path(source).is_relative_to(sysconfig.get_paths()["stdlib"]):
-            return "of Python's standard library, and builds no model"
+    # Not by inspect.getsourcefile: that looks into every module there is, and so imports those that are lazy.
+    if inspect.isfunction(found) and _of_python(found.__module__, Path(found.__code__.co_filename)):
+        return "of Python's standard library, and builds no model"
     return None
+
+
+def _of_python(module: str, file: Path) -> bool:
+    """By both: a file of the user's may have the name of one, and installed packages lie below the folder."""
+    return module.partition(".")[0] in sys.stdlib_module_names and file.is_relative_to(STDLIB)
 
 
 def _check_arguments(found: Callable[..., Any], spec: ImportSpec) -> None:

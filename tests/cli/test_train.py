@@ -235,6 +235,23 @@ def test_a_damaged_record_of_the_job(refused, stopped, content, capsys) -> None:
     assert str(stopped / JOB_FILE) in capsys.readouterr().err
 
 
+def test_damaged_run_files_are_set_aside_where_the_checkpoints_are_whole(job: Path, stopped: Path) -> None:
+    (stopped / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 1.0}\n\xff\x00\n{"step": 2, "loss": 1.0}\n{"ste')
+    (stopped / "events.jsonl").write_bytes(b'{"event": "run"}\n\xfe{{\n{"event": "started", "resumed_from": 0}\n')
+    (stopped / "checkpoint_manager_snapshot.json").write_text('{"ray_ver')
+    (stopped / "plan.json").write_text("{")
+    (step_directory(stopped / "checkpoints", 2).parent / "step-²").mkdir()
+    said: list[str] = []
+    more = load_job(job, ["parallel.replan=true"])  # such a run goes on with the plan that it had
+    prepared = prepare_run(more, stopped, True, say=said.append)
+    assert prepared.resume
+    assert [text.partition(": ")[0] for text in said] == ["note"] * 4
+    damaged = ("checkpoint_manager_snapshot.json", "events.jsonl", "metrics.jsonl", "plan.json")
+    assert tuple(sorted(p.name for p in stopped.glob("*.damaged"))) == tuple(f"{name}.damaged" for name in damaged)
+    assert load_plan(stopped / "plan.json") == prepared.plan
+    prepare_run(more, stopped, True, say=pytest.fail)  # said once
+
+
 # Plans.
 
 

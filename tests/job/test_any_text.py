@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from raypipe.cost.profile_file import load_profile
 from raypipe.errors import RaypipeError, SpecError
 from raypipe.job import job_from, load_cluster, load_job
+from raypipe.job.cluster import cluster_from
 from raypipe.job.load import EXAMPLE
 from raypipe.job.sizes import MOST_LAYERS
 from raypipe.job.spec import DataSpec, JobSpec, ParallelSpec, TrainSpec
@@ -134,6 +135,22 @@ def test_any_job_is_one_or_is_refused(changes) -> None:
 def test_any_yaml_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(SpecError):
         parse_yaml(text, "f")
+
+
+CLUSTER = load_cluster(ROOT / "cluster" / "a100.yaml").model_dump(mode="json")
+INNER = [(key,) for key in CLUSTER] + [("device", key) for key in CLUSTER["device"]] + [("between", "latency_us")]
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(INNER), values)
+def test_any_cluster_is_one_or_is_refused(key, value) -> None:
+    cluster = json.loads(json.dumps(CLUSTER))
+    if len(key) == 1:
+        cluster[key[0]] = value
+    else:
+        cluster[key[0]][key[1]] = value
+    with contextlib.suppress(RaypipeError):
+        assert cluster_from(cluster).devices >= 1
 
 
 PLAN = {"format": 1, "parallel": BASE["parallel"], "cut": [[0, 1, 2], [3, 4, 5]], "order": None}
