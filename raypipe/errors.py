@@ -9,6 +9,8 @@ RaypipeError
 ├── InterruptionError       the user ended it: exit status 130
 └── RunError                it failed while running: exit status 1
     ├── TransportError      a message that did not come, or came wrong
+    ├── DevicesError        devices that did not come free in the time that the job gives them
+    ├── DeviceError         what a device's own code or its user's raised
     ├── DivergenceError     a loss, gradient or state that is no longer a number
     ├── SampleCountError    a step that left samples out, or counted some twice
     └── CheckpointError     a checkpoint that cannot be written or read back
@@ -70,6 +72,23 @@ class RunError(RaypipeError):
 
 class TransportError(RunError):
     """A message between devices did not arrive in time, or is not the one the program expects."""
+
+
+class DevicesError(RunError):
+    """The cluster's devices did not come free in time."""
+
+
+class DeviceError(RunError):
+    """An exception that is not raypipe's own, raised on one device: which device and task, and what it was.
+
+    ``details`` is its traceback as text: the exception itself may not survive pickling, or may need the user's modules.
+    ``kind`` says what it means for the run; see ``runtime.failure``.
+    """
+
+    def __init__(self, where: str, why: str, fix: str = "", details: str = "", kind: str = "bug") -> None:
+        super().__init__(where, why, fix)
+        self.args = (where, why, fix, details, kind)
+        self.details, self.kind = details, kind
 
 
 class DivergenceError(RunError):

@@ -22,6 +22,7 @@ from raypipe.models import DTYPES, build_model
 from raypipe.partition.tensor import Alone, ProcessGroup, TensorGroup, set_group
 from raypipe.runtime.collective import wait_for
 from raypipe.runtime.executor import Executor
+from raypipe.runtime.failure import tells
 from raypipe.runtime.feed import Feed
 from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.host_check import HostQuestion, HostReport, report_host
@@ -64,6 +65,15 @@ class Stage:
     def __repr__(self) -> str:
         return self.title
 
+    def whereabouts(self) -> str:
+        """Which device this is and what it is doing, for errors."""
+        device = f"{self.title} · device {self.rank}"
+        executor = getattr(self, "executor", None)
+        if executor is None or executor.doing is None:
+            return device
+        of = f"step {executor.step + 1}" if executor.training else f"validation batch {executor.step}"
+        return f"{device}, {executor.doing.task} of {of}"
+
     def locate(self) -> Location:
         """Say where this actor runs."""
         return locate(self.rank, self.title, self.device)
@@ -72,6 +82,7 @@ class Stage:
         """Say whether this actor's node can take part in a run."""
         return report_host(question, own_address())
 
+    @tells
     def setup(self, setup: Setup) -> tuple[int, list[str]]:
         """Join the groups, open the channels, build the stages.
 
@@ -158,11 +169,13 @@ class Stage:
         for name in ("links", "executor", "modules", "optimizers"):
             self.__dict__.pop(name, None)
 
+    @tells
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
         """Run training step ``step`` (from 0) and return what it took; times are on the run's clock."""
         result = self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
         return replace(result, times=self.links.clock.shared(result.times))
 
+    @tells
     def install(
         self, train: dict[Part, Program], evaluate: Program, again: frozenset[int] | None, measures: bool
     ) -> None:
@@ -177,10 +190,12 @@ class Stage:
                 module.set_again(again)
         self.executor.measures = measures
 
+    @tells
     def evaluate(self, batch: int) -> StepResult:
         """Run validation batch ``batch`` forward only."""
         return self.executor.run(self.setup_data.evaluate, batch, 0.0, split="val")
 
+    @tells
     def save(self, directory: Path) -> tuple[ShardInfo | None, str | None]:
         """Write the parameters and optimizer state this device is the first holder of; None if there are none.
 

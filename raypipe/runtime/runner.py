@@ -61,6 +61,8 @@ class ProgramRunner(ABC):
         # Micro-batch ids below count on over the steps (step * N + id): an asynchronous program reaches into the next.
         self.mail: dict[tuple[str, int, int, int], Payload] = {}
         self.received = self.received_bytes = 0
+        self.doing: Action | None = None
+        """The task under way, for errors."""
 
     @abstractmethod
     def run_task(self, action: Action) -> None:
@@ -105,6 +107,7 @@ class ProgramRunner(ABC):
         self._run(times, begin, len(program.actions))
         for sender in self.senders.values():
             sender.flush(self.timeout_s)
+        self.doing = None
         return self.clock.resolve(times)
 
     def _run_head(self, times: NDArray[np.float64]) -> int:
@@ -157,6 +160,7 @@ class ProgramRunner(ABC):
         senders = tuple(self.senders.values())
         waits = True
         for i, action in enumerate(self.program.actions[begin:end], begin):
+            self.doing = action
             for message in action.receives:
                 if message.src_device != message.dst_device:
                     self.receive(message, action)

@@ -1,0 +1,214 @@
+"""Failures on devices: which error explains the others, whether a restart may mend it, and how it is told.
+
+When a device's process dies or its code raises, its peers fail as well, with errors that only say that it is gone.
+Kinds of exceptions:
+
+``bug``      the same step would raise it again: it ends the run;
+``memory``   an allocation failed: the run restarts;
+``lost``     a connection, a file or a device went away: the run restarts. Another device's error may be the cause.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError
+
+from raypipe.errors import DeviceError, RaypipeError, RunError, TransportError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FILE = "failure.txt"
+"""In the run's directory: the traceback of every failure, newest last."""
+PEERS_S = 3.0
+"""How long the other devices have to report what may be the cause; Ray needs about one to notice that one died."""
+
+_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+_LOST = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout|socket|CUDA error|CUDA driver|"
+    r"unspecified launch failure",
+    re.IGNORECASE,
+)
+_ASSERT = "device-side assert"
+"""CUDA's word for an index that a kernel refused: of all its errors the one that would come again."""
+
+
+def kind_of(error: BaseException) -> str:
+    """The kind of an exception that a device's code raised; what it was raised from counts as well."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause)
+        if isinstance(cause, MemoryError | torch.cuda.OutOfMemoryError):
+            return "memory"
+        if isinstance(cause, OSError | EOFError | TransportError | torch.distributed.DistError):
+            return "lost"
+        if isinstance(cause, RuntimeError) and not isinstance(cause, NotImplementedError | RecursionError):
+            if _MEMORY.search(text):
+                return "memory"
+            if _LOST.search(text) and _ASSERT not in text:
+                return "lost"
+        cause = cause.__cause__
+    return "bug"
+
+
+Method = Callable[Concatenate[Any, P], R]
+
+
+def tells(method: Method[P, R]) -> Method[P, R]:
+    """Turn what an actor's method raises into a DeviceError; raypipe's own errors pass as they are.
+
+    The actor's ``whereabouts()`` say which device and task it was.
+    """
+
+    @functools.wraps(method)
+    def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except RaypipeError:
+            raise
+        except Exception as error:
+            raise DeviceError(self.whereabouts(), what(error), "", traceback.format_exc(), kind_of(error)) from None
+
+    return run
+
+
+def what(error: BaseException) -> str:
+    """Class, message and source line of an exception: ``IndexError: no such row (model.py:12 in forward: ...)``."""
+    lines = str(error).strip().splitlines()
+    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    at = source_line(error.__traceback__)
+    return f"{said} ({at})" if at else said
+
+
+def source_line(trace: TracebackType | None) -> str:
+    """The innermost line of a traceback that is the user's own, as ``file:line in function: code``; "" if none is."""
+    for frame in reversed(traceback.extract_tb(trace)):
+        if _is_users(frame.filename):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
+    return ""
+
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_LIBRARIES = tuple(f"{Path(folder).resolve()}/" for folder in (Path(__file__).parents[1], sysconfig.get_path("stdlib")))
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a source file belongs neither to raypipe nor to an installed library; ``<...>`` is generated code."""
+    path = Path(filename).resolve()
+    return not (filename.startswith("<") or _INSTALLED & set(path.parts) or str(path).startswith(_LIBRARIES))
+
+
+def own_error(error: BaseException) -> BaseException:
+    """What Ray's wrapping hides: raypipe's own error where there is one inside, else a process's death, else itself."""
+    found: BaseException | None = None
+    inner: BaseException | None = error
+    while inner is not None:
+        # Ray's wrapping is an instance of the cause's class too, but says it with a traceback.
+        deeper = getattr(inner, "cause", None) or inner.__cause__
+        if isinstance(inner, RaypipeError) and not isinstance(deeper, RaypipeError):
+            return inner
+        if isinstance(inner, RayActorError):
+            found = inner
+        inner = deeper
+    return found or error
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether a restart would only fail again; of ``own_error``'s result."""
+    if isinstance(error, DeviceError):
+        return error.kind == "bug"
+    if isinstance(error, RaypipeError):
+        return not isinstance(error, TransportError)
+    return not isinstance(error, RayError) and kind_of(error) == "bug"
+
+
+def root_cause(error: BaseException, calls: Sequence[Any]) -> BaseException:
+    """Of the errors that came with ``error``, the one that explains the others, without Ray's wrapping.
+
+    ``calls`` are the references of what the devices were doing. Waits at most ``PEERS_S`` for those that may fail yet.
+    """
+    found = own_error(error)
+    deadline = time.monotonic() + PEERS_S
+    waiting = list(calls)
+    while waiting and _rank(found) > 0 and (left := deadline - time.monotonic()) > 0:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=left, fetch_local=False)
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except Exception as other:
+                cause = own_error(other)
+                found = min(found, cause, key=_rank)  # of equals the first one
+    return found
+
+
+def _rank(error: BaseException) -> int:
+    """How well an error explains those of other devices; 0 needs no explanation itself."""
+    if isinstance(error, RayActorError):
+        return 1
+    if isinstance(error, DeviceError) and error.kind == "bug":
+        # A library may report a peer's death as a RuntimeError in words that are not known here.
+        return 2 if error.why.startswith("RuntimeError") else 0
+    if isinstance(error, DeviceError) and error.kind == "memory":
+        return 0
+    if isinstance(error, RaypipeError) and is_final(error):
+        return 0
+    return 3
+
+
+def describe(error: BaseException) -> str:
+    """The message of a failure: raypipe's own where there is one inside Ray's wrapping; else one line."""
+    cause = own_error(error)
+    if isinstance(cause, RaypipeError):
+        return str(cause)
+    if isinstance(cause, RayActorError):
+        return _death(cause)
+    # Of what Ray wraps, the class and the message are told twice, around a traceback; the cause tells them once.
+    return what(getattr(cause, "cause", None) or cause)
+
+
+def _death(error: RayActorError) -> str:
+    """Which process died, and of what as far as Ray knows; its own text is a page with ids."""
+    text = str(error)
+    name = re.search(r"^\s*name: (.*?)(?: · [0-9a-f]{8}\S*)?$", text, re.MULTILINE)
+    pid = re.search(r"^\s*pid: (\d+)$", text, re.MULTILINE)
+    detail = re.search(r"Worker exit detail: (.*?)(?: There are some potential root causes.*)?$", text, re.MULTILINE)
+    who = name.group(1) if name else "a device"
+    process = f"its process (pid {pid.group(1)}) died" if pid else "its process died"
+    if error.preempted:
+        return f"{who}: {process}: its node was taken away"
+    why = detail.group(1) if detail else text.strip().splitlines()[-1] if name is None and text.strip() else ""
+    return f"{who}: {process}" + (f": {why}" if why else "")
+
+
+def told(error: BaseException, traceback_file: Path) -> str:
+    """``describe``, and for a bug what to do about it."""
+    cause = own_error(error)
+    if isinstance(cause, RaypipeError) and not isinstance(cause, DeviceError):
+        return describe(cause)
+    fix = f"the traceback is in {traceback_file}"
+    if is_final(cause):
+        fix = f"correct the model, its data or the job: a restart would fail again; {fix}"
+    where = cause.where if isinstance(cause, DeviceError) else ""
+    why = cause.why if isinstance(cause, DeviceError) else describe(cause)
+    return str(RunError(where, why, fix))
+
+
+def keep_traceback(directory: Path, error: BaseException) -> Path:
+    """Append the whole traceback of ``root_cause``'s result to the run's file of them; returns that."""
+    path = directory / FILE
+    text = error.details if isinstance(error, DeviceError) else "".join(traceback.format_exception(error))
+    where = f" {error.where}" if isinstance(error, DeviceError) else ""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}{where}\n{text.rstrip()}\n\n")
+    return path
