@@ -405,6 +405,7 @@ def run(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None
 
     Raises:
         SpecError: the cluster can never give what the plan needs.
+        DevicesError: the devices were not free within ``train.wait_for_devices_s``.
         RunError: the run failed for good; the message is the last attempt's.
     """
     with hold(prepared.directory):
@@ -416,7 +417,9 @@ def _run_held(
 ) -> tuple[Result, dict[str, Any]]:
     from raypipe.runtime.cluster import connect
     from raypipe.runtime.cores import cores_of_one_host, warning
-    from raypipe.runtime.train_run import RunRequest, start_run
+    from raypipe.runtime.failure import describe
+    from raypipe.runtime.reserve import reserve
+    from raypipe.runtime.train_run import DRIVER_DIED, RunRequest, start_run
 
     directory = prepared.directory
     schedule = build_schedule(prepared.plan, prepared.job.train.batch)
@@ -427,8 +430,16 @@ def _run_held(
     log.event("run", resume=prepared.resume, devices=count, cores=cores)
     if (message := warning(count, cores)) is not None:
         log.event("notice", message=message)
-    log.close()
-    request = RunRequest(prepared.job, directory, prepared.resume, devices)
+
+    def waiting(message: str) -> None:
+        log.event("waiting", message=message)
+        watch()
+
+    try:
+        held = reserve(count, devices, prepared.job.train.wait_for_devices_s, waiting)
+    finally:
+        log.close()
+    request = RunRequest(prepared.job, directory, prepared.resume, devices, held)
     failure: list[BaseException] = []
     results: list[Result] = []
 
@@ -441,19 +452,29 @@ def _run_held(
     # Ray Train's fit() blocks; the main thread follows the run's logs meanwhile.
     thread = threading.Thread(target=work, name="raypipe-fit", daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(0.5)
-        watch()
+    try:
+        while thread.is_alive():
+            thread.join(0.5)
+            watch()
+    finally:
+        held.give_back()
     events = read_rows(directory / EVENTS)
     begun = max(i for i, e in enumerate(events) if e["event"] == "run")
+    goes_on = f"see {directory / EVENTS}; --resume goes on from its checkpoint"
     for event in reversed(events[begun:]):
         if event["event"] == "error":
             error = SpecError if event["exit_status"] == 2 else RunError
             raise error("", event["message"])
         if event["event"] == "failed" and failure:
-            raise RunError("run", event["message"], f"see {directory / EVENTS}; --resume goes on from its checkpoint")
+            raise RunError("run", event["message"], goes_on)
+        if event["event"] == "restarted" and failure:
+            break
     if failure:
-        raise RunError("run", f"{type(failure[0]).__name__}: {failure[0]}", f"see {directory}")
+        from ray.train import WorkerGroupError
+
+        # Of the last attempt nothing is known: its process was killed.
+        died = isinstance(failure[0], WorkerGroupError)
+        raise RunError("run", DRIVER_DIED if died else describe(failure[0]), goes_on)
     p = prepared.plan.parallel
     plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
     made_for = prepared.plan.made_for

@@ -94,6 +94,8 @@ class TrainSpec(Spec):
     """Newest checkpoints kept."""
     max_failures: Count = 3
     """Restarts from the last checkpoint before the run gives up."""
+    wait_for_devices_s: Annotated[float, Field(ge=0)] | None = 3600.0
+    """Seconds to wait for devices that other jobs have, or that an autoscaler has yet to start; null for no limit."""
     message_timeout_s: float = 300.0
     """Seconds a device waits for a message before it fails with its name: from 1 to a week."""
 

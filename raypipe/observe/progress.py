@@ -102,10 +102,18 @@ class ProgressView:
             self._say(f"step {row['step']:>5}  stopped early: {row['message']}")
         elif kind == "failed":
             self._say(f"failed: {row['message']}")
+        elif kind == "waiting":
+            self._waiting(row["message"])
         elif kind == "restarted":
             self._say(f"restarting from {row['checkpoint'] or 'the start'}")
         elif kind == "notice":
             self._say(f"note: {row['message']}")
+
+    def _waiting(self, text: str) -> None:
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, line=text)
+        else:
+            self._say(text)
 
     def _step(self, row: dict[str, Any]) -> None:
         plan = f" (plan {self._predicted_bubble:.1%})" if self._predicted_bubble is not None else ""

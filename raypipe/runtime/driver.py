@@ -181,7 +181,7 @@ class Driver:
             calls.append(
                 actor.setup.remote(replace(setup, device=device, member=member, train=own, evaluate=evaluate[device]))
             )
-        held = ray.get(calls)
+        held = ray.get(fleet.note(calls))
         for name in sorted({name for _, joint in held for name in joint}):
             self.log.event("notice", message=f"the weight gradient of {name} cannot wait: it is computed in B")
         self.log.event(
@@ -332,7 +332,8 @@ class Driver:
         for rank, actor in enumerate(fleet.actors):
             device, _ = member_of(rank, self.plan.parallel.tensor)
             own = {part: rows[device] for part, rows in train.items()}
-            actor.install.remote(own, evaluate[device], layers_again(self.plan.parallel, self.plan.cut), self._measures)
+            again = layers_again(self.plan.parallel, self.plan.cut)
+            fleet.note([actor.install.remote(own, evaluate[device], again, self._measures)])
         self.clock = StepClock(self.schedule)
         self._save_plan()
 

@@ -152,3 +152,8 @@ def test_on_a_terminal_there_is_one_live_line(tmp_path, monkeypatch) -> None:
     assert "validation loss 2.0000" in text
     assert text.count("step 49/100") <= 1  # steps are not lines of their own
     run.log.close()
+
+
+def test_a_wait_for_devices_is_said_with_what_is_missing(run) -> None:
+    run.log.event("waiting", message="needs 2 CPUs, 0 free, waiting 0:42")
+    assert run.said() == ["needs 2 CPUs, 0 free, waiting 0:42"]

@@ -12,11 +12,11 @@ from raypipe.errors import CheckpointError
 from raypipe.job import GptSpec, TrainSpec
 from raypipe.models import GptLayers
 from raypipe.partition.tensor import Alone
+from raypipe.runtime.failure import describe
 from raypipe.runtime.gradients import TiedHolders
 from raypipe.runtime.optimizer import make_optimizer
 from raypipe.runtime.stage import StageModule
 from raypipe.runtime.state import joined, owned_keys, read_state, state_pieces
-from raypipe.runtime.train_run import describe
 from tests.runtime.small_runs import Done, drive, small_job
 
 SETTINGS = {"steps": 8, "optimizer": "adamw", "clip": 0.5, "lr_schedule": "cosine", "warmup_steps": 2}
