@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from raypipe.errors import RunError, SpecError
+from raypipe.runtime.autoscaler import autoscales
 from raypipe.runtime.devices import DeviceRequest, local_cpus, request_devices
 
 UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"
@@ -41,6 +42,8 @@ def connect(devices: int, dashboard_port: int | None = None, emulated: bool = Fa
     A cluster named by RAY_ADDRESS, or started on this machine with ``ray start``, is used as it is; else Ray is
     started here, bound to loopback, with as many logical CPUs as the plan needs.
 
+    A cluster with an autoscaler may have fewer devices than that for now.
+
     Raises:
         SpecError: the cluster can never give that many devices, RAY_ADDRESS names one that does not answer, or the
             dashboard's port is taken.
@@ -50,7 +53,8 @@ def connect(devices: int, dashboard_port: int | None = None, emulated: bool = Fa
     resources = ray.cluster_resources()
     if emulated:
         return DeviceRequest(cpus=min(1.0, resources.get("CPU", 1.0) / devices), gpus=0.0)
-    return request_devices(devices, resources)
+    short = devices > resources.get("CPU", 0.0)
+    return request_devices(devices, resources, grows=short and autoscales())
 
 
 def connect_all(dashboard_port: int | None = None, least: int = 1) -> int:

@@ -30,10 +30,10 @@ class DeviceRequest:
         return f"{self.gpus:g} GPU" if self.gpus else f"{self.cpus:g} CPU"
 
 
-def request_devices(devices: int, resources: Mapping[str, float]) -> DeviceRequest:
+def request_devices(devices: int, resources: Mapping[str, float], grows: bool = False) -> DeviceRequest:
     """What each of ``devices`` actors reserves on a cluster with these total resources: a GPU where there are any.
 
-    With fewer GPUs than devices, stages share them evenly.
+    With fewer GPUs than devices, stages share them evenly. A cluster that ``grows`` may have the CPUs later.
 
     Raises:
         SpecError: the cluster can never give that many; says what it has.
@@ -42,7 +42,7 @@ def request_devices(devices: int, resources: Mapping[str, float]) -> DeviceReque
     if gpus >= 1:
         sharing = -(-devices // int(gpus))
         return DeviceRequest(cpus=min(1.0, cpus / devices), gpus=1.0 if sharing == 1 else 1.0 / sharing)
-    if devices > cpus:
+    if devices > cpus and not grows:
         raise SpecError(
             "parallel",
             f"asks for {devices} devices (stages x replicas x tensor), but the cluster has {cpus:g} CPUs and no GPU",

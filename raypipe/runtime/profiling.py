@@ -61,6 +61,7 @@ def measure_profile(
     Raises:
         SpecError: no such number of devices, or a model of which not even one layer of each kind fits.
         ClusterError: the nodes cannot work together.
+        DevicesError: the devices were not free within ``train.wait_for_devices_s``.
         RunError: a device died, for example because it ran out of memory.
     """
     sizes = sorted(set(microbatches))
@@ -75,7 +76,8 @@ def measure_profile(
     request = connect(count)
     with _folder(job, model, data) as folder:
         say(f"starting {count} device actor{'s' * (count > 1)}")
-        fleet = start_actors([f"profile · device {rank}" for rank in range(count)], request, ProfilingStage)
+        titles = [f"profile · device {rank}" for rank in range(count)]
+        fleet = start_actors(titles, request, ProfilingStage, job.train.wait_for_devices_s, tell=say)
         try:
             check_hosts(fleet)
             bench = LayerBench(job, model, fleet, folder)
