@@ -71,6 +71,7 @@ def test_the_dashboard_is_told_of_the_run_unless_the_user_says_otherwise(tmp_pat
             return os.environ.get("RAY_TRAIN_ENABLE_STATE_TRACKING")  # Ray Train reads it in fit()
 
     monkeypatch.setattr(ray.train.torch, "TorchTrainer", Trainer)
+    monkeypatch.setattr(train_run, "this_node", dict)  # there is no Ray to ask
     job = load_job(Path("jobs/quickstart.yaml"), ())
     request = RunRequest(job, tmp_path, False, DeviceRequest(cpus=1, gpus=0), SimpleNamespace())
     monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
