@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypipe.capture.transformers_models import configuration
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
 from raypipe.installation import install
 from raypipe.job import GptSpec, HfSpec, JobSpec
 from raypipe.models import random_keys
-from raypipe.models.hugging_face import HuggingFace
-from raypipe.models.imported import Imported
+from raypipe.models.sources.hugging_face import HuggingFace
+from raypipe.models.sources.imported import Imported
 from raypipe.models.task import BYTES, NextToken
-from raypipe.partition.huggingface import configuration
 from raypipe.train import JOB_FILE, saved_job
 from raypipe.trained import TOKENS, load_body, load_hugging_face
 

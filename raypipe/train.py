@@ -12,12 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from raypipe.auto import search
-from raypipe.auto.placements import placed
 from raypipe.errors import CheckpointError, RaypipeError, RequestError, RunError, ScheduleError, SpecError
 from raypipe.files import read_regular
-from raypipe.job.order import base_schedule, is_file
-from raypipe.job.recompute import named_layers
+from raypipe.job.recompute_layers import named_layers
+from raypipe.job.requested_schedule import base_schedule, is_file
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import (
     CHECKPOINTS,
@@ -34,8 +32,10 @@ from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.observe.summary import OF_TEXT, Units, summarise
 from raypipe.plan.plan import JOBS_OWN, Plan, build_schedule, load_plan
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.text import to_text
+from raypipe.search import search
+from raypipe.search.placements import placed
 
 if TYPE_CHECKING:
     from ray.train import Result
@@ -158,7 +158,7 @@ def prepare_run(
         _check_resume(job, where)
     try:
         if resume:
-            from raypipe.runtime.ray_snapshot import check_snapshot
+            from raypipe.runtime.cluster.ray_snapshot import check_snapshot
 
             mend_logs(where, say)
             check_snapshot(where, say)
@@ -236,8 +236,8 @@ def _planned(job: JobSpec, directory: Path, dashboard_port: int | None, say: Cal
     """Measure and choose; the decision goes to the run's events."""
     from raypipe.data import declared_fields
     from raypipe.models import build_model
-    from raypipe.plan.report import as_json
-    from raypipe.runtime.plan_here import plan_here
+    from raypipe.plan.decision_json import as_json
+    from raypipe.profiling.profile_and_plan import plan_here
 
     statistics = build_model(job, declared_fields(job.data)).batch_statistics
     if statistics and "microbatch" not in job.parallel.given:
@@ -415,11 +415,11 @@ def run(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None
 def _run_held(
     prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]
 ) -> tuple[Result, dict[str, Any]]:
-    from raypipe.runtime.cluster import connect
-    from raypipe.runtime.cores import cores_of_one_host, warning
-    from raypipe.runtime.failure import describe
-    from raypipe.runtime.reserve import reserve
-    from raypipe.runtime.train_run import DRIVER_DIED, RunRequest, start_run
+    from raypipe.runtime.cluster.connect import connect
+    from raypipe.runtime.cluster.cores import cores_of_one_host, warning
+    from raypipe.runtime.cluster.failure import describe
+    from raypipe.runtime.cluster.ray_train import DRIVER_DIED, RunRequest, start_run
+    from raypipe.runtime.cluster.reserve import reserve
 
     directory = prepared.directory
     schedule = build_schedule(prepared.plan, prepared.job.train.batch)

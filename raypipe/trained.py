@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from raypipe.capture.meta import build_without_memory
 from raypipe.checkpoint import Checkpoint, buffer_key, open_checkpoint, outcome
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
 from raypipe.job import CapturedSpec, HfSpec, JobSpec
 from raypipe.models import StageBody, build_model
-from raypipe.models.hugging_face import HuggingFace
+from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.start_values import Constructed
-from raypipe.partition.empty import build_without_memory
 from raypipe.train import saved_job
 
 TOKENS = "raypipe_tokens"

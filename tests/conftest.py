@@ -52,8 +52,8 @@ def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
     import ray
     from ray.util.placement_group import placement_group
 
-    from raypipe.runtime.actor import Stage
-    from raypipe.runtime.launch import Fleet
+    from raypipe.runtime.cluster.worker_group import Fleet
+    from raypipe.runtime.worker import Stage
 
     group = placement_group([{"CPU": 0.01}])
     actors: list[object] = []

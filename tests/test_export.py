@@ -18,7 +18,7 @@ from raypipe.export import export
 from raypipe.job.load import job_from
 from raypipe.models import build_model, random_keys
 from raypipe.train import JOB_FILE
-from tests.runtime.small_runs import drive
+from tests.runtime.runs.small_runs import drive
 
 transformers = pytest.importorskip("transformers")
 SEQUENCE, BATCH = 16, 8

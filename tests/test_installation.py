@@ -12,7 +12,7 @@ import pytest
 from raypipe import installation
 from raypipe.errors import SpecError
 from raypipe.job import HfSpec
-from raypipe.models.hugging_face import HuggingFace
+from raypipe.models.sources.hugging_face import HuggingFace
 
 
 def test_a_missing_extra_is_installed_from_the_clone(monkeypatch, tmp_path: Path) -> None:

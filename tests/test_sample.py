@@ -21,7 +21,7 @@ from raypipe.job.load import job_from
 from raypipe.models import build_model
 from raypipe.sample import Writer
 from raypipe.train import JOB_FILE
-from tests.partition.models import FAMILIES
+from tests.capture.models import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 HERE = "tests.test_sample"

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from raypipe.checkpoint.files import put
+from raypipe.checkpoint.atomic_files import put
 from raypipe.errors import CheckpointError
 from raypipe.files import read_regular, short
 

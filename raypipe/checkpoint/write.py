@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from raypipe.checkpoint.files import put, sha256
+from raypipe.checkpoint.atomic_files import put, sha256
 from raypipe.checkpoint.manifest import save_manifest
 from raypipe.errors import CheckpointError
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raypipe.auto import Found, search
-from raypipe.auto.placements import placed
-from raypipe.auto.recompute import search_recompute
 from raypipe.cli._values import DAY_S, comma_list
 from raypipe.errors import RequestError, nearest
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.shape import Shape
+from raypipe.search import Found, search
+from raypipe.search.placements import placed
+from raypipe.search.recompute_stages import search_recompute
 
 
 def search_auto(

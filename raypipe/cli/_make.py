@@ -15,7 +15,7 @@ from raypipe.schedule.costs import LONGEST, CostTable
 from raypipe.schedule.ir import Schedule
 
 if TYPE_CHECKING:
-    from raypipe.auto import Found
+    from raypipe.search import Found
 
 AUTO = "auto"
 ABOUT = {name: family.about for name, family in SCHEDULES.items()} | {
@@ -110,8 +110,8 @@ def load_one(path: Path, costs: Mapping[str, str | None], memory_limit: str | No
     Raises:
         RequestError: the file is no schedule, or one that cannot run.
     """
-    from raypipe.schedule.load import load
-    from raypipe.schedule.memory import check_memory
+    from raypipe.schedule.forms.schedule_file import load
+    from raypipe.schedule.live_activations import check_memory
     from raypipe.schedule.verify import verify
 
     schedule, own = load(path)

@@ -17,7 +17,7 @@ from raypipe.observe.strict_json import strict_json
 if TYPE_CHECKING:
     from raypipe.cost.profile import Profile
     from raypipe.job.spec import JobSpec
-    from raypipe.plan.groups import Sharing
+    from raypipe.plan.tensor_groups import Sharing
 
 ALLOWED = ("asynchronous",)
 
@@ -62,7 +62,7 @@ def autoconfigure(
     from raypipe.cost.profile_check import check_profile, doubts
     from raypipe.job import load_job
     from raypipe.plan.choose import POLICIES, choose
-    from raypipe.plan.report import as_json
+    from raypipe.plan.decision_json import as_json
 
     for word in allow or ():
         if word not in ALLOWED:
@@ -118,7 +118,7 @@ def _costs(
         with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
             return job_profile(job, described), shared_profiles(job, described)
     from raypipe.observe.progress import stderr_console
-    from raypipe.runtime.plan_here import profile_here
+    from raypipe.profiling.profile_and_plan import profile_here
 
     console = stderr_console()
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results

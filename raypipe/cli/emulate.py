@@ -120,7 +120,7 @@ def emulate(
         if name
         else load_one(load or Path(), costs, memory_limit)
     )
-    from raypipe.runtime.emulate_run import Links, emulate
+    from raypipe.runtime.emulation.emulated_run import Links, emulate
 
     links = Links(
         latency_s=latency_us * 1e-6,
@@ -131,7 +131,7 @@ def emulate(
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
         found = emulate(made.schedule, _in_seconds(made.costs), links, steps, replicas, cast(Norm, norm), clip_every)
     if trace is not None:
-        from raypipe.observe.perfetto import write_trace
+        from raypipe.observe.draw.perfetto import write_trace
 
         write_trace(found.timeline, trace)
     result = {

@@ -45,7 +45,7 @@ def partition(
     if memory_gib is not None and not memory_gib > 0:
         raise RequestError("--memory-gib", f"{memory_gib:g} GiB hold nothing", "give a number above 0")
     with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
-        from raypipe.partition.of_job import partition_job
+        from raypipe.partition.partition_job import partition_job
         from raypipe.partition.report import report
 
         found = report(partition_job(spec, profile, cluster, None if memory_gib is None else memory_gib * 2**30))

@@ -50,7 +50,7 @@ def profile(
         check_writable(out)
     console = stderr_console()
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
-        from raypipe.runtime.profiling import measure_profile
+        from raypipe.profiling.profile_job import measure_profile
 
         found = measure_profile(
             spec, sizes, devices, quick=quick, say=lambda text: console.print(text, style="dim", soft_wrap=True)

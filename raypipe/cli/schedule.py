@@ -144,32 +144,32 @@ def _show(
         found = [{**result(t, each.costs), **_proof(each)} for t, each in zip(timelines, made, strict=True)]
         _json(found[0] if len(found) == 1 else {"schedules": found}, json_file)
     if text_file is not None:
-        from raypipe.schedule.text import to_text
+        from raypipe.schedule.forms.text import to_text
 
         _write(text_file, "\n".join(to_text(each.schedule) for each in made))
     if plot is not None:
-        from raypipe.observe.figure_file import save
-        from raypipe.observe.gantt import gantt
+        from raypipe.observe.draw.figure_file import save
+        from raypipe.observe.draw.gantt import gantt
 
         save(gantt(timelines, critical=critical), plot)
         _said(plot)
     if memory_plot is not None:
-        from raypipe.observe import memory_plot as memory
-        from raypipe.observe.figure_file import save
+        from raypipe.observe.draw import memory_plot as memory
+        from raypipe.observe.draw.figure_file import save
 
         save(memory.memory_plot(timelines), memory_plot)
         _said(memory_plot)
     if trace is not None:
-        from raypipe.observe.perfetto import write_trace
+        from raypipe.observe.draw.perfetto import write_trace
 
         write_trace(_only("--trace", timelines), trace)
         _said(trace)
     if csv is not None:
-        from raypipe.schedule.torch_csv import to_torch_csv
+        from raypipe.schedule.forms.torch_csv import to_torch_csv
 
         _write(csv, to_torch_csv(_only("--csv", made).schedule))
     if not any((json_file, text_file, plot, memory_plot, trace, csv)):
-        from raypipe.observe.terminal import show
+        from raypipe.observe.draw.terminal import show
 
         show(timelines)
         for each in made:
@@ -229,7 +229,7 @@ def _only(option: str, items: list[Any]) -> Any:
 
 
 def _check_picture(option: str, path: Path) -> None:
-    from raypipe.observe.figure_file import check_format
+    from raypipe.observe.draw.figure_file import check_format
 
     try:
         check_format(path)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypipe.cost.gpt_work import SOFTWARE, gpt_work
+from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.profile import CollectivePath, LayerProfile, LinkFit, Profile, TaskTimes
-from raypipe.cost.work import LayerWork
 from raypipe.errors import SpecError, nearest
-from raypipe.job.base import WIDTH
 from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, LinkModel
+from raypipe.job.field_types import WIDTH
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import TrainSpec
 

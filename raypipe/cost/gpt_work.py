@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raypipe.cost.work import Effort, LayerWork
-from raypipe.job.base import WIDTH
+from raypipe.cost.layer_work import Effort, LayerWork
+from raypipe.job.field_types import WIDTH
 from raypipe.job.model_spec import GptSpec
 
 STATISTIC = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}

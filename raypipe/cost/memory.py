@@ -14,9 +14,9 @@ from typing import Literal, get_args
 from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.stages import Cut, check_cut, gradient_width, parameters
 from raypipe.errors import SpecError, nearest
-from raypipe.schedule.ahead import tasks_ahead
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.memory import recomputed
+from raypipe.schedule.live_activations import recomputed
+from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.passes.sync import held
 from raypipe.schedule.versions import weight_versions
 

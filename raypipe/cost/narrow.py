@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.stages import gradient_width
-from raypipe.job.base import WIDTH, WireDtype
+from raypipe.job.field_types import WIDTH, WireDtype
 
 
 def narrowed(profile: Profile, wire_dtype: WireDtype | None) -> Profile:

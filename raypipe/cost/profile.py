@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from raypipe.cost.noise import Noise
-from raypipe.job.base import Positive, Spec
+from raypipe.job.field_types import Positive, Spec
 from raypipe.job.spec import JobSpec
 
 Seconds = Annotated[float, Field(ge=0, le=1e9)]

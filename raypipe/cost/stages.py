@@ -13,7 +13,7 @@ from raypipe.cost.sizes import stage_times
 from raypipe.errors import SpecError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.memory import recomputed
+from raypipe.schedule.live_activations import recomputed
 
 Cut = Sequence[Sequence[int]]
 """Per stage, the layers it holds."""

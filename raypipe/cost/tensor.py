@@ -15,11 +15,11 @@ from typing import NamedTuple
 from raypipe.cost.analytic import SIZES, analytic_profile
 from raypipe.cost.collectives import Kind, Layout, collective_seconds
 from raypipe.cost.gpt_work import RAYPIPE, SOFTWARE, STATISTIC, Software, gpt_work, mask_bytes, master_width
+from raypipe.cost.layer_work import Effort, LayerWork
 from raypipe.cost.profile import LayerProfile, Profile
-from raypipe.cost.work import Effort, LayerWork
 from raypipe.errors import SpecError
-from raypipe.job.base import WIDTH
 from raypipe.job.cluster import ClusterSpec
+from raypipe.job.field_types import WIDTH
 from raypipe.job.model_spec import GptSpec
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from raypipe.data.atomic import digest, replace_file
 from raypipe.data.corpus import SPLITS, Split, order_key
-from raypipe.data.order import permuted
 from raypipe.data.ragged import (
     FILL,
     OFFSETS,
@@ -36,6 +35,7 @@ from raypipe.data.ragged import (
     joined,
     of_one_form,
 )
+from raypipe.data.sample_order import permuted
 from raypipe.errors import SpecError
 from raypipe.files import expanded
 from raypipe.job import DataSpec

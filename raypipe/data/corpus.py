@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raypipe.data.order import permuted
+from raypipe.data.sample_order import permuted
 from raypipe.errors import SpecError
 
 Split = Literal["train", "val"]

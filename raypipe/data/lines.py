@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from raypipe.data.arrays import Arrays, split_rows, write_arrays
-from raypipe.data.files import TextFile, find_text
 from raypipe.data.ragged import Ragged
+from raypipe.data.text_files import TextFile, find_text
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 

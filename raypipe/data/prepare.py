@@ -15,7 +15,7 @@ import numpy as np
 
 from raypipe.data.atomic import digest, replace_file
 from raypipe.data.corpus import META, SPLITS, Corpus
-from raypipe.data.files import Found, TextFile, find_text
+from raypipe.data.text_files import Found, TextFile, find_text
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 

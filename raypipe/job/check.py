@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
-from raypipe.auto.placements import placed
 from raypipe.errors import ScheduleError, nearest
-from raypipe.job.base import WIDTH, WireDtype
+from raypipe.job.field_types import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec
-from raypipe.job.order import is_file, looked_at
-from raypipe.job.sizes import too_large, too_many
+from raypipe.job.requested_schedule import is_file, looked_at
+from raypipe.job.size_limits import too_large, too_many
 from raypipe.schedule import SCHEDULES
+from raypipe.search.placements import placed
 
 if TYPE_CHECKING:
     from raypipe.job.spec import DataSpec, JobSpec, ParallelSpec, TrainSpec

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from raypipe.errors import SpecError
 from raypipe.files import read_regular
-from raypipe.job.explain import first_problem
+from raypipe.job.validation_errors import first_problem
 
 Data = TypeVar("Data", bound=BaseModel)
 

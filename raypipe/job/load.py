@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from raypipe.errors import SpecError, nearest
 from raypipe.files import read_regular, short
-from raypipe.job.explain import describe, first_problem
 from raypipe.job.model_spec import MODEL_KINDS
 from raypipe.job.spec import JobSpec
+from raypipe.job.validation_errors import describe, first_problem
 from raypipe.job.yaml_text import parse_yaml
 
 EXAMPLE = "jobs/quickstart.yaml"

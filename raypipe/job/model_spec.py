@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, field_validator
 
 from raypipe.files import expanded
-from raypipe.job.base import Positive, Share, Spec
+from raypipe.job.field_types import Positive, Share, Spec
 
 TaskName = Literal["causal-lm", "masked-lm", "seq2seq", "classification", "regression"]
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from raypipe.errors import SpecError
-from raypipe.job.base import Count, Positive, Share, Spec, WireDtype
+from raypipe.job.field_types import Count, Positive, Share, Spec, WireDtype
 from raypipe.job.model_spec import ModelSpec
 from raypipe.schedule.shape import Shape
 

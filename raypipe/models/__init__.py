@@ -2,7 +2,7 @@
 
 from raypipe.models.build import DTYPES, build_model
 from raypipe.models.chain import Chain
-from raypipe.models.gpt_layers import GptLayers, join_tied
+from raypipe.models.gpt.layers import GptLayers, join_tied
 from raypipe.models.keyed_random import KeyedDropout, random_keys
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
 from raypipe.models.split import split_layers

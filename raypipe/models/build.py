@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from raypipe.capture.cached import captured_once
+from raypipe.capture.capture import Captured, capture
+from raypipe.capture.meta import build_without_memory
 from raypipe.errors import SpecError, nearest
+from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint
+from raypipe.graph.operations import OperationGraph
+from raypipe.graph.subgraphs import shard
 from raypipe.job import CapturedSpec, GptSpec, HfSpec, ImportSpec, JobSpec
 from raypipe.models.captured import CapturedModel, Share
-from raypipe.models.gpt_layers import GptLayers
-from raypipe.models.hugging_face import HuggingFace
-from raypipe.models.imported import Imported
+from raypipe.models.gpt.layers import GptLayers
 from raypipe.models.layered import LayeredModel
 from raypipe.models.own_loss import LOSS, OwnLoss
-from raypipe.models.source import Identity, ModelSource
+from raypipe.models.sources.hugging_face import HuggingFace
+from raypipe.models.sources.imported import Imported
+from raypipe.models.sources.source import Identity, ModelSource
 from raypipe.models.task import MASK, Field, Task
-from raypipe.partition.capture import Captured, capture
-from raypipe.partition.empty import build_without_memory
-from raypipe.partition.fingerprint import OWN_CODE, fingerprint
-from raypipe.partition.kept import captured_once
-from raypipe.partition.operations import OperationGraph
-from raypipe.partition.shard import shard
-from raypipe.partition.tensor import Division, divide_module
+from raypipe.tensor import Division, divide_module
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 """Of parameters, by ``train.dtype``; bfloat16 is autocast."""
@@ -130,11 +130,11 @@ def _key(identity: Identity, record: str, fields: Fields, dtype: str, share: Sha
     """What the captured model is kept under."""
     given = {name: [list(field.shape), str(field.dtype)] for name, field in fields.items()}
     asked = {"model": record, "is": identity.says, "fields": given, "dtype": dtype}
-    code = [*identity.code, *sorted(Path(__file__).parent.glob("*.py"))]
+    code = [*identity.code, *sorted(MODEL_CODE.rglob("*.py"))]
     if share is not None:
         asked["divided"] = {name: repr(cut) for name, cut in share.shards.items()}
         own = share.division.table
-        code += [*sorted((OWN_CODE / "tensor").rglob("*.[py]*")), *([Path(own)] if own is not None else [])]
+        code += [*sorted(TENSOR_CODE.rglob("*.[py]*")), *([Path(own)] if own is not None else [])]
     return fingerprint(asked, code, identity.packages)
 
 

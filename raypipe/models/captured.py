@@ -10,7 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from raypipe.capture.capture import Captured
+from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import RunError
+from raypipe.graph.dims import Sizes, evaluate_all
+from raypipe.graph.flops import forward_flops
+from raypipe.graph.liveness import inputs_read
+from raypipe.graph.operations import Operation, OperationGraph, TensorType
+from raypipe.graph.subgraphs import Sharding
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
 from raypipe.models.own_loss import OwnLoss
@@ -22,14 +29,7 @@ from raypipe.models.running_statistics import (
 )
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, Task
-from raypipe.partition.capture import Captured
-from raypipe.partition.dims import Sizes, evaluate_all
-from raypipe.partition.flops import forward_flops
-from raypipe.partition.liveness import inputs_read
-from raypipe.partition.operations import Operation, OperationGraph, TensorType
-from raypipe.partition.shard import Sharding
-from raypipe.partition.subgraph import build_subgraph
-from raypipe.partition.tensor import Division, Shard
+from raypipe.tensor import Division, Shard
 
 
 class Share(NamedTuple):

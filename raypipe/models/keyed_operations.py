@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from raypipe.errors import CaptureError
+from raypipe.graph.dims import Dim, Sizes, evaluate_all
+from raypipe.graph.operations import Operation, OperationGraph, TensorType
 from raypipe.models.keyed_random import in_training, keyed_dropout
-from raypipe.partition.dims import Dim, Sizes, evaluate_all
-from raypipe.partition.operations import Operation, OperationGraph, TensorType
 
 DROPOUT = "aten.dropout.default"
 ATTENTION = "aten.scaled_dot_product_attention.default"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.errors import RunError
-from raypipe.partition.tensor.group import current_group
+from raypipe.tensor.group import current_group
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from raypipe.models.running_statistics import RunningStatistics
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, Task
-from raypipe.partition.tensor import Division, Shard
+from raypipe.tensor import Division, Shard
 
 
 class CutTensor(NamedTuple):

@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from raypipe.capture.opaque import TARGET as OPAQUE
+from raypipe.capture.opaque import learns
 from raypipe.errors import CaptureError, RunError
+from raypipe.graph.calls import Call
+from raypipe.graph.operations import Operation, OperationGraph
 from raypipe.models.keyed_random import current_keys, in_training
-from raypipe.partition.calls import Call
-from raypipe.partition.opaque import TARGET as OPAQUE
-from raypipe.partition.opaque import learns
-from raypipe.partition.operations import Operation, OperationGraph
 
 BATCH_NORM = "aten.batch_norm.default"
 COUNTER = "num_batches_tracked"

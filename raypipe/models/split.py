@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from raypipe.models.layered import LayeredModel
-from raypipe.partition.balance import check_stages, contiguous_split
+from raypipe.plan.cut.balance import check_stages, contiguous_split
 
 
 def split_layers(model: LayeredModel, stages: int) -> list[range]:

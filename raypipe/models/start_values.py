@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raypipe.capture.meta import build_without_memory
 from raypipe.models.keyed_random import fold64
-from raypipe.partition.empty import build_without_memory
 
 _patching = threading.RLock()
 """Constructors register parameters in one place for the whole process."""

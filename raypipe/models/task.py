@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raypipe.errors import SpecError
 from raypipe.models.keyed_random import random_halves
-from raypipe.partition.tensor.loss import divided_cross_entropy
+from raypipe.tensor.loss import divided_cross_entropy
 
 MASK = "attention_mask"
 """Raw input that tells a sample's own places, 1, from those that only pad it, 0."""

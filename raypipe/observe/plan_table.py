@@ -8,11 +8,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raypipe.observe.terminal import show
+from raypipe.observe.draw.terminal import show
 from raypipe.plan.choose import Decision, Row, label
-from raypipe.plan.explain import gib
-from raypipe.plan.prediction import Prediction
-from raypipe.plan.report import recompute_word, schedule_of, terms_beside
+from raypipe.plan.decision_json import recompute_word, schedule_of, terms_beside
+from raypipe.plan.predict.prediction import Prediction
+from raypipe.plan.reasons import gib
 from raypipe.schedule.passes import add_updates, place_gradient_sync
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.timeline import Timeline

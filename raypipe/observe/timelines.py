@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from raypipe.observe.perfetto import write_trace
+from raypipe.observe.draw.perfetto import write_trace
 from raypipe.observe.strict_json import strict_json
 from raypipe.simulate.timeline import Timeline
 

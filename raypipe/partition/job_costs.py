@@ -6,12 +6,12 @@ from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.profile import Profile
 from raypipe.cost.tensor import Member, tensor_profile
 from raypipe.errors import CaptureError, SpecError
+from raypipe.graph.captured_files import Notify, to_stderr
 from raypipe.job.cluster import ClusterSpec
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import JobSpec
-from raypipe.partition.cache import Notify, to_stderr
-from raypipe.partition.of_job import divided, job_pieces
-from raypipe.partition.pieces_kept import Kept
+from raypipe.partition.cached_pieces import Kept
+from raypipe.partition.partition_job import divided, job_pieces
 
 
 def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:

@@ -8,14 +8,14 @@ import torch
 
 from raypipe.cost.gpt_work import gpt_work
 from raypipe.cost.tensor import Member
+from raypipe.graph.subgraph_work import captured_work
 from raypipe.job import GptSpec, JobSpec
-from raypipe.job.base import WIDTH
+from raypipe.job.field_types import WIDTH
 from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
-from raypipe.models.gpt import make_layer
+from raypipe.models.gpt.modules import make_layer
 from raypipe.models.keyed_operations import ATTENTION
 from raypipe.partition.report import Crossing, Piece
-from raypipe.partition.work import captured_work
 
 
 def pieces_of(model: LayeredModel, microbatch: int) -> tuple[Piece, ...]:

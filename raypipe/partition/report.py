@@ -11,9 +11,9 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.cost.stages import costs_of, gradient_width
 from raypipe.errors import SpecError
-from raypipe.partition.balance import Balance, Memory, balance, check_stages, pinned
+from raypipe.plan.cut.balance import Balance, Memory, balance, check_stages, pinned
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.memory import births, deaths, recomputed
+from raypipe.schedule.live_activations import births, deaths, recomputed
 from raypipe.simulate.engine import simulate
 
 NOISE = 0.01

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from raypipe.errors import ScheduleError
 from raypipe.job.spec import ParallelSpec
-from raypipe.plan.form import Form, form_of
+from raypipe.plan.predict.form import Form, form_of
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import MOST, Concat

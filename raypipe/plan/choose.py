@@ -15,20 +15,20 @@ from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import SAME_AS, JobSpec
+from raypipe.plan.best_first import NEAR, Ranking, best_first, rank_key, simplest
 from raypipe.plan.candidate import SYNCS, Asked, Candidate, Grid, grids
-from raypipe.plan.explain import why_refused, why_slower, why_too_large, why_won
-from raypipe.plan.groups import ALONE, Judges, Sharing
-from raypipe.plan.orders import Orders
 from raypipe.plan.plan import JOBS_OWN, Plan
 from raypipe.plan.policy import largest_microbatch
-from raypipe.plan.predict import Predictor, without_noise
-from raypipe.plan.prediction import Prediction
+from raypipe.plan.predict.orders import Orders
+from raypipe.plan.predict.prediction import Prediction
+from raypipe.plan.predict.predictor import Predictor, without_noise
+from raypipe.plan.reasons import why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.remedies import remedies, used_up
-from raypipe.plan.reorder import searched_orders
-from raypipe.plan.search import NEAR, Ranking, best_first, rank_key, simplest
+from raypipe.plan.searched_orders import searched_orders
+from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
 from raypipe.schedule import SCHEDULES
-from raypipe.schedule.collector import no_collection
-from raypipe.schedule.text import to_text
+from raypipe.schedule.forms.text import to_text
+from raypipe.schedule.garbage_collection import no_collection
 
 SEARCH_S = 3.0
 """Seconds for searching orders of the best placements."""

@@ -14,13 +14,13 @@ from pydantic import Field
 
 from raypipe.errors import ScheduleError
 from raypipe.job.json_file import load_json
-from raypipe.job.order import base_schedule, fitting
-from raypipe.job.recompute import Cut, layers_again
+from raypipe.job.recompute_layers import Cut, layers_again
+from raypipe.job.requested_schedule import base_schedule, fitting
 from raypipe.job.spec import JobSpec, ParallelSpec, Spec
+from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync, replicate
 from raypipe.schedule.passes.sync import Sync
-from raypipe.schedule.text import from_text
 from raypipe.schedule.verify import verify
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from raypipe.errors import ScheduleError
+from raypipe.plan.best_first import TIE, Judge, Pick, Ranking, rank_key
 from raypipe.plan.candidate import Candidate, Grid
-from raypipe.plan.prediction import Prediction
-from raypipe.plan.search import TIE, Judge, Pick, Ranking, rank_key
-from raypipe.schedule.collector import no_collection
+from raypipe.plan.predict.prediction import Prediction
+from raypipe.schedule.garbage_collection import no_collection
 
 
 @no_collection()

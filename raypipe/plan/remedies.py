@@ -12,9 +12,9 @@ from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError
 from raypipe.job.spec import JobSpec
 from raypipe.plan.candidate import Candidate, Grid, Recompute, divisors
-from raypipe.plan.groups import Judges
-from raypipe.plan.predict import Predictor
-from raypipe.plan.prediction import Prediction
+from raypipe.plan.predict.prediction import Prediction
+from raypipe.plan.predict.predictor import Predictor
+from raypipe.plan.tensor_groups import Judges
 
 GIB = 2**30
 GROWTH = 1.25

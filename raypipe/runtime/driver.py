@@ -19,31 +19,31 @@ import ray
 from raypipe.checkpoint import LOSS, best, commit, forget_best, keep_best, step_directory
 from raypipe.data import known_fields, tokens_per_sample
 from raypipe.errors import DivergenceError, SampleCountError
-from raypipe.job.recompute import layers_again
+from raypipe.job.recompute_layers import layers_again
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.run_log import RunLog
+from raypipe.plan.online.better_order import Running, runs_ahead
+from raypipe.plan.online.measured_steps import Prediction, StepClock
+from raypipe.plan.online.raise_kept_share import Raiser, raises
+from raypipe.plan.online.replan import Replanner
 from raypipe.plan.plan import Plan, build_schedule, forward_only
-from raypipe.runtime.better_plan import Running, runs_ahead
+from raypipe.runtime.cluster.host_check import check_hosts
+from raypipe.runtime.cluster.worker_group import Fleet
+from raypipe.runtime.communicators import Wiring, rendezvous_of
 from raypipe.runtime.early_stop import Patience, patience_of
-from raypipe.runtime.gradients import TiedHolders, shared_groups
-from raypipe.runtime.host_check import check_hosts
-from raypipe.runtime.launch import Fleet
-from raypipe.runtime.links import Wiring, rendezvous_of
-from raypipe.runtime.measure import Prediction, StepClock
-from raypipe.runtime.members import member_edges, member_groups, member_of
-from raypipe.runtime.norm import clip_factor, norm_of
 from raypipe.runtime.observing import Observing
-from raypipe.runtime.optimizer import learning_rate
-from raypipe.runtime.raise_alphas import Raiser, raises
-from raypipe.runtime.replan import Replanner
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.step import StepResult
+from raypipe.runtime.tensor_ranks import member_edges, member_groups, member_of
+from raypipe.runtime.update.gradients import TiedHolders, shared_groups
+from raypipe.runtime.update.norm import clip_factor, norm_of
+from raypipe.runtime.update.optimizer import learning_rate
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.counted import check_counted
-from raypipe.schedule.endless import WHOLE, Part
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.messages import Program, edges, programs, step_programs
+from raypipe.schedule.lowering.asynchronous import WHOLE, Part
+from raypipe.schedule.lowering.counted import check_counted
+from raypipe.schedule.lowering.programs import Program, edges, programs, step_programs
 
 AHEAD = 2
 """Steps queued with the actors beyond the one being collected."""

@@ -13,25 +13,25 @@ from torch import Tensor
 from raypipe.data.corpus import Split
 from raypipe.models import Inputs, Lengths, Task, random_keys
 from raypipe.models.running_statistics import move_all, part_of_step
-from raypipe.partition.tensor import ProcessGroup, current_group
+from raypipe.plan.online.step_memory import StepMemory
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes
-from raypipe.runtime.alternate import Alternation
-from raypipe.runtime.casts import Casts
-from raypipe.runtime.feed import Feed
-from raypipe.runtime.gradients import GradientSync, StageKey
-from raypipe.runtime.norm import Shares
+from raypipe.runtime.backward.segments import Joints, Segment, as_leaves
+from raypipe.runtime.backward.stack import stacked, stacked_inputs, unstacked
+from raypipe.runtime.backward.weight_casts import Casts
 from raypipe.runtime.runner import Payload, ProgramRunner
-from raypipe.runtime.segments import Joints, Segment, as_leaves
-from raypipe.runtime.shapes import Wires
-from raypipe.runtime.stack import stacked, stacked_inputs, unstacked
-from raypipe.runtime.stage import Half, Live, StageModule
+from raypipe.runtime.stage.alternate import Alternation
+from raypipe.runtime.stage.inputs import Feed
+from raypipe.runtime.stage.shapes import Wires
+from raypipe.runtime.stage.stage import Half, Live, StageModule
 from raypipe.runtime.step import StepResult, StepSettings
-from raypipe.runtime.step_memory import StepMemory
 from raypipe.runtime.transport.channel import Receiver, Sender, Wire
-from raypipe.runtime.updates import Updates
-from raypipe.runtime.versions import Snapshot, WeightVersions, run_with
+from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.update.norm import Shares
+from raypipe.runtime.update.updates import Updates
+from raypipe.runtime.update.weight_versions import Snapshot, WeightVersions, run_with
 from raypipe.schedule.ir import Task as PipelineTask
-from raypipe.schedule.messages import Action, Program
+from raypipe.schedule.lowering.programs import Action, Program
+from raypipe.tensor import ProcessGroup, current_group
 
 
 class Executor(ProgramRunner):

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.errors import TransportError
+from raypipe.runtime.cast_messages import Narrowing
 from raypipe.runtime.clock import clock_for
-from raypipe.runtime.narrow import Narrowing
 from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, TensorSpec, Wire
-from raypipe.runtime.transport.progress import Progress
-from raypipe.schedule.messages import Action, Ahead, Message, Program
+from raypipe.runtime.transport.waiting import Progress
+from raypipe.schedule.lowering.programs import Action, Ahead, Message, Program
 
 Payload = tuple[Tensor, ...]
 """The tensors one stage hands to another for one micro-batch."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from raypipe.job.spec import JobSpec
 from raypipe.models.task import Field
-from raypipe.runtime.gradients import TiedHolders
-from raypipe.runtime.links import Wiring
-from raypipe.runtime.members import rank_of
-from raypipe.schedule.endless import Part
+from raypipe.runtime.communicators import Wiring
+from raypipe.runtime.tensor_ranks import rank_of
+from raypipe.runtime.update.gradients import TiedHolders
 from raypipe.schedule.ir import Versions
-from raypipe.schedule.messages import Program
+from raypipe.schedule.lowering.asynchronous import Part
+from raypipe.schedule.lowering.programs import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

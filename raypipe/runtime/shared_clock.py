@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.ring import directory
+from raypipe.runtime.transport.same_host.ring import directory
 
 DRIFT = 15e-6
 """Seconds a second that two clocks may drift apart: RFC 5905's PHI."""

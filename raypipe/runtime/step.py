@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypipe.runtime.narrow import Narrowing
-from raypipe.runtime.norm import UpdateRule
-from raypipe.runtime.step_memory import StepMemory
+from raypipe.plan.online.step_memory import StepMemory
+from raypipe.runtime.cast_messages import Narrowing
+from raypipe.runtime.update.norm import UpdateRule
 
 
 @dataclass(frozen=True, slots=True)

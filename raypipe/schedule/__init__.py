@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raypipe.errors import ScheduleError, nearest
-from raypipe.schedule.collector import no_collection
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families import (
     chimera,
@@ -21,8 +20,9 @@ from raypipe.schedule.families import (
     zeropp,
 )
 from raypipe.schedule.family import Family
+from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.memory import check_memory
+from raypipe.schedule.live_activations import check_memory
 from raypipe.schedule.shape import Shape
 
 __all__ = ["SCHEDULES", "Family", "Shape", "generate", "stages_of"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule.collector import no_collection
+from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.grid import grid
 from raypipe.schedule.ir import Kind, Rules, Schedule, Task
 

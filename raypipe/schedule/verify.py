@@ -7,7 +7,7 @@ from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran, fault_at
 from raypipe.schedule.grid import grid
 from raypipe.schedule.ir import Kind, Schedule
-from raypipe.schedule.memory import check_memory
+from raypipe.schedule.live_activations import check_memory
 from raypipe.schedule.versions import check_versions
 from raypipe.schedule.walk import walk
 

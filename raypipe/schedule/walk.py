@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raypipe.schedule.collector import no_collection
 from raypipe.schedule.deps import TaskGraph
+from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.latency import Comm, delays
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypipe.schedule.memory import births, deaths, recomputed
+from raypipe.schedule.live_activations import births, deaths, recomputed
 from raypipe.simulate.timeline import Timeline
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule.ahead import tasks_ahead
-from raypipe.schedule.collector import no_collection
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
+from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Kind, Schedule, Task
 from raypipe.schedule.latency import Comm, delays
+from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.unroll import unroll
 from raypipe.schedule.walk import walk
 

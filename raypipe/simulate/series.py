@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.endless import WHOLE, Part, parts
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.messages import Message, Program, step_programs
+from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
+from raypipe.schedule.lowering.programs import Message, Program, step_programs
 from raypipe.simulate.cyclic import Norm
 from raypipe.simulate.period import period
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from raypipe.schedule.ir import COMPUTE, Schedule, Task
 from raypipe.schedule.latency import Comm
-from raypipe.schedule.memory import peak_activations
+from raypipe.schedule.live_activations import peak_activations
 
 
 class Span(NamedTuple):

@@ -22,13 +22,13 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from raypipe.auto import search
-from raypipe.runtime.emulate_run import Links, Rehearsal, rehearsal, run_rehearsal
-from raypipe.runtime.launch import Fleet
+from raypipe.runtime.cluster.worker_group import Fleet
+from raypipe.runtime.emulation.emulated_run import Links, Rehearsal, rehearsal, run_rehearsal
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.memory import peak_activations
+from raypipe.schedule.live_activations import peak_activations
+from raypipe.search import search
 from tests.bench.emulated import first, fleet_of
 
 DEPTH, CHUNKS = 8, 2

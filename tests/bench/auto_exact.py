@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from raypipe.auto.budget import Budget
+from raypipe.search.budget import Budget
 from tests.bench.auto_judge import judge, random_case
 
 

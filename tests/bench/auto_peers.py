@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 
-from raypipe.auto import search
 from raypipe.schedule.costs import CostTable
+from raypipe.search import search
 
 PEER = [
     (4, 16, (10, 11, 8, 1), 515, 473), (8, 32, (10, 11, 8, 1), 1047, 939), (8, 64, (10, 11, 8, 1), 1975, 1867),

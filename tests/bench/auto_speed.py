@@ -12,13 +12,13 @@ import math
 import random
 import time
 
-from raypipe.auto import search
-from raypipe.auto.budget import Budget
-from raypipe.auto.listing import Layout, list_schedule
-from raypipe.auto.problem import build
-from raypipe.auto.settings import portfolio
-from raypipe.auto.tabu import improve
 from raypipe.schedule.costs import CostTable
+from raypipe.search import search
+from raypipe.search.budget import Budget
+from raypipe.search.list_scheduling import Layout, list_schedule
+from raypipe.search.priorities import portfolio
+from raypipe.search.problem import build
+from raypipe.search.tabu import improve
 
 
 def run() -> None:

@@ -2,7 +2,7 @@
 
 Run: ``python -m tests.bench.auto_tight [--seconds S]``, the time for each proof; two minutes in all on two quiet cores.
 
-The constraint program of ``tests/auto/judge.py`` (CP-SAT) takes the micro-batches in turn at every stage and kind,
+The constraint program of ``tests/search/judge.py`` (CP-SAT) takes the micro-batches in turn at every stage and kind,
 which loses nothing. Take any step and, at each (stage, kind), give its start times to the micro-batches in ascending
 order. Tasks of one (stage, kind) are equally long, so each device runs the same intervals as before and holds as many
 activations at any time. And a dependency survives: the m-th of the later kind has m earlier ones of its kind before or
@@ -19,8 +19,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from raypipe.auto import search
 from raypipe.schedule.costs import CostTable
+from raypipe.search import search
 from tests.bench.auto_judge import judge
 
 DEPTH, COUNT, TIMES, LATENCY = 8, 16, (10, 12, 8), 1

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import random
 
-from raypipe.auto import search
-from raypipe.auto.budget import Budget
 from raypipe.schedule.costs import CostTable
+from raypipe.search import search
+from raypipe.search.budget import Budget
 from tests.bench.zero_bubble_heuristic import shortest
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from raypipe.cost.stages import costs_of
 from raypipe.job import load_job
-from raypipe.partition.of_job import partition_job
+from raypipe.partition.partition_job import partition_job
 from raypipe.partition.report import Partition
 from raypipe.plan.plan import Plan
 

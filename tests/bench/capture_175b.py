@@ -21,9 +21,9 @@ SEQUENCE = 2048
 
 def work() -> None:
     """What the measured process does: capture, unless it is kept, and shard."""
-    from raypipe.partition.cache import load_operations
-    from raypipe.partition.fingerprint import fingerprint, transformers_code
-    from raypipe.partition.shard import shard
+    from raypipe.graph.captured_files import load_operations
+    from raypipe.graph.fingerprint import fingerprint, transformers_code
+    from raypipe.graph.subgraphs import shard
 
     began = time.perf_counter()
     packages = ("torch", "transformers")
@@ -32,10 +32,10 @@ def work() -> None:
     if kept is not None:
         graph = kept[0]
     else:
-        from raypipe.partition.capture import capture
-        from raypipe.partition.empty import build_without_memory
-        from raypipe.partition.huggingface import builder, configuration, example_inputs
-        from raypipe.partition.kept import captured_once
+        from raypipe.capture.cached import captured_once
+        from raypipe.capture.capture import capture
+        from raypipe.capture.meta import build_without_memory
+        from raypipe.capture.transformers_models import builder, configuration, example_inputs
 
         config = configuration("gpt2", GPT3)
         inputs = example_inputs(config, sequence=SEQUENCE)

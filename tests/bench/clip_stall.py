@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from raypipe.runtime.emulate_run import Links, emulate
+from raypipe.runtime.emulation.emulated_run import Links, emulate
 from raypipe.runtime.process import settle
-from raypipe.runtime.updates import Undo
+from raypipe.runtime.update.updates import Undo
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.simulate.cyclic import Norm

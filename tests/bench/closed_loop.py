@@ -25,22 +25,22 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from raypipe.auto import search
 from raypipe.checkpoint import step_directory
 from raypipe.data import declared_fields, prepare_data
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
+from raypipe.plan.online.better_order import OBJECTIVES, SYNCS, runs_ahead, step_seconds
 from raypipe.plan.plan import Plan, build_schedule, load_plan
-from raypipe.runtime.actor import Stage
-from raypipe.runtime.better_plan import OBJECTIVES, SYNCS, runs_ahead, step_seconds
-from raypipe.runtime.cluster import connect
+from raypipe.runtime.cluster.connect import connect
+from raypipe.runtime.cluster.worker_group import Fleet, start_actors
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.launch import Fleet, start_actors
+from raypipe.runtime.worker import Stage
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.memory import peak_activations
-from raypipe.schedule.text import from_text, to_text
+from raypipe.schedule.forms.text import from_text, to_text
+from raypipe.schedule.live_activations import peak_activations
+from raypipe.search import search
 from raypipe.train import make_plan, with_plan
 from tests.bench.paced import Pace, PacedStage
 

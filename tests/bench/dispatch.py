@@ -17,9 +17,9 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.runtime.measure import StepClock
+from raypipe.plan.online.measured_steps import StepClock
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.messages import programs
+from raypipe.schedule.lowering.programs import programs
 
 Times = list[NDArray[np.float64]]
 

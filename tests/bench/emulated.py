@@ -23,13 +23,13 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from raypipe.auto import search
-from raypipe.runtime.cluster import connect
-from raypipe.runtime.emulate_run import Links, Rehearsal, rehearsal, run_rehearsal
-from raypipe.runtime.emulation import EmulatedStage
-from raypipe.runtime.launch import Fleet, start_actors
+from raypipe.runtime.cluster.connect import connect
+from raypipe.runtime.cluster.worker_group import Fleet, start_actors
+from raypipe.runtime.emulation.emulated_run import Links, Rehearsal, rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_worker import EmulatedStage
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
+from raypipe.search import search
 
 MEDIAN, WORST = 0.03, 0.06
 """Largest share by which measured steps may differ from predicted ones: in the middle, and anywhere."""

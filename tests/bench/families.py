@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from tests.partition.models import FAMILIES, GROUPED
+from tests.capture.models import FAMILIES, GROUPED
 
 TEXT = {"type": "bytes", "path": str(Path(__file__).parent.parent.parent / "docs")}
 ROWS = 64
@@ -51,8 +51,8 @@ def jobs(folder: Path, steps: int) -> dict[str, dict[str, Any]]:
         "vit": ({"hf": "vit", "config": FAMILIES["vit"]}, files["vit"]),
         "resnet": ({"hf": "resnet", "config": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
                                                "layer_type": "basic"}}, files["vit"]),
-        "cnn": ({"import": "tests.partition.models:ResNet", "loss": "model"}, files["cnn"]),
-        "mlp": ({"import": "tests.partition.models:mlp"}, files["mlp"]),
+        "cnn": ({"import": "tests.capture.models:ResNet", "loss": "model"}, files["cnn"]),
+        "mlp": ({"import": "tests.capture.models:mlp"}, files["mlp"]),
     }  # fmt: skip
     train = {"steps": steps, "batch": 8, "eval_batches": 1}
     parallel = {"schedule": "1f1b", "stages": 2, "microbatch": 2}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import ray
 
-from tests.runtime.killing import CONTROLLER, DRIVER, JOB, run_killing
+from tests.runtime.runs.killing import CONTROLLER, DRIVER, JOB, run_killing
 
 
 def main() -> int:

@@ -32,22 +32,22 @@ from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
 from raypipe.data import declared_fields, prepare_data
 from raypipe.job.load import job_from
-from raypipe.job.recompute import layers_again
+from raypipe.job.recompute_layers import layers_again
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import RunLog
+from raypipe.plan.online.better_order import runs_ahead
 from raypipe.plan.plan import build_schedule
-from raypipe.runtime.actor import Stage
+from raypipe.profiling.profile_job import measure_profile
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes, process_bytes
-from raypipe.runtime.better_plan import runs_ahead
-from raypipe.runtime.cluster import connect
+from raypipe.runtime.cluster.connect import connect
+from raypipe.runtime.cluster.worker_group import start_fleet
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.launch import start_fleet
-from raypipe.runtime.profiling import measure_profile
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.step import StepResult
+from raypipe.runtime.worker import Stage
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.endless import WHOLE, Part
+from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.train import make_plan
 
 LIMIT = 0.10
@@ -109,7 +109,7 @@ LLAMA = {
     "config": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
                "intermediate_size": 704, "vocab_size": 2000, "max_position_embeddings": 128},
 }  # fmt: skip
-CNN = {"import": "tests.partition.models:ResNet", "loss": "model"}
+CNN = {"import": "tests.capture.models:ResNet", "loss": "model"}
 TIED = {"tie_embeddings": True, "vocabulary": 4000, "layers": 4}
 CASES = (
     Case("1f1b"),

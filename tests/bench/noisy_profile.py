@@ -24,8 +24,8 @@ from raypipe.cost.profile import Profile
 from raypipe.data import prepare
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
-from raypipe.runtime.cluster import connect
-from raypipe.runtime.profiling import measure_profile
+from raypipe.profiling.profile_job import measure_profile
+from raypipe.runtime.cluster.connect import connect
 
 MODEL = {"type": "gpt", "layers": 8, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": 256, "dropout": 0.0}
 SIZES = (2, 4, 8)

@@ -3,7 +3,8 @@ machine whose every speed is known and may change between two steps.
 
 A task lasts as long as the pace says, computed or not; a message is held back until its link would have delivered it; a
 gradient sum lasts from the moment its last holder joins, one after another on each device. Unlike emulated devices
-(``raypipe.runtime.emulation``) these train: what a swap of programs does to losses and checkpoints shows.
+(``raypipe.runtime.emulation.emulated_worker``) these train: what a swap of programs does to losses and checkpoints
+shows.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypipe.runtime.actor import Stage
 from raypipe.runtime.clock import Clock, Mark
-from raypipe.runtime.collective import Push, wait_for
-from raypipe.runtime.emulation import wait_until
+from raypipe.runtime.emulation.emulated_worker import wait_until
 from raypipe.runtime.executor import Executor
-from raypipe.runtime.gradients import GradientSync, StageKey
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
+from raypipe.runtime.update.collective import Push, wait_for
+from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.worker import Stage
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Task
-from raypipe.schedule.messages import Action, Message, Program
+from raypipe.schedule.lowering.programs import Action, Message, Program
 
 STAMP = TensorSpec((1,), torch.float64)
 """Travels with each message: when the link delivers it, on this host's monotonic clock."""

@@ -18,9 +18,9 @@ from rich.table import Table
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers, random_keys
+from raypipe.runtime.backward.stack import stacked, unstacked
 from raypipe.runtime.process import settle
-from raypipe.runtime.stack import stacked, unstacked
-from raypipe.runtime.stage import StageModule
+from raypipe.runtime.stage.stage import StageModule
 
 CPU = torch.device("cpu")
 STAGES = [  # hidden, sequence, blocks, samples of a micro-batch, dropout

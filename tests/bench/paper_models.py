@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raypipe.cost.gpt_work import MEGATRON, PYTORCH_2020, gpt_work
-from raypipe.cost.work import Effort, LayerWork
+from raypipe.cost.layer_work import Effort, LayerWork
 from raypipe.job import GptSpec
 
 

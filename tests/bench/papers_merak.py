@@ -11,7 +11,7 @@ from raypipe.cost.memory import device_memory
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import costs_of
 from raypipe.job import GptSpec, load_cluster
-from raypipe.job.recompute import again_after
+from raypipe.job.recompute_layers import again_after
 from raypipe.schedule.alphas import alphas
 from tests.bench.paper_steps import Config, error, even_cut, pipeline, step_seconds, table
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.gpt_work import PYTORCH_2020, gpt_work
+from raypipe.cost.layer_work import plain_layer
 from raypipe.cost.profile import LinkFit, Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.cost.stages import Cut, costs_of
-from raypipe.cost.work import plain_layer
 from raypipe.job import GptSpec, load_cluster
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.passes import add_updates

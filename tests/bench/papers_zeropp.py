@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.collectives import Layout, collective_seconds
+from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import Cut, parameters
-from raypipe.cost.work import LayerWork
 from raypipe.job import load_cluster
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link

@@ -18,7 +18,7 @@ from raypipe.cost.analytic import analytic_profile
 from raypipe.job import load_cluster, load_job
 from raypipe.job.model_spec import GptSpec
 from raypipe.plan.choose import choose
-from raypipe.plan.explain import gib
+from raypipe.plan.reasons import gib
 
 ROOT = Path(__file__).parents[2]
 

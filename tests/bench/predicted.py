@@ -36,15 +36,15 @@ from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
+from raypipe.plan.online.better_order import step_seconds
 from raypipe.plan.plan import Plan, build_schedule
-from raypipe.runtime.better_plan import step_seconds
-from raypipe.runtime.cluster import connect
+from raypipe.profiling.effort import QUICK, THOROUGH
+from raypipe.profiling.layer_times import LayerBench
+from raypipe.profiling.profile_job import profile_by
+from raypipe.profiling.profiling_worker import ProfilingStage
+from raypipe.runtime.cluster.connect import connect
+from raypipe.runtime.cluster.worker_group import Fleet, start_actors
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.launch import Fleet, start_actors
-from raypipe.runtime.profiling import profile_by
-from raypipe.runtime.profiling_device import ProfilingStage
-from raypipe.runtime.profiling_effort import QUICK, THOROUGH
-from raypipe.runtime.profiling_layers import LayerBench
 from raypipe.train import make_plan
 from tests.bench.others import Others
 

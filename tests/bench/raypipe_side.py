@@ -14,9 +14,9 @@ import ray
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan, build_schedule
-from raypipe.runtime.cluster import connect
+from raypipe.runtime.cluster.connect import connect
+from raypipe.runtime.cluster.worker_group import Fleet, start_fleet
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.launch import Fleet, start_fleet
 from tests.bench.blocks import Block
 from tests.bench.cases import DEVICES
 from tests.bench.dispatch import RecordingClock, driver_share

@@ -27,11 +27,11 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.stages import costs_of
 from raypipe.job import GptSpec
 from raypipe.job.cluster import load_cluster
-from raypipe.job.recompute import layers_again
+from raypipe.job.recompute_layers import layers_again
 from raypipe.job.spec import ParallelSpec
-from raypipe.partition.balance import contiguous_split
+from raypipe.plan.cut.balance import contiguous_split
 from raypipe.plan.plan import Plan, build_schedule
-from raypipe.runtime.emulate_run import Links, rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_run import Links, rehearsal, run_rehearsal
 from raypipe.schedule.alphas import alphas
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule

@@ -20,19 +20,19 @@ from torch import Tensor
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
-from raypipe.partition.tensor import Alone, Division, group_of_thread
-from raypipe.partition.tensor.layers import Row
 from raypipe.runtime.executor import Executor
-from raypipe.runtime.feed import Feed
-from raypipe.runtime.gradients import GradientSync
-from raypipe.runtime.norm import Shares
-from raypipe.runtime.shapes import Wires
-from raypipe.runtime.stage import StageModule
+from raypipe.runtime.stage.inputs import Feed
+from raypipe.runtime.stage.shapes import Wires
+from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.step import StepSettings
-from raypipe.schedule.messages import programs
+from raypipe.runtime.update.gradients import GradientSync
+from raypipe.runtime.update.norm import Shares
+from raypipe.schedule.forms.text import from_text
+from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates
-from raypipe.schedule.text import from_text
-from tests.runtime.one_device import Fixed
+from raypipe.tensor import Alone, Division, group_of_thread
+from raypipe.tensor.divided_layers import Row
+from tests.runtime.runs.one_device import Fixed
 
 ROWS, SEQUENCE = 4, 8
 RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)

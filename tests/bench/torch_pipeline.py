@@ -22,8 +22,8 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from raypipe.data import Corpus
 from raypipe.models import GptLayers, cross_entropy
 from raypipe.plan.plan import build_schedule
+from raypipe.schedule.forms.torch_csv import to_torch_csv
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.torch_csv import to_torch_csv
 from tests.bench.blocks import Order, RankReport
 from tests.bench.plain import adamw
 

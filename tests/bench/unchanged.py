@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.cli import run
-from raypipe.schedule.json_form import from_json
-from raypipe.schedule.messages import Program, step_programs
+from raypipe.schedule.forms.json_form import from_json
+from raypipe.schedule.lowering.programs import Program, step_programs
 
 ROOT = Path(__file__).parent.parent.parent
 SHAPES = [(2, 4), (4, 8), (4, 16)]

@@ -75,7 +75,7 @@ class MeteredExecutor(Executor):
 
 def install(stage: Any, warm_up: int) -> None:
     """Runs in a stage actor, before its setup: the executor it will make is a metered one."""
-    import raypipe.runtime.actor as module
+    import raypipe.runtime.worker as module
 
     MeteredExecutor.warm_up = warm_up
     module.Executor = MeteredExecutor

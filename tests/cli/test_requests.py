@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from raypipe.cli import run
 from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES
-from raypipe.schedule.json_form import from_json
-from raypipe.schedule.text import from_text
+from raypipe.schedule.forms.json_form import from_json
+from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.verify import verify
 
 counts = st.one_of(st.sampled_from([2, 4, 8]), st.integers(-1, 9)).map(str)

@@ -7,8 +7,8 @@ import pytest
 from raypipe.cli import run
 from raypipe.cli._values import optional_value
 from raypipe.schedule import SCHEDULES
-from raypipe.schedule.json_form import from_json
-from raypipe.schedule.text import from_text
+from raypipe.schedule.forms.json_form import from_json
+from raypipe.schedule.forms.text import from_text
 
 
 @pytest.fixture

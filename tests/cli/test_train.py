@@ -25,7 +25,7 @@ from raypipe.models.task import Labels, Values
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import load_plan
 from raypipe.train import JOB_FILE, Prepared, _chosen_before, _units, make_plan, prepare_run
-from tests.runtime.answering import GRPC, answering
+from tests.runtime.cluster.answering import GRPC, answering
 
 JOB = """
 name: small

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from raypipe.cost.analytic import SIZES, analytic_profile, update_bytes
+from raypipe.cost.layer_work import Effort, plain_layer
 from raypipe.cost.profile import Profile
-from raypipe.cost.work import Effort, plain_layer
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec, load_cluster
 from raypipe.job.cluster import cluster_from

@@ -8,8 +8,8 @@ import pytest
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.collectives import MODELS, Layout, along, best, collective_seconds, from_measured, terms
 from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
+from raypipe.cost.layer_work import plain_layer
 from raypipe.cost.profile import CollectiveFit, CollectivePath, LinkFit
-from raypipe.cost.work import plain_layer
 from raypipe.errors import SpecError
 from raypipe.job.cluster import cluster_from
 

@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.cost.gpt_work import Software, gpt_work
 from raypipe.job import GptSpec
-from raypipe.models import gpt
+from raypipe.models.gpt import modules as gpt
 from raypipe.models.keyed_random import random_keys
-from raypipe.runtime.split_backward import WeightQueue, defer_weight_gradients
+from raypipe.runtime.backward.split_backward import WeightQueue, defer_weight_gradients
 
 SAMPLES = 2
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}

@@ -6,7 +6,7 @@ import pytest
 from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.errors import SpecError
 from raypipe.schedule import SCHEDULES, Shape, generate
-from raypipe.schedule.memory import peak_activations
+from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.passes import add_recompute, place_gradient_sync, replicate
 
 CUT = [(0, 1), (2,), (3,), (4, 5)]

@@ -15,17 +15,17 @@ from raypipe.job.cluster import cluster_from
 from raypipe.job.spec import TrainSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.executor import Executor
-from raypipe.runtime.feed import Feed
-from raypipe.runtime.gradients import GradientSync, TiedHolders
-from raypipe.runtime.norm import Shares
-from raypipe.runtime.optimizer import make_optimizer
-from raypipe.runtime.shapes import Wires
-from raypipe.runtime.stage import StageModule
+from raypipe.runtime.stage.inputs import Feed
+from raypipe.runtime.stage.shapes import Wires
+from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.step import StepSettings
-from raypipe.runtime.versions import WeightVersions
+from raypipe.runtime.update.gradients import GradientSync, TiedHolders
+from raypipe.runtime.update.norm import Shares
+from raypipe.runtime.update.optimizer import make_optimizer
+from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule import Shape, generate
-from raypipe.schedule.endless import WHOLE, parts
-from raypipe.schedule.messages import programs
+from raypipe.schedule.lowering.asynchronous import WHOLE, parts
+from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_recompute, add_updates
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from raypipe.data import Corpus
-from raypipe.data.order import BLOCK, permuted
+from raypipe.data.sample_order import BLOCK, permuted
 
 SEQUENCE = 4
 

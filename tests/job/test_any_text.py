@@ -16,7 +16,7 @@ from raypipe.errors import RaypipeError, SpecError
 from raypipe.job import job_from, load_cluster, load_job
 from raypipe.job.cluster import cluster_from
 from raypipe.job.load import EXAMPLE
-from raypipe.job.sizes import MOST_LAYERS
+from raypipe.job.size_limits import MOST_LAYERS
 from raypipe.job.spec import DataSpec, JobSpec, ParallelSpec, TrainSpec
 from raypipe.job.yaml_text import parse_yaml
 from raypipe.plan.plan import build_schedule, load_plan

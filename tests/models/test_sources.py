@@ -8,8 +8,8 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.job import HfSpec, ImportSpec
-from raypipe.models.hugging_face import HuggingFace
-from raypipe.models.imported import Imported
+from raypipe.models.sources.hugging_face import HuggingFace
+from raypipe.models.sources.imported import Imported
 
 CODE = """
 import functools, sys

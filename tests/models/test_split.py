@@ -7,7 +7,7 @@ import pytest
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers, split_layers
-from raypipe.partition.balance import contiguous_split
+from raypipe.plan.cut.balance import contiguous_split
 
 
 def plan(layers, **changes):

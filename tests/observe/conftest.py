@@ -4,7 +4,7 @@ import pytest
 
 from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.text import from_text
+from raypipe.schedule.forms.text import from_text
 from raypipe.simulate.engine import simulate
 
 

@@ -7,15 +7,15 @@ import json
 import pytest
 
 from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.layer_work import plain_layer
 from raypipe.cost.tensor import Member
-from raypipe.cost.work import plain_layer
 from raypipe.errors import SpecError
 from raypipe.job import job_from
 from raypipe.job.cluster import load_cluster
-from raypipe.partition.here import this_machine
-from raypipe.partition.of_job import partition_job
-from raypipe.partition.pieces_kept import load_pieces, pieces_key, save_pieces
+from raypipe.partition.cached_pieces import load_pieces, pieces_key, save_pieces
+from raypipe.partition.partition_job import partition_job
 from raypipe.partition.report import Crossing, Piece, even_starts, live_per_stage, make_partition, report
+from raypipe.partition.this_machine import this_machine
 from raypipe.schedule import Shape, generate
 
 MIB = 2**20

@@ -6,10 +6,10 @@ import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import Candidate, Grid, candidates, chunk_counts, grids, unit_sizes
-from raypipe.plan.form import Form, form_of
-from raypipe.plan.orders import Orders
+from raypipe.plan.predict.form import Form, form_of
+from raypipe.plan.predict.orders import Orders
 from raypipe.schedule import SCHEDULES
-from raypipe.schedule.memory import peak_activations
+from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.passes import place_gradient_sync, replicate
 
 

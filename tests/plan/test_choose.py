@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from raypipe.errors import SpecError
+from raypipe.plan.best_first import NEAR
 from raypipe.plan.choose import choose, label
+from raypipe.plan.decision_json import as_json
 from raypipe.plan.plan import Plan, build_schedule
-from raypipe.plan.predict import Predictor
+from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.remedies import device_gib
-from raypipe.plan.report import as_json
-from raypipe.plan.search import NEAR
 from raypipe.schedule import SCHEDULES
-from raypipe.schedule.memory import peak_activations
+from raypipe.schedule.live_activations import peak_activations
 from raypipe.simulate.engine import simulate
 from tests.plan.conftest import MIB, make_job, make_profile, make_shared
 

@@ -11,14 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import RequestError, ScheduleError
-from raypipe.job.order import base_schedule
+from raypipe.job.requested_schedule import base_schedule
 from raypipe.job.spec import ParallelSpec
 from raypipe.plan.plan import Plan, build_schedule, forward_only
-from raypipe.schedule.counted import check_counted
-from raypipe.schedule.endless import WHOLE
+from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.messages import Program, programs, step_programs
-from raypipe.schedule.text import to_text
+from raypipe.schedule.lowering.asynchronous import WHOLE
+from raypipe.schedule.lowering.counted import check_counted
+from raypipe.schedule.lowering.programs import Program, programs, step_programs
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "1f1b": {}, "gpipe": {}, "zb-h1": {}, "zb-v": {}, "interleaved-1f1b": {"chunks": 2}, "chimera": {},

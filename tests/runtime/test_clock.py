@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from raypipe.runtime.clock import EventClock, HostClock, clock_for
 from raypipe.runtime.runner import ProgramRunner
-from raypipe.schedule.messages import Action, Program
-from raypipe.schedule.text import from_text
+from raypipe.schedule.forms.text import from_text
+from raypipe.schedule.lowering.programs import Action, Program
 
 WAKE_S = 30e-6
 

@@ -6,9 +6,9 @@ import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.runtime.measure import StepClock
+from raypipe.plan.online.measured_steps import StepClock
 from raypipe.runtime.observing import Observing
-from tests.runtime.small_runs import drive, small_job
+from tests.runtime.runs.small_runs import drive, small_job
 
 
 def test_a_failure_is_noted_once_and_the_rest_goes_on(tmp_path) -> None:

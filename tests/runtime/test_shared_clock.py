@@ -24,7 +24,7 @@ from raypipe.runtime.shared_clock import (
     exchange,
     open_clock,
 )
-from raypipe.runtime.transport.ring import directory
+from raypipe.runtime.transport.same_host.ring import directory
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from raypipe.errors import TransportError
-from tests.runtime.small_runs import drive, new_driver, small_job
+from tests.runtime.runs.small_runs import drive, new_driver, small_job
 
 pytestmark = pytest.mark.runs
 

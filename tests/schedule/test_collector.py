@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from raypipe.schedule.collector import no_collection
+from raypipe.schedule.garbage_collection import no_collection
 
 
 def test_it_is_off_inside_and_on_after() -> None:

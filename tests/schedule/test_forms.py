@@ -6,8 +6,8 @@ import pytest
 
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.json_form import from_json, to_json
-from raypipe.schedule.text import from_text, to_text
+from raypipe.schedule.forms.json_form import from_json, to_json
+from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 

@@ -7,7 +7,7 @@ import pytest
 from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.memory import peak_activations
+from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.passes import insert_weights, split_backward
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.forms.json_form import from_json, to_json
+from raypipe.schedule.forms.schedule_file import load
+from raypipe.schedule.forms.text import from_text, parse_task
 from raypipe.schedule.ir import Rules, Schedule, StageGraph
-from raypipe.schedule.json_form import from_json, to_json
-from raypipe.schedule.load import load
-from raypipe.schedule.text import from_text, parse_task
 
 TWO = from_text("device 0: 0F0 0F1 0BW0 0BW1\ndevice 1: 1F0 1BW0 1F1 1BW1\n", "two")
 times = st.floats(0, 1e6, allow_nan=False)

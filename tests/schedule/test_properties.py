@@ -17,7 +17,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import dependencies
 from raypipe.schedule.ir import COMPUTE, Rules, Schedule, StageGraph, Task
-from raypipe.schedule.memory import peak_activations
+from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.passes import (
     add_recompute,
     add_updates,
@@ -29,9 +29,9 @@ from raypipe.schedule.passes import (
 )
 from raypipe.schedule.unroll import unroll
 from raypipe.schedule.verify import verify
-from raypipe.simulate.bounds import lower_bound
 from raypipe.simulate.critical import critical_path
 from raypipe.simulate.engine import simulate
+from raypipe.simulate.lower_bound import lower_bound
 from raypipe.simulate.period import period
 
 COSTS = functools.partial(CostTable.even, comm=0.5)

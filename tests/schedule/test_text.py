@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
+from raypipe.schedule.forms.text import from_text, parse_task, to_text
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
-from raypipe.schedule.text import from_text, parse_task, to_text
 
 small = st.integers(0, 40)
 compute = st.builds(

@@ -4,9 +4,9 @@ import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate
+from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.passes import add_updates, place_gradient_sync
-from raypipe.schedule.text import from_text
 from raypipe.schedule.verify import verify
 
 

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypipe.auto import search
 from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, StageGraph, Task
 from raypipe.schedule.passes import split_backward
 from raypipe.schedule.unroll import unroll
-from raypipe.simulate.bounds import lower_bound
+from raypipe.search import search
 from raypipe.simulate.critical import critical_path
 from raypipe.simulate.engine import simulate
+from raypipe.simulate.lower_bound import lower_bound
 from raypipe.simulate.period import period
 
 Key = tuple[int, Task]

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
-from raypipe.schedule.ahead import tasks_ahead
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, split_backward
 from raypipe.simulate.cyclic import Norm
 from raypipe.simulate.engine import simulate

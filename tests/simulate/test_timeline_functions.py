@@ -10,9 +10,9 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, StageGraph, Task
 from raypipe.schedule.passes import split_backward
 from raypipe.simulate.activations import live_activations
-from raypipe.simulate.bounds import lower_bound, one_machine
 from raypipe.simulate.critical import critical_path
 from raypipe.simulate.engine import simulate
+from raypipe.simulate.lower_bound import lower_bound, one_machine
 
 
 @pytest.mark.parametrize("depth", [4, 6, 8, 12])

@@ -9,7 +9,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport import wire
+from raypipe.runtime.transport import message_header as wire
 from raypipe.runtime.transport.channel import Expected, Label, Peer
 
 

@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.base import Base, Edge, Ends, open_base
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
-from raypipe.runtime.transport.choose import Kind, base_kind, choose
-from raypipe.runtime.transport.memory import empty, empty_pinned
-from raypipe.runtime.transport.nccl import Link, NcclReceiver, NcclSender, TorchLink, warm_up
-from raypipe.runtime.transport.pinned import PinnedReceiver, PinnedSender
-from raypipe.runtime.transport.progress import Progress
-from raypipe.runtime.transport.ray_collective import RayLink
-from raypipe.runtime.transport.side_stream import SideStream
+from raypipe.runtime.transport.channel_kind import Kind, base_kind, choose
+from raypipe.runtime.transport.cpu_channels import Base, Edge, Ends, open_base
+from raypipe.runtime.transport.framed.ray_collective import RayLink
+from raypipe.runtime.transport.gpu.nccl import Link, NcclReceiver, NcclSender, TorchLink, warm_up
+from raypipe.runtime.transport.gpu.pinned import PinnedReceiver, PinnedSender
+from raypipe.runtime.transport.gpu.side_stream import SideStream
+from raypipe.runtime.transport.receive_buffers import empty, empty_pinned
+from raypipe.runtime.transport.waiting import Progress
 
 
 def open_channels(

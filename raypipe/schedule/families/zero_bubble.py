@@ -8,7 +8,7 @@ from collections.abc import Callable
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.greedy import Ordered, Policy, order_greedily, whole_step
-from raypipe.schedule.families.stretch import stretch
+from raypipe.schedule.families.repeat_steady_state import stretch
 from raypipe.schedule.ir import Kind, Schedule
 from raypipe.schedule.shape import Shape
 

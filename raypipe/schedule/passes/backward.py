@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypipe.schedule.collector import no_collection
+from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule, Task
 
 

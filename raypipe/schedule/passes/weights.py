@@ -10,7 +10,7 @@ from raypipe.schedule.deps import link
 from raypipe.schedule.faults import check_links
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.latency import delays
-from raypipe.schedule.memory import births, deaths, peak_activations, recomputed
+from raypipe.schedule.live_activations import births, deaths, peak_activations, recomputed
 
 
 def insert_weights(

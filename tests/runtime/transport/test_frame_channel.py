@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Label, Peer
-from raypipe.runtime.transport.frame_channel import FrameSender
+from raypipe.runtime.transport.framed.frame_channel import FrameSender
 
 B = Peer(1, "n", "cpu", "stage 1")
 

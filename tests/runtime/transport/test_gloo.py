@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
-from raypipe.runtime.transport.gloo import GlooReceiver
+from raypipe.runtime.transport.framed.gloo import GlooReceiver
 
 LABEL = Label("act", 0, 1, 0, 0)
 

@@ -12,13 +12,13 @@ import torch
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
-from raypipe.runtime.transport.memory import empty, empty_pinned
-from raypipe.runtime.transport.nccl import NcclReceiver, NcclSender
-from raypipe.runtime.transport.pinned import PinnedReceiver, PinnedSender
-from raypipe.runtime.transport.progress import Progress
-from raypipe.runtime.transport.shm_receive import ShmReceiver
-from raypipe.runtime.transport.shm_send import ShmSender
-from raypipe.runtime.transport.side_stream import Mark, SideStream, snapshot
+from raypipe.runtime.transport.gpu.nccl import NcclReceiver, NcclSender
+from raypipe.runtime.transport.gpu.pinned import PinnedReceiver, PinnedSender
+from raypipe.runtime.transport.gpu.side_stream import Mark, SideStream, snapshot
+from raypipe.runtime.transport.receive_buffers import empty, empty_pinned
+from raypipe.runtime.transport.same_host.receive import ShmReceiver
+from raypipe.runtime.transport.same_host.send import ShmSender
+from raypipe.runtime.transport.waiting import Progress
 
 A, B = Peer(0, "n", "cuda:a", "stage 0"), Peer(1, "n", "cuda:a", "stage 1")
 

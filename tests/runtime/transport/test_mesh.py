@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from raypipe.errors import SpecError, TransportError
 from raypipe.runtime.transport.channel import Peer
-from raypipe.runtime.transport.groups import create_groups
 from raypipe.runtime.transport.mesh import open_channels
-from raypipe.runtime.transport.shared_memory import cleanup
+from raypipe.runtime.transport.replica_groups import create_groups
+from raypipe.runtime.transport.same_host.shared_memory import cleanup
 
 A, B = Peer(0, "n", "cpu", "stage 0"), Peer(1, "n", "cpu", "stage 1")
 

@@ -75,7 +75,7 @@ def test_death_of_the_peer_is_noticed_at_once(ray_here: None) -> None:
 
 def test_outside_an_actor_says_what_to_do() -> None:
     from raypipe.errors import TransportError
-    from raypipe.runtime.transport.ray_collective import open_gloo_group
+    from raypipe.runtime.transport.framed.ray_collective import open_gloo_group
 
     with pytest.raises(TransportError, match="inside a Ray actor"):
         open_gloo_group(2, 0, "none")

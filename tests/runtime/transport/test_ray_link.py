@@ -11,7 +11,7 @@ import torch
 from ray.util import collective
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.ray_collective import RayLink
+from raypipe.runtime.transport.framed.ray_collective import RayLink
 
 CUDA = torch.device("cuda", 0)
 

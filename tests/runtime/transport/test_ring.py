@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.runtime.transport.ring import Ring, capacity_for
+from raypipe.runtime.transport.same_host.ring import Ring, capacity_for
 
 
 def test_blocks_keep_their_bytes_while_in_use(tmp_path: Path) -> None:

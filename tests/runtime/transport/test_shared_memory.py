@@ -12,13 +12,19 @@ import pytest
 import torch
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport import shm_send
 from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
-from raypipe.runtime.transport.progress import Progress
-from raypipe.runtime.transport.ring import Ring, directory
-from raypipe.runtime.transport.shared_memory import INLINE_LIMIT, LARGEST_RING, SMALLEST_RING, cleanup, file_path
-from raypipe.runtime.transport.shm_receive import ShmReceiver
-from raypipe.runtime.transport.shm_send import ShmSender
+from raypipe.runtime.transport.same_host import send as shm_send
+from raypipe.runtime.transport.same_host.receive import ShmReceiver
+from raypipe.runtime.transport.same_host.ring import Ring, directory
+from raypipe.runtime.transport.same_host.send import ShmSender
+from raypipe.runtime.transport.same_host.shared_memory import (
+    INLINE_LIMIT,
+    LARGEST_RING,
+    SMALLEST_RING,
+    cleanup,
+    file_path,
+)
+from raypipe.runtime.transport.waiting import Progress
 
 A, B = Peer(0, "n", "cpu", "stage 0"), Peer(1, "n", "cpu", "stage 1")
 

@@ -9,8 +9,8 @@ from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.passes import add_updates, fuse_backward, place_gradient_sync, replicate, split_backward
 from raypipe.schedule.verify import verify
-from raypipe.simulate.bounds import lower_bound
 from raypipe.simulate.engine import simulate
+from raypipe.simulate.lower_bound import lower_bound
 from raypipe.simulate.period import period
 
 NAMES = [

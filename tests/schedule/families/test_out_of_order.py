@@ -5,8 +5,8 @@ import pytest
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.verify import verify
-from raypipe.simulate.bounds import lower_bound
 from raypipe.simulate.engine import simulate
+from raypipe.simulate.lower_bound import lower_bound
 
 
 def spent(name: str, devices: int, chunks: int, count: int, comm: float = 0) -> float:

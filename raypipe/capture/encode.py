@@ -1,0 +1,404 @@
+"""From an exported program to operations: names resolved, side effects stated, everything as plain data.
+
+What is dropped or rewritten, none of which changes a value: assertions; conversions to the dtype and device a tensor
+already has; dropout that drops nothing; the functional twins of dropout and batch norm (back to the operations people
+know); regions without gradients (inlined, their results detached).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from raypipe.capture.blame import Blame, StoppedError
+from raypipe.capture.opaque import TARGET as OPAQUE
+from raypipe.capture.torch_export import module_of
+from raypipe.errors import CaptureError
+from raypipe.graph.calls import Call, Plain
+from raypipe.graph.dims import Dim
+from raypipe.graph.operations import GETITEM, Operation, OperationGraph, Source, TensorType
+
+PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{n}": getattr(operator, n) for n in (
+        "getitem", "add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv", "eq", "ne", "lt", "le", "gt", "ge",
+    )},
+    **{f"torch.{n}": getattr(torch, n) for n in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite")},
+    **{f"math.{n}": getattr(math, n) for n in ("ceil", "floor", "trunc")},
+}  # fmt: skip
+"""The functions besides torch's operators that a graph may call: arithmetic on sizes, and taking an item."""
+_PYTHON_NAMES = {function: name for name, function in PYTHON_FUNCTIONS.items()}
+_CHECKS = {
+    "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
+    "aten.sym_constrain_range.default", "aten.sym_constrain_range_for_size.default",
+}  # fmt: skip
+_CONVERSIONS = {"aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.to.prim_Device"}
+_COPIES_OF_CONSTANTS = {"aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
+_VIEWS = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
+"""A view is possible or not by the strides that the capture's kernels would have given; others may run the graph."""
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+_DROPOUT = "aten.dropout.default"
+_BATCH_NORM = "aten.batch_norm.default"
+
+
+@dataclass
+class Encoded:
+    """The operations of a program with their arguments."""
+
+    graph: OperationGraph
+    calls: tuple[Call, ...]
+
+
+def encode(
+    program: ExportedProgram, tied: Sequence[tuple[str, ...]], outputs: Mapping[str, int], classes: Mapping[str, str]
+) -> Encoded:
+    """Turn a program into operations.
+
+    ``tied`` are the groups of names that are one parameter; ``outputs`` the results that are wanted, as positions in
+    what the program returns; ``classes`` the class of each module by path.
+
+    Raises:
+        StoppedError: an operation that cannot be taken over.
+        CaptureError: an output that is no tensor of the model's own.
+    """
+    encoder = _Encoder(program, tied, classes)
+    encoder.returned = encoder.walk(program.graph, {})
+    return encoder.finish(outputs)
+
+
+@dataclass
+class _Encoder:
+    program: ExportedProgram
+    tied: Sequence[tuple[str, ...]]
+    classes: Mapping[str, str]
+    operations: list[Operation] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    sources: dict[str, Source] = field(default_factory=dict)
+    tracked: list[bool] = field(default_factory=list)
+    """Per operation, whether a gradient may flow through it."""
+    values: dict[fx.Node, Plain] = field(default_factory=dict)
+    """What stands for a node in a call: an operand, a plain value, or a list of these."""
+    symbols: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Where each symbolic size can be read: a raw input and its dimension."""
+    example: dict[str, int] = field(default_factory=dict)
+    returned: list[Plain] = field(default_factory=list)
+
+    # ---- reading the program
+
+    def walk(self, graph: fx.Graph, given: Mapping[str, Plain]) -> list[Plain]:
+        """Emit a graph's operations; ``given`` are its placeholders, for the body of a region. Returns its outputs."""
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = given[node.name] if node.name in given else self.source(node)
+            elif node.op == "call_function":
+                self.values[node] = self.call(node)
+            elif node.op == "output":
+                results = node.args[0]
+                return [self.values[r] if isinstance(r, fx.Node) else r for r in results]
+        return []
+
+    def source(self, node: fx.Node) -> Plain:
+        spec = next(s for s in self.program.graph_signature.input_specs if s.arg.name == node.name)
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return getattr(spec.arg, "value", None)
+        kinds = {
+            InputKind.PARAMETER: "parameter",
+            InputKind.BUFFER: "buffer",
+            InputKind.CONSTANT_TENSOR: "constant",
+            InputKind.USER_INPUT: "input",
+        }
+        if spec.kind not in kinds:
+            _stop(node, f"reads {spec.kind.name.lower()}, which is no tensor", "pass tensors instead")
+        kind = kinds[spec.kind]
+        name = str(spec.target or node.name)
+        if kind == "parameter":
+            name = next((group[0] for group in self.tied if name in group), name)
+        shape = tuple(self.dim(d) for d in value.shape)
+        if kind == "input":
+            for d, size in enumerate(shape):
+                if isinstance(size, str) and size.isidentifier():
+                    self.symbols.setdefault(size, (name, d))
+                    self.example[size] = _hint(value.shape[d])
+        wanted = kind == "parameter" and bool(value.requires_grad)
+        self.sources[name] = Source(kind, TensorType(shape, _word(value.dtype)), wanted)
+        return {"of": name}
+
+    # ---- one call
+
+    def call(self, node: fx.Node) -> Plain:
+        target = node.target
+        if target is operator.getitem:
+            return self.item(node)
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return self.region(node)
+        name = _PYTHON_NAMES.get(target) or _operator_name(target)  # type: ignore[arg-type]
+        if name is None:
+            _stop(node, f"calls {target}, which is no operator of torch", "register it with torch.library")
+        if name in _CHECKS:
+            return None
+        value = node.meta.get("val")
+        if isinstance(value, bool | int | float) and not isinstance(value, torch.SymInt):
+            return value
+        if name == "aten.sym_size.int" and isinstance(value, torch.SymInt) and str(value.node.expr) in self.symbols:
+            source, d = self.symbols[str(value.node.expr)]
+            return self.emit(node, name, [{"of": source}, d], {}, None)
+        args = [self.plain(arg, node) for arg in node.args]
+        kwargs = {key: self.plain(arg, node) for key, arg in node.kwargs.items()}
+        if self.changes_nothing(name, node, args):
+            return args[0]
+        if name == "aten.native_dropout.default":
+            return [self.emit(node, _DROPOUT, args, {}, self.type(_items(value)[0])), None]
+        if name == "aten._native_batch_norm_legit_functional.default":
+            out = self.emit(node, _BATCH_NORM, [*args, False], {}, self.type(_items(value)[0]))
+            return [out, None, None, {"updated": 3}, {"updated": 4}]
+        name = _VIEWS.get(name, name)
+        return self.emit(node, name, args, kwargs, self.type(value) if isinstance(value, Tensor) else None)
+
+    def changes_nothing(self, name: str, node: fx.Node, args: list[Plain]) -> bool:
+        if name in _COPIES_OF_CONSTANTS:
+            return True
+        if name == _DROPOUT or name == "aten.native_dropout.default":
+            return args[1] == 0.0 or not args[2]
+        if name in _CONVERSIONS:
+            before, after = node.args[0], node.meta["val"]
+            return isinstance(before, fx.Node) and before.meta["val"].dtype == after.dtype
+        return False
+
+    def item(self, node: fx.Node) -> Plain:
+        whole, index = self.values[node.args[0]], node.args[1]  # type: ignore[index]
+        if isinstance(whole, list):
+            return whole[index]  # type: ignore[index]
+        value = node.meta.get("val")
+        return self.emit(node, GETITEM, [whole, index], {}, self.type(value) if isinstance(value, Tensor) else None)
+
+    def region(self, node: fx.Node) -> Plain:
+        """A region without gradients, or without autocast: its body in place of it."""
+        kind = str(node.target)
+        if kind == "wrap_with_set_grad_enabled":
+            enabled, body, *operands = node.args
+        elif kind == "wrap_with_autocast" and not node.args[2]:
+            enabled, (body, *operands) = True, node.args[4:]
+        else:
+            fix = (
+                "use plain tensor operations there" if kind != "wrap_with_autocast" else "leave autocast to train.dtype"
+            )
+            _stop(node, f"uses the region {kind}", fix)
+        inner = getattr(node.graph.owning_module, str(body.target)).graph  # type: ignore[union-attr]
+        names = [n.name for n in inner.nodes if n.op == "placeholder"]
+        given = dict(zip(names, (self.plain(o, node) for o in operands), strict=True))
+        found = self.walk(inner, given)
+        return found if enabled else [self.detached(value, node) for value in found]
+
+    def detached(self, value: Plain, node: fx.Node) -> Plain:
+        if not (isinstance(value, dict) and "op" in value and self.tracked[value["op"]]):
+            return value
+        kind = self.operations[value["op"]].type
+        return self.emit(node, "aten.detach.default", [value], {}, kind, suffix=f"_detached_{value['op']}")
+
+    def emit(
+        self, node: fx.Node, target: str, args: list[Plain], kwargs: dict[str, Plain], kind: TensorType | None,
+        suffix: str = "",
+    ) -> Plain:  # fmt: skip
+        call = Call(args, kwargs)
+        operands = call.operands()
+        path, _ = module_of(node)
+        operation = Operation(
+            name=node.name + suffix, target=target, operands=operands, type=kind, module=path, source=_place(node),
+            random=_draws(target, args, kwargs), mutates=_written(target, args),
+            equation=args[0] if target.startswith("aten.einsum") else "",
+        )  # fmt: skip
+        self.operations.append(operation)
+        self.calls.append(call)
+        self.tracked.append(
+            target != "aten.detach.default"
+            and (kind is None or kind.floating)
+            and any(self.tracked[o] if isinstance(o, int) else self.sources[o].requires_grad for o in operands)
+        )
+        return {"op": len(self.operations) - 1}
+
+    # ---- values
+
+    def plain(self, value: Any, node: fx.Node) -> Plain:
+        if isinstance(value, fx.Node):
+            found = self.values[value]
+            if isinstance(found, dict) and "updated" in found:
+                _stop(node, "reads running statistics that batch norm has just written", "read them before")
+            return found
+        if isinstance(value, list | tuple):
+            return [self.plain(item, node) for item in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": str(value)}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        for kind, key in _WORDS.items():
+            if isinstance(value, kind):
+                return {key: _word(value)}
+        if not isinstance(value, torch.device):
+            _stop(node, f"has an argument of type {type(value).__name__}", "pass numbers, text or tensors")
+        return {"device": value.type}
+
+    def type(self, value: Tensor) -> TensorType:
+        return TensorType(tuple(self.dim(d) for d in value.shape), _word(value.dtype))
+
+    @staticmethod
+    def dim(size: int | torch.SymInt) -> Dim:
+        if isinstance(size, torch.SymInt):
+            text = str(size.node.expr)
+            return int(text) if text.lstrip("-").isdecimal() else text
+        return int(size)
+
+    # ---- the end
+
+    def finish(self, outputs: Mapping[str, int]) -> Encoded:
+        """Add what writes buffers, drop what nobody needs, number anew."""
+        returned: list[Plain] = []
+        for spec, value in zip(self.program.graph_signature.output_specs, self.returned, strict=True):
+            if spec.kind is OutputKind.USER_OUTPUT:
+                returned.append(value)
+            elif spec.kind is OutputKind.BUFFER_MUTATION and "updated" not in value:
+                self.write_back(str(spec.target), value)
+        wanted: dict[str, int] = {}
+        for name, position in outputs.items():
+            value = returned[position]
+            if not (isinstance(value, dict) and "op" in value):
+                why = "the model returns it as it came in, or as a constant" if value is not None else "it is None"
+                raise CaptureError(f"output {name}", why, "leave it out of the outputs that are wanted")
+            wanted[name] = value["op"]
+        return self.numbered(wanted)
+
+    def write_back(self, buffer: str, value: Plain) -> None:
+        """The operation that stores a buffer's new value, which stands behind all that read the old one."""
+        name, path = f"{buffer.replace('.', '_')}_updated", buffer.rpartition(".")[0]
+        kind, operands = self.sources[buffer].type, (buffer, value["op"])
+        self.operations.append(Operation(name, "aten.copy_.default", operands, kind, module=path, mutates=(buffer,)))
+        self.calls.append(Call([{"of": buffer}, value], {}))
+
+    def numbered(self, outputs: dict[str, int]) -> Encoded:
+        """Only what the outputs and the buffers need, each write moved up to where its value is known."""
+        keep: set[int] = set()
+        todo = [*outputs.values(), *(n for n, o in enumerate(self.operations) if o.mutates)]
+        while todo:
+            number = todo.pop()
+            if number not in keep:
+                keep.add(number)
+                todo.extend(self.operations[number].inputs)
+        order = sorted(keep, key=self.place)
+        new = {old: position for position, old in enumerate(order)}
+        operations = tuple(
+            replace(
+                self.operations[n],
+                operands=tuple(new[o] if isinstance(o, int) else o for o in self.operations[n].operands),
+            )
+            for n in order
+        )
+        calls = tuple(self.calls[n].renumbered(new) for n in order)
+        read = {name for operation in operations for name in operation.sources}
+        graph = OperationGraph(
+            operations=operations,
+            sources={n: s for n, s in self.sources.items() if n in read or s.kind in ("parameter", "input")},
+            outputs={name: new[number] for name, number in outputs.items()},
+            tied=tuple(group for group in self.tied if len(group) > 1),
+            classes=self.classes,
+            example=self.example,
+            at_least=self.at_least(),
+        )
+        return Encoded(graph, calls)
+
+    def at_least(self) -> dict[str, int]:
+        """What branches taken demand of the symbols; the exporter itself demands 2 of each, which nothing needs."""
+        ranges = {str(symbol): found.lower for symbol, found in self.program.range_constraints.items()}
+        return {name: int(ranges[name]) for name in self.example if name in ranges and ranges[name] > 2}
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Where an operation stands: writes appended at the end belong behind the last reader of the old value."""
+        operation = self.operations[number]
+        if operation.target == "aten.copy_.default" and operation.mutates:
+            readers = (n for n, o in enumerate(self.operations) if operation.mutates[0] in o.sources and n != number)
+            return max([*readers, *operation.inputs]), 1
+        return number, 0
+
+
+def _draws(target: str, args: Sequence[Plain], kwargs: Mapping[str, Plain]) -> bool:
+    """Whether a call draws random numbers; attention without dropout does not, although torch marks it so."""
+    if target == _ATTENTION:
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+    if target == OPAQUE:
+        return bool(json.loads(args[1])["draws"])
+    called = resolve(target)
+    return isinstance(called, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in called.tags
+
+
+def _written(target: str, args: Sequence[Plain]) -> tuple[str, ...]:
+    """The buffers a call writes."""
+    if target == _BATCH_NORM:
+        return tuple(arg["of"] for arg in args[3:5] if arg is not None) if args[5] else ()
+    schema = getattr(resolve(target), "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    declared = zip(args, schema.arguments, strict=False)
+    return tuple(a["of"] for a, d in declared if d.alias_info is not None and d.alias_info.is_write and "of" in a)
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """What a target's name stands for.
+
+    Raises:
+        CaptureError: an operator that is not registered here.
+    """
+    if target in PYTHON_FUNCTIONS:
+        return PYTHON_FUNCTIONS[target]
+    library, name, overload = target.split(".")
+    try:
+        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), name), overload)
+    except AttributeError:
+        why, fix = "this operator is not registered in torch here", "import the package that registers it"
+        raise CaptureError(target, why, fix) from None
+    return found
+
+
+def _operator_name(target: object) -> str | None:
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+
+
+_WORDS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
+
+
+def _word(value: object) -> str:
+    """``torch.float32`` as ``float32``."""
+    return str(value).removeprefix("torch.")
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def _place(node: fx.Node) -> str:
+    """``file:line`` of the innermost line of the model's code, torch's own code left out."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    return ":".join(own[-1]) if own else ""
+
+
+def _stop(node: fx.Node, why: str, fix: str) -> NoReturn:
+    path, _ = module_of(node)
+    where = ", ".join(part for part in (f"operation {node.name}", path and f"module {path}", _place(node)) if part)
+    raise StoppedError(Blame(path, CaptureError(where, why, fix)))

@@ -1,0 +1,200 @@
+"""Modules that run as they are, because what they do cannot be read off: the fallback where export gives up.
+
+While the model is exported, such a module's forward is one call of the operator ``raypipe::module``, whose results have
+the shapes that a trial run of the module alone gives. In a stage, the module itself is called.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from raypipe.errors import CaptureError
+from raypipe.graph.calls import Call
+
+TARGET = "raypipe.module.default"
+PLAIN = (bool, int, float, str, type(None))
+
+
+class _Result(NamedTuple):
+    """One result of an opaque module: each size a number, or (input, dimension) it equals."""
+
+    shape: tuple[int | tuple[int, int], ...]
+    dtype: torch.dtype
+
+
+_results: dict[str, list[_Result]] = {}
+"""What the module under export returns, by its path."""
+
+
+@torch.library.custom_op("raypipe::module", mutates_args=())
+def module(path: str, call: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Stands for the call of a module; only ever traced."""
+    raise RuntimeError(f"module {path} is not called through its operator")
+
+
+@module.register_fake
+def _fake(path: str, call: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        torch.empty(
+            [d if isinstance(d, int) else inputs[d[0]].shape[d[1]] for d in result.shape], dtype=result.dtype,
+            device=inputs[0].device,
+        )
+        for result in _results[path]
+    ]  # fmt: skip
+
+
+@contextmanager
+def opaque_modules(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+    """While open, the modules at these paths are single operators to whoever traces the model."""
+    shadows = {path: _real_copy(model.get_submodule(path)) for path in paths}
+    try:
+        for path in paths:
+            part = model.get_submodule(path)
+            part.forward = _traced(path, part, shadows[path])
+        yield
+    finally:
+        for path in paths:
+            model.get_submodule(path).__dict__.pop("forward", None)
+            _results.pop(path, None)
+
+
+def _real_copy(part: nn.Module) -> nn.Module:
+    """The module with real parameters, small random ones: for shapes only."""
+    real = copy.deepcopy(part)
+    generator = torch.Generator().manual_seed(0)
+    for owner in real.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                value = torch.randn(parameter.shape, generator=generator).mul_(0.02).to(parameter.dtype)
+                owner._parameters[name] = nn.Parameter(value, parameter.requires_grad)
+    return real
+
+
+def _traced(path: str, part: nn.Module, shadow: nn.Module) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        bad = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))), None)
+        if bad is not None or not tensors:
+            what = f"a {type(bad).__name__}" if bad is not None else "no tensor at all"
+            raise CaptureError(f"module {path}", f"cannot be captured, and is called with {what}", "pass it tensors")
+        results, returned = _trial(path, shadow, leaves, structure, tensors)
+        _results[path] = results
+        call = {"args": _written(args, tensors), "kwargs": _written(kwargs, tensors), "draws": _draws(part),
+                "learns": _learns(part)}  # fmt: skip
+        found = torch.ops.raypipe.module(path, json.dumps(call), tensors, list(part.parameters()))
+        return pytree.tree_unflatten(list(found), returned)
+
+    return forward
+
+
+def _draws(part: nn.Module) -> bool:
+    """Whether the module has dropout that drops anything."""
+    return any(
+        isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0 and inner.training for inner in part.modules()
+    )
+
+
+def _learns(part: nn.Module) -> bool:
+    """Whether the module has a batch norm that moves its running statistics."""
+    return any(
+        isinstance(inner, _BatchNorm) and inner.training and inner.track_running_stats for inner in part.modules()
+    )
+
+
+def learns(call: Call) -> bool:
+    """Whether an opaque module that is called so moves running statistics."""
+    return bool(json.loads(call.args[1])["learns"])
+
+
+def _trial(
+    path: str, shadow: nn.Module, leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor]
+) -> tuple[list[_Result], Any]:
+    """What the module returns, from two runs of its copy on random numbers of two sizes."""
+    runs = []
+    for more in (0, 1):
+        sizes = [[_size(d, more) for d in tensor.shape] for tensor in tensors]
+        kinds = [tensor.dtype for tensor in tensors]
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng([]):
+            given = iter([_drawn(s, k) for s, k in zip(sizes, kinds, strict=True)])
+            args, kwargs = pytree.tree_unflatten(
+                [next(given) if isinstance(x, Tensor) else x for x in leaves], structure
+            )
+            try:
+                found, returned = pytree.tree_flatten(type(shadow).forward(shadow, *args, **kwargs))
+            except Exception as error:
+                raise CaptureError(
+                    f"module {path}", f"cannot be captured, nor run alone on random numbers: {error}",
+                    "write its forward with operations on tensors only",
+                ) from error  # fmt: skip
+        if not all(isinstance(x, Tensor) for x in found):
+            raise CaptureError(f"module {path}", "cannot be captured, and returns more than tensors", "return tensors")
+        runs.append((sizes, [(tuple(x.shape), x.dtype) for x in found]))
+    (sizes, one), (other_sizes, two) = runs
+    places = [(k, d) for k, size in enumerate(sizes) for d in range(len(size))]
+    results = []
+    for (shape, dtype), (other, _) in zip(one, two, strict=True):
+        dims: list[int | tuple[int, int]] = []
+        for a, b in zip(shape, other, strict=True):
+            same = [(k, d) for k, d in places if (sizes[k][d], other_sizes[k][d]) == (a, b)]
+            if a != b and not same:
+                why = f"cannot be captured, and its result's size {a} is that of none of its inputs"
+                raise CaptureError(f"module {path}", why, "write its forward with operations on tensors only")
+            dims.append(a if a == b else same[0])
+        results.append(_Result(tuple(dims), dtype))
+    return results, returned
+
+
+def _size(size: int | torch.SymInt, more: int) -> int:
+    return int(size.node.hint) + more if isinstance(size, torch.SymInt) else size
+
+
+def _drawn(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Random numbers; whole ones are zero, which is an index into anything."""
+    return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+
+
+def _written(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """Arguments as plain data, tensors by their number."""
+    if isinstance(value, Tensor):
+        return {"tensor": next(i for i, t in enumerate(tensors) if t is value)}
+    if isinstance(value, Mapping):
+        return {"mapping": {key: _written(item, tensors) for key, item in value.items()}}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_written(item, tensors) for item in value]}
+    return {"value": value}
+
+
+def arguments(call: str, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module's call, from how it was written down and the tensors that it takes."""
+    whole = json.loads(call)
+    return _read(whole["args"], tensors), _read(whole["kwargs"], tensors)
+
+
+def _read(value: Any, tensors: Sequence[Any]) -> Any:
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "mapping":
+        return {key: _read(item, tensors) for key, item in content.items()}
+    if kind in ("list", "tuple"):
+        items = [_read(item, tensors) for item in content]
+        return items if kind == "list" else tuple(items)
+    return content
+
+
+def flat_results(returned: Any) -> list[Tensor]:
+    """The results of a module in the order of its operator's."""
+    found: list[Tensor] = pytree.tree_leaves(returned)
+    return found

@@ -1,0 +1,147 @@
+"""Build the module that runs some consecutive operations of a captured model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from raypipe.capture.capture import Captured
+from raypipe.capture.encode import resolve
+from raypipe.capture.meta import build_without_memory
+from raypipe.capture.opaque import TARGET, arguments, flat_results
+from raypipe.errors import CaptureError
+from raypipe.graph.calls import Call, Plain
+from raypipe.graph.liveness import crossing, inputs_read, runs_in
+from raypipe.graph.operations import Operation
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """A run of a model's operations as a module."""
+
+    module: fx.GraphModule
+    """Called with ``arrives`` and then ``inputs``; returns the tuple ``leaves``. Its parameters are on the meta device
+    and have the names they have in the model; a tied one has its owner's."""
+    arrives: tuple[Operation, ...]
+    """What crosses the cut before it."""
+    inputs: tuple[str, ...]
+    """Raw inputs of the model that it reads."""
+    leaves: tuple[Operation, ...]
+    """What crosses the cut behind it; at the model's end, what the model returns."""
+
+
+def build_subgraph(
+    captured: Captured, span: range, device: torch.device | str = "cpu", whole: Callable[[], nn.Module] | None = None
+) -> Subgraph:
+    """Build the module of the operations ``span``; nothing is allocated but copies of the buffers they read.
+
+    What arrives only to be passed on is returned as it came. Operations that each stage computes anew are included.
+    ``device`` is where the graph makes new tensors, and where the buffers are. ``whole`` constructs the model; it is
+    called only where a module of it runs as it is (``opaque``).
+
+    Raises:
+        CaptureError: there is such a module, and no ``whole``.
+    """
+    graph = captured.graph
+    total = len(graph.operations)
+    arriving, leaving = crossing(graph, [span.start, span.stop])
+    if span.stop == total:
+        leaving = tuple(graph.outputs.values())
+    order = runs_in(graph, span)
+    operations = [graph.operations[n] for n in order]
+
+    root = nn.Module()
+    made = fx.Graph()
+    nodes: dict[int | str, fx.Node] = {n: made.placeholder(graph.operations[n].name) for n in arriving}
+    read = list(dict.fromkeys(name for operation in operations for name in operation.sources))
+    held = _hold_opaque(root, [captured.calls[n] for n, o in zip(order, operations, strict=True) if o.target == TARGET],
+                        whole, torch.device(device))  # fmt: skip
+    inputs = inputs_read(graph, span)
+    nodes |= {name: made.placeholder(name) for name in inputs}
+    for name in read:
+        if name not in inputs and name not in held:
+            _hold(root, name, captured, torch.device(device))
+            nodes[name] = made.get_attr(name)
+    for number, operation in zip(order, operations, strict=True):
+        call = captured.calls[number]
+        if operation.target == TARGET:
+            nodes[number] = _call_opaque(made, call, nodes, operation.name)
+            continue
+        args = tuple(_value(arg, nodes, device) for arg in call.args)
+        kwargs = {key: _value(arg, nodes, device) for key, arg in call.kwargs.items()}
+        nodes[number] = made.create_node("call_function", resolve(operation.target), args, kwargs, operation.name)
+    made.output(tuple(nodes[n] for n in leaving))
+    return Subgraph(
+        fx.GraphModule(root, made),
+        tuple(graph.operations[n] for n in arriving),
+        inputs,
+        tuple(graph.operations[n] for n in leaving),
+    )
+
+
+def _hold_opaque(
+    root: nn.Module, calls: Sequence[Call], whole: Callable[[], nn.Module] | None, device: torch.device
+) -> set[str]:
+    """Put the opaque modules of a run where their paths say; returns the names of their parameters."""
+    held: set[str] = set()
+    model: nn.Module | None = None
+    for path in dict.fromkeys(call.args[0] for call in calls):
+        if whole is None:
+            raise CaptureError(f"module {path}", "runs as it is, and nothing is here to construct it", "give whole=")
+        model = build_without_memory(whole) if model is None else model
+        part = model.get_submodule(path)
+        for buffer in part.buffers():
+            buffer.data = buffer.data.to(device)
+        parent, _, leaf = path.rpartition(".")
+        _container(root, parent).add_module(leaf, part)
+        held |= {f"{path}.{name}" for name, _ in part.named_parameters()}
+    return held
+
+
+def _call_opaque(made: fx.Graph, call: Call, nodes: dict[int | str, fx.Node], name: str) -> fx.Node:
+    path, written, inputs, _ = call.args
+    args, kwargs = arguments(written, [_value(item, nodes, "cpu") for item in inputs])
+    returned = made.create_node("call_module", path, args, kwargs, f"{name}_called")
+    return made.create_node("call_function", flat_results, (returned,), {}, name)
+
+
+def _container(root: nn.Module, path: str) -> nn.Module:
+    """The module at a path, made of empty ones where there is none yet."""
+    owner = root
+    for name in path.split(".") if path else ():
+        if name not in owner._modules:
+            owner.add_module(name, nn.Module())
+        owner = owner._modules[name]  # type: ignore[assignment]
+    return owner
+
+
+def _hold(root: nn.Module, name: str, captured: Captured, device: torch.device) -> None:
+    """Put a parameter or buffer where its path says."""
+    parent, _, leaf = name.rpartition(".")
+    owner = _container(root, parent)
+    source = captured.graph.sources[name]
+    if source.kind != "parameter":
+        owner.register_buffer(leaf, captured.values[name].to(device, copy=True))
+        return
+    shape = [int(d) for d in source.type.shape]
+    empty = torch.empty(shape, dtype=getattr(torch, source.type.dtype), device="meta")
+    owner.register_parameter(leaf, nn.Parameter(empty, source.requires_grad))
+
+
+def _value(value: Plain, nodes: dict[int | str, fx.Node], device: torch.device | str) -> fx.node.Argument:
+    """From plain data back to an argument."""
+    if isinstance(value, list):
+        return [_value(item, nodes, device) for item in value]
+    if not isinstance(value, dict):
+        return value  # type: ignore[no-any-return]
+    ((key, content),) = value.items()
+    if key in ("op", "of"):
+        return nodes[content]
+    if key == "float":
+        return float(content)
+    if key == "device":
+        return torch.device(device)
+    return getattr(torch, content)  # type: ignore[no-any-return]

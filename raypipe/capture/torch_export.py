@@ -1,0 +1,112 @@
+"""``torch.export`` of a whole module under fake tensors: a flat graph of ATen operations without side effects."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from raypipe.capture.opaque import opaque_modules
+
+
+def export(
+    module: nn.Module, inputs: Mapping[str, object], dynamic: Mapping[str, tuple[int, ...]], opaque: Sequence[str] = ()
+) -> ExportedProgram:
+    """Export a module as it trains, or as it evaluates: whichever mode it is in.
+
+    The modules at the paths ``opaque`` are not looked into.
+
+    ``inputs`` are the forward's arguments by name, tensors or plain values; ``dynamic`` the dimensions of each that
+    may differ at run time. The module's parameters may be on the meta device; nothing is allocated for them. In-place
+    operations are replaced by what they compute, so that no value changes after a cut has passed it on.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with opaque_modules(module, opaque), _fake_parameters(module, fake), _quiet():
+        arguments = {
+            k: fake.from_tensor(v, static_shapes=True) if isinstance(v, Tensor) else v for k, v in inputs.items()
+        }
+        shapes = {
+            name: {d: Dim.AUTO for d in dynamic.get(name, ())} if isinstance(value, Tensor) else None
+            for name, value in inputs.items()
+        }
+        program = torch.export.export(module, (), arguments, dynamic_shapes=shapes, strict=False)
+        if any(_writes(node) for graph in _graphs(program.graph_module) for node in graph.nodes):
+            program = program.run_decompositions({})
+    return program
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What the exporter says of its inner life is for its own developers; what stops it comes as an exception."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node writes one of its operands in place, buffers of the model left out."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return False
+    return not all(
+        isinstance(arg, fx.Node) and arg.op == "placeholder" and arg.name.startswith("b_")
+        for arg, declared in zip(node.args, schema.arguments, strict=False)
+        if declared.alias_info is not None and declared.alias_info.is_write
+    )
+
+
+def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            yield part.graph
+
+
+@contextmanager
+def _fake_parameters(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
+    """Give a module fake parameters on the CPU in place of its own, tied ones staying tied."""
+    made: dict[int, nn.Parameter] = {}
+    restore: list[Callable[[], None]] = []
+
+    def swap(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if id(parameter) not in made:
+            with fake:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+        part._parameters[name] = made[id(parameter)]
+        restore.append(lambda: part._parameters.__setitem__(name, parameter))
+
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                swap(part, name, parameter)
+    try:
+        yield
+    finally:
+        for undo in restore:
+            undo()
+
+
+def module_of(node: fx.Node) -> tuple[str, str]:
+    """Path and class of the innermost module that called a node."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    for path, kind in reversed(list(stack.values())):
+        if kind != "_empty_nn_module_stack_from_metadata_hook":
+            return path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+    return "", ""

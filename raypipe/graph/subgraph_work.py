@@ -1,0 +1,340 @@
+"""Sub-graphs of a captured model as work: operations and bytes per sample, for the planner's cost model.
+
+Counted operation by operation at the sizes of one sample, as eager PyTorch runs them: what each reads and writes on the
+way there and back (``autograd.py``), what products compute, what waits for the backward, all as wide as autocast makes
+it (``precision.py``). The loss is no operation of the model; it is added to the last sub-graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from raypipe.cost.gpt_work import FUSED_BACKWARD, RAYPIPE, mask_bytes
+from raypipe.cost.layer_work import Effort, LayerWork
+from raypipe.cost.tensor import Member
+from raypipe.graph.dims import Sizes, count, evaluate_all
+from raypipe.graph.flops import matrix_flops, operand_types, short_name
+from raypipe.graph.liveness import replicated
+from raypipe.graph.operations import ITEM_BYTES, OperationGraph
+from raypipe.graph.precision import NARROW, is_product, operand_width, widths
+from raypipe.graph.saved_tensors import is_view, keeps_result, kept_operands, passes_on, root
+from raypipe.graph.subgraphs import Sharding
+
+ATTENTION = "scaled_dot_product_attention"
+BLOCK = 12
+"""Kernels of the block's forward in which overheads are counted: two norms, four products, attention, a GELU, two
+dropouts and two sums."""
+INPUT_GRAD, WEIGHT_GRAD = 0.8, 0.3
+"""Overhead of the two gradients in that of the forward, as for the built-in GPT's blocks."""
+LABEL = 8
+"""Bytes of a target."""
+
+
+def captured_work(
+    graph: OperationGraph, sharding: Sharding, one: Sizes, narrow: bool = False, causal: Collection[int] = ()
+) -> tuple[Member, ...]:
+    """The work of every sub-graph, and what a divided model sums inside it.
+
+    Args:
+        graph: the model, or a member's share of it.
+        sharding: its sub-graphs.
+        one: sizes of inputs that hold one sample.
+        narrow: it runs under 16-bit autocast.
+        causal: numbers of the attentions whose places see only what came before them.
+    """
+    counted = _Counted(graph, one, narrow, frozenset(causal))
+    return tuple(_member(counted, sharding, i) for i in range(sharding.count))
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A model with what its operations are counted by."""
+
+    graph: OperationGraph
+    one: Sizes
+    narrow: bool
+    causal: frozenset[int]
+    _values: dict[int | str, int] = field(default_factory=dict)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        return widths(self.graph, self.narrow)
+
+    @cached_property
+    def anew(self) -> tuple[bool, ...]:
+        return replicated(self.graph)
+
+    def values(self, operand: int | str) -> int:
+        """Numbers in an operand."""
+        if operand not in self._values:
+            kind = self.graph.operations[operand].type if isinstance(operand, int) else self.graph.sources[operand].type
+            self._values[operand] = 0 if kind is None else count(kind.shape, self.one)
+        return self._values[operand]
+
+    def bytes(self, operand: int | str) -> float:
+        """Bytes of an operand as it comes."""
+        if isinstance(operand, int):
+            return float(self.values(operand) * self.widths[operand])
+        return float(self.values(operand) * ITEM_BYTES[self.graph.sources[operand].type.dtype])
+
+    def name(self, number: int) -> str:
+        return short_name(self.graph.operations[number].target)
+
+    def is_parameter(self, operand: int | str) -> bool:
+        return isinstance(operand, str) and self.graph.sources[operand].kind == "parameter"
+
+    def casts(self, number: int) -> list[int | str]:
+        """Operands of a product that autocast makes narrow copies of."""
+        operation = self.graph.operations[number]
+        if not self.narrow or not is_product(operation):
+            return []
+        return [o for o in operation.operands if operand_width(self.graph, self.widths, o) > NARROW]
+
+    def entering(self, number: int, operand: int | str) -> float:
+        """Bytes of a product's operand as the product reads it."""
+        kind = self.graph.operations[operand].type if isinstance(operand, int) else self.graph.sources[operand].type
+        if kind is None or not kind.floating:
+            return self.bytes(operand)
+        return float(self.values(operand) * (NARROW if self.narrow else ITEM_BYTES[kind.dtype]))
+
+
+@dataclass
+class _Sums:
+    """What adds up over the operations of a sub-graph."""
+
+    forward_flops: float = 0.0
+    input_flops: float = 0.0
+    weight_flops: float = 0.0
+    operands: float = 0.0
+    back_operands: float = 0.0
+    waiting: float = 0.0
+    traffic: float = 0.0
+    back_traffic: float = 0.0
+    weight_traffic: float = 0.0
+    kernels: int = 0
+    largest: float = 0.0
+    """The largest gradient of an activation."""
+    scores: float = 0.0
+    """Gradients of attention's scores, where they are written out."""
+    loss: float = 0.0
+    """Gradients that the loss makes."""
+    looked_up: float = 0.0
+    """What look-ups keep from B to W."""
+    aside: float = 0.0
+    """Kept beside results: masks of dropout, statistics of norms, what was looked up."""
+    kept: dict[tuple[int, int | None], float] = field(default_factory=dict)
+    """(operation, the product that made a narrow copy of its result) -> bytes of what waits for the backward."""
+    matrices: dict[str, float] = field(default_factory=dict)
+    """Values of the parameters that products read."""
+    tables: dict[str, float] = field(default_factory=dict)
+    """Bytes of the parameters that are looked up in."""
+    forward_sums: list[float] = field(default_factory=list)
+    backward_sums: list[float] = field(default_factory=list)
+    gathers: list[float] = field(default_factory=list)
+
+
+def _member(counted: _Counted, sharding: Sharding, number: int) -> Member:
+    graph = counted.graph
+    span = sharding.operations(range(number, number + 1))
+    sums = _Sums()
+    for i in span:
+        _count(counted, i, sums)
+    if number == sharding.count - 1:
+        _loss(counted, sums)
+    names = graph.parameters_of([graph.operations[i] for i in span])
+    wide = max((ITEM_BYTES[graph.sources[n].type.dtype] for n in names), default=4)
+    matrices = sum(sums.matrices.values())
+    tables = sum(sums.tables.values())
+    narrowed = counted.narrow and matrices > 0
+    # A cast is charged to every micro-batch (cost.gpt_work); a gradient is written, then read and added to the sum.
+    read = matrices * (NARROW + wide + NARROW if narrowed else wide)
+    overhead = sums.kernels / BLOCK
+    gradient = max([n * (wide + NARROW if narrowed else wide) for n in sums.matrices.values()], default=0.0)
+    fixed = max([gradient, *sums.tables.values()])
+    cut = sharding.cuts[number] if number < sharding.count - 1 else ()
+    behind = [kind for i in cut if (kind := graph.operations[i].type) is not None]
+    work = LayerWork(
+        name=f"{number} {sharding.labels[number]}", parameters=sum(graph.parameters[name] for name in names),
+        forward=Effort(
+            flops=sums.forward_flops, operands=sums.operands, weights=read, traffic=sums.traffic, overhead=overhead
+        ),
+        input_grad=Effort(
+            flops=sums.input_flops, operands=sums.back_operands, weights=read if sums.input_flops else 0.0,
+            traffic=sums.back_traffic, overhead=INPUT_GRAD * overhead,
+        ),
+        # The gradient of a look-up is a whole table of mostly zeros, added to the sum.
+        weight_grad=Effort(
+            flops=sums.weight_flops, operands=sums.waiting, weights=3 * wide * matrices + 4 * tables,
+            traffic=sums.weight_traffic, overhead=WEIGHT_GRAD * overhead if names else 0.0,
+        ),
+        kept_bytes=sum(sums.kept.values()) + sums.aside, cast_bytes=matrices * NARROW if narrowed else 0.0,
+        waiting_bytes=sums.waiting + sums.looked_up,
+        # What crosses a cut is as wide as it was captured, also under autocast.
+        output_bytes=float(sum(kind.bytes(counted.one) for kind in behind)),
+        output_floats=float(sum(kind.bytes(counted.one) for kind in behind if kind.floating)),
+        # A head's own gradient comes when those of the loss are gone again.
+        workspace_bytes=max(sums.largest, sums.scores, sums.loss), workspace_fixed_bytes=max(0.0, fixed - sums.loss),
+        split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss),
+    )  # fmt: skip
+    return Member(work, tuple(sums.forward_sums), tuple(sums.backward_sums), tuple(sums.gathers))
+
+
+def _count(c: _Counted, i: int, sums: _Sums) -> None:
+    """One operation, there and back."""
+    graph, operation, name = c.graph, c.graph.operations[i], c.name(i)
+    wanted = graph.requires_grad[i]
+    if wanted:
+        _gradients_of(c, i, sums)
+    if is_view(graph, i) or c.anew[i]:
+        return
+    sums.kernels += 1
+    for operand in c.casts(i):
+        if not c.is_parameter(operand):
+            sums.traffic += c.bytes(operand) + c.entering(i, operand)
+            sums.back_traffic += c.bytes(operand) + c.entering(i, operand) if wanted else 0.0
+    flops = matrix_flops(graph, operation, c.one)
+    if name == ATTENTION:
+        _attention(c, i, flops or 0.0, sums)
+    elif flops is not None:
+        _product(c, i, flops, sums)
+    elif name == "embedding":
+        _look_up(c, i, sums)
+    elif name == "dropout" and operation.random:
+        moved, kept = mask_bytes(c.widths[i], RAYPIPE)
+        sums.traffic += moved * c.values(i)
+        sums.back_traffic += 3 * c.bytes(i)
+        sums.aside += kept * c.values(i)
+    else:
+        _plain(c, i, sums)
+    if name == "reduce_from_group":
+        sums.forward_sums.append(c.bytes(i))
+    elif name == "copy_to_group" and wanted:
+        sums.backward_sums.append(c.bytes(i))
+    elif name == "gather_from_group":
+        sums.gathers.append(c.bytes(i))
+
+
+def _gradients_of(c: _Counted, i: int, sums: _Sums) -> None:
+    """What the gradient of a result takes: each one behind the first is added, parts of a tensor are put together."""
+    readers = sum(c.graph.requires_grad[user] for user in c.graph.users[i])
+    if c.graph.operations[i].type is None:
+        sums.back_traffic += 2 * sum(c.bytes(o) for o in c.graph.operations[i].inputs if c.graph.requires_grad[o])
+    elif readers > 1:
+        sums.back_traffic += 3 * (readers - 1) * c.bytes(i)
+    if not is_view(c.graph, i):
+        sums.largest = max(sums.largest, c.bytes(i))
+
+
+def _keep(c: _Counted, i: int, numbers: Sequence[int], sums: _Sums, narrow: bool = False) -> None:
+    """Results that wait for the backward of operation ``i``, each piece of memory once."""
+    for number in numbers:
+        at = root(c.graph, number)
+        if c.anew[at]:
+            continue  # one for all sub-graphs of a stage
+        cut = narrow and c.widths[at] > NARROW  # autocast remembers the copies of parameters alone
+        if cut:
+            sums.kept[number, i] = float(c.values(number) * NARROW)
+        else:
+            sums.kept[at, None] = c.bytes(at if c.graph.operations[at].type is not None else number)
+
+
+def _product(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
+    graph, operation = c.graph, c.graph.operations[i]
+    matrices = [o for o in operation.sources if c.is_parameter(o) and len(graph.sources[o].type.shape) > 1]
+    vectors = [o for o in operation.sources if c.is_parameter(o) and len(graph.sources[o].type.shape) == 1]
+    read = [o for o in operation.operands if not c.is_parameter(o)]
+    moved = sum(c.entering(i, o) for o in read) + c.bytes(i)
+    sums.forward_flops += flops
+    sums.operands += moved
+    for name in matrices:
+        sums.matrices[str(name)] = c.values(name)
+    back = sum(graph.requires_grad[o] for o in operation.inputs)
+    if back:
+        times = 1 if matrices else min(back, 2)
+        sums.input_flops += times * flops
+        sums.back_operands += times * moved
+    if any(graph.sources[name].requires_grad for name in matrices):
+        sums.weight_flops += flops
+        sums.waiting += moved
+    if any(graph.sources[name].requires_grad for name in vectors):
+        sums.weight_traffic += c.bytes(i)
+    _keep(c, i, kept_operands(graph, i), sums, narrow=c.narrow and is_product(operation))
+
+
+def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
+    """Fused, or with scores written out where some of them are dropped: no kernel takes a mask of dropout."""
+    graph, operation = c.graph, c.graph.operations[i]
+    moved = sum(c.entering(i, o) for o in operation.operands) + c.bytes(i)
+    shapes = [evaluate_all(t.shape, c.one) for t in operand_types(graph, operation)[:3] if t is not None]
+    *batch, queries, _ = shapes[0]
+    width = c.widths[i]
+    if operation.random:
+        scores = prod(batch) * queries * shapes[1][-2]
+        mask_moved, mask_kept = mask_bytes(width, RAYPIPE)
+        sums.kernels += 6
+        sums.forward_flops += flops
+        sums.input_flops += 2 * flops
+        # Written by the product, scaled, masked, softmax, read by the product; the way back likewise.
+        sums.traffic += moved + (8 * width + mask_moved) * scores
+        sums.back_traffic += 2 * moved + (9 + 3) * width * scores
+        sums.aside += (2 * width + mask_kept) * scores
+        sums.scores = max(sums.scores, 2.0 * width * scores)
+    else:
+        share = 0.5 if i in c.causal else 1.0  # what is masked is left out
+        sums.forward_flops += share * flops
+        sums.input_flops += share * FUSED_BACKWARD * flops
+        sums.traffic += moved
+        sums.back_traffic += 2 * moved
+        sums.aside += prod(batch) * queries * _statistic(c, i)
+        _keep(c, i, [i], sums)
+    _keep(c, i, kept_operands(graph, i), sums, narrow=c.narrow)
+
+
+def _look_up(c: _Counted, i: int, sums: _Sums) -> None:
+    table = next((o for o in c.graph.operations[i].operands if c.is_parameter(o)), None)
+    read = sum(c.values(o) for o in c.graph.operations[i].operands if not c.is_parameter(o))
+    sums.traffic += 2 * c.bytes(i)
+    sums.aside += LABEL * read
+    if table is not None:
+        sums.tables[str(table)] = c.bytes(table)
+        sums.weight_traffic += 3 * c.bytes(i)
+        sums.looked_up += c.bytes(i) + LABEL * read
+
+
+def _plain(c: _Counted, i: int, sums: _Sums) -> None:
+    """A kernel that hardly computes."""
+    graph, operation = c.graph, c.graph.operations[i]
+    read = [o for o in operation.operands if not c.is_parameter(o)]
+    sums.traffic += sum(c.bytes(o) for o in read) + c.bytes(i)
+    kept = kept_operands(graph, i)
+    _keep(c, i, [*kept, *([i] if keeps_result(graph, i) else [])], sums)
+    if c.name(i) in ("layer_norm", "rms_norm"):
+        shape = operation.type.shape if operation.type is not None else ()
+        sums.aside += 2 * _statistic(c, i) * c.values(i) // max(1, evaluate_all(shape, c.one)[-1])
+    if not passes_on(graph, i):
+        used = sum(c.bytes(o) for o in kept) + c.bytes(i) * keeps_result(graph, i)
+        written = sum(c.bytes(o) for o in operation.inputs if graph.requires_grad[o])
+        sums.back_traffic += c.bytes(i) + used + written
+
+
+def _statistic(c: _Counted, i: int) -> int:
+    """Bytes of a norm's mean, of attention's log-sum-exp, of a log-probability."""
+    kind = c.graph.operations[i].type
+    return 8 if kind is not None and kind.dtype == "float64" else 4
+
+
+def _loss(c: _Counted, sums: _Sums) -> None:
+    """Cross entropy of the model's output: widened under autocast, log-softmax, and back."""
+    for output in c.graph.outputs.values():
+        kind = c.graph.operations[output].type
+        if kind is None or not kind.shape:
+            continue
+        logits, width = c.values(output), _statistic(c, output)
+        sums.kernels += 2
+        sums.traffic += (c.widths[output] + width if c.widths[output] < width else 0) * logits + 2 * width * logits
+        sums.back_traffic += 4 * width * logits
+        sums.aside += width * logits + LABEL * (logits // max(1, evaluate_all(kind.shape, c.one)[-1]))
+        sums.loss += 2.0 * width * logits

@@ -1,0 +1,139 @@
+"""The built-in GPT as layers, each of which can be built alone and always starts the same.
+
+Start values follow from (seed, layer, parameter) alone, so the cut of a model into stages never changes where training
+starts. Layer ``i``'s parameter ``path`` is called ``<i>.<path>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.job import GptSpec
+from raypipe.models.gpt import modules as gpt
+from raypipe.models.keyed_random import fold64
+from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
+from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
+from raypipe.tensor import Division
+
+
+class GptLayers(LayeredModel):
+    """Embedding, blocks, head.
+
+    Raises:
+        SpecError: something does not divide as ``division`` says.
+    """
+
+    def __init__(self, model: GptSpec, dtype: torch.dtype = torch.float32, division: Division | None = None) -> None:
+        self.model, self.dtype, self.division = model, dtype, division
+        self.names = ("embedding", *(f"block.{i}" for i in range(model.layers)), "head")
+        head = self.count - 1
+        tied = TiedGroup("0.token.weight", ((0, "0.token.weight"), (head, f"{head}.project.weight")))
+        self.tied = (tied,) if model.tie_embeddings else ()
+        self.flops = tuple(gpt.forward_flops(model, i) for i in range(self.count))
+        self.task = NextToken()
+        if division is not None:
+            with torch.device("meta"):
+                whole = nn.ModuleList(gpt.make_layer(model, i) for i in range(self.count))
+            self.shards = division.divide(whole, model.type, model, gather_logits=False)
+            self.task.classes = model.vocabulary
+
+    @property
+    def units(self) -> tuple[range, ...]:
+        """Blocks: the embedding goes with the first, the head with the last."""
+        last = self.model.layers
+        return tuple(range(i - (i == 1), i + 1 + (i == last)) for i in range(1, last + 1))
+
+    def parameters(self, i: int) -> int:
+        """Number of values in layer ``i``'s parameters, tied ones counted in each holder."""
+        return sum(p.numel() for p in self._empty(i).parameters())
+
+    def _empty(self, i: int) -> nn.Module:
+        """Layer ``i`` without memory."""
+        with torch.device("meta"):
+            layer = gpt.make_layer(self.model, i)
+        if self.division is not None:
+            self.division.divide(layer, self.model.type, self.model, gather_logits=False, part=True)
+        return layer
+
+    def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
+        """The residual stream, which keeps the parameters' dtype under autocast too."""
+        sequence = lengths.get("input_ids", self.model.sequence)
+        return (CutTensor((samples, sequence, self.model.hidden), self.dtype, True),)
+
+    def reads(self, layers: Sequence[int]) -> frozenset[str]:
+        """The embedding reads the tokens."""
+        return frozenset({"input_ids"} if 0 in layers else ())
+
+    def build(self, i: int, seed: int, device: torch.device | str = "cpu") -> nn.Module:
+        """Layer ``i`` with its start values.
+
+        Values are drawn in float32 on the CPU and then converted, so every dtype and device starts alike.
+        """
+        layer = self._empty(i).to(self.dtype).to_empty(device=device)
+        with torch.no_grad():
+            for path, parameter in layer.named_parameters():
+                std = gpt.init_std(self.model, path)
+                if std is None:
+                    parameter.fill_(0.0 if path.endswith("bias") else 1.0)
+                    continue
+                owner, _, owner_path = self.owner(f"{i}.{path}").partition(".")
+                generator = torch.Generator().manual_seed(_parameter_seed(seed, int(owner), owner_path))
+                shard = self.shards.get(f"{i}.{path}")
+                shape = parameter.shape if shard is None else shard.whole_shape(parameter.shape)
+                value = torch.randn(shape, generator=generator).mul_(std)
+                parameter.copy_(value if self.division is None else self.division.cut(shard, value))
+        return layer
+
+    def owner(self, name: str) -> str:
+        """The first holder's name of a parameter: its own, unless it is tied to an earlier one."""
+        for group in self.tied:
+            if name in (member for _, member in group.members):
+                return group.name
+        return name
+
+    def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
+        """These layers, one after the other."""
+        built = {i: self.build(i, seed, device) for i in layers}
+        join_tied(self, built)
+        return GptStage(built)
+
+
+class GptStage(StageBody):
+    """Some consecutive layers of a GPT."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        self.indices = tuple(layers)
+        self.layers = nn.ModuleList(layers.values())
+
+    def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
+        """One tensor in and one out; the first stage reads the tokens."""
+        (x,) = arrived or (inputs["input_ids"],)
+        for layer in self.layers:
+            x = layer(x)
+        return (x,)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """By ``<layer>.<path>``; a tied one by its first place."""
+        found: dict[str, nn.Parameter] = {}
+        for path, parameter in self.layers.named_parameters():  # each object once
+            position, _, inner = path.partition(".")
+            found[f"{self.indices[int(position)]}.{inner}"] = parameter
+        return found
+
+
+def join_tied(model: GptLayers, layers: Mapping[int, nn.Module]) -> None:
+    """Make the members of each tied group one Parameter among these layers (those of one stage, say), in place."""
+    for group in model.tied:
+        here = [(layers[i], name.partition(".")[2]) for i, name in group.members if i in layers]
+        for layer, path in here[1:]:
+            parent, _, leaf = path.rpartition(".")
+            setattr(layer.get_submodule(parent), leaf, here[0][0].get_parameter(here[0][1]))
+
+
+def _parameter_seed(seed: int, layer: int, path: str) -> int:
+    """A generator's seed (63 bits) from the run's seed and a parameter's place."""
+    return fold64(seed, layer, int.from_bytes(path.encode(), "little") % (1 << 64), len(path)) >> 1

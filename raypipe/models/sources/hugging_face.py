@@ -1,0 +1,144 @@
+"""Models of the transformers library: their class by task, their task by architecture, their start values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from raypipe.errors import SpecError
+from raypipe.graph.fingerprint import transformers_code
+from raypipe.installation import install
+from raypipe.job import HfSpec
+from raypipe.job.model_spec import TaskName
+from raypipe.models.sources.saved_values import Saved
+from raypipe.models.sources.source import Identity
+from raypipe.models.start_values import Constructed, StartValues
+from raypipe.models.task import BYTES, Field, Labels, MaskedToken, NextToken, Sequences, Task, Values
+
+CLASSES: dict[TaskName, tuple[str, ...]] = {
+    "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
+    "masked-lm": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES",),
+    "causal-lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
+    "classification": (
+        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    ),
+    "regression": (
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    ),
+}
+"""transformers' tables of classes by model type; an architecture is trained for the first task that has it."""
+
+
+class HuggingFace:
+    """``model: {hf: TYPE_OR_DIRECTORY, config: {...}}``.
+
+    Raises:
+        SpecError: transformers is not installed; no such type, directory or configuration key; no class for the task.
+    """
+
+    outputs: Sequence[str] | None = ("logits",)
+
+    def __init__(self, spec: HfSpec) -> None:
+        try:
+            from raypipe.capture.transformers_models import configuration
+
+            self.config = configuration(spec.hf, spec.config)
+        except ImportError:
+            raise SpecError("model.hf", "needs transformers, which is not installed", install("hf")) from None
+        self.spec = spec
+        self.kind, self.task_name = _class_and_task(self.config, spec)
+
+    def build(self) -> nn.Module:
+        """Construct it with random weights."""
+        # In float32 whatever a directory's own precision is: the job says which one it runs in.
+        module: nn.Module = self.kind._from_config(self.config, dtype=torch.float32)
+        return module
+
+    def identity(self, build: Callable[[], nn.Module]) -> Identity:
+        """Class, configuration, and the library's code."""
+        says = [self.kind.__name__, self.config.to_dict()]
+        return Identity(says, transformers_code(self.config.model_type), ("torch", "transformers"))
+
+    def task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
+        """What its class is trained for."""
+        task = self._task(arrays, mask)
+        text = self.config.get_text_config()
+        padding = getattr(text, "pad_token_id", None)
+        if isinstance(padding, int) and 0 <= padding < getattr(text, "vocab_size", 0):
+            task.padding = padding
+        return task
+
+    def _task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
+        config = self.config
+        if arrays is None:
+            self._check_bytes()
+        elif "input_ids" in arrays and arrays["input_ids"].shape:
+            longest = arrays["input_ids"].shape[0]
+            fix = "shorten it, or raise model.config.max_position_embeddings"
+            self._check_positions("data", f"the longest row has {longest} input_ids", longest, fix)
+        if self.task_name == "causal-lm":
+            return NextToken(arrays if arrays is not None else ("shift_labels",))
+        if self.task_name == "masked-lm":
+            return MaskedToken(BYTES, mask)
+        if self.task_name == "seq2seq":
+            return Sequences(config.decoder_start_token_id, config.pad_token_id)
+        return Values() if self.task_name == "regression" else Labels()
+
+    def _check_bytes(self) -> None:
+        text = self.config.get_text_config()
+        needed = BYTES + (self.task_name == "masked-lm")
+        known = getattr(text, "vocab_size", needed)
+        if known < needed:
+            more = ", and one more for the mask" if needed > BYTES else ""
+            why = f"{known}, but bytes take {BYTES} values{more}"
+            raise SpecError("model.config.vocab_size", why, f"use {needed} or more")
+        if (given := self.spec.sequence) is not None:
+            fix = "shorten it, or raise model.config.max_position_embeddings"
+            self._check_positions("model.sequence", str(given), given, fix)
+
+    def _check_positions(self, where: str, what: str, tokens: int, fix: str) -> None:
+        text = self.config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None)
+        if positions is None:
+            return
+        if "roberta" in text.model_type:  # its positions begin behind the padding token
+            positions -= text.pad_token_id + 1
+        if tokens > positions:
+            raise SpecError(where, f"{what}, but the model has positions for {positions}", fix)
+
+    def values(self, build: Callable[[], nn.Module]) -> StartValues:
+        """A type's are random, a directory's in its files."""
+        directory = Path(self.spec.hf)
+        if not directory.is_dir():
+            return Constructed(build)
+        return Saved(directory, str(self.kind.base_model_prefix), build, Constructed(build))
+
+
+def _class_and_task(config: Any, spec: HfSpec) -> tuple[Any, TaskName]:
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    tables = {task: [getattr(modeling_auto, name, {}) for name in names] for task, names in CLASSES.items()}
+    own = (config.architectures or [None])[0] if Path(spec.hf).is_dir() else None
+    for task, options in tables.items():
+        if spec.task not in (None, task):
+            continue
+        for table in options:
+            name = table.get(config.model_type)
+            names = name if isinstance(name, tuple | list) else [name]
+            if own is not None and own not in names and own not in table.values():
+                continue
+            found = own if own is not None else names[0]
+            if found is not None and hasattr(transformers, found):
+                return getattr(transformers, found), task
+    what = f"a {config.model_type} model" if own is None else own
+    if spec.task is not None:
+        raise SpecError("model.task", f"{what} can't be trained for {spec.task}", "leave it out, or use another model")
+    raise SpecError("model.hf", f"{what} is trained for none of {', '.join(CLASSES)}", "use a language or image model")

@@ -1,0 +1,151 @@
+"""A model that a function of the user's builds."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from raypipe.capture.meta import build_without_memory
+from raypipe.errors import RaypipeError, SpecError, nearest
+from raypipe.files import short
+from raypipe.graph.fingerprint import module_code, structure
+from raypipe.job import ImportSpec
+from raypipe.models.sources.source import Identity
+from raypipe.models.start_values import Constructed, StartValues
+from raypipe.models.task import Field, Labels, NextToken, Task, Values
+
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+MEND = "correct it; to see more, call it in Python by itself"
+
+
+class Imported:
+    """``model: {import: "package.module:build", args: {...}}``.
+
+    Raises:
+        SpecError: no such module or function, or it returns no module.
+    """
+
+    outputs: Sequence[str] | None = None
+
+    def __init__(self, spec: ImportSpec) -> None:
+        self.spec = spec
+        found = _find(spec.function)
+        _check_arguments(found, spec)
+        self.function: Callable[[], Any] = partial(found, **spec.args)
+
+    def build(self) -> nn.Module:
+        """Call the function.
+
+        Raises:
+            SpecError: it fails, ends the process (``sys.exit``), or returns no module.
+        """
+        try:
+            made = self.function()
+        except RaypipeError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise SpecError("model.import", f"{self.spec.function} failed: {_told(error)}", MEND) from error
+        if not isinstance(made, nn.Module):
+            why = f"{self.spec.function} returned {type(made).__name__}"
+            raise SpecError("model.import", why, "return a torch.nn.Module")
+        return made
+
+    def identity(self, build: Callable[[], nn.Module]) -> Identity:
+        """The function's code and what it imports, and the structure of what it builds."""
+        module = self.spec.function.partition(":")[0]
+        says = structure(build_without_memory(build))
+        return Identity(says, module_code(module), ("torch", module.partition(".")[0]))
+
+    def task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
+        """As the job says; else by the labels: numbers with a point are values, whole ones are classes."""
+        labels = (arrays or {}).get("labels")
+        name = self.spec.task
+        if name is None:
+            name = "causal-lm" if arrays is None or labels is None else (
+                "regression" if labels.dtype.is_floating_point else "classification"
+            )  # fmt: skip
+        if name == "causal-lm":
+            return NextToken(arrays if arrays is not None else ("shift_labels",))
+        if name == "regression":
+            return Values()
+        if name == "classification" or arrays is not None:
+            return Labels()
+        why = f"{name} on bytes needs to know special tokens, which only a Hugging Face configuration says"
+        raise SpecError("model.task", why, "use data: {type: arrays, ...}, or task: causal-lm")
+
+    def values(self, build: Callable[[], nn.Module]) -> StartValues:
+        """What the function gives."""
+        return Constructed(build)
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module_name, _, function = name.partition(":")
+    # As `python` itself does, and the installed command does not.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        if not isinstance(error, ImportError):
+            raise SpecError("model.import", f"{module_name} can't be imported: {_told(error)}", MEND) from error
+        fix = "start raypipe where the package is, set PYTHONPATH, or install it"
+        raise SpecError("model.import", f"{module_name} can't be imported: {error}", fix) from None
+    found = getattr(module, function, None)
+    if not callable(found):
+        callables = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise SpecError("model.import", f"{module_name} has no function {function}", nearest(function, callables))
+    kind = _no_builder(found)
+    if kind is not None:
+        fix = "give a function of your own that returns a torch.nn.Module"
+        raise SpecError("model.import", f"{name} is {kind}", fix)
+    return found  # type: ignore[no-any-return]
+
+
+def _no_builder(found: Any) -> str | None:
+    """What a callable is that cannot build a model; None where it may. Calling it to see could end the process."""
+    if isinstance(found, nn.Module):
+        return "a module already, and not a function that builds one"
+    if inspect.isbuiltin(found):
+        return "a built-in function of Python, and builds no model"
+    if inspect.isclass(found) and not issubclass(found, nn.Module):
+        return "a class, and no torch.nn.Module"
+    # Not by inspect.getsourcefile: that looks into every module there is, and so imports those that are lazy.
+    if inspect.isfunction(found) and _of_python(found.__module__, Path(found.__code__.co_filename)):
+        return "of Python's standard library, and builds no model"
+    return None
+
+
+def _of_python(module: str, file: Path) -> bool:
+    """By both: a file of the user's may have the name of one, and installed packages lie below the folder."""
+    return module.partition(".")[0] in sys.stdlib_module_names and file.is_relative_to(STDLIB)
+
+
+def _check_arguments(found: Callable[..., Any], spec: ImportSpec) -> None:
+    """Refuse ``args`` that the function does not take, or that lack one that it needs."""
+    try:
+        takes = inspect.signature(found)
+    except (TypeError, ValueError):  # it does not say
+        return
+    try:
+        takes.bind(**spec.args)
+    except TypeError as error:
+        fix = f"it is called as {spec.function.partition(':')[2]}{takes}"
+        raise SpecError("model.args", f"{spec.function}: {error}", fix) from None
+
+
+def _told(error: BaseException) -> str:
+    """An error of the user's code in one line, with the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    said = (str(error).strip().splitlines() or [""])[0]
+    place = f", in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{f': {short(said, 300)}' if said else ''}{place}"

@@ -1,0 +1,89 @@
+"""Start values out of a local directory in Hugging Face's format: each stage reads its own tensors and no others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from raypipe.capture.meta import build_without_memory, tied_names
+from raypipe.errors import SpecError
+from raypipe.files import read_regular
+from raypipe.models.start_values import StartValues
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Saved:
+    """``model.safetensors``, or several files and their index.
+
+    Names are the module's own, with or without ``prefix`` (that of the model inside its head: ``transformer``). What
+    the files don't hold, such as a new head, starts as ``others`` say.
+
+    Raises:
+        SpecError: no such files, or none of the model's tensors in them.
+    """
+
+    def __init__(self, directory: Path, prefix: str, build: Callable[[], nn.Module], others: StartValues) -> None:
+        self.directory, self.prefix, self.build, self.others = directory, prefix, build, others
+        self.files = _files(directory)
+        self._aliases: dict[str, tuple[str, ...]] | None = None
+
+    def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
+        """In the files' dtype; what is not in them, in the constructor's."""
+        keys = {name: self.key(name) for name in (*parameters, *buffers)}
+        found = self._load({name: key for name, key in keys.items() if key is not None})
+        missing = [name for name in parameters if name not in found]
+        if missing and not any(name in found for name in parameters) and not any(map(self.key, self._names())):
+            raise SpecError("model.hf", f"{self.directory} holds none of the model's tensors", "check its config.json")
+        return {**found, **self.others.read(missing, (), seed)} if missing else found
+
+    def key(self, name: str) -> str | None:
+        """What the files call a parameter or buffer; None if they do not hold it."""
+        start = f"{self.prefix}."
+        for alias in self._names().get(name, (name,)):
+            for key in (alias, alias.removeprefix(start), start + alias):
+                if key in self.files:
+                    return key
+        return None
+
+    def _names(self) -> dict[str, tuple[str, ...]]:
+        """All names of each parameter, by its first."""
+        if self._aliases is None:
+            self._aliases = {group[0]: group for group in tied_names(build_without_memory(self.build))}
+        return self._aliases
+
+    def _load(self, keys: Mapping[str, str]) -> dict[str, Tensor]:
+        from safetensors import SafetensorError, safe_open
+
+        found: dict[str, Tensor] = {}
+        for file in {self.files[key] for key in keys.values()}:
+            try:
+                with safe_open(self.directory / file, framework="pt") as content:
+                    found |= {n: content.get_tensor(k) for n, k in keys.items() if self.files[k] == file}
+            except (OSError, SafetensorError) as error:
+                raise SpecError(
+                    "model.hf", f"{self.directory / file} can't be read: {error}", "save it again"
+                ) from None
+        return found
+
+
+def _files(directory: Path) -> dict[str, str]:
+    """Which file holds each tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if (directory / INDEX).is_file():
+            listed = dict(json.loads(read_regular(directory / INDEX))["weight_map"])
+            if not all(isinstance(file, str) and Path(file).name == file for file in listed.values()):
+                raise ValueError(f"{INDEX} names files outside the folder, or none")
+            return listed
+        with safe_open(directory / ONE, framework="pt") as content:
+            return dict.fromkeys(content.keys(), ONE)
+    except FileNotFoundError:
+        why = f"{directory} holds no {ONE}"
+        raise SpecError("model.hf", why, "save the model with transformers' save_pretrained") from None
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SpecError("model.hf", f"{directory}'s weights can't be read: {error}", "save the model again") from None

@@ -1,0 +1,124 @@
+"""A timeline drawn in the terminal: one row per device, time to the right.
+
+    device 0  0123......aa.bb.cc.dd
+    device 1  .012....aa3bb.cc.dd..
+
+A digit is the forward of that micro-batch, a lower-case letter its backward (B or BW), a capital its weight gradient
+(W), a raised digit its recompute (R); ``~`` an all-reduce, ``=`` an update, ``.`` idle. With colours, cells are
+shaded by kind and carry the micro-batch's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+
+from raypipe.observe.draw.caption import caption
+from raypipe.observe.draw.raster import column_time, raster
+from raypipe.schedule.ir import Kind, Task
+from raypipe.simulate.timeline import Span, Timeline
+
+RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+STYLES: dict[Kind, str] = {
+    "F": "black on bright_blue", "B": "black on bright_green", "BW": "black on green", "W": "black on yellow",
+    "R": "black on white", "AR": "white on magenta", "U": "black on cyan",
+}  # fmt: skip
+"""Named colours: they stay apart on terminals with 16 of them."""
+WORDS: dict[Kind, tuple[str, str]] = {
+    "F": ("digit", "forward of that micro-batch"), "B": ("letter", "input gradient"), "BW": ("letter", "backward"),
+    "W": ("capital", "weight gradient"), "R": ("raised digit", "recompute"), "AR": ("~", "all-reduce"),
+    "U": ("=", "update"),
+}  # fmt: skip
+
+
+def glyph(task: Task) -> str:
+    """The one character that stands for a task."""
+    mb = task.mbs[0] if task.mbs else 0
+    if task.kind == "F":
+        return str(mb % 10)
+    if task.kind == "R":
+        return RAISED[mb % 10]
+    if task.kind == "W":
+        return chr(ord("A") + mb % 26)
+    if task.kind in ("B", "BW"):
+        return chr(ord("a") + mb % 26)
+    return "~" if task.kind == "AR" else "="
+
+
+def draw(timeline: Timeline, width: int = 100, column: float | None = None) -> list[str]:
+    """The drawing as plain lines of at most ``width`` characters: one per device.
+
+    ``column`` is the time of one character; by default as little as ``width`` allows.
+
+    >>> from raypipe.schedule import Shape, generate
+    >>> from raypipe.schedule.costs import CostTable
+    >>> from raypipe.simulate.engine import simulate
+    >>> costs = CostTable.even(2)
+    >>> print("\\n".join(draw(simulate(generate("1f1b", Shape(devices=2, microbatches=2), costs), costs))))
+    device 0  01..aa.bb
+    device 1  .0aa1bb..
+    """
+    heads = _heads(timeline)
+    column = column_time([timeline], width - len(heads[0])) if column is None else column
+    return [
+        head + "".join("." if span is None else glyph(span.task) for span in row)
+        for head, row in zip(heads, raster(timeline, column), strict=True)
+    ]
+
+
+def draw_coloured(timeline: Timeline, width: int = 100, column: float | None = None) -> list[Text]:
+    """The drawing as styled lines: cells shaded by kind, with numbers; replicas after the first in bold."""
+    heads = _heads(timeline)
+    column = column_time([timeline], width - len(heads[0]), zoom=4) if column is None else column
+    return [_coloured(head, row) for head, row in zip(heads, raster(timeline, column), strict=True)]
+
+
+def legend(timelines: Sequence[Timeline], plain: bool = True) -> Text:
+    """What the characters or colours mean, for the kinds that occur."""
+    kinds = {task.kind for timeline in timelines for task in timeline.schedule.tasks()}
+    line = Text()
+    for kind, (sign, word) in WORDS.items():
+        if kind in kinds:
+            line.append((", " if plain else "  ") if line else "")
+            line.append(*((f"{sign}:", "") if plain else (f" {kind} ", STYLES[kind])))
+            line.append(f" {word}")
+    return line
+
+
+def show(timelines: Sequence[Timeline], console: Console | None = None) -> None:
+    """Print each timeline with its caption; in colour on a terminal, as plain text into a file or pipe.
+
+    Several timelines share one time axis, so that their lengths compare.
+    """
+    console = Console(highlight=False, soft_wrap=True) if console is None else console
+    plain = not console.is_terminal
+    room = console.width - max((len(_heads(t)[0]) for t in timelines), default=0)
+    column = column_time(timelines, room, zoom=1 if plain else 4)
+    for timeline in timelines:
+        lines = draw(timeline, column=column) if plain else draw_coloured(timeline, column=column)
+        for line in lines:
+            console.print(line, markup=False, highlight=False)
+        console.print(caption(timeline) + "\n", markup=False, highlight=False)
+    console.print(legend(timelines, plain), markup=False)
+
+
+def _heads(timeline: Timeline) -> list[str]:
+    last = len(str(max(len(timeline.spans) - 1, 0)))
+    return [f"device {d:>{last}}  " for d in range(len(timeline.spans))] or [""]
+
+
+def _coloured(head: str, row: Sequence[Span | None]) -> Text:
+    line = Text(head)
+    for span, cells in groupby(row):
+        room = len(list(cells))
+        if span is None:
+            line.append(" " * room)
+            continue
+        label = ",".join(map(str, span.task.mbs))
+        style = STYLES[span.task.kind] + (" bold" if span.task.replica else "")
+        # The last column of a task stays blank where it can, to part it from the next one of its kind.
+        line.append((label if len(label) <= room else glyph(span.task)).ljust(room)[:room], style)
+    return line

@@ -1,0 +1,88 @@
+"""The pieces of a job's model on disk, so that its partition can be looked at again without torch.
+
+Only for models whose code and configuration can be told without running any of it: the built-in GPT needs no keeping,
+and what a function builds is known only once it has run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from raypipe.cost.layer_work import Effort, LayerWork
+from raypipe.cost.tensor import Member
+from raypipe.errors import RequestError
+from raypipe.graph.captured_files import Notify, cache_folder, to_stderr, write_file
+from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
+from raypipe.job import HfSpec, JobSpec
+from raypipe.partition.report import Crossing, Piece
+
+Kept = tuple[tuple[Piece, ...], tuple[Member, ...]]
+
+
+def pieces_key(job: JobSpec) -> str | None:
+    """What the pieces of this job's model are kept under; None if that cannot be told."""
+    if not isinstance(job.model, HfSpec) or job.data.type != "bytes":
+        return None
+    config = Path(job.model.hf) / "config.json"
+    try:
+        says = json.loads(config.read_bytes()) if config.is_file() else {"model_type": job.model.hf}
+    except (OSError, ValueError):
+        return None
+    asked = {
+        "model": job.model.model_dump(mode="json"), "config": says, "data": job.data.model_dump(mode="json"),
+        "dtype": job.train.dtype, "microbatch": job.parallel.microbatch,
+    }  # fmt: skip
+    code = [*transformers_code(str(says.get("model_type"))), *sorted(MODEL_CODE.rglob("*.py"))]
+    if job.parallel.tensor > 1:
+        asked["tensor"] = job.parallel.tensor
+        own = job.parallel.tensor_table
+        code += [
+            *sorted(TENSOR_CODE.rglob("*.[py]*")),
+            *([Path(own)] if own is not None and Path(own).is_file() else []),
+        ]
+    return fingerprint(asked, code, ("torch", "transformers"))
+
+
+def load_pieces(key: str, notify: Notify = to_stderr) -> Kept | None:
+    """The pieces kept under a key, and their work; None if there are none."""
+    path = cache_folder() / f"{key}.pieces.json"
+    try:
+        pieces, members = json.loads(path.read_bytes())
+        return tuple(map(_piece, pieces)), tuple(map(_member, members))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        notify(f"passed over {path}: {error.strerror}")
+    except (KeyError, TypeError, ValueError, RequestError) as error:
+        notify(f"passed over {path}: it is damaged ({type(error).__name__}: {error})")
+    return None
+
+
+def save_pieces(key: str, pieces: Sequence[Piece], members: Sequence[Member], notify: Notify = to_stderr) -> None:
+    """Keep them; a folder that can't be written is no error."""
+    content = json.dumps([[asdict(p) for p in pieces], [[asdict(m.work), *m[1:]] for m in members]])
+    try:
+        write_file(cache_folder() / f"{key}.pieces.json", content.encode())
+    except OSError as error:
+        notify(f"the pieces are not kept: {cache_folder()}: {error.strerror}")
+
+
+def _piece(item: dict[str, Any]) -> Piece:
+    behind = tuple(Crossing(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in item["behind"])
+    values = tuple((str(name), int(count)) for name, count in item["parameters"])
+    return Piece(**{**item, "behind": behind, "parameters": values})
+
+
+def _member(item: list[Any]) -> Member:
+    work, *exchanged = item
+    forward, backward, gathers = (tuple(map(float, each)) for each in exchanged)
+    return Member(_work(work), forward, backward, gathers)
+
+
+def _work(item: dict[str, Any]) -> LayerWork:
+    efforts = {key: Effort(**item[key]) for key in ("forward", "input_grad", "weight_grad")}
+    return LayerWork(**{**item, **efforts})

@@ -1,0 +1,82 @@
+"""A decision as the JSON of CONTRACT.md, and Chimera's closed model beside a prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raypipe.cost.chimera_model import Difference, closed_form, differences
+from raypipe.plan.choose import Decision, Row, label
+from raypipe.plan.predict.orders import Orders
+from raypipe.plan.predict.prediction import Prediction
+from raypipe.schedule.ir import Schedule
+
+MOST_TASKS = 60_000
+"""Steps with more tasks are not held beside Eq. 1: it simulates them task by task."""
+
+
+def as_json(decision: Decision) -> dict[str, Any]:
+    """CONTRACT.md's object for ``raypipe autoconfigure --json``."""
+    return {
+        "best": decision.plan.model_dump(mode="json"),
+        "candidates": [_candidate(row) for row in decision.rows],
+        "searched": decision.searched,
+        "timed": decision.timed,
+        "seconds": decision.seconds,
+        "notes": list(decision.notes),
+    }
+
+
+def _candidate(row: Row) -> dict[str, Any]:
+    p, c = row.prediction, row.prediction.candidate
+    eq1 = closed_seconds(p)
+    return {
+        "schedule": c.schedule, "kind": label(c), "stages": c.stages, "replicas": c.replicas,
+        "microbatch": c.microbatch, "microbatches": c.microbatches, "chunks": c.chunks, "unit": c.unit,
+        "tensor": c.tensor, "sub_pipelined": c.sub_pipelined,
+        "pipelines": c.pipelines, "concat": c.concat, "placement": c.placement, "sync": c.sync,
+        "recompute": recompute_word(p), "keep": list(p.keep) if p.keep is not None else None,
+        "recomputed_layers": sorted(p.again) if p.again is not None else None,
+        "predicted_step_s": p.step_s, "chimera_step_s": eq1, "throughput": p.throughput,
+        "bubble_ratio": p.bubble_ratio,
+        # Of every device: the members of a group hold as much as one another, and are neighbours.
+        "memory_bytes": [held for held in p.memory_bytes for _ in range(c.tensor)] * c.replicas,
+        "memory_terms": p.memory[p.fullest].terms(), "capacity_bytes": p.capacity, "fits": p.fits,
+        "why": row.why, "group": row.group,
+    }  # fmt: skip
+
+
+def recompute_word(p: Prediction) -> str:
+    """``none``, ``full``, ``stage-aware`` where some micro-batches keep their activations, or ``layers`` where some
+    layers do."""
+    if p.again is not None:
+        return "layers" if len(p.again) < sum(map(len, p.cut)) else "full"
+    if p.candidate.recompute == "none":
+        return "full" if p.form.recomputes and p.order is None else "none"
+    return "stage-aware" if p.keep is not None and any(p.keep) else "full"
+
+
+def schedule_of(p: Prediction) -> Schedule:
+    """Compute tasks of one data-parallel copy."""
+    if p.order is not None:
+        return p.order
+    return Orders().of(p.candidate, p.candidate.microbatches, p.keep, p.remade).schedule
+
+
+def closed_seconds(p: Prediction) -> float | None:
+    """The step by Chimera's Eq. 1; None for split backwards and asynchronous schedules, which it does not know."""
+    if not _known(p):
+        return None
+    return closed_form(schedule_of(p), p.costs, p.candidate.replicas).step_s
+
+
+def terms_beside(p: Prediction) -> list[Difference]:
+    """Eq. 1 beside the simulator, term by term; empty where Eq. 1 does not apply."""
+    if not _known(p):
+        return []
+    return differences(schedule_of(p), p.costs, p.candidate.replicas, p.candidate.sync)
+
+
+def _known(p: Prediction) -> bool:
+    if not p.form.joint or p.form.versions != "flush":
+        return False
+    return 3 * p.form.stages * p.candidate.microbatches <= MOST_TASKS

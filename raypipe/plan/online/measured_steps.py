@@ -1,0 +1,132 @@
+"""Measured steps: from the times the devices report to step times, bubble ratios, Timelines and a prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.plan.online.calibrate import fit_costs
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.deps import link
+from raypipe.schedule.ir import COMPUTE, Schedule
+from raypipe.schedule.lowering.asynchronous import Part, parts
+from raypipe.schedule.walk import walk
+from raypipe.simulate.engine import simulate
+from raypipe.simulate.series import steady
+from raypipe.simulate.timeline import Span, Timeline
+
+WARM_UP, CALIBRATION = 2, 8
+"""Steps of an attempt that are left out (allocators warm up), then steps whose task times are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the calibration steps say every later step takes."""
+
+    costs: CostTable
+    timeline: Timeline
+    step_s: float
+    bubble_ratio: float
+
+
+class StepClock:
+    """Turns device times into step times; keeps only what the report needs, so memory stays flat."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.prediction: Prediction | None = None
+        self._parts = parts(schedule)
+        self._compute = {
+            part: [np.array([t.kind in COMPUTE for t in order], dtype=bool) for order in one.orders]
+            for part, one in self._parts.items()
+        }
+        self._previous_end: float | None = None
+        self._early: list[Timeline] = []
+        self._calibration: list[Timeline] = []
+        self._gaps: list[float] = []
+        self._seen = 0
+
+    def pause(self) -> None:
+        """The devices did something else in between: the next step starts when its first task does."""
+        self._previous_end = None
+
+    def add(self, part: Part, times: list[NDArray[np.float64]]) -> tuple[float, float]:
+        """Seconds and bubble ratio of one step: from the end of the step before to its own end."""
+        start = min(float(t[0, 0]) for t in times if len(t))
+        end = max(float(t[:, 1].max()) for t in times if len(t))
+        # Clocks of several hosts are known to within a little: a step still takes time.
+        follows = self._previous_end is not None and self._previous_end < end
+        begin = self._previous_end if self._previous_end is not None and follows else start
+        self._previous_end = end
+        step_s = end - begin
+        busy = sum(float((t[c, 1] - t[c, 0]).sum()) for t, c in zip(times, self._compute[part], strict=True))
+        self._seen += 1
+        if self.prediction is None:
+            warm = self._seen > WARM_UP
+            (self._calibration if warm else self._early).append(self.timeline(part, times, start))
+            if follows and warm:
+                self._gaps.append(start - begin)
+        self._latest = (part, times, start)
+        return step_s, 1.0 - busy / (len(times) * step_s)
+
+    def timeline(self, part: Part, times: list[NDArray[np.float64]], start: float) -> Timeline:
+        """The measured step as a Timeline, from the start of its first task."""
+        schedule = self._parts[part]
+        return Timeline(
+            schedule,
+            tuple(
+                tuple(Span(task, float(a) - start, float(b) - start) for task, (a, b) in zip(order, t, strict=True))
+                for order, t in zip(schedule.orders, times, strict=True)
+            ),
+        )
+
+    def measured(self) -> Timeline | None:
+        """The newest step's Timeline."""
+        return self.timeline(*self._latest) if self._seen else None
+
+    def so_far(self) -> CostTable:
+        """Costs from the few steps that have been measured, the very first one left out if there are others."""
+        return fit_costs((self._early + self._calibration)[1:] or self._early)
+
+    def predict(self, at_end: bool = False) -> Prediction | None:
+        """The prediction, once, as soon as enough steps have been measured; ``at_end`` of a short run, from any."""
+        if self.prediction is not None or (len(self._calibration) < CALIBRATION and not at_end):
+            return None
+        steps = self._calibration or self._early
+        if not steps:
+            return None
+        costs = fit_costs(steps)
+        timeline = simulate(as_run(self.schedule), costs)
+        if self.schedule.versions == "flush":
+            # Each calibration step timed again with its own task times: the slowest path through tasks that vary is
+            # longer than the path through their means. Then the gap in which a device takes up its next call.
+            again = [retimed(one, costs) for one in steps]
+            step_s = fmean(again) + (median(self._gaps) if self._gaps else 0.0)
+        else:
+            step_s = steady(self.schedule, costs)
+        step_s = max(step_s, *timeline.busy)  # a gap between clocks that disagree may be far below zero
+        busy = sum(timeline.busy)
+        self.prediction = Prediction(costs, timeline, step_s, 1.0 - busy / (self.schedule.devices * step_s))
+        self._calibration.clear()
+        self._early.clear()
+        return self.prediction
+
+
+def as_run(schedule: Schedule) -> Schedule:
+    """The schedule under the rules that devices keep to.
+
+    A runner never makes an R wait for the incoming gradient: its device has nothing else to do meanwhile.
+    """
+    return replace(schedule, rules=replace(schedule.rules, recompute="early"))
+
+
+def retimed(measured: Timeline, costs: CostTable) -> float:
+    """Makespan of a measured step's own task times, laid out by the dependency rule; nobody waits but for messages."""
+    graph = link(as_run(measured.schedule))
+    typical_times = costs.durations(measured.schedule, graph.tasks)
+    spans = [span for device in measured.spans for span in device]
+    durations = [typical_times[i] if task.kind == "AR" else end - start for i, (task, start, end) in enumerate(spans)]
+    return max(walk(graph, durations, costs.comm).end)

@@ -1,0 +1,156 @@
+"""Raise the share of layers that keep their activations while every device stays under its memory cap.
+
+Merak tunes the first stage's share by raising it until the device runs out of memory. Here nothing runs out: devices
+measure their fullest moment and what a recomputed micro-batch takes, from which the memory of a larger share follows
+before it is tried; a share that turns out to need more than the cap is given up between two steps. Losses stay what
+they are, bit for bit: only what is kept changes.
+
+Source: Lai et al. 2022 (Merak), section 5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from raypipe.job.recompute_layers import again_after
+from raypipe.job.spec import ParallelSpec
+from raypipe.plan.online.better_order import runs_ahead, step_seconds
+from raypipe.plan.online.step_memory import StepMemory
+from raypipe.plan.plan import Plan, build_schedule
+from raypipe.schedule.alphas import alphas
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.live_activations import in_flight
+
+WATCHED = 2
+"""Steps of a share that are measured; the first one after a change is left out."""
+
+
+def raises(parallel: ParallelSpec) -> bool:
+    """Whether a run looks for the share itself."""
+    return parallel.recompute == "stage-aware" and parallel.alphas is None
+
+
+class Raiser:
+    """Decides which share runs next. The driver tells it of every step and asks it before each."""
+
+    def __init__(self, plan: Plan, batch: int, clips: bool) -> None:
+        assert plan.parallel.memory_cap_mb is not None, "checked with the job"
+        self.batch, self.clips = batch, clips
+        self.plan, self.cap = plan, plan.parallel.memory_cap_mb * 2**20
+        self.levels = levels(plan.cut)
+        self.schedule = build_schedule(self._plan(0), batch)
+        self.flight = in_flight(self.schedule)
+        self.at = self.good = 0
+        """The share that runs, and the largest that is known to fit."""
+        self.bad = len(self.levels)
+        """The smallest that is known not to."""
+        self.done = False
+        self.news: list[dict[str, Any]] = []
+        self._next: int | None = None
+        self._seen: list[Sequence[StepMemory]] = []
+        self._steps: list[float] = []
+        self._promised: tuple[float, float] | None = None
+        """Predicted gain of the change that led to the present share, and the seconds of a step before it."""
+        self._layer_bytes: dict[int, float] = {}
+
+    def _plan(self, level: int) -> Plan:
+        parallel = self.plan.parallel.model_copy(update={"alphas": self.levels[level], "memory_cap_mb": None})
+        return self.plan.model_copy(update={"parallel": parallel})
+
+    @property
+    def safe(self) -> Plan:
+        """What a restart should run: nothing that has not been seen to fit."""
+        return self._plan(self.good)
+
+    def take(self) -> Plan | None:
+        """The plan to run from the next step on, if it is another."""
+        level, self._next = self._next, None
+        if level is None:
+            return None
+        self.at = level
+        self._seen.clear()
+        self._steps.clear()
+        return self._plan(level)
+
+    def saw(self, devices: Sequence[StepMemory], step_s: float, costs: Callable[[], CostTable]) -> None:
+        """A step of the present share was measured: per device, as a whole, and ``costs`` of all so far."""
+        if self.done or self._next is not None:
+            return
+        self._seen.append(devices)
+        self._steps.append(step_s)
+        if len(self._seen) <= WATCHED:
+            return
+        peaks = [max(step[d].peak for step in self._seen[1:]) for d in range(len(devices))]
+        for one in devices:
+            for stage, size in one.again.items():
+                remade = sum(i in self._again(self.at) for i in self.plan.cut[stage])
+                self._layer_bytes[stage] = max(self._layer_bytes.get(stage, 0.0), size / remade)
+        fits = max(peaks) <= self.cap
+        if fits:
+            self.good = max(self.good, self.at)
+        else:
+            self.bad = min(self.bad, self.at)
+        candidates = [k for k in range(self.good + 1, self.bad) if max(self._expected(peaks, k)) <= self.cap]
+        chosen = max(candidates, default=self.good)
+        self.done = chosen == self.good
+        now_s = min(self._steps[1:])  # of so few, what disturbed one would count most
+        fields = {
+            "alpha": self.levels[self.at], "peak_mb": max(peaks) / 2**20, "fits": fits, "next": self.levels[chosen],
+            "expected_mb": max(self._expected(peaks, chosen)) / 2**20, "step_s": now_s,
+        }  # fmt: skip
+        if self._promised is not None:
+            fields |= {"predicted_gain": self._promised[0], "realised_gain": 1.0 - now_s / self._promised[1]}
+        if chosen != self.at:
+            self._next = chosen
+            self._promised = self._gain(costs(), chosen), now_s
+            fields |= {"next_gain": self._promised[0]}
+        self.news.append(fields)
+
+    def _gain(self, costs: CostTable, level: int) -> float:
+        """Predicted share of the step that another share of layers saves."""
+        again, then = self._again(self.at), self._again(level)
+        recompute = []
+        for stage, layers in enumerate(self.plan.cut):
+            now = sum(i in again for i in layers)
+            recompute.append(costs.recompute[stage] * (sum(i in then for i in layers) / now if now else 0.0))
+
+        def seconds(level: int, costs: CostTable) -> float:
+            plan = self._plan(level)
+            schedule = build_schedule(plan, self.batch)
+            return step_seconds(schedule, costs, self.clips, runs_ahead(plan.parallel, self.clips, schedule, costs))
+
+        return 1.0 - seconds(level, replace(costs, recompute=tuple(recompute))) / seconds(self.at, costs)
+
+    def _again(self, level: int) -> frozenset[int]:
+        return again_after(self.plan.cut, alphas(len(self.plan.cut), self.levels[level]))
+
+    def _expected(self, peaks: Sequence[float], level: int) -> list[float]:
+        """Fullest moments with another share, from those of the present one.
+
+        The micro-batch that goes back has all its activations anyway; each other one in flight keeps more layers.
+        """
+        now, then = self._again(self.at), self._again(level)
+        found = list(peaks)
+        for (stage, device), count in self.flight.items():
+            more = sum((i in now) - (i in then) for i in self.plan.cut[stage])
+            found[device] += (count - 1) * more * self._layer_bytes.get(stage, 0.0)
+        return found
+
+
+def levels(cut: Sequence[Sequence[int]]) -> list[float]:
+    """The first stage's shares, ascending from 0, at which some stage keeps one layer more."""
+    stages = len(cut)
+    shares = {0.0}
+    for i, layers in enumerate(cut[: max(1, stages - 2)], 1):
+        scale = (stages - i) / max(1, stages - 1) if stages > 1 else 1.0
+        shares |= {min(1.0, k / len(layers) * scale + 1e-9) for k in range(1, len(layers) + 1)}
+    found: list[float] = []
+    before: frozenset[int] | None = None
+    for share in sorted(shares):
+        again = again_after(cut, alphas(stages, share))
+        if again != before:
+            found.append(share)
+            before = again
+    return found

@@ -1,0 +1,267 @@
+"""The closed loop: measure, fit, plan again, take up what promises more, and go back if it does not deliver.
+
+A plan is made from costs that a model or a profile predicts; the running job measures them. Once enough steps have
+been measured, everything that can change between two steps is planned again (``better_plan``) beside the step loop.
+The driver swaps the programs, without restarting an actor; when enough steps have followed, their time is held
+against that of the steps before. A swap that lost is undone, and the plan before it timed again: had the machine
+become slower meanwhile, the swap was no loss. When steps become slower or faster than they were, it all begins again;
+it also does now and then, ever more rarely, because costs may change without a step that shows it.
+Every decision leaves an event with what was predicted, what came of it, and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from raypipe.plan.online.better_order import Running, Swap, better_plan, key
+from raypipe.plan.plan import Plan
+from raypipe.schedule.costs import CostTable
+
+THRESHOLD = 0.01
+"""Predicted gain from which a swap is worth its while."""
+WATCHED = 10
+"""Steps before and after a swap whose medians are compared."""
+UNSURE = 4
+"""So many times more steps are watched before the sign of a gain within its noise is believed."""
+SWAPS = 3
+"""Tried in a row before the plan counts as settled."""
+DRIFT = 0.1
+"""Change of the median step from which the costs are no longer those that were planned with."""
+QUIET = 50
+"""Steps of a settled plan before it is measured again though nothing shows; doubles each time."""
+CALM = 2 * WATCHED
+"""Steps of a settled plan before a drift is believed; doubles with each one up to ``CALMEST``."""
+CALMEST = 640
+NICENESS = 10
+"""Of the search: the stages' processors come first."""
+
+State = Literal["measuring", "searching", "watching", "returning", "settled"]
+KINDS = ("F", "B", "W", "R", "AR", "U", "message")
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Something to log."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+class Replanner:
+    """Decides when to plan again and what becomes of it. The driver tells it of every step and asks it before each."""
+
+    def __init__(self, present: Running, batch: int, clips: bool) -> None:
+        self.present, self.batch, self.clips = present, batch, clips
+        self.state: State = "measuring"
+        self.news: list[News] = []
+        """For the driver to log."""
+        self._next: Running | None = None
+        """To be taken up before the next step."""
+        self._swap: Swap | None = None
+        """Being watched."""
+        self._before: Running | None = None
+        """What ran before it."""
+        self._measured: Sequence[float] = ()
+        """Steps of the plan that ran when the search began."""
+        self._lost: tuple[Swap, float] | None = None
+        """A swap that was undone, and its steps' median."""
+        self._tried: set[str] = set()
+        """Plans that lost against another."""
+        self._costs: CostTable | None = None
+        """The newest ones of the present plan."""
+        self._planned_on: CostTable | None = None
+        self._steps: list[float] = []
+        """Of the present plan since the last change of state."""
+        self._settled_for = 0
+        """Steps since the plan was settled."""
+        self._left, self._quiet, self._calm = SWAPS, QUIET, CALM
+        self._thread: threading.Thread | None = None
+        self._found: Swap | BaseException | None = None
+
+    @property
+    def proven(self) -> Plan:
+        """What a restart should run: nothing whose steps have not been held against those before."""
+        trying = self.state in ("watching", "returning") and self._before is not None
+        return self._before.plan if trying and self._before is not None else self.present.plan
+
+    def saw(self, step_s: float, costs: CostTable | None) -> None:
+        """A step of the present plan was measured; ``costs`` if they could be fitted just now."""
+        self._costs = costs or self._costs
+        self._steps.append(step_s)
+        if self.state == "measuring" and costs is not None:
+            self._search(costs)
+        elif self.state == "watching" and len(self._steps) > WATCHED:  # the first one took up the programs
+            self._judge(self._swap, self._before)
+        elif self.state == "returning" and len(self._steps) > WATCHED:
+            self._judge_again()
+        elif self.state == "settled":
+            self._look_again()
+
+    def take(self) -> Running | None:
+        """What to run from the next step on, if it is not the same; asked before every step."""
+        if self.state == "searching" and self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            self._decide()
+        target, self._next = self._next, None
+        if target is not None:
+            self.present = target
+            self._steps.clear()
+            self._costs = None
+        return target
+
+    def _search(self, costs: CostTable) -> None:
+        """Plan again, beside the step loop."""
+        if self._planned_on is not None:
+            kind, stage, ratio = largest_change(self._planned_on, costs)
+            self._tell("refitted", task=kind, stage=stage, ratio=ratio)
+        self._planned_on = costs
+        self._measured = self._steps[-WATCHED:]
+        self.state = "searching"
+        self._thread = threading.Thread(target=self._work, args=(costs,), name="raypipe-replan", daemon=True)
+        self._thread.start()
+
+    def _work(self, costs: CostTable) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            self._found = better_plan(self.present, self.batch, self.clips, costs, self._tried)
+        except Exception as error:
+            self._found = error
+
+    def _decide(self) -> None:
+        found, self._found = self._found, None
+        if not isinstance(found, Swap):
+            self._tell("kept", gain=0.0, reason=f"planning again failed: {found}")
+            self._settle()
+            return
+        measured = Times.of(self._measured)
+        times = {"measured_s": measured.middle, "current_s": found.current_s, "predicted_s": found.predicted_s}
+        least = max(THRESHOLD, measured.doubt)
+        if found.gain < least:
+            reason = "nothing promises more"
+            if found.gain > 0:
+                reason = f"{found.change} promises less than {least:.1%}, what a swap has to"
+            self._tell("kept", gain=found.gain, reason=reason, **times)
+            self._settle()
+        else:
+            self._tell("replanned", change=found.change, gain=found.gain, **times)
+            self._swap, self._before, self._next, self.state = found, self.present, found.target, "watching"
+
+    def _judge(self, swap: Swap | None, before: Running | None) -> None:
+        """Hold the steps since the swap against those before it."""
+        assert swap is not None
+        assert before is not None
+        was, now = Times.of(self._measured), Times.of(self._steps[1:])
+        gain = 1.0 - now.middle / was.middle
+        if abs(gain) < 2.0 * math.hypot(was.doubt, now.doubt) and len(self._steps) <= UNSURE * WATCHED:
+            return  # the next steps may tell
+        self._tell(
+            "realised", change=swap.change, gain=gain, predicted_gain=swap.gain, before_s=was.middle,
+            after_s=now.middle, steps=now.number,
+        )  # fmt: skip
+        self._left -= 1
+        if gain < 0:
+            self._tell("reverted", change=swap.change)
+            self._tried.add(key(swap.target.plan))
+            self._lost, self._next, self.state = (swap, now.middle), before, "returning"
+        else:
+            self._tried.add(key(before.plan))
+            self._go_on()
+
+    def _judge_again(self) -> None:
+        """The plan before a swap that lost runs again: is it as fast as it was?"""
+        assert self._lost is not None
+        (swap, rival_s), now = self._lost, Times.of(self._steps[1:])
+        self._lost = None
+        gain = 1.0 - rival_s / now.middle
+        if gain >= max(THRESHOLD, 2.0 * now.doubt):
+            self._tell("restored", change=swap.change, gain=gain, before_s=now.middle, after_s=rival_s)
+            self._tried.discard(key(swap.target.plan))
+            self._tried.add(key(self.present.plan))
+            self._next = swap.target
+            self._settle()
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Plan again from what has just been measured, unless it was tried often enough."""
+        if self._left > 0 and self._costs is not None:
+            self._search(self._costs)
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        self.state = "settled"
+        self._settled_for = 0
+        self._steps.clear()
+
+    def _look_again(self) -> None:
+        """Measure again when steps take another time than when the plan was settled, or after a good while."""
+        self._settled_for += 1
+        if self._settled_for >= self._calm and len(self._steps) >= 2 * WATCHED:
+            was, now = Times.of(self._steps[:WATCHED]), Times.of(self._steps[-WATCHED:])
+            change = now.middle / was.middle - 1.0
+            if abs(change) > max(DRIFT, 3.0 * math.hypot(was.doubt, now.doubt)):
+                self._tell("drifted", was_s=was.middle, now_s=now.middle)
+                self._tried.clear()
+                self._calm = min(2 * self._calm, CALMEST)
+                self._measure()
+                return
+            del self._steps[WATCHED:-WATCHED]
+        if self._settled_for >= self._quiet:
+            self._quiet *= 2
+            self._measure()
+
+    def _measure(self) -> None:
+        self._next, self.state, self._left = self.present, "measuring", SWAPS  # the same plan, measured anew
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        self.news.append(News(event, fields))
+
+
+class Times(NamedTuple):
+    """Steps of one plan."""
+
+    middle: float
+    """Median, in seconds."""
+    doubt: float
+    """Standard error of the median, as a share of it: of a normal distribution with these steps' median deviation."""
+    number: int
+
+    @staticmethod
+    def of(steps: Sequence[float]) -> Times:
+        """Of at least one.
+
+        >>> Times.of([1.0, 1.0, 1.0, 5.0])
+        Times(middle=1.0, doubt=0.0, number=4)
+        """
+        middle = median(steps)
+        spread = 1.4826 * median(abs(s - middle) for s in steps)
+        return Times(middle, 1.2533 * spread / math.sqrt(len(steps)) / middle if middle else 0.0, len(steps))
+
+
+def largest_change(was: CostTable, now: CostTable) -> tuple[str, int, float]:
+    """Kind of task (or ``message``) and stage (or the one before the link) whose time has changed the most, and by how
+    much; of times that matter.
+
+    >>> largest_change(CostTable.even(2), CostTable.even(2, forward=3.0))
+    ('F', 0, 3.0)
+    """
+
+    def times(costs: CostTable, kind: str) -> tuple[float, ...]:
+        return costs.links[:-1] if kind == "message" else costs.by_kind(kind)
+
+    matters = 0.05 * max(max(was.by_kind(kind)) for kind in KINDS[:-1])
+    found, most = ("F", 0, 1.0), 0.0
+    for kind in KINDS:
+        for stage, (a, b) in enumerate(zip(times(was, kind), times(now, kind), strict=True)):
+            if min(a, b) > 0 and max(a, b) >= matters and abs(b - a) > most:
+                found, most = (kind, stage, b / a), abs(b - a)
+    return found

@@ -1,0 +1,358 @@
+"""From a candidate and the profile to its step time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from raypipe.cost.collectives import Layout, collective_seconds
+from raypipe.cost.memory import STATES, DeviceMemory, device_memory
+from raypipe.cost.profile import Profile
+from raypipe.cost.sizes import times_at
+from raypipe.cost.stages import crowding, gradient_width, stage_costs
+from raypipe.errors import ScheduleError
+from raypipe.job.recompute_layers import again_after
+from raypipe.job.spec import TrainSpec
+from raypipe.plan.candidate import NOTHING, SYNCS, Asked, Candidate, Grid, candidates
+from raypipe.plan.cut.bottleneck import Cut, balanced_cut, bottlenecks
+from raypipe.plan.predict.at_scale import Figures, at_scale
+from raypipe.plan.predict.form import Form
+from raypipe.plan.predict.oom_fallback import Relief, shares_kept
+from raypipe.plan.predict.orders import Keep, Order, Orders
+from raypipe.plan.predict.prediction import Prediction, stages_of
+from raypipe.plan.predict.step_bound import least_step_seconds
+from raypipe.plan.predict.step_time import Around, StepTime, step_time
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.passes.sync import Sync
+
+DIRECT = 30_000
+"""Tasks of a step up to which it is timed whole."""
+TERMS = tuple(DeviceMemory().terms())
+FINAL = 60_000
+"""The same for what is shown in the end."""
+LONGEST = 120_000
+"""Tasks of a step above which it is timed from shorter ones in any case: half a second."""
+LEVELS = 16
+"""Shares of micro-batches kept are multiples of one in so many."""
+
+
+def without_noise(profile: Profile) -> Profile:
+    """The profile, no joint backward longer than B and W apart: it does the same work in one task.
+
+    They are measured at different moments; where the machine was busy at one of them, the choice between schedules that
+    split the backward and those that do not would hang on that.
+    """
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "times": {
+                    n: t.model_copy(update={"joint": min(t.joint, t.input_grad + t.weight_grad)})
+                    for n, t in layer.times.items()
+                }
+            }
+        )
+        for layer in profile.layers
+    )
+    return profile.model_copy(update={"layers": layers})
+
+
+@dataclass(slots=True)
+class Predictor:
+    """Judges candidates for one job on one cluster; a ``Judge`` of the search."""
+
+    profile: Profile
+    train: TrainSpec
+    most_stages: int
+    """Deepest cut of the model."""
+    syncs: tuple[Sync, ...] = SYNCS
+    """Where gradient sums may be placed; the simplest of equally fast ones is taken."""
+    recompute: bool = True
+    """Whether plans may recompute what the schedule does not."""
+    partly: bool = True
+    """Whether stages that recompute may keep the activations of as many micro-batches as memory holds."""
+    asked: Asked = NOTHING
+    """What candidates are to have."""
+    _orders: Orders = field(default_factory=Orders)
+    _cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
+    _norms: dict[tuple[int, int], float] = field(default_factory=dict)
+    _layers: dict[int, list[float]] = field(default_factory=dict)
+    _bottlenecks: dict[int, list[float]] = field(default_factory=dict)
+    _whole: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
+    _tables: dict[tuple[object, ...], CostTable] = field(default_factory=dict)
+    _relief: Relief = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._relief = Relief(self)
+
+    def layer_times(self, microbatch: int) -> list[float]:
+        """Seconds of each layer for one micro-batch, there and back."""
+        if microbatch not in self._layers:
+            times = [times_at(layer, microbatch) for layer in self.profile.layers]
+            self._layers[microbatch] = [t.forward + t.joint for t in times]
+        return self._layers[microbatch]
+
+    def cut(self, stages: int, microbatch: int) -> Cut:
+        """The layers of each stage: the slowest as fast as can be."""
+        key = (stages, microbatch)
+        if key not in self._cuts:
+            slowest = self._slowest(microbatch)[stages - 1] if stages <= self.most_stages else None
+            self._cuts[key] = balanced_cut(self.layer_times(microbatch), stages, slowest)
+        return self._cuts[key]
+
+    def costs(self, c: Candidate, form: Form | None = None) -> CostTable:
+        """Of each stage, for a full micro-batch; ``form`` for a candidate that no family makes."""
+        form = c.form if form is None else form
+        key = (c.microbatch, form.joint, form.placement, form.size, c.replicas)
+        if key not in self._tables:
+            self._tables[key] = self.costs_again(c, form)
+        return self._tables[key]
+
+    def costs_again(self, c: Candidate, form: Form, again: frozenset[int] | None = None) -> CostTable:
+        """Costs of the candidate's tasks in this form; ``again`` are the layers that an R computes again, else all."""
+        return stage_costs(
+            self.profile, self.cut(form.stages, c.microbatch), c.microbatch, form.placement, copies=c.replicas,
+            size=float(form.size), split=not form.joint, again=again,
+        )  # fmt: skip
+
+    def around(self, c: Candidate) -> Around:
+        """What its step has besides tasks."""
+        if self.train.clip is None:
+            return Around(copies=c.replicas)
+        key = (c.stages, c.replicas)
+        if key not in self._norms:
+            everyone = Layout.of(range(c.groups), self.profile.devices_per_host)
+            self._norms[key] = collective_seconds(self.profile, "all_reduce", 8.0, everyone)
+        return Around(copies=c.replicas, norm=c.update, norm_s=self._norms[key])
+
+    def on(self, grid: Grid) -> Iterator[Candidate]:
+        """See ``Judge``."""
+        return candidates(grid, self.most_stages, self.asked)
+
+    # Bounds
+
+    def least_on(self, grid: Grid) -> float:
+        """See ``Judge``: all work evenly on all devices, and one micro-batch there and back."""
+        if self._static(grid.stages) > self.profile.memory_bytes:
+            return float("inf")
+        there, back, split, inputs = self._sums(grid.microbatch)
+        # Stage 0 may compute no input gradient; it takes no longer than the slowest stage of the best cut.
+        least = self._slowest(grid.microbatch)[grid.stages - 1]
+        work = max(grid.microbatches * (there + min(back, split)) / grid.stages, there + inputs - least)
+        return work * crowding(self.profile, grid.stages * grid.replicas) * (1 - 1e-9)
+
+    def _slowest(self, microbatch: int) -> list[float]:
+        """By number of stages, the time of the slowest with the best cut."""
+        if microbatch not in self._bottlenecks:
+            self._bottlenecks[microbatch] = bottlenecks(self.layer_times(microbatch), self.most_stages)
+        return self._bottlenecks[microbatch]
+
+    def _sums(self, microbatch: int) -> tuple[float, float, float, float]:
+        """Seconds of the whole model for one micro-batch: forward, joint backward, both gradients apart, the input
+        gradient or the joint backward, whichever is less.
+        """
+        if microbatch not in self._whole:
+            times = [times_at(layer, microbatch) for layer in self.profile.layers]
+            inputs = sum(t.input_grad for t in times)
+            joint = sum(t.joint for t in times)
+            apart = inputs + sum(t.weight_grad for t in times)
+            self._whole[microbatch] = sum(t.forward for t in times), joint, apart, min(inputs, joint)
+        return self._whole[microbatch]
+
+    def _static(self, stages: float) -> float:
+        """Weights, gradients and optimizer state: some device of a pipeline holds at least so much."""
+        p = self.profile
+        values = sum(layer.parameters for layer in p.layers) - p.tied_parameters
+        states = STATES[self.train.optimizer] + (self.train.optimizer == "sgd" and self.train.momentum > 0)
+        return (2 + states) * gradient_width(p.dtype) * values / stages + p.base_bytes
+
+    def least(self, c: Candidate) -> float:
+        """See ``Judge``."""
+        form = c.form
+        if self._static(c.stages / form.replicas) > self.profile.memory_bytes:
+            return float("inf")
+        return least_step_seconds(form, c.microbatches, self.costs(c), self.around(c)) * (1 - 1e-9)
+
+    def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
+        """See ``Judge``."""
+        return self._relief.outright(c)
+
+    def relief(self, p: Prediction) -> list[tuple[float, Candidate]]:
+        """See ``Judge``."""
+        return self._relief.of(p)
+
+    def room(self, p: Prediction) -> int:
+        """Activations of a stage that every device could hold beside everything else it holds."""
+        return self._relief.room(p)
+
+    # Exact figures
+
+    def predict(self, c: Candidate, timed: bool = False) -> Prediction:
+        """Memory, and the step's time if it fits (or ``timed`` asks for it); else its bound.
+
+        Raises:
+            ScheduleError: the family has no such shape.
+        """
+        keep = self._keep(c) if c.recompute == "stage-aware" else None
+        again = self._again(c) if c.recompute == "layers" else None
+        found = Prediction(
+            candidate=c, batch=self.train.batch, cut=self.cut(c.form.stages, c.microbatch),
+            costs=self.costs(c) if again is None else self.costs_again(c, c.form, again),
+            step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory(c, keep, again),
+            capacity=self.profile.memory_bytes, keep=keep, again=again,
+        )  # fmt: skip
+        return self.time(found) if found.fits or timed else found
+
+    def predict_order(self, c: Candidate, schedule: Schedule) -> Prediction:
+        """Judge an order that was searched: compute tasks of one data-parallel copy."""
+        form = Form.of(schedule, "auto")
+        order = Order(schedule)
+        found = Prediction(
+            candidate=c, batch=self.train.batch, cut=self.cut(form.stages, c.microbatch), costs=self.costs(c, form),
+            step_s=0.0, compute_s=0.0, busy_s=0.0, memory=self._order_memory(c, order),
+            capacity=self.profile.memory_bytes, order=schedule,
+        )  # fmt: skip
+        return self.time(found, final=True)
+
+    def time(self, p: Prediction, final: bool = False) -> Prediction:
+        """The prediction with its step's time, gradient sums placed where it is shortest.
+
+        No placement ends a step sooner than eager sums do, so a search needs no other. ``final``: the simplest that is
+        as good and whose buffers fit, and the parts of the step.
+        """
+        c, costs, around = p.candidate, p.costs, self.around(p.candidate)
+        shared = p.form.replicas * c.replicas > 1
+
+        def timed(sync: Sync) -> StepTime:
+            if p.order is not None:
+                return step_time(Order(p.order), costs, sync, around, parts=final)
+
+            def figures(count: int, unit: int | None) -> Figures:
+                order = self._orders.of(c._replace(unit=unit), count, p.keep, p.remade)
+                return np.array(step_time(order, costs, sync, around, parts=final))
+
+            return StepTime(*map(float, self._at_scale(c, figures, FINAL if final else None)))
+
+        sync = self.syncs[-1] if shared else self.syncs[0]
+        best = timed(sync)
+        if final and shared:
+            for simpler in self.syncs[:-1]:
+                found = timed(simpler)
+                if found.step <= best.step * (1 + 1e-6):
+                    sync, best = simpler, found
+                    break
+        timed_p = replace(
+            p, candidate=c._replace(sync=sync), step_s=best.step, compute_s=best.compute, busy_s=best.busy
+        )
+        small = 3 * p.form.stages * c.microbatches <= DIRECT
+        if final and shared and sync != "lazy" and p.fits and (small or p.order is not None):
+            order = Order(p.order) if p.order is not None else self._orders.of(c, c.microbatches, p.keep, p.remade)
+            if order.tasks <= DIRECT:  # sums under way beside activations
+                held = replace(timed_p, memory=self._order_memory(c, order.whole(sync), p.again))
+                if not held.fits and "lazy" in self.syncs:
+                    lazy = timed("lazy")
+                    return replace(p, step_s=lazy.step, compute_s=lazy.compute, busy_s=lazy.busy)
+                return held
+        return timed_p
+
+    def _at_scale(
+        self, c: Candidate, measure: Callable[[int, int | None], Figures], whole: int | None = None,
+        known: Callable[[Figures], bool] = lambda figures: False,
+    ) -> Figures:  # fmt: skip
+        """Figures of the candidate's step, ``measure(micro-batches, unit)``; ``known`` as for ``at_scale``."""
+        count, unit, each = c.microbatches, c.unit, 3 * c.form.stages
+        if each * count <= (DIRECT if whole is None else whole):
+            return measure(count, unit)
+        most, turn = LONGEST // each, 2 * c.stages
+        if unit is None or unit == count:
+            return at_scale(lambda n: measure(n, None if unit is None else n), count, turn, most, known)
+        if count <= most or 5 * unit <= most or count % unit:
+            return at_scale(lambda n: measure(n, unit), count, unit, most, known)
+
+        def shorter(size: int) -> Figures:  # as many units, of so many micro-batches each
+            return at_scale(lambda n: measure(n, size), count // unit * size, size, most, known)
+
+        return at_scale(shorter, unit, turn, max(1, most // min(count // unit, 5)), known)
+
+    def _order_memory(
+        self, c: Candidate, order: Order, again: frozenset[int] | None = None
+    ) -> tuple[DeviceMemory, ...]:  # fmt: skip
+        ahead = self.train.clip is not None and not self.around(c).waits(order)
+        return device_memory(
+            self.profile, self.cut(order.schedule.stages, c.microbatch), order.schedule, c.microbatch,
+            copies=c.replicas, optimizer=self.train.optimizer, momentum=self.train.momentum > 0, ahead=ahead,
+            again=again,
+        )  # fmt: skip
+
+    def _memory(
+        self, c: Candidate, keep: Keep | None, again: frozenset[int] | None = None
+    ) -> tuple[DeviceMemory, ...]:  # fmt: skip
+        remade = None if again is None else stages_of(self.cut(c.form.stages, c.microbatch), again)
+
+        def measure(count: int, unit: int | None) -> Figures:
+            devices = self._order_memory(c, self._orders.of(c._replace(unit=unit), count, keep, remade), again)
+            return np.array([value for device in devices for value in device.terms().values()])
+
+        def too_large(found: Figures) -> bool:
+            return bool((found.reshape(c.stages, -1).sum(axis=1) > self.profile.memory_bytes).any())
+
+        rows = self._at_scale(c, measure, known=too_large).reshape(c.stages, -1)
+        return tuple(DeviceMemory(**dict(zip(TERMS, map(float, row), strict=True))) for row in rows)
+
+    def _keep(self, c: Candidate) -> Keep:
+        """Per stage, the largest share of micro-batches that memory holds without recomputation.
+
+        Devices fill up independently of one another, so one bisection serves all of them.
+
+        Source: Lai et al. 2022 (Merak), section 3.4, whose formula is this for even stages and 1F1B.
+        """
+        form = c.form
+        nothing = (0.0,) * form.stages
+        if not self.partly or not self.holds(c):
+            return nothing
+        low, high = [0] * c.stages, [LEVELS + 1] * c.stages  # holds, holds not
+        while any(h - k > 1 for k, h in zip(low, high, strict=True)):
+            level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
+            shares = tuple(min(level[row[s]] for row in form.placement) / LEVELS for s in range(form.stages))
+            for d, row in enumerate(self._memory(c, shares)):
+                if row.total <= self.profile.memory_bytes:
+                    low[d] = level[d]
+                else:
+                    high[d] = level[d]
+        return tuple(min(low[row[s]] for row in form.placement) / LEVELS for s in range(form.stages))
+
+    def _again(self, c: Candidate) -> frozenset[int]:
+        """Layers that are recomputed if each stage keeps as many of its first ones as its device's memory holds.
+
+        Levels are shares of a stage's layers, the same for all stages of a device; devices fill up independently.
+        """
+        form, cut = c.form, self.cut(c.form.stages, c.microbatch)
+        levels = max(map(len, cut))
+        everything = again_after(cut, (0.0,) * form.stages)
+        if max(row.total for row in self._memory(c, None, everything)) > self.profile.memory_bytes:
+            return everything
+        low, high = [0] * c.stages, [levels + 1] * c.stages  # holds, holds not
+        while any(h - k > 1 for k, h in zip(low, high, strict=True)):
+            level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
+            for d, row in enumerate(self._memory(c, None, again_after(cut, shares_kept(form, level, levels)))):
+                if row.total <= self.profile.memory_bytes:
+                    low[d] = level[d]
+                else:
+                    high[d] = level[d]
+        return again_after(cut, shares_kept(form, low, levels))
+
+    def schedule_of(self, p: Prediction) -> Schedule:
+        """Compute tasks of one data-parallel copy."""
+        if p.order is not None:
+            return p.order
+        return self._orders.of(p.candidate, p.candidate.microbatches, p.keep, p.remade).schedule
+
+    def holds(self, c: Candidate) -> bool:
+        """Whether the candidate fits; False for one that does not exist."""
+        try:
+            keep = (0.0,) * c.form.stages if c.recompute == "stage-aware" else None
+            return max(device.total for device in self._memory(c, keep)) <= self.profile.memory_bytes
+        except ScheduleError:
+            return False

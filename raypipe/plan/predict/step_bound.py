@@ -1,0 +1,90 @@
+"""Least time that a candidate's step can take, from a few array operations: what lets a search skip most candidates.
+
+Never above the true value, for any order of the same tasks on the same placement; a test compares them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.plan.predict.form import Form
+from raypipe.plan.predict.step_time import Around
+from raypipe.schedule.costs import CostTable
+
+Times = NDArray[np.float64]
+
+
+def least_step_seconds(
+    form: Form, microbatches: int, costs: CostTable, around: Around, recompute: frozenset[int] = frozenset()
+) -> float:
+    """No step of this form takes less.
+
+    Per device: the time until its first task can start (the shortest way through the stages before), its work, and
+    the time that its last task leaves for others (joint backwards only: the gradient's way back to stage 0; a weight
+    gradient may be the last task of all). Then the least that gradient sums and updates add; a device's sums run one
+    after another, none before all holders of its stage have done their share of the micro-batches. Steps without a
+    barrier run into each other; what is left is a device's work, that of its network, and the way of a stage-0
+    replica's last micro-batch there and back, after which alone its weights are new.
+
+    Args:
+        form: placement and kinds of task.
+        microbatches: of one data-parallel copy.
+        costs: of each stage.
+        around: copies, and the norm; what may wait or not (``auto``) is taken not to.
+        recompute: stages that recompute, besides the form's own.
+    """
+    place = np.array(form.placement)
+    replicas, stages = place.shape
+    devices = int(place.max()) + 1
+    each = microbatches // replicas  # as even as possible, so no replica has less
+    forward, back, weight = (np.array(costs.by_kind(k)) for k in ("F", "B", "W"))
+    if form.skips_first_b:
+        back[0] = 0.0
+    again = np.zeros(stages)
+    for s in recompute | form.recomputes:
+        again[s] = costs.recompute[s]
+    work = forward + back + weight + again
+    returning = float(form.size) * (back + weight if form.joint else back)
+
+    hops = np.where(place[:, 1:] != place[:, :-1], np.array(costs.links[:-1]), 0.0)
+    there = np.zeros((replicas, stages))
+    there[:, 1:] = np.cumsum(forward[:-1] + hops, axis=1)
+    home = np.zeros((replicas, stages))
+    home[:, 1:] = np.cumsum(returning[:-1] + hops, axis=1)
+
+    busy = _sums(place, np.broadcast_to(each * work, place.shape), devices)
+    update = _sums(place, np.broadcast_to(np.array(costs.update), place.shape), devices)
+    average = microbatches * float(work.sum()) / devices
+    if form.versions != "flush":
+        return max(float((busy + update).max()), average)
+    summed, lane, ready = np.zeros(devices), np.zeros(devices), np.zeros(devices)
+    if replicas * around.copies > 1:
+        sums = np.broadcast_to(np.array(costs.all_reduce), place.shape)
+        summed, lane = _least(place, sums, devices), _sums(place, sums, devices)
+        ready = _least(place, np.broadcast_to((there + each * work).max(axis=0), place.shape), devices)
+    if around.norm == "wait":
+        begin = _least(place, there, devices)
+        end = _least(place, home, devices) if form.joint else np.zeros(devices)
+        one = there[:, -1] + forward[-1] + returning[-1] + home[:, -1]
+        after = float((begin + busy + np.maximum(end, summed)).max())
+        done = max(after, average, float(one.min()), float((ready + lane).max()))
+        return done + around.norm_s + float(update.max())
+    # Stage 0 of each replica: its next forward waits for its own last backward, its sum and its update.
+    stage = each * (forward + (back + weight if form.joint else back) + again)
+    round_trip = float((there + stage + home).max()) if each else 0.0
+    if replicas * around.copies > 1:
+        round_trip += costs.all_reduce[0]
+    return max(float((busy + update).max()), average, float(lane.max()), round_trip + costs.update[0])
+
+
+def _sums(place: NDArray[np.int64], values: Times, devices: int) -> Times:
+    found = np.zeros(devices)
+    np.add.at(found, place, values)
+    return found
+
+
+def _least(place: NDArray[np.int64], values: Times, devices: int) -> Times:
+    found = np.full(devices, np.inf)
+    np.minimum.at(found, place, values)
+    return found

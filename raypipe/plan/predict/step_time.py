@@ -1,0 +1,115 @@
+"""How long a step of one order takes, with everything around its tasks: gradient sums, the barrier that clipping
+is, updates. One data-parallel copy stands for all: they do the same at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from raypipe.plan.predict.orders import Order
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.faults import check_ran
+from raypipe.schedule.passes.sync import Sync, held
+from raypipe.schedule.walk import walk
+from raypipe.simulate.period import period
+
+Norm = Literal["free", "wait", "auto"]
+"""What updates have to do with the global gradient norm (``train.clip``): nothing, they wait for it, or as
+``parallel.update: auto`` does: they wait where waiting costs nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Around:
+    """What a step has besides its compute tasks."""
+
+    copies: int = 1
+    """Data-parallel copies, W."""
+    norm: Norm = "free"
+    norm_s: float = 0.0
+    """Time of the sum over all devices that makes the norm."""
+
+    def waits(self, order: Order) -> bool:
+        """A barrier lies between two steps of this order."""
+        return self.norm == "wait" or (self.norm == "auto" and not order.gains_ahead)
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step and of parts of it."""
+
+    step: float
+    """Steady time per step."""
+    compute: float
+    """The same without gradient sums, barrier and updates."""
+    busy: float
+    """Mean time that a device computes."""
+
+
+def step_time(order: Order, costs: CostTable, sync: Sync, around: Around, parts: bool = True) -> StepTime:
+    """Time a step.
+
+    Where updates wait for the norm: every device's compute and gradient sums, the norm, then the longest update. Where
+    they do not, the period: a device goes on with the next step as soon as its own order is done. Asynchronous
+    schedules: their period, and what they do between two steps (sum gradients, update) on top, since nothing overlaps
+    with that.
+
+    Args:
+        order: compute tasks of one data-parallel copy.
+        costs: seconds of each task; ``all_reduce`` over all holders of a stage, other copies included.
+        sync: where gradient sums are placed.
+        around: see there.
+        parts: also say what the step would take without what is around it, where that has to be worked out apart.
+
+    Raises:
+        ScheduleError: the order cannot run.
+    """
+    bare = order.schedule
+    shared = bare.replicas * around.copies > 1
+    busy = order.work(costs) / bare.devices
+    if bare.versions != "flush":
+        sums = [sum(costs.all_reduce[s] for s, _ in pairs) if shared else 0.0 for pairs in held(bare)]
+        updates = [sum(costs.update[s] for s, _ in pairs) for pairs in held(bare)]
+        each = bare.microbatches if bare.versions == "stash" else 1
+        compute = period(bare, costs, order.graph)
+        return StepTime(compute + max(each * u + a for u, a in zip(updates, sums, strict=True)), compute, busy)
+    if not around.waits(order):
+        whole = order.whole(sync if shared else None)
+        norm: Literal["free", "ahead"] = "free" if around.norm == "free" else "ahead"
+        step = period(whole.schedule, costs, whole.graph, norm)
+        nothing = (0.0,) * costs.stages
+        alone = replace(costs, all_reduce=nothing, update=nothing)
+        return StepTime(step, period(whole.schedule, alone, whole.graph, norm) if parts else step, busy)
+    done = walk(order.graph, costs.durations(bare, order.graph.tasks), costs.comm)
+    check_ran(order.graph, done)
+    compute = max(done.end)
+    summed = gradient_sums_end(order, done.end, costs, sync) if shared else compute
+    update = max(sum(costs.update[s] for s, _ in pairs) for pairs in held(bare))
+    return StepTime(max(compute, summed) + around.norm_s + update, compute, busy)
+
+
+def gradient_sums_end(order: Order, end: list[float], costs: CostTable, sync: Sync) -> float:
+    """When the last gradient sum is done, from the ends of the compute tasks.
+
+    Sums run on the devices' network lanes, one after another in one global order, and no compute task waits for one;
+    so the lanes alone decide.
+    """
+    graph = order.graph
+    if sync == "eager-opt":  # where devices idle decides: ask the pass
+        whole = order.whole(sync)
+        return max(walk(whole.graph, _without_updates(whole, costs), costs.comm).end)
+    compute = [max(end[a:b], default=0.0) for a, b in zip(graph.first, graph.first[1:], strict=False)]
+    last = order.last_gradients
+    free = [0.0] * order.schedule.devices
+    for stage in order.sum_order:
+        start = 0.0
+        for replica, row in enumerate(order.schedule.placement):  # one without a micro-batch takes part all the same
+            ready = end[last[stage, replica]] if (stage, replica) in last else 0.0
+            start = max(start, free[row[stage]], ready if sync == "eager" else max(ready, compute[row[stage]]))
+        for row in order.schedule.placement:
+            free[row[stage]] = start + costs.all_reduce[stage]
+    return max(free)
+
+
+def _without_updates(order: Order, costs: CostTable) -> list[float]:
+    table = replace(costs, update=(0.0,) * costs.stages)
+    return table.durations(order.schedule, order.graph.tasks)

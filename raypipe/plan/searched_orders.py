@@ -1,0 +1,92 @@
+"""Orders searched for the placements of the best candidates, with their real costs and memory (``raypipe.search``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from raypipe.errors import ScheduleError
+from raypipe.plan.candidate import Candidate
+from raypipe.plan.predict.prediction import Prediction
+from raypipe.plan.predict.predictor import Predictor
+from raypipe.plan.tensor_groups import Judges
+from raypipe.schedule.shape import Shape
+from raypipe.search import search
+from raypipe.search.placements import placed
+
+PLACEMENTS = 3
+"""How many are searched."""
+MOST_TASKS = 20_000
+"""Steps with more tasks are left alone: a search of a second or two would hardly begin."""
+GAIN = 1e-3
+"""A searched order that saves no more than this share is not worth a longer plan file."""
+
+
+def searched_orders(
+    judges: Judges, ranked: Sequence[Prediction], seconds: float, better: bool = True
+) -> list[Prediction]:  # fmt: skip
+    """Orders searched for the placements of the best candidates.
+
+    Args:
+        judges: costs and memory.
+        ranked: candidates, the best first.
+        seconds: for all searches together.
+        better: leave out those that do not beat the best candidate.
+    """
+    until = time.monotonic() + seconds
+    targets = list(_targets(judges, ranked))[:PLACEMENTS]
+    found = []
+    for n, (like, c) in enumerate(targets):
+        budget = (until - time.monotonic()) / (len(targets) - n)
+        if budget <= 0:
+            break
+        other = _searched(judges.of(c), like, c, budget)
+        if other is not None and other.fits and (not better or other.step_s < ranked[0].step_s * (1 - GAIN)):
+            found.append(other)
+    return found
+
+
+def _targets(judges: Judges, ranked: Sequence[Prediction]) -> Iterator[tuple[Prediction, Candidate]]:
+    """(a candidate, the same placement to be searched), each placement once."""
+    seen: set[object] = set()
+    for p in ranked:
+        c = p.candidate
+        if c.stages == 1 or p.form.versions != "flush" or p.keep is not None or p.again is not None:
+            continue
+        for name, chunks, pipelines in (
+            ("line", 1, 2),
+            ("v", 2, 2),
+            ("ring", c.chunks, 2),
+            ("bidirectional", 1, c.pipelines),
+        ):
+            try:
+                rows = placed(
+                    name, Shape(devices=c.stages, microbatches=c.microbatches, chunks=chunks, pipelines=pipelines)
+                )
+            except ScheduleError:
+                continue
+            what = (rows, c.grid)
+            stages = len(rows[0])
+            if what in seen or stages > judges.of(c).most_stages or 3 * stages * c.microbatches > MOST_TASKS:
+                continue
+            if rows == p.form.placement:
+                seen.add(what)
+                yield p, c.grid.candidate("auto", chunks=chunks, pipelines=pipelines, placement=name)
+
+
+def _searched(judge: Predictor, like: Prediction, c: Candidate, seconds: float) -> Prediction | None:
+    form = replace(like.form, joint=False)
+    costs = judge.costs(c, form)
+    room = judge.room(like)
+    held = max(like.form.replicas, 1) * c.microbatches
+    limit = float(room) if room < held * like.form.stages else None
+    try:
+        found = search(
+            like.form.placement, c.microbatches, costs, memory_limit=limit, budget_s=seconds,
+            starts=[judge.schedule_of(like)],
+        )  # fmt: skip
+    except ScheduleError:  # not even one micro-batch has room
+        return None
+    limited = c._replace(memory_limit=limit) if limit is not None else c
+    return judge.predict_order(limited, replace(found.schedule, name="auto"))

@@ -1,0 +1,93 @@
+"""``parallel: auto``: measure the job on the devices that will train it, then choose its plan."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+
+from raypipe.cost.profile import Profile
+from raypipe.errors import SpecError
+from raypipe.job.spec import JobSpec
+from raypipe.plan.choose import Decision, choose, label
+from raypipe.profiling.profile_job import measure_profile
+from raypipe.runtime.cluster.connect import connect_all
+
+PROFILE = "profile.json"
+SIZES = (1, 2, 4, 8, 16)
+"""Micro-batch sizes that are measured, as far as they divide the mini-batch."""
+CORES = 8
+"""Cores of one host that are measured at most: every one takes a process of its own."""
+SEARCH_S = 1.0
+"""Seconds for searching orders: the run searches again on the times that it measures."""
+
+
+def profile_here(
+    job: JobSpec, devices: int | None, data: Path | None, dashboard_port: int | None, say: Callable[[str], None]
+) -> Profile:  # fmt: skip
+    """A short profile on the Ray cluster there is, or on this machine.
+
+    Raises:
+        SpecError: RAY_ADDRESS names a cluster that does not answer, or it has not so many devices; layers are
+            to be divided.
+        RunError: a device died.
+    """
+    given = job.parallel.given if job.parallel.auto else {}
+    if given.get("tensor", 1) > 1:
+        raise SpecError(
+            "parallel.tensor", "costs of divided layers are computed for a described cluster, not measured",
+            "plan with raypipe autoconfigure --cluster FILE, or give schedule, stages and microbatch",
+        )  # fmt: skip
+    count = connect_all(dashboard_port, given.get("stages", 1) * given.get("replicas", 1))
+    wish = given.get("microbatch")
+    sizes = [wish] if wish is not None else [size for size in SIZES if job.train.batch % size == 0]
+    wanted = devices or count
+    measured = min(wanted, _most_measured())
+    began = time.monotonic()
+    profile = measure_profile(job, sizes, measured, quick=True, cached=True, data=data, say=say)
+    say(f"measured in {time.monotonic() - began:.1f} s")
+    share = min(1.0, measured / min(wanted, count))  # of the host's memory, where only some of its cores measured
+    return profile.model_copy(update={"devices": wanted, "memory_bytes": profile.memory_bytes * share})
+
+
+def _most_measured() -> int:
+    """Devices that measure at the same time: a few cores of one host tell what all of them would."""
+    one_host = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+    return CORES if one_host and not ray.cluster_resources().get("GPU") else sys.maxsize
+
+
+def plan_here(
+    job: JobSpec, directory: Path, data: Path, dashboard_port: int | None, say: Callable[[str], None]
+) -> Decision:  # fmt: skip
+    """Choose the plan of a job that leaves it to the planner; the profile is kept in the run's directory.
+
+    Raises:
+        SpecError: no plan fits, or nothing to measure on.
+        RunError: a device died while measuring.
+    """
+    profile = profile_here(job, None, data, dashboard_port, say)
+    (directory / PROFILE).write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    if (warning := profile.noise.warning()) is not None:
+        say(warning)
+    decision = choose(job, profile, search_s=SEARCH_S)
+    for line in told(decision):
+        say(line)
+    return decision
+
+
+def told(decision: Decision) -> list[str]:
+    """What was chosen, why, and what came next."""
+    best, *others = decision.rows
+    c = best.prediction.candidate
+    lines = [
+        f"planned: {c.schedule}, {c.stages} stages x {c.replicas} replicas, micro-batches of {c.microbatch}",
+        f"{best.prediction.step_s:.4f} s a step expected; {best.why}",
+    ]
+    second = next((row for row in others if row.prediction.fits), None)
+    if second is not None:
+        s = second.prediction.candidate
+        lines.append(f"next: {label(s)}, {s.stages} x {s.replicas}, micro-batches of {s.microbatch}: {second.why}")
+    return lines

@@ -1,0 +1,234 @@
+"""``raypipe profile``: what a model's layers, the optimizer and the links cost on the devices that will train it.
+
+All devices measure at the same time: stages that compute beside each other share memory bandwidth and caches, and are
+slower than one alone. Times come from the executor that trains, in actors set up as for training.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import ray
+
+from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
+from raypipe.cost.noise import LIMIT, Noise
+from raypipe.cost.profile import LinkFit, Profile, TakenFor
+from raypipe.data import declared_fields, prepare_data
+from raypipe.errors import RunError, SpecError
+from raypipe.job.spec import JobSpec
+from raypipe.models import LayeredModel, build_model
+from raypipe.profiling.disturbances import to_repeat
+from raypipe.profiling.effort import QUICK, THOROUGH, Effort
+from raypipe.profiling.kept_profiles import keep, profile_path, read_kept
+from raypipe.profiling.layer_times import LayerBench
+from raypipe.profiling.link_times import LinkBench
+from raypipe.profiling.profiling_worker import DeviceFacts, ProfilingStage
+from raypipe.runtime.cluster.connect import connect, connect_all
+from raypipe.runtime.cluster.host_check import check_hosts
+from raypipe.runtime.cluster.worker_group import start_actors
+
+Say = Callable[[str], None]
+SAME = 0.1
+"""Share by which a measurement may differ from a kept profile: machines' speed moves by so much from hour to hour."""
+PROBE_S = 0.5
+"""Seconds of that measurement."""
+CLEAR_S = 5.0
+"""Seconds that the devices have to remove their copies of the data."""
+
+
+def measure_profile(
+    job: JobSpec, microbatches: Sequence[int], devices: int | None = None, *, quick: bool = False,
+    cached: bool = False, data: Path | None = None, say: Say = lambda _: None,
+) -> Profile:  # fmt: skip
+    """Measure the job's model on the devices of the Ray cluster (a local Ray is started where there is none).
+
+    Args:
+        job: model, optimizer, arithmetic; its ``parallel`` keys play no part.
+        microbatches: sizes in samples.
+        devices: how many measure at the same time; default, all that the cluster has.
+        quick: a few seconds instead of about half a minute: fewer repeats, and sums as the only collective.
+        cached: take the profile that an earlier call kept of the same model on the same devices, if one measurement
+            agrees with it; else keep this one.
+        data: folder of the prepared data, where there is one already.
+        say: told what is being measured, and what is left out.
+
+    Raises:
+        SpecError: no such number of devices, or a model of which not even one layer of each kind fits.
+        ClusterError: the nodes cannot work together.
+        DevicesError: the devices were not free within ``train.wait_for_devices_s``.
+        RunError: a device died, for example because it ran out of memory.
+    """
+    sizes = sorted(set(microbatches))
+    if not sizes or sizes[0] < 1:
+        raise SpecError("microbatches", f"{list(microbatches)} are no micro-batch sizes", "give sizes from 1")
+    if devices is not None and devices < 1:
+        raise SpecError("devices", f"{devices} devices measure nothing", "give 1 or more, or leave it out for all")
+    model = build_model(job, declared_fields(job.data))
+    if model.batch_statistics and sizes[0] == 1 and len(sizes) > 1:
+        sizes = sizes[1:]  # a batch norm may find one value per channel in a single sample, which has no variance
+    count = devices if devices is not None else connect_all()
+    request = connect(count)
+    with _folder(job, model, data) as folder:
+        say(f"starting {count} device actor{'s' * (count > 1)}")
+        titles = [f"profile · device {rank}" for rank in range(count)]
+        fleet = start_actors(titles, request, ProfilingStage, job.train.wait_for_devices_s, tell=say)
+        try:
+            check_hosts(fleet)
+            bench = LayerBench(job, model, fleet, folder)
+            effort = QUICK if quick else THOROUGH
+            path = profile_path(job, model, sizes, count) if cached else None
+            known = read_kept(path) if path is not None else None
+            if known is not None and (found := at_present(bench, bench.facts(), *known, effort, say)) is not None:
+                return found
+            profile = profile_by(bench, sizes, effort, say)
+            if path is not None and profile.noise.warning() is None:
+                keep(path, profile)
+            return profile
+        except ray.exceptions.RayActorError as error:
+            raise RunError(
+                "profile", f"a device died: {str(error).strip().splitlines()[0]}",
+                "if it ran out of memory: profile smaller micro-batches, or with fewer devices a host",
+            ) from None  # fmt: skip
+        finally:
+            with suppress(ray.exceptions.RayError):  # one that died has nothing to say
+                ray.get(fleet.call("clear"), timeout=CLEAR_S)
+            fleet.stop()
+
+
+@contextmanager
+def _folder(job: JobSpec, model: LayeredModel, data: Path | None) -> Iterator[Path]:
+    """Where the data is: the given folder, or a new one that goes away again."""
+    if data is not None:
+        yield data
+        return
+    with tempfile.TemporaryDirectory(prefix="raypipe-profile-") as name:
+        prepare_data(job, model.task, Path(name))
+        yield Path(name)
+
+
+def at_present(
+    bench: LayerBench, facts: Sequence[DeviceFacts], known: Profile, age: str, effort: Effort, say: Say
+) -> Profile | None:
+    """``known`` as these devices are now, if they are what they were then and take about as long; else None.
+
+    One micro-batch size is measured, and all times follow it: a shared machine's speed differs from hour to hour.
+    """
+    if any(one.name != known.device for one in facts) or per_host(facts) != known.devices_per_host:
+        return None
+    size = _middle(sorted(known.layers[0].times))
+    longer = replace(effort, budget_s=max(PROBE_S, effort.budget_s))
+    factor = bench.probe(size, longer) / bench.known_seconds(known, size)
+    change = factor - 1
+    if abs(change) > SAME:
+        say(f"the profile kept {age} ago is {abs(change):.0%} {'too fast' if change > 0 else 'too slow'} now")
+        return None
+    say(f"took the profile kept {age} ago: micro-batches of {size} take {change:+.0%} now")
+    return known.at_speed(factor)
+
+
+def per_host(facts: Sequence[DeviceFacts]) -> int:
+    """Devices of the fullest host."""
+    return max(sum(one.node == other.node for other in facts) for one in facts)
+
+
+def _middle(sizes: Sequence[int]) -> int:
+    return sizes[len(sizes) // 2]
+
+
+def measure_again(bench: LayerBench, effort: Effort, say: Say, began: float) -> Noise:
+    """Repeat what was disturbed, a few times at most; returns what remains.
+
+    A machine that is busy all the time makes measuring long and repeating vain: then ``effort.patience_s`` after
+    ``began`` (monotonic) the least disturbed measurements so far have to do.
+    """
+    sizes = sorted(bench.stolen)
+    ends = sorted({sizes[0], _middle(sizes)})
+    drifted, again = bench.drift(ends, effort), 0
+    for _ in range(effort.again):
+        disturbed = to_repeat(bench.stolen, drifted)
+        if not disturbed or time.monotonic() - began > effort.patience_s:
+            break
+        say(f"{Noise(stolen=max(bench.stolen.values()), drift=drifted).cause()}: measuring again")
+        for size in disturbed:
+            if drifted > LIMIT:
+                bench.forget(size)
+            bench.measure(size, effort, memory=False)
+        again += len(disturbed)
+        drifted = bench.drift(ends, effort)
+    return Noise(stolen=max(bench.stolen.values()), drift=drifted, again=again)
+
+
+def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) -> Profile:
+    """``measure_profile`` on devices that are there: ``sizes`` ascending."""
+    fleet, model, facts, began = bench.fleet, bench.model, bench.facts(), time.monotonic()
+    sharing = per_host(facts)
+    memory = min(one.memory_bytes for one in facts)
+    if all(at.peer.device == "cpu" for at in fleet.locations):
+        memory /= sharing  # its devices share a host's
+    base = fmean(one.base_bytes for one in facts)
+    bench.check_room(memory - base)
+    layers = f"{len(bench.here)} of {model.count} layers on each of {len(facts)} devices"
+    if effort.brief:
+        say(f"micro-batches of {', '.join(map(str, sizes))}: {layers}")
+    sizes = list(sizes)
+    for size in sizes:
+        if size > sizes[0] and not bench.fits(size, memory - base):
+            say(f"micro-batches from {size} on do not fit a device: left out")
+            del sizes[sizes.index(size) :]
+            break
+        if not effort.brief:
+            say(f"micro-batches of {size}: {layers}")
+        bench.measure(
+            size, effort, effort.every_memory or size in (sizes[0], _middle(sizes)),
+            alone=size == _middle(sizes) and sharing > 1,
+        )  # fmt: skip
+    for number in range(1, effort.passes):
+        say(f"once more, {'from the largest on' if number % 2 else 'from the smallest on'}")
+        for size in sizes[::-1] if number % 2 else sizes:
+            bench.measure(size, effort, memory=False)
+    noise = measure_again(bench, effort, say, began)
+    code = bench.code_bytes()
+    inside: list[Timed] = []
+    between: list[Timed] = []
+    sums: list[TimedCollective] = []
+    if len(facts) > 1:
+        if not effort.brief:
+            say("messages and collectives")
+        links = LinkBench(fleet)
+        links.connect()
+        inside = links.messages(links.inside, effort.message_bytes, effort.repeats)
+        between = links.messages(links.between, effort.message_bytes, effort.repeats)
+        for kind in effort.collectives:
+            for size in links.groups:
+                sums += links.collective(kind, size, effort.collective_bytes, effort.repeats)
+    return Profile(
+        source="measured",
+        device=facts[0].name,
+        dtype=bench.job.train.dtype,
+        taken_for=TakenFor.job(bench.job),
+        devices=len(facts),
+        devices_per_host=sharing,
+        memory_bytes=memory,
+        base_bytes=base,
+        code_bytes=code,
+        layers=bench.profiles(),
+        tied_parameters=bench.tied_parameters(),
+        update_s_per_parameter=bench.update_s_per_parameter(),
+        alone=bench.alone,
+        noise=noise,
+        task_overhead_s=bench.overhead_seconds(),
+        inside=_link(inside or between),
+        between=_link(between or inside),
+        collectives=fit(sums),
+    )
+
+
+def _link(samples: list[Timed]) -> LinkFit:
+    """The fit; of a single device, which has nobody to talk to, a link that costs nothing."""
+    return fit_link(samples) if samples else LinkFit(alpha_s=0.0, beta_s_per_byte=0.0)

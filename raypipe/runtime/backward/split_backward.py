@@ -1,0 +1,148 @@
+"""Split backward: input gradients now (B), weight gradients later (W).
+
+A layer that can wait is run through an autograd function whose backward returns only the gradient of its input and
+leaves a closure for the weights in a queue. So B is autograd's ordinary backward, and W runs the closures, in any
+order, without walking the autograd graph a second time (PyTorch's own way, which costs 6-84 % and runs custom
+functions twice). Parameters of other layers get their gradient in B, as in a joint backward; norms on purpose: one
+kernel makes both of a norm's gradients, so to split it costs more than its weight gradient is worth.
+
+In a captured graph the same is done to operations: ``linear``, ``addmm`` (transformers' Conv1D), ``embedding`` and
+convolutions, where weight and bias are parameters themselves.
+
+Source: zero-bubble pipeline parallelism (the split) and out-of-order backprop section 3 (why dW may wait).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from raypipe.runtime.backward.deferred import (
+    Closure,
+    WeightQueue,
+    deferred_convolution,
+    deferred_embedding,
+    deferred_linear,
+    deferred_product,
+)
+from raypipe.tensor.divided_layers import Row, Vocabulary, plain_product
+
+__all__ = ["Closure", "WeightQueue", "defer_weight_gradients"]
+QUEUE = "_weight_queue"
+"""Attribute of a graph module that its deferred operations find their queue under."""
+aten = torch.ops.aten
+
+
+def defer_weight_gradients(root: nn.Module, queue: WeightQueue) -> list[str]:
+    """Make every layer of ``root``, and every operation of a graph in it, that can wait leave its weight gradient in
+    ``queue``.
+
+    Returns the names of parameters that cannot wait: their gradients, or some of them, are computed in B.
+    """
+    deferred: set[nn.Parameter] = set()
+    for module in root.modules():
+        if plain_product(module) is not None:
+            module.product = _defer_product(module, queue)  # type: ignore[assignment]
+            deferred.update(p for p in module.parameters(recurse=False) if p.dim() > 1 or not isinstance(module, Row))
+            continue
+        wrap = _wrapper(module)
+        if wrap is not None:
+            module.forward = wrap(module, queue)
+            deferred.update(module.parameters(recurse=False))
+        elif isinstance(module, fx.GraphModule):
+            deferred |= _defer_in_graph(module, queue)
+    return [name for name, p in root.named_parameters() if p not in deferred]
+
+
+def _defer_linear(module: nn.Linear, queue: WeightQueue) -> Callable[[Tensor], Tensor]:
+    return lambda x: deferred_linear(x, module.weight, module.bias, queue)
+
+
+def _defer_embedding(module: nn.Embedding, queue: WeightQueue) -> Callable[[Tensor], Tensor]:
+    return lambda ids: deferred_embedding(ids, module.weight, module.padding_idx, queue)
+
+
+def _defer_product(module: nn.Module, queue: WeightQueue) -> Callable[[Tensor], Tensor]:
+    """Of a divided layer: what it computes between the exchanges of its group."""
+    if isinstance(module, Vocabulary):
+        return _defer_embedding(module, queue)
+    assert isinstance(module, nn.Linear)
+    bias = None if isinstance(module, Row) else module.bias
+    return lambda x: deferred_linear(x, module.weight, bias, queue)
+
+
+def _wrapper(module: nn.Module) -> Callable[[Any, WeightQueue], Callable[[Tensor], Tensor]] | None:
+    if type(module) is nn.Linear:
+        return _defer_linear
+    if type(module) is nn.Embedding and module.max_norm is None and not module.sparse and not module.scale_grad_by_freq:
+        return _defer_embedding
+    return None
+
+
+def _linear(queue: WeightQueue, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return deferred_linear(x, weight, bias, queue)
+
+
+def _product(queue: WeightQueue, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return deferred_product(bias, x, weight, queue)
+
+
+def _embedding(queue: WeightQueue, weight: Tensor, ids: Tensor, padding: int = -1) -> Tensor:
+    return deferred_embedding(ids, weight, padding if padding >= 0 else None, queue)
+
+
+def _convolution(
+    queue: WeightQueue, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = (1,), padding: Any = (0,),
+    dilation: Any = (1,), groups: int = 1,
+) -> Tensor:  # fmt: skip
+    return deferred_convolution(x, weight, bias, stride, padding, dilation, groups, queue)
+
+
+OPERATIONS: dict[Any, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    aten.linear.default: (_linear, (1, 2)),
+    aten.addmm.default: (_product, (0, 2)),
+    aten.embedding.default: (_embedding, (0,)),
+    aten.conv1d.default: (_convolution, (1, 2)),
+    aten.conv2d.default: (_convolution, (1, 2)),
+    aten.conv3d.default: (_convolution, (1, 2)),
+}
+"""Per operation, what runs it deferred, and which of its arguments must be parameters (or None)."""
+
+
+def _defer_in_graph(module: fx.GraphModule, queue: WeightQueue) -> set[nn.Parameter]:
+    """Returns the parameters all of whose gradients wait."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    read = {n: parameters[str(n.target)] for n in module.graph.nodes if n.op == "get_attr" and n.target in parameters}
+    setattr(module, QUEUE, queue)
+    with module.graph.inserting_before(next(iter(module.graph.nodes))):
+        held = module.graph.create_node("get_attr", QUEUE)
+    left: set[nn.Parameter] = set()
+    for node in module.graph.nodes:
+        used = [read[n] for n in node.all_input_nodes if n in read]
+        if node.op != "call_function" or not used:
+            continue
+        function = _deferred(node, read)
+        if function is None:
+            left.update(used)
+        else:
+            node.target, node.args = function, (held, *node.args)
+    module.recompile()
+    return set(read.values()) - left
+
+
+def _deferred(node: fx.Node, read: dict[fx.Node, nn.Parameter]) -> Callable[..., Tensor] | None:
+    """What runs this operation deferred; None if it must stay as it is."""
+    if node.target not in OPERATIONS or node.kwargs:
+        return None
+    function, places = OPERATIONS[node.target]
+    for i, arg in enumerate(node.args):
+        if (i in places and arg is not None) != (isinstance(arg, fx.Node) and arg in read):
+            return None
+    if function is _embedding:  # gradients scaled by frequency, or sparse
+        return None if any(node.args[3:]) else function
+    if function is _product and read[node.args[0]].dim() != 1:  # type: ignore[index]
+        return None
+    return function

@@ -1,0 +1,148 @@
+"""Stage actors: one placement group, one actor per device, names that say what each one does."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raypipe.runtime.cluster.devices import DeviceRequest
+from raypipe.runtime.cluster.reserve import Reservation, Tell, reserve, silent
+from raypipe.runtime.communicators import Location
+from raypipe.runtime.transport.same_host.shared_memory import cleanup
+from raypipe.runtime.worker import Stage
+from raypipe.schedule.ir import Schedule
+
+START_S = 120.0
+"""Time that the processes have to come up, once their devices are reserved."""
+CALLS = 4096
+"""References of calls that a fleet keeps, to find the cause of a failure among them."""
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The running stage actors of one attempt, by rank."""
+
+    actors: list[Any]
+    titles: list[str]
+    locations: list[Location]
+    group: PlacementGroup
+    run_id: str
+    held: bool = False
+    """Whether the devices stay reserved for the run's next attempt."""
+    calls: deque[Any] = field(default_factory=lambda: deque(maxlen=CALLS))
+    """References of the newest calls."""
+
+    def call(self, method: str, *args: object) -> list[Any]:
+        """Queue one call on every actor, in rank order; returns the references."""
+        return self.note([getattr(actor, method).remote(*args) for actor in self.actors])
+
+    def note(self, refs: Iterable[Any]) -> list[Any]:
+        """Keep the references of calls, to look there for the cause of a failure; returns them."""
+        refs = list(refs)
+        self.calls.extend(refs)
+        return refs
+
+    def stop(self) -> None:
+        """End all actors and give their devices back, unless the run holds them."""
+        for actor in self.actors:
+            ray.kill(actor)
+        if not self.held:
+            Reservation(self.group, self.run_id).give_back()
+        cleanup(self.run_id)  # a killed actor leaves its shared memory behind
+
+
+def device_title(schedule: Schedule, device: int, copies: int) -> str:
+    """How the dashboard and errors call a device: its stages, its data-parallel copy, its direction.
+
+    A device with several stage replicas names them all: ``stage 0 · replica 0 · down + stage 3 · replica 0 · up``.
+    """
+    per_copy = schedule.replicas // copies
+    parts = []
+    for replica, held in enumerate(schedule.placement):
+        stages = [str(s) for s, d in enumerate(held) if d == device]
+        if stages:
+            noun = "stage" if len(stages) == 1 else "stages"
+            direction = "" if per_copy == 1 else " · down" if replica % per_copy < per_copy // 2 else " · up"
+            parts.append(f"{noun} {','.join(stages)} · replica {replica // per_copy}{direction}")
+    return " + ".join(parts)
+
+
+def start_fleet(
+    schedule: Schedule,
+    copies: int,
+    request: DeviceRequest,
+    actor_class: type = Stage,
+    timeout_s: float | None = 120.0,
+    tensor: int = 1,
+    held: Reservation | None = None,
+    tell: Tell = silent,
+) -> Fleet:
+    """Reserve the devices of a schedule and start an actor for each of their ``tensor`` members.
+
+    They are made with ``actor_class(rank, title)``. Otherwise as ``start_actors``.
+
+    Raises:
+        DevicesError: the devices were not free within ``timeout_s``.
+    """
+    titles = [
+        device_title(schedule, d, copies) + (f" · tensor {m}" if tensor > 1 else "")
+        for d in range(schedule.devices)
+        for m in range(tensor)
+    ]
+    return start_actors(titles, request, actor_class, timeout_s, held, tell)
+
+
+def start_actors(
+    titles: list[str],
+    request: DeviceRequest,
+    actor_class: type,
+    timeout_s: float | None = 120.0,
+    held: Reservation | None = None,
+    tell: Tell = silent,
+) -> Fleet:
+    """Reserve a device for each title and start ``actor_class(rank, title)`` on it.
+
+    Args:
+        titles: what each actor is called.
+        request: what each reserves.
+        actor_class: the class of all actors.
+        timeout_s: seconds to wait for free devices; None for as long as it takes.
+        held: devices that the run has reserved already; they stay reserved when the fleet stops.
+        tell: called with a sentence now and then while the devices are not free.
+
+    Raises:
+        DevicesError: the devices were not free within ``timeout_s``.
+    """
+    if held is None:
+        place = reserve(len(titles), request, timeout_s, tell)
+    else:
+        place = held.for_attempt()
+        place.wait(len(titles), request, timeout_s, tell)  # the group moves when one of its nodes is lost
+    # One compute thread per device: stages share the host's cores with each other, not with a thread pool.
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if request.gpus == 0 else {}
+    actors = [
+        ray.remote(actor_class)
+        .options(
+            name=f"{title} · device {rank} · {place.run_id}",
+            scheduling_strategy=PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=rank),
+            num_cpus=request.cpus,
+            num_gpus=request.gpus,
+            runtime_env={"env_vars": threads} if threads else {},
+            max_restarts=0,
+        )
+        .remote(rank, title)
+        for rank, title in enumerate(titles)
+    ]
+    fleet = Fleet(actors, titles, [], place.group, place.run_id, held is not None)
+    try:
+        fleet.locations += ray.get(fleet.call("locate"), timeout=START_S)
+    except BaseException:
+        fleet.stop()  # nobody else has it yet
+        raise
+    return fleet

@@ -1,0 +1,255 @@
+"""Emulate a schedule end to end: start the emulated devices, run steps, hold them against the prediction."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import ray
+
+from raypipe.errors import ScheduleError, SpecError
+from raypipe.plan.online.measured_steps import StepClock, as_run
+from raypipe.runtime.cluster.connect import connect
+from raypipe.runtime.cluster.host_check import check_hosts
+from raypipe.runtime.cluster.worker_group import Fleet, start_fleet
+from raypipe.runtime.communicators import Wiring, rendezvous_of
+from raypipe.runtime.driver import AHEAD
+from raypipe.runtime.emulation.emulated_worker import EmulatedSetup, EmulatedStage
+from raypipe.runtime.update.gradients import shared_groups
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Schedule, Versions
+from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
+from raypipe.schedule.lowering.programs import edges, step_programs
+from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
+from raypipe.schedule.verify import verify
+from raypipe.simulate.cyclic import Norm
+from raypipe.simulate.engine import simulate
+from raypipe.simulate.series import series, steady
+from raypipe.simulate.timeline import Timeline
+
+PROCESS_BYTES = 200e6
+"""Of a stage actor that has imported torch, without what it shares with the others."""
+MOST_TASKS = 5_000_000
+"""Of all steps together; their prediction remembers every message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The emulated network, in seconds and bytes."""
+
+    latency_s: float = 0.0
+    """Of every message between devices, on top of the cost table's ``comm``."""
+    bytes_per_s: float = math.inf
+    """Of every directed link."""
+    message_bytes: float = 0.0
+    """Of an activation or a gradient between two stages."""
+    gradient_bytes: float = 0.0
+    """Of one stage's weight gradients, summed over its holders."""
+
+    @property
+    def seconds_per_message(self) -> float:
+        """A message's bytes over the bandwidth."""
+        return self.message_bytes / self.bytes_per_s
+
+    def all_reduce_s(self, holders: int) -> float:
+        """Rabenseifner's algorithm: 2 log2(r) latencies, and 2 (r-1)/r of the bytes (Chimera section 3.4)."""
+        if holders < 2:
+            return 0.0
+        share = 2 * (holders - 1) / holders
+        return 2 * math.log2(holders) * self.latency_s + share * self.gradient_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What is emulated: a whole step over all devices, and what it costs in seconds."""
+
+    schedule: Schedule
+    costs: CostTable
+    """``comm`` is latency alone; what a message's bytes take is ``seconds_per_message``."""
+    copies: int
+    seconds_per_message: float = 0.0
+    norm: Norm = "free"
+    clip_every: int = 0
+
+    def step_ends(self, steps: int) -> tuple[float, ...]:
+        """When each of the first ``steps`` steps should end."""
+        return series(self.schedule, self.costs, steps, self.seconds_per_message, self.norm)
+
+    def steady_s(self) -> float:
+        """Time per step in the long run."""
+        return steady(self.schedule, self.costs, self.seconds_per_message, self.norm)
+
+
+def rehearsal(
+    base: Schedule, costs: CostTable, links: Links, replicas: int, norm: Norm = "free", clip_every: int = 0
+) -> Rehearsal:
+    """``replicas`` data-parallel copies of ``base``; stages with several holders sum gradients lazily, then update.
+
+    Raises:
+        ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
+    """
+    schedule = add_updates(place_gradient_sync(replicate(as_run(base), replicas), "lazy", costs))
+    verify(schedule)
+    if norm not in NORMS[schedule.versions]:
+        raise ScheduleError("norm", f"{schedule.name}'s updates wait for none", "use free, or with 2BW ahead")
+    holders = [len({held[s] for held in schedule.placement}) for s in range(schedule.stages)]
+    return Rehearsal(
+        schedule=schedule,
+        costs=replace(
+            costs,
+            comm=tuple(c + links.latency_s for c in costs.links),
+            all_reduce=tuple(links.all_reduce_s(r) for r in holders),
+        ),
+        copies=replicas,
+        seconds_per_message=links.seconds_per_message,
+        norm=norm,
+        clip_every=clip_every if schedule.versions == "flush" else 0,
+    )
+
+
+NORMS: dict[Versions, tuple[Norm, ...]] = {
+    "flush": ("free", "wait", "ahead"),
+    "2bw": ("free", "ahead"),
+    "stash": ("free",),
+}
+"""What the updates of each kind of schedule can have to do with a global norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """What an emulation showed, in seconds."""
+
+    predicted_s: float
+    """Steady time per step."""
+    predicted_steps_s: list[float]
+    """Per step, as ``measured_s``: with the fill of the first and the drain of the last."""
+    measured_s: list[float]
+    """Per step, from the end of the one before; the first from its own start."""
+    bubble_ratio: float
+    dispatch_overhead_s: float
+    """Median measured step beyond the prediction, the first step left out."""
+    timeline: Timeline
+    """The last step as measured."""
+
+
+def emulate(
+    base: Schedule, costs: CostTable, links: Links, steps: int, replicas: int, norm: Norm = "free", clip_every: int = 0
+) -> Emulated:
+    """Run ``steps`` steps of ``replicas`` data-parallel copies of ``base`` on emulated devices.
+
+    ``costs`` are in seconds. Steps follow one another without a global barrier, but for a global gradient ``norm`` that
+    updates wait for. Where they run ahead of it, every ``clip_every``-th step's update is undone and the forwards since
+    then run again; the prediction leaves that out.
+
+    Raises:
+        ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
+        SpecError: more devices than there is memory for, or more steps than can be predicted.
+        ClusterError: the nodes cannot work together.
+    """
+    what = rehearsal(base, costs, links, replicas, norm, clip_every)
+    _check_length(what.schedule, steps)
+    request = connect(what.schedule.devices, emulated=True)
+    check_processes(what.schedule.devices, ray.cluster_resources().get("memory", math.inf))
+    fleet = start_fleet(what.schedule, replicas, request, EmulatedStage)
+    try:
+        return run_rehearsal(what, fleet, steps)
+    finally:
+        fleet.stop()
+
+
+def check_processes(devices: int, memory_bytes: float) -> None:
+    """Raises SpecError where the processes of so many emulated devices need more than Ray's memory."""
+    most = int(memory_bytes / PROCESS_BYTES) if memory_bytes < math.inf else devices
+    if devices > most:
+        raise SpecError(
+            "devices",
+            f"{devices} emulated devices are as many processes, about {devices * PROCESS_BYTES / 1e9:.0f} GB; "
+            f"Ray has {memory_bytes / 1e9:.0f}",
+            f"use at most {most}, or raypipe schedule, which needs none",
+        )
+
+
+def _check_length(schedule: Schedule, steps: int) -> None:
+    tasks = sum(map(len, schedule.orders))
+    most = max(1, MOST_TASKS // max(1, tasks))
+    if steps > most:
+        raise SpecError("steps", f"{steps} steps of {tasks} tasks are too many to predict", f"use at most {most}")
+
+
+def run_rehearsal(what: Rehearsal, fleet: Fleet, steps: int) -> Emulated:
+    """Emulate on actors that are there: one for each device."""
+    schedule = what.schedule
+    clock = StepClock(schedule)
+    check_hosts(fleet)
+    _setup(fleet, what)
+    measured = _steps(fleet, clock, schedule, steps)
+    ends = what.step_ends(steps)
+    predicted = [end - begin for begin, end in pairwise((0.0, *ends))]
+    last = clock.measured()
+    assert last is not None
+    busy = sum(simulate(schedule, what.costs).busy)
+    over = [m - p for m, p in zip(measured, predicted, strict=True)]
+    return Emulated(
+        predicted_s=what.steady_s() if steps > 1 else ends[0],
+        predicted_steps_s=predicted,
+        measured_s=measured,
+        bubble_ratio=1.0 - busy / (schedule.devices * median(measured[1:] or measured)),
+        dispatch_overhead_s=median(over[1:] or over),
+        timeline=last,
+    )
+
+
+def _setup(fleet: Fleet, what: Rehearsal) -> None:
+    schedule, costs = what.schedule, what.costs
+    wiring = Wiring(
+        peers=tuple(x.peer for x in fleet.locations),
+        rendezvous=rendezvous_of(fleet.locations),
+        edges=edges(schedule),
+        groups=shared_groups(schedule.placement, ()),
+        transport="auto",
+        run_id=fleet.run_id,
+    )
+    ways = parts(schedule)
+    lowered = step_programs(schedule, ahead=what.norm == "ahead")
+    times = {part: [tuple(costs.durations(one, list(order))) for order in one.orders] for part, one in ways.items()}
+    ray.get(
+        [
+            actor.setup.remote(
+                EmulatedSetup(
+                    rank=rank,
+                    wiring=wiring,
+                    microbatches=schedule.microbatches,
+                    stages=schedule.stages,
+                    programs={part: rows[rank] for part, rows in lowered.items()},
+                    durations={part: rows[rank] for part, rows in times.items()},
+                    latency_s=costs.links,
+                    seconds_per_message=what.seconds_per_message,
+                    norm=what.norm,
+                    clip_every=what.clip_every,
+                )
+            )
+            for rank, actor in enumerate(fleet.actors)
+        ]
+    )
+
+
+def _steps(fleet: Fleet, clock: StepClock, schedule: Schedule, steps: int) -> list[float]:
+    measured: list[float] = []
+    pending: deque[tuple[Part, list[Any]]] = deque()
+
+    def collect() -> None:
+        part, refs = pending.popleft()
+        measured.append(clock.add(part, ray.get(refs))[0])
+
+    for step in range(steps):
+        part = WHOLE if schedule.versions == "flush" else (step == 0, step == steps - 1)
+        pending.append((part, fleet.call("run_step", step, part)))
+        if len(pending) > AHEAD:
+            collect()
+    while pending:
+        collect()
+    return measured

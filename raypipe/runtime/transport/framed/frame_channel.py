@@ -1,0 +1,178 @@
+"""What channels made of frames share: Gloo's, and those whose send and receive block (``ray_collective``).
+
+A transport supplies two functions for sending a frame - ``start`` in the caller's thread, ``finish`` in a thread of the
+edge, where it may block - and a way to wait for the next frame.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from raypipe.errors import TransportError
+from raypipe.runtime.transport import message_header as wire
+from raypipe.runtime.transport.channel import Expected, Label, Peer
+from raypipe.runtime.transport.framed import frames
+from raypipe.runtime.transport.inbox import Inbox, gone, who
+from raypipe.runtime.transport.receive_buffers import Allocate, empty
+from raypipe.runtime.transport.waiting import Progress
+
+T = TypeVar("T")
+
+
+class FrameSender(Generic[T]):
+    """Cuts messages into frames; ``frame_bytes`` must agree with the other end.
+
+    Args:
+        peer: the receiver.
+        start: begin to send a uint8 tensor, without waiting; an exception means that the peer is gone.
+        finish: wait, in a thread, until what ``start`` returned has been sent; likewise.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        start: Callable[[Tensor], T],
+        finish: Callable[[T], object],
+        frame_bytes: int = frames.FRAME_BYTES,
+    ) -> None:
+        self._peer, self._start, self._finish = peer, start, finish
+        self._pool = frames.FramePool(frame_bytes)
+        self._flying: queue.SimpleQueue[tuple[Label, Tensor, T] | None] = queue.SimpleQueue()
+        self._labels: deque[Label] = deque()
+        self._landed = threading.Condition()
+        self._failure: TransportError | None = None
+        # A daemon, because after a failure it may stay in `finish` until the process ends.
+        threading.Thread(target=self._run, name=f"send to rank {peer.rank}", daemon=True).start()
+
+    def send(self, label: Label, tensors: Sequence[Tensor]) -> None:
+        """See Sender.send. Raises TransportError when the peer is gone."""
+        if self._failure is not None:
+            raise self._failure
+        blocks = [wire.dense(t) for t in tensors]
+        for frame, used in frames.cut(wire.pack_tensors(label, blocks), blocks, self._pool):
+            try:
+                started = self._start(frame[:used])
+            except Exception as error:
+                self._failure = gone(self._peer, f"sending {label}")
+                raise self._failure from error
+            with self._landed:
+                self._labels.append(label)
+            self._flying.put((label, frame, started))
+
+    @property
+    def pending(self) -> bool:
+        """Always False: nothing waits for the caller."""
+        return False
+
+    def progress(self) -> None:
+        """Nothing to do: see ``pending``."""
+
+    def flush(self, timeout_s: float) -> None:
+        """See Sender.flush. A message has left when the peer has received it: sends meet receives here."""
+        deadline = time.monotonic() + timeout_s
+        with self._landed:
+            while self._labels and self._failure is None:
+                if not self._landed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    raise TransportError(
+                        who(self._peer),
+                        f"{self._labels[0]} was not received within {timeout_s:g} s",
+                        "look at that device: it has stopped reading",
+                    )
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """See Sender.close."""
+        self._failure = self._failure or TransportError(who(self._peer), "the channel is closed", "open it again")
+        self._flying.put(None)
+
+    def _run(self) -> None:
+        while (item := self._flying.get()) is not None:
+            label, frame, started = item
+            try:
+                self._finish(started)
+            except Exception:
+                with self._landed:
+                    self._failure = self._failure or gone(self._peer, f"sending {label}")
+                    self._landed.notify_all()
+                return
+            self._pool.put(frame)
+            with self._landed:
+                self._labels.popleft()
+                if not self._labels:
+                    self._landed.notify_all()
+
+
+class FrameReceiver(ABC):
+    """Puts messages together from frames that a subclass waits for.
+
+    Args:
+        peer: the sender.
+        progress: this device's own senders, pushed while it waits.
+        allocate: makes the received tensors.
+        frame_bytes: as the sender's.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        progress: Progress | None = None,
+        allocate: Allocate = empty,
+        frame_bytes: int = frames.FRAME_BYTES,
+    ) -> None:
+        self._peer = peer
+        self._inbox = Inbox(peer)
+        self._progress, self._allocate = progress or Progress(), allocate
+        self._pool = frames.FramePool(frame_bytes)
+        self._counts: deque[int] = deque()  # frames of each message that must still come
+
+    def post(self, expected: Sequence[Expected]) -> None:
+        """See Receiver.post."""
+        self._inbox.post(expected)
+        counts = [frames.count(message, self._pool.frame_bytes) for message in expected]
+        self._counts.extend(counts)
+        self._announce(sum(counts))
+
+    def recv(self, label: Label, timeout_s: float) -> list[Tensor]:
+        """See Receiver.recv. A timeout ends the channel: what is half put together can't be taken up again."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            tensors = self._inbox.take(label)
+            if tensors is not None:
+                return tensors
+            frame = self._next(label, deadline, timeout_s)
+            message = frames.Assembly(self._inbox, frame, self._allocate)
+            self._pool.put(frame)
+            for _ in range(self._counts.popleft() - 1):
+                frame = self._next(label, deadline, timeout_s)
+                message.add(frame)
+                self._pool.put(frame)
+            self._inbox.keep(message.label, message.tensors)
+
+    def _next(self, label: Label, deadline: float, timeout_s: float) -> Tensor:
+        try:
+            return self._next_frame(deadline)
+        except TimeoutError:
+            self._inbox.fail(self._inbox.late(label, timeout_s))
+        except ConnectionError:
+            self._inbox.fail(gone(self._peer, f"waiting for {label}"))
+
+    @abstractmethod
+    def close(self) -> None:
+        """See Receiver.close."""
+
+    @abstractmethod
+    def _announce(self, count: int) -> None:
+        """So many more frames will come."""
+
+    @abstractmethod
+    def _next_frame(self, deadline: float) -> Tensor:
+        """Wait for the next frame, pushing ``self._progress`` meanwhile. Raises TimeoutError or ConnectionError."""

@@ -1,0 +1,116 @@
+"""Channel over torch.distributed's Gloo: CPU tensors between hosts, or on one host without shared memory.
+
+All edges share one process group of the whole world, made for this purpose: Gloo keeps the messages from one rank to
+another in order and lets the two directions pass each other, and there is at most one edge per pair and direction.
+
+Three facts about Gloo shape this file. A receive buffer that is too small aborts the process: see ``frames``. A
+wait that times out closes the connection, so one can't wait in slices. And a send counts as unfinished until
+somebody waits for it: the edge's thread does, asleep outside Python, and gives the buffers back.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from raypipe.errors import TransportError
+from raypipe.runtime.transport.channel import Peer
+from raypipe.runtime.transport.framed import frames
+from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
+from raypipe.runtime.transport.inbox import gone, who
+from raypipe.runtime.transport.receive_buffers import Allocate, empty
+from raypipe.runtime.transport.waiting import PUSH_EVERY_S, Progress
+
+FOREVER = timedelta(days=365)
+"""For groups whose messages are posted ahead: our own deadline, from the wait on, is the one that counts."""
+_FRAMES_AHEAD = 4
+
+
+def open_group(world_size: int) -> dist.ProcessGroup:
+    """The group that all Gloo edges of the run share; every rank of the world must call this at the same point."""
+    group: dist.ProcessGroup | None = dist.new_group(list(range(world_size)), backend="gloo", timeout=FOREVER)
+    assert group is not None
+    return group
+
+
+def gloo_sender(
+    peer: Peer, group: dist.ProcessGroup, frame_bytes: int = frames.FRAME_BYTES
+) -> FrameSender[dist.Work | None]:
+    """Sending end of the edge from this rank to ``peer``."""
+    return FrameSender(
+        peer, lambda frame: dist.isend(frame, peer.rank, group=group), lambda work: work and work.wait(), frame_bytes
+    )
+
+
+class GlooReceiver(FrameReceiver):
+    """Receiving end of the edge from ``peer`` to this rank; receives for the next frames are always posted."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        group: dist.ProcessGroup,
+        progress: Progress | None = None,
+        allocate: Allocate = empty,
+        frame_bytes: int = frames.FRAME_BYTES,
+    ) -> None:
+        super().__init__(peer, progress, allocate, frame_bytes)
+        self._group = group
+        self._unposted = 0
+        self._works: deque[tuple[Tensor, dist.Work]] = deque()
+        self._closed = False
+
+    def close(self) -> None:
+        """See Receiver.close. Receives that are posted stay so until the process group goes."""
+        self._closed = True
+
+    def _announce(self, count: int) -> None:
+        self._unposted += count
+        while self._unposted and len(self._works) < _FRAMES_AHEAD:
+            frame = self._pool.get()
+            try:
+                work = dist.irecv(frame, self._peer.rank, group=self._group)
+            except RuntimeError:
+                self._inbox.fail(gone(self._peer, "posting a receive"))
+            assert work is not None
+            self._works.append((frame, work))
+            self._unposted -= 1
+
+    def _next_frame(self, deadline: float) -> Tensor:
+        if self._closed:
+            self._inbox.fail(TransportError(who(self._peer), "the channel is closed", "open it again"))
+        frame, work = self._works.popleft()
+        try:
+            self._wait(work, deadline)
+        except RuntimeError:
+            raise (TimeoutError if time.monotonic() >= deadline else ConnectionError) from None
+        self._announce(0)
+        return frame
+
+    def _wait(self, work: dist.Work, deadline: float) -> None:
+        # Gloo cuts to whole milliseconds, and 0 means for ever. Rounded up, because a wait that ended before the
+        # deadline would look like a lost connection.
+        left = timedelta(milliseconds=max(1, math.ceil(1000 * (deadline - time.monotonic()))))
+        if not self._progress.push():
+            work.wait(left)
+            return
+        # Something of ours is stuck, and only this thread may push it: another one waits.
+        failures: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                work.wait(left)
+            except RuntimeError as error:
+                failures.append(error)
+
+        waiter = threading.Thread(target=wait, daemon=True)
+        waiter.start()
+        while waiter.is_alive():
+            waiter.join(PUSH_EVERY_S if self._progress.push() else None)
+        if failures:
+            raise failures[0]

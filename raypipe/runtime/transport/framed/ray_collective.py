@@ -1,0 +1,160 @@
+"""Channels over ``ray.util.collective`` groups: Gloo for CPU tensors, NCCL through cupy for GPUs.
+
+Its send and receive block, so each direction of an edge has a thread. What Ray's groups are like (2.60) decides the
+rest:
+
+* The Gloo group joins the process's torch.distributed world if there is one, must span all of it with equal ranks, and
+  passes messages over the world's default group. So there is one Ray group for all edges, nobody else may use
+  point-to-point on the default group, and after a failure the world must be joined anew (stage actors are restarted).
+* The NCCL group makes its communicator at the first message, one per pair of ranks for both directions, on a stream
+  that synchronises with torch's default stream: two facing edges could lock up. So there is one group per directed
+  edge, warmed up in order, and moved to a stream of ours (``RayLink``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypipe.errors import TransportError
+from raypipe.runtime.transport.channel import Peer
+from raypipe.runtime.transport.framed import frames
+from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
+from raypipe.runtime.transport.receive_buffers import Allocate, empty
+from raypipe.runtime.transport.waiting import PUSH_EVERY_S, Progress
+
+
+def open_gloo_group(world_size: int, rank: int, run_id: str) -> str:
+    """Join the Ray group of the whole run and return its name; every rank calls this at the same point.
+
+    Raises TransportError outside a Ray actor.
+    """
+    return _join(world_size, rank, "gloo", f"raypipe-{run_id}")
+
+
+def _join(world_size: int, rank: int, backend: str, name: str) -> str:
+    from ray.util import collective
+
+    try:
+        collective.init_collective_group(world_size, rank, backend=backend, group_name=name)
+    except RuntimeError as error:
+        raise TransportError(f"ray.util.collective group {name}", str(error), "use transport: auto") from error
+    return name
+
+
+def ray_sender(peer: Peer, group: str, frame_bytes: int = frames.FRAME_BYTES) -> FrameSender[Tensor]:
+    """Sending end for CPU tensors."""
+    from ray.util import collective
+
+    return FrameSender(peer, lambda frame: frame, lambda frame: collective.send(frame, peer.rank, group), frame_bytes)
+
+
+class RayReceiver(FrameReceiver):
+    """Receiving end for CPU tensors; its thread receives each frame that was announced."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        group: str,
+        progress: Progress | None = None,
+        allocate: Allocate = empty,
+        frame_bytes: int = frames.FRAME_BYTES,
+    ) -> None:
+        super().__init__(peer, progress, allocate, frame_bytes)
+        self._group = group
+        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._came: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"receive from rank {peer.rank}", daemon=True).start()
+
+    def close(self) -> None:
+        """See Receiver.close."""
+        self._wanted.put(False)
+
+    def _announce(self, count: int) -> None:
+        for _ in range(count):
+            self._wanted.put(True)
+
+    def _next_frame(self, deadline: float) -> Tensor:
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            wait_s = min(left_s, PUSH_EVERY_S) if self._progress.push() else left_s
+            try:
+                frame = self._came.get(timeout=wait_s)
+            except queue.Empty:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError from None
+                continue
+            if frame is None:
+                self._came.put(None)
+                raise ConnectionError
+            return frame
+
+    def _run(self) -> None:
+        from ray.util import collective
+
+        while self._wanted.get():
+            frame = self._pool.get()
+            try:
+                collective.recv(frame, self._peer.rank, self._group)
+            except Exception:
+                self._came.put(None)
+                return
+            self._came.put(frame)
+
+
+class RayLink:
+    """A two-rank NCCL group of Ray's for one directed edge (``nccl.Link``).
+
+    Made by both ends at the same point. After the first message, call ``adopt``.
+
+    Raises:
+        TransportError: no cupy, or the actor sees more GPUs than its own.
+    """
+
+    def __init__(self, name: str, sends: bool, device: torch.device) -> None:
+        if device.index not in (0, None):
+            # Ray's group looks its communicator up by the peer's GPU index, and takes that to be 0.
+            raise TransportError("transport: ray-collective", f"the actor's GPU is {device}", "give each actor one GPU")
+        self._group = _join(2, 0 if sends else 1, "nccl", name)
+        self._peer = 1 if sends else 0
+        self._stream: Any = None
+
+    def adopt(self, stream: torch.cuda.Stream) -> None:
+        """Run on this stream from now on. Ray has no public way; the error says so should its insides change."""
+        import cupy
+        from ray.util import collective
+
+        group = collective.get_group_handle(self._group)
+        streams = getattr(group, "_dev_streams_map", None)
+        if not isinstance(streams, dict) or len(streams) != 1:
+            raise TransportError("transport: ray-collective", "this Ray keeps its streams elsewhere", "transport: nccl")
+        self._stream = cupy.cuda.ExternalStream(stream.cuda_stream)
+        for key in streams:
+            streams[key] = [self._stream]
+
+    def send(self, tensor: Tensor) -> None:
+        """See nccl.Link.send."""
+        from ray.util import collective
+
+        with self._stream or contextlib.nullcontext():
+            collective.send(tensor, self._peer, self._group)
+
+    def recv(self, tensor: Tensor) -> None:
+        """See nccl.Link.recv."""
+        from ray.util import collective
+
+        with self._stream or contextlib.nullcontext():
+            collective.recv(tensor, self._peer, self._group)
+
+    def close(self) -> None:
+        """Leave the group; the end that made its rendezvous actor removes that."""
+        from ray.util import collective
+
+        with contextlib.suppress(Exception):  # the peer, or Ray itself, may be gone already
+            collective.destroy_collective_group(self._group)

@@ -1,0 +1,184 @@
+"""Channel for CUDA tensors between different GPUs: payload over NCCL, an envelope with the header over a CPU channel.
+
+NCCL hangs or corrupts when sizes differ, and its failures and delays are invisible to the host. So each message's
+header goes over the CPU channel as soon as the send is queued on the GPU; the receiver waits for that on the host, with
+a timeout that names the message, checks it, and only then queues the matching receive. Hence NCCL never waits for
+something that is not already queued on the other GPU, and no receive kernel blocks an allocation or a module load for
+long. The host runs ahead of the GPUs, so transfers still start as soon as their data is ready.
+
+``Link`` is the part that differs between torch's NCCL and ``ray.util.collective``'s.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raypipe.errors import TransportError
+from raypipe.runtime.transport import message_header as wire
+from raypipe.runtime.transport.channel import Expected, Label, Peer, Receiver, Sender, TensorSpec
+from raypipe.runtime.transport.gpu.side_stream import Mark, Side, snapshot
+from raypipe.runtime.transport.inbox import Inbox, who
+
+_ENVELOPE = TensorSpec((1024,), torch.uint8)
+_LENGTH = struct.Struct("<I")
+
+
+class Link(Protocol):
+    """Two GPUs that can pass tensors; both calls queue on the current stream and return. Tensors are not empty."""
+
+    def send(self, tensor: Tensor) -> None:
+        """Queue sending a dense tensor."""
+
+    def recv(self, tensor: Tensor) -> None:
+        """Queue receiving into a dense tensor."""
+
+    def close(self) -> None:
+        """Release the communicator."""
+
+
+class TorchLink:
+    """A communicator of its own for one directed edge; made, with its first message, by both ends at the same point."""
+
+    def __init__(self, peer_rank: int, group: dist.ProcessGroup) -> None:
+        self._peer, self._group = peer_rank, group
+
+    def send(self, tensor: Tensor) -> None:
+        """See Link.send."""
+        work = dist.isend(tensor, self._peer, group=self._group)
+        assert work is not None
+        work.wait()  # the current stream waits for NCCL's own; the host doesn't
+
+    def recv(self, tensor: Tensor) -> None:
+        """See Link.recv."""
+        work = dist.irecv(tensor, self._peer, group=self._group)
+        assert work is not None
+        work.wait()
+
+    def close(self) -> None:
+        """See Link.close; torch releases it with the process group."""
+
+
+def warm_up(link: Link, sends: bool, device: torch.device) -> None:
+    """Pass one number, so that the communicator exists before training: making it may block both ends."""
+    tensor = torch.zeros(1, device=device)
+    link.send(tensor) if sends else link.recv(tensor)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class NcclSender:
+    """Sends over ``link``; ``base`` carries the envelopes and is owned."""
+
+    def __init__(self, peer: Peer, link: Link, base: Sender, side: Side) -> None:
+        self._peer, self._link, self._base, self._side = peer, link, base, side
+        self._flying: deque[tuple[Label, list[Tensor], Mark]] = deque()
+
+    def send(self, label: Label, tensors: Sequence[Tensor]) -> None:
+        """See Sender.send."""
+        head = wire.pack_tensors(label, tensors)
+        if _LENGTH.size + len(head) > _ENVELOPE.nbytes:
+            raise TransportError(who(self._peer), f"{label} has too many tensors for an envelope", "send fewer at once")
+        blocks = snapshot(tensors)
+        with self._side.after_compute():
+            for block in blocks:
+                if block.numel():
+                    self._link.send(block)
+        # The buffers stay ours until NCCL has read them.
+        self._flying.append((label, blocks, self._side.mark()))
+        content = (_LENGTH.pack(len(head)) + head).ljust(_ENVELOPE.nbytes, b"\0")
+        self._base.send(label, [torch.frombuffer(bytearray(content), dtype=torch.uint8)])
+        self._reap()
+
+    @property
+    def pending(self) -> bool:
+        """Whether an envelope waits; the payload needs no pushing."""
+        return self._base.pending
+
+    def progress(self) -> None:
+        """See Sender.progress."""
+        self._reap()
+        if self._base.pending:
+            self._base.progress()
+
+    def flush(self, timeout_s: float) -> None:
+        """See Sender.flush. A message has left when the other GPU has it."""
+        deadline = time.monotonic() + timeout_s
+        self._base.flush(timeout_s)
+        self._reap()
+        while self._flying:
+            if time.monotonic() > deadline:
+                raise TransportError(
+                    who(self._peer),
+                    f"{self._flying[0][0]} was not received within {timeout_s:g} s",
+                    "look at that device: it has stopped receiving",
+                )
+            time.sleep(0.0001)
+            self._reap()
+
+    def close(self) -> None:
+        """See Sender.close. Buffers that NCCL may still read are left to torch, and so is the link they are on."""
+        self._reap()
+        self._side.borrow(block for _, blocks, _ in self._flying for block in blocks)
+        if not self._flying:
+            self._link.close()
+        self._flying.clear()
+        self._base.close()
+
+    def _reap(self) -> None:
+        while self._flying and self._flying[0][2].query():
+            self._flying.popleft()
+
+
+class NcclReceiver:
+    """Receives over ``link``; ``base`` carries the envelopes and is owned."""
+
+    def __init__(self, peer: Peer, link: Link, base: Receiver, side: Side) -> None:
+        self._link, self._base, self._side = link, base, side
+        self._inbox = Inbox(peer)
+        self._marks: dict[Label, Mark] = {}
+        self._last: Mark | None = None
+
+    def post(self, expected: Sequence[Expected]) -> None:
+        """See Receiver.post."""
+        self._inbox.post(expected)
+        self._base.post([Expected(message.label, (_ENVELOPE,)) for message in expected])
+
+    def recv(self, label: Label, timeout_s: float) -> list[Tensor]:
+        """See Receiver.recv. The host waits for the envelope only; the compute stream waits for the payload."""
+        tensors = self._inbox.take(label)
+        if tensors is None:
+            envelope = self._base.recv(label, timeout_s)[0]
+            # It came after those of all earlier messages, and NCCL delivers in order: theirs are queued first.
+            while (ahead := self._inbox.upcoming) is not None and ahead.label != label:
+                self._queue(self._base.recv(ahead.label, timeout_s)[0])
+            self._queue(envelope)
+            tensors = self._inbox.take(label)
+            assert tensors is not None
+        self._side.hand_over(self._marks.pop(label), tensors)
+        return tensors
+
+    def close(self) -> None:
+        """See Receiver.close. A link that still waits for its peer is left to torch: closing it could wait for ever."""
+        self._base.close()
+        if self._last is None or self._last.query():
+            self._link.close()
+
+    def _queue(self, envelope: Tensor) -> None:
+        content = envelope.numpy().tobytes()
+        (length,) = _LENGTH.unpack_from(content)
+        message = self._inbox.accept(content[_LENGTH.size : _LENGTH.size + length])
+        with self._side.independent():
+            tensors = [torch.empty(s.shape, dtype=s.dtype, device=self._side.device) for s in message.tensors]
+            for tensor in tensors:
+                if tensor.numel():
+                    self._link.recv(tensor)
+        self._last = self._marks[message.label] = self._side.mark()
+        self._inbox.keep(message.label, tensors)

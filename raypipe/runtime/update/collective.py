@@ -1,0 +1,31 @@
+"""Waiting for a collective without standing still oneself, and naming it when it does not come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from raypipe.errors import TransportError
+from raypipe.runtime.transport.waiting import PUSH_EVERY_S
+
+Push = Callable[[], bool]
+"""Moves this device's own messages on; True while some are left that only another push can move."""
+
+
+def wait_for(what: str, work: dist.Work, push: Push) -> None:
+    """Wait for a collective. A message of ours that is stuck may be just what the last member needs to join it.
+
+    Raises:
+        TransportError: another member did not join in time; Gloo's own error names neither what was waited for nor for
+            whom.
+    """
+    while push() and not work.is_completed():
+        time.sleep(PUSH_EVERY_S)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise TransportError(
+            what, f"another holder did not join: {error}", "see which stage failed or hangs; train.message_timeout_s"
+        ) from error

@@ -1,0 +1,190 @@
+"""Gradients that several devices share: stage replicas and tied parameters; and their share of the global norm.
+
+Sums, never means: every micro-batch's loss is already divided by the tokens of the whole mini-batch, so the sum
+over replicas is the mini-batch gradient whatever the plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raypipe.runtime.clock import Clock, Mark
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.update.collective import Push, wait_for
+
+StageKey = tuple[int, int]
+"""(stage, replica)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiedHolders:
+    """One parameter that several stages hold copies of."""
+
+    name: str
+    """The group's first member, ``<layer index>.<path>``: its name in checkpoints."""
+    members: tuple[str, ...]
+    """All names the parameter goes by."""
+    ranks: tuple[int, ...]
+    """Every device that holds a copy, in any replica."""
+    layer: int
+    """The layer of the first member: the stage that holds it saves the parameter."""
+
+
+def shared_groups(placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolders, ...]) -> dict[str, tuple[int, ...]]:
+    """The process groups a plan needs, by name, in the one order every device creates them in."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for stage in range(len(placement[0])):
+        ranks = tuple(sorted({held[stage] for held in placement}))
+        if len(ranks) > 1:
+            wanted[f"stage {stage}"] = ranks
+    for tie in tied:
+        if len(tie.ranks) > 1:
+            wanted[f"tied {tie.name}"] = tie.ranks
+    return wanted
+
+
+class GradientSync:
+    """Sums the gradients of one device's stage replicas with those of their other holders."""
+
+    def __init__(
+        self,
+        device: int,
+        modules: Mapping[StageKey, StageModule],
+        placement: tuple[tuple[int, ...], ...],
+        tied: tuple[TiedHolders, ...],
+        groups: Mapping[str, dist.ProcessGroup],
+        member: int = 0,
+    ) -> None:
+        """``member``: which of its device's processes this one is; the others hold other shares of what is divided."""
+        self.groups = groups
+        self.all_reduces = 0.0
+        """Gradient all-reduces since the last reset; each of a group's members counts its share of one."""
+        self._pending: dict[StageKey, tuple[dist.Work, Tensor, list[Mark]]] = {}
+        self.totals: dict[StageKey, Tensor] = {}
+        """What ``launch`` was given beside the gradients, summed; whoever takes it takes it out."""
+        self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
+        spread: set[str] = set()
+        for tie in tied:
+            copies = [m.trained[n] for m in modules.values() for n in tie.members if n in m.trained]
+            if len(tie.ranks) > 1 or len(copies) > 1:
+                spread.update(tie.members)
+                if copies:
+                    self._ties.append((tie, copies))
+        self._own = {
+            key: [p for name, p in module.trained.items() if name not in spread] for key, module in modules.items()
+        }
+        # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
+        # every member has a share of it.
+        divided = {id(m.named[name]) for m in modules.values() for name in m.shards}
+        counted: list[nn.Parameter] = []
+        for (stage, replica), parameters in self._own.items():
+            if self._is_first_holder(device, stage, replica, placement):
+                counted.extend(parameters)
+        counted.extend(copies[0] for tie, copies in self._ties if tie.ranks[0] == device)
+        self._counted = [p for p in counted if member == 0 or id(p) in divided]
+        held = defaultdict[int, set[int]](set)
+        for row in placement:
+            for stage, holder in enumerate(row):
+                held[holder].add(stage)
+        self.complete = not divided and all(len(stages) == len(placement[0]) for stages in held.values())
+        """Every device holds every stage (data parallelism; Chimera of two stages): once its sums are there, each knows
+        the global norm by itself."""
+        # In one order on all devices: they must come to the same bits.
+        firsts = {stage: (stage, replica) for stage, replica in sorted(self._own, reverse=True)}
+        self._every = [p for _, key in sorted(firsts.items()) for p in self._own[key]]
+        self._every += [copies[0] for _, copies in self._ties]
+        if self.complete and self._counted:
+            self._counted = self._every
+        self._all = [p for module in modules.values() for p in module.trained.values()]
+
+    @staticmethod
+    def _is_first_holder(device: int, stage: int, replica: int, placement: tuple[tuple[int, ...], ...]) -> bool:
+        first = min((held[stage], r) for r, held in enumerate(placement))
+        return first == (device, replica)
+
+    def launch(self, key: StageKey, beside: Tensor | None = None) -> None:
+        """Start summing a stage replica's gradients over its holders; ``finish`` waits for it.
+
+        ``beside``: one-dimensional, summed in the same message; see ``totals``.
+        """
+        group = self.groups.get(f"stage {key[0]}")
+        parameters = self._own[key]
+        if group is None or not (parameters or beside is not None):
+            return
+        parts = [_gradient(p).reshape(-1) for p in parameters]
+        flat = torch.cat(parts if beside is None else [*parts, beside.to(parts[0].dtype) if parts else beside])
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None
+        seen: list[Mark] = []
+        if flat.device.type == "cpu":  # the host's clock can say when, in the middle of whatever task
+            work.get_future().add_done_callback(lambda _: seen.append(time.monotonic()))
+        self._pending[key] = (work, flat, seen)
+        self.all_reduces += 1 / group.size()
+
+    def finish(self, push: Push, clock: Clock) -> dict[StageKey, Mark]:
+        """Wait for every started sum, then sum the tied parameters over all their copies.
+
+        Returns when each sum was complete; where the host's clock cannot say, when that was seen here.
+
+        Raises:
+            TransportError: another holder did not join in time.
+        """
+        completed: dict[StageKey, Mark] = {}
+        for key, (work, flat, seen) in self._pending.items():
+            wait_for(f"gradient sum of stage {key[0]}", work, push)
+            completed[key] = seen[0] if seen else clock.mark()
+            offset = 0
+            for p in self._own[key]:
+                p.grad = flat[offset : offset + p.numel()].view_as(p)
+                offset += p.numel()
+            if offset < flat.numel():
+                self.totals[key] = flat[offset:]
+        self._pending.clear()
+        for tie, copies in self._ties:
+            total = _gradient(copies[0])
+            for copy in copies[1:]:
+                total = total + _gradient(copy)
+            group = self.groups.get(f"tied {tie.name}")
+            if group is not None:
+                total = total.contiguous()
+                sum_ = dist.all_reduce(total, group=group, async_op=True)
+                assert sum_ is not None
+                wait_for(f"gradient sum of tied {tie.name}", sum_, push)
+                self.all_reduces += 1 / group.size()
+            for copy in copies:
+                copy.grad = total if copy is copies[0] else total.clone()
+        return completed
+
+    def norm_squared(self) -> Tensor:
+        """This device's share of the squared global norm, float64 scalar; the shares of all devices add up to it."""
+        return _squares(self._counted)
+
+    def whole_norm_squared(self) -> Tensor:
+        """The squared global norm, float64 scalar, where this device is ``complete``."""
+        return _squares(self._every)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        gradients = [p.grad for p in self._all if p.grad is not None]
+        if gradients:  # a device may hold nothing that is trained
+            torch._foreach_mul_(gradients, factor)
+
+
+def _squares(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Sum of the squares of all gradients."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack(list(torch._foreach_norm(grads)))
+    return norms.double().square().sum().cpu()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

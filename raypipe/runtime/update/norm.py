@@ -1,0 +1,91 @@
+"""The global gradient norm: how devices tell each other their shares, and what clipping does with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from raypipe.runtime.update.collective import Push, wait_for
+
+UpdateRule = Literal["auto", "wait", "optimistic"]
+"""What an update does about the global norm: waits for it, or is made at once and undone should it have to be clipped
+after all; ``auto`` is optimistic where the schedule gains by it and the last norm was within the limit."""
+
+
+def clip_factor(limit: float, norm: float) -> float:
+    """What gradients of global norm ``norm`` are multiplied by; 1.0 means that nothing is.
+
+    The rule of ``torch.nn.utils.clip_grad_norm_``. A norm that is not a number clips nothing.
+    """
+    factor = limit / (norm + 1e-6)
+    return factor if factor < 1.0 else 1.0
+
+
+class Shares:
+    """Passes one number of every device to every device, beside compute.
+
+    Every device adds up the same list, exactly (``norm_of``): so all of them, and the driver, see the same bits,
+    whatever order a collective would have added in. Everybody sends to everybody: one hop, where Gloo's sums and
+    gathers go round a ring of all devices, twice or once.
+    """
+
+    def __init__(self, world: dist.ProcessGroup | None) -> None:
+        self.ranks = 1 if world is None else world.size()
+        self._world = world
+        self._shares = torch.zeros(self.ranks, dtype=torch.float64)
+        self._work: dist.Work | None = None
+
+    def start(self, share: float) -> None:
+        """Hand in this device's number; Gloo's own thread does the rest."""
+        own = torch.full((self.ranks,), share, dtype=torch.float64)
+        self._shares = own
+        if self._world is not None:
+            self._shares = torch.empty_like(own)
+            self._work = dist.all_to_all_single(self._shares, own, group=self._world, async_op=True)
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self, push: Push) -> list[float]:
+        """All devices' numbers, by rank.
+
+        Raises:
+            TransportError: a device did not hand in its own in time.
+        """
+        if self._work is not None:
+            wait_for("global gradient norm", self._work, push)
+            self._work = None
+        return self._shares.tolist()
+
+
+def norm_of(shares: Iterable[float]) -> float:
+    """The global gradient norm from the devices' shares of its square."""
+    try:
+        return math.sqrt(math.fsum(shares))
+    except OverflowError:
+        return math.inf
+
+
+class Forecast:
+    """Whether the next update will probably need no clipping. Every device saw the same norms, so all agree.
+
+    An optimistic update that is undone costs hardly more than a wait, since a device stops running ahead when the norm
+    comes. So there is no need for a safe distance: ``auto`` expects of a step what the one before turned out to be.
+    """
+
+    def __init__(self, limit: float, rule: UpdateRule) -> None:
+        self.limit, self.rule = limit, rule
+        self._calm = False
+
+    def saw(self, norm: float) -> None:
+        """Take note of a step's norm."""
+        self._calm = math.isfinite(norm) and clip_factor(self.limit, norm) == 1.0
+
+    def optimistic(self) -> bool:
+        """Whether to make the next update before its norm is known."""
+        return self.rule == "optimistic" or (self.rule == "auto" and self._calm)

@@ -1,0 +1,159 @@
+"""The optimizer steps of one device, gradients clipped by their global norm, without a wait for it where that stalls.
+
+Three ways to come to the same weights, bit for bit:
+
+``wait``        until the last device's gradients are complete, then clip and step.
+``optimistic``  step at once, as if nothing had to be clipped, and keep what the step overwrote. When the norm says
+                otherwise, put that back, clip and step again; what ran on the wrong weights is run again. It is zero
+                bubble's post-validation (Qi et al. 2024, section 4), with a copy in place of an inverted step, so that
+                nothing is lost to rounding and any optimizer will do. Costs a copy of the parameters and the optimizer
+                state from the update to the next step's first backward.
+``later``       PipeDream-2BW: the step after next is the first to use these weights, so the update itself can wait
+                until the norm is there. Costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from raypipe.runtime.update.collective import Push
+from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.update.norm import Forecast, Shares, UpdateRule, clip_factor, norm_of
+from raypipe.runtime.update.weight_versions import WeightVersions
+
+Way = Literal["wait", "optimistic", "later"]
+
+
+class Undo:
+    """What the next step of an optimizer overwrites."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._values = [(p, p.detach().clone()) for p in held]
+        self._states = [
+            (p, {key: v.clone() if isinstance(v, Tensor) else v for key, v in optimizer.state[p].items()})
+            for p in held
+            if p in optimizer.state
+        ]
+        self._fresh = [p for p in held if p not in optimizer.state]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put it back; once."""
+        for parameter, value in self._values:
+            parameter.copy_(value)
+        self.optimizer.state.update(self._states)
+        for parameter in self._fresh:
+            self.optimizer.state.pop(parameter, None)
+
+
+class Updates:
+    """Makes a device's updates, and knows which of them may still change."""
+
+    def __init__(
+        self,
+        optimizers: Mapping[StageKey, torch.optim.Optimizer],
+        versions: Mapping[StageKey, WeightVersions],
+        sync: GradientSync,
+        shares: Shares,
+        clip: float | None,
+        rule: UpdateRule,
+    ) -> None:
+        self.optimizers, self.versions = optimizers, versions
+        self.sync, self.shares, self.limit = sync, shares, clip
+        self._forecast = Forecast(clip or 0.0, rule)
+        self._way: Way = "wait"
+        self._undo: list[Undo] = []
+        self.pending = False
+        """The last updates are not certain yet: see ``settle``."""
+
+    def begin(self, may_run_ahead: bool, push: Push) -> float:
+        """All this device's gradients are complete: choose how its updates are made, and clip if that is to wait.
+
+        ``may_run_ahead``: the program has tasks that do not depend on the updates being certain; the same on all
+        devices. Returns this device's share of the squared norm.
+
+        Raises:
+            TransportError: a device did not hand in its share in time.
+        """
+        share = float(self.sync.norm_squared())
+        self._way = "wait"
+        if self.limit is None:
+            return share
+        if may_run_ahead:
+            self._way = "later" if self.versions else "optimistic" if self._forecast.optimistic() else "wait"
+        # Where each device knows the norm by itself, nobody tells anybody: ``shares`` has this device alone. The share
+        # of the one that counts for all is the whole already, those of the others are nothing.
+        known = (share or float(self.sync.whole_norm_squared())) if self.sync.complete else share
+        self.shares.start(known)
+        self.pending = self._way != "wait"
+        if not self.pending:
+            self._clip(push)
+        return share
+
+    @property
+    def optimistic(self) -> bool:
+        """The last updates were made before their norm was known."""
+        return self._way == "optimistic"
+
+    def make(self, key: StageKey, lr: float) -> None:
+        """The update of one stage replica, in the way ``begin`` chose."""
+        optimizer = self.optimizers[key]
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if key in self.versions:
+            self.versions[key].expect()
+        if self._way == "wait":
+            self._step(key)
+        elif self._way == "optimistic":
+            self._undo.append(Undo(optimizer))
+            optimizer.step()
+
+    def settle(self, push: Push, wait: bool = True) -> bool | None:
+        """Make the last updates certain; False if they had to be undone and made again, with clipped gradients.
+
+        None, and nothing done, where that takes a norm which is not there and which the caller does not ``wait`` for.
+
+        Raises:
+            TransportError: a device did not hand in its share in time.
+        """
+        if not self.pending:
+            return True
+        if not wait and not self.shares.ready():
+            return None
+        clipped = self._clip(push)
+        self.pending = False
+        if self._way == "later":
+            for key in self.optimizers:
+                self._step(key)
+            return True
+        if clipped:
+            for undo in self._undo:
+                undo.restore()
+                undo.optimizer.step()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        self._undo.clear()
+        return not clipped
+
+    def _step(self, key: StageKey) -> None:
+        optimizer = self.optimizers[key]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if key in self.versions:
+            self.versions[key].updated()
+
+    def _clip(self, push: Push) -> bool:
+        """Take the global norm; True if the gradients were too large and have been scaled."""
+        assert self.limit is not None
+        norm = norm_of(self.shares.wait(push))
+        self._forecast.saw(norm)
+        factor = clip_factor(self.limit, norm)
+        if factor < 1.0:
+            self.sync.scale(factor)
+        return factor < 1.0

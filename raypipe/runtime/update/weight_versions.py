@@ -1,0 +1,84 @@
+"""Weight versions of one stage replica, for schedules whose backwards use older weights than the newest.
+
+The optimizer works on the stage's parameters, the newest version. Forwards run on snapshots of it, so that a
+backward finds the very weights its forward saw, however many updates came in between.
+
+``stash`` (PipeDream, Narayanan et al. 2019, section 3.3): a forward takes the newest weights; they are kept until its
+backward is done. ``2bw`` (PipeDream-2BW, Narayanan et al. 2021, section 3.1): step t runs on w(t-1), and its gradient
+updates w(t): w(t+1) = w(t) - lr * grad(w(t-1)); two versions suffice.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.models import Inputs
+from raypipe.runtime.backward.segments import Segment
+from raypipe.runtime.stage.stage import StageModule
+
+Snapshot = dict[str, Tensor]
+"""Parameter path inside the stage module -> its values; leaves that collect gradients of their own."""
+
+
+class WeightVersions:
+    """The snapshots of one stage replica."""
+
+    def __init__(self, module: StageModule, rule: Literal["stash", "2bw"]) -> None:
+        self.module, self.rule = module, rule
+        self.paths: dict[str, nn.Parameter] = dict(module.named_parameters())
+        newest = self._snapshot()
+        self.older, self.newest = newest, newest
+
+    def _snapshot(self) -> Snapshot:
+        return {path: p.detach().clone().requires_grad_(p.requires_grad) for path, p in self.paths.items()}
+
+    def for_forward(self, ahead: bool) -> Snapshot:
+        """The weights that a forward runs on; ``ahead``: it belongs to the step after the one not yet updated."""
+        return self.newest if self.rule == "stash" or ahead else self.older
+
+    def collect(self, used: Snapshot) -> None:
+        """Hand the gradients that ``used`` has collected to the optimizer's parameters."""
+        for path, leaf in used.items():
+            self.paths[path].grad = leaf.grad
+            leaf.grad = None
+
+    def expect(self) -> None:
+        """The optimizer is about to change the parameters, now or later: the newest version becomes the one before."""
+        self.older = self.newest
+
+    def updated(self) -> None:
+        """The optimizer has changed the parameters: they are a new version."""
+        self.newest = self._snapshot()
+        if self.rule == "stash":
+            self.older = self.newest  # nothing runs on the one before: do not keep it
+
+    def previous(self) -> dict[str, Tensor]:
+        """What a checkpoint needs beside the parameters: w(t-1) of 2BW, by parameter path; nothing after a flush."""
+        return dict(self.older) if self.rule == "2bw" else {}
+
+    def restore(self, previous: dict[str, Tensor]) -> None:
+        """Begin again from loaded parameters and, for 2BW, the version before them."""
+        self.newest = self._snapshot()
+        self.older = self.newest
+        if self.rule == "2bw" and previous:
+            self.older = {
+                path: t.clone().requires_grad_(self.paths[path].requires_grad) for path, t in previous.items()
+            }
+
+
+def run_with(
+    module: nn.Module,
+    weights: Snapshot | None,
+    arrived: tuple[Tensor, ...],
+    inputs: Inputs,
+    segment: Segment | None = None,
+) -> tuple[Tensor, ...]:
+    """Forward of a stage, or of a segment of it, on a snapshot (None: on its own parameters)."""
+    given = (arrived, inputs) if segment is None else (arrived, inputs, segment)
+    outputs: tuple[Tensor, ...] = (
+        module(*given) if weights is None else torch.func.functional_call(module, weights, given)
+    )
+    return outputs

@@ -1,0 +1,231 @@
+"""The stage actor: one Ray actor per device, pinned to it. It builds its stages, then runs one program per call.
+
+Ray carries calls and a few numbers; tensors go from actor to actor through channels.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from raypipe.checkpoint import ShardInfo, open_checkpoint, write_shard
+from raypipe.data import open_data
+from raypipe.models import DTYPES, build_model
+from raypipe.runtime.cast_messages import narrowing_of
+from raypipe.runtime.cluster.failure import tells
+from raypipe.runtime.cluster.host_check import HostQuestion, HostReport, report_host
+from raypipe.runtime.communicators import Links, Location, Wiring, locate, own_address
+from raypipe.runtime.executor import Executor
+from raypipe.runtime.process import heap_bytes, settle
+from raypipe.runtime.setup import Setup
+from raypipe.runtime.stage.inputs import Feed
+from raypipe.runtime.stage.shapes import Wires
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.stage.state import (
+    Piece,
+    joined,
+    not_finite,
+    owned_keys,
+    previous_pieces,
+    read_previous,
+    read_state,
+    state_pieces,
+)
+from raypipe.runtime.step import StepResult, StepSettings
+from raypipe.runtime.tensor_ranks import TENSOR_GROUP, own_channels, own_groups
+from raypipe.runtime.update.collective import wait_for
+from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.update.norm import Shares
+from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
+from raypipe.runtime.update.weight_versions import WeightVersions
+from raypipe.schedule.lowering.asynchronous import WHOLE, Part
+from raypipe.schedule.lowering.programs import Program
+from raypipe.tensor import Alone, ProcessGroup, TensorGroup, set_group
+
+
+class Stage:
+    """One device of the pipeline. Methods are called by the driver in the same order on every device."""
+
+    executor_class: ClassVar[type[Executor]] = Executor
+    sync_class: ClassVar[type[GradientSync]] = GradientSync
+
+    def __init__(self, rank: int, title: str) -> None:
+        self.rank, self.title = rank, title
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        settle(self.device)
+
+    def __repr__(self) -> str:
+        return self.title
+
+    def whereabouts(self) -> str:
+        """Which device this is and what it is doing, for errors."""
+        device = f"{self.title} · device {self.rank}"
+        executor = getattr(self, "executor", None)
+        if executor is None or executor.doing is None:
+            return device
+        of = f"step {executor.step + 1}" if executor.training else f"validation batch {executor.step}"
+        return f"{device}, {executor.doing.task} of {of}"
+
+    def locate(self) -> Location:
+        """Say where this actor runs."""
+        return locate(self.rank, self.title, self.device)
+
+    def report(self, question: HostQuestion) -> HostReport:
+        """Say whether this actor's node can take part in a run."""
+        return report_host(question, own_address())
+
+    @tells
+    def setup(self, setup: Setup) -> tuple[int, list[str]]:
+        """Join the groups, open the channels, build the stages.
+
+        Returns the number of parameters held, and those whose weight gradients cannot wait for W.
+        """
+        self._leave()
+        self.setup_data = setup
+        job = setup.job
+        if job.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.links = links = Links(setup.rank, setup.wiring, self._backend(setup.wiring))
+        groups = own_groups(links.groups, setup.device, setup.member, setup.tensor)
+        plan = build_model(job, setup.fields, setup.member)
+        split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
+        self.modules: dict[StageKey, StageModule] = {
+            (stage, replica): StageModule(
+                plan, setup.cut[stage], job.train.seed, self.device, split, setup.again, setup.search_again
+            )
+            for replica, held in enumerate(setup.placement)
+            for stage, device in enumerate(held)
+            if device == setup.device
+        }
+        self.optimizers = {k: make_optimizer(job.train, m.trained.values()) for k, m in self.modules.items()}
+        checkpoint = None
+        if setup.checkpoint is not None:
+            checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
+            for key, module in self.modules.items():
+                read_state(checkpoint, module, self.optimizers[key], setup.tied, setup.member)
+        rule = setup.versions
+        versions = {} if rule == "flush" else {k: WeightVersions(m, rule) for k, m in self.modules.items()}
+        if checkpoint is not None:
+            for key, kept in versions.items():
+                kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.member))
+        reads = {name for m in self.modules.values() for name in m.reads}
+        feed = Feed(
+            open_data(setup.data, plan.task, job.data.pad_to_multiple_of, reads), plan.task, reads,
+            job.train.seed, job.train.batch, setup.samples_per_microbatch, self.device,
+            DTYPES[job.train.dtype],
+        )  # fmt: skip
+        senders, receivers = own_channels(links.senders, setup.tensor), own_channels(links.receivers, setup.tensor)
+        # An update that has to be undone is noticed by each process when it looks; members must do so in step.
+        update = "wait" if setup.tensor > 1 else job.parallel.update
+        settings = StepSettings(
+            seed=job.train.seed, microbatches=setup.microbatches,
+            samples_per_microbatch=setup.samples_per_microbatch,
+            clip=job.train.clip, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
+            autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, member=setup.member,
+            sub_pipelined=job.parallel.sub_pipelined, narrowing=narrowing_of(job),
+        )  # fmt: skip
+        sync = self.sync_class(setup.device, self.modules, setup.placement, setup.tied, groups, setup.member)
+        self.executor = self.executor_class(
+            settings, self.modules, self.optimizers, plan.task, feed, sync,
+            Shares(None if sync.complete else links.world),
+            senders, receivers, Wires(plan, setup.cut, setup.samples_per_microbatch), versions,
+        )  # fmt: skip
+        self.executor.measures = setup.search_again
+        self.group = self._tensor_group(groups)
+        # What was built lives as long as the run: keep the collector from walking it again and again.
+        gc.collect()
+        gc.freeze()
+        joint = [name for m in self.modules.values() for name in m.joint_names]
+        return sum(p.numel() for m in self.modules.values() for p in m.named.values()), joint
+
+    def _tensor_group(self, groups: Mapping[str, dist.ProcessGroup]) -> TensorGroup:
+        """Make the other members of this device known to the layers that they share."""
+        group: TensorGroup = Alone()
+        if TENSOR_GROUP in groups:
+            # Beside others, messages of this device move on while it waits: a member may wait for just those.
+            push = self.executor.outgoing.push
+            group = ProcessGroup(groups[TENSOR_GROUP], lambda what, work: wait_for(what, work, push))
+        set_group(group)
+        return group
+
+    def _backend(self, wiring: Wiring) -> str:
+        own_gpus = len({p.device for p in wiring.peers}) == len(wiring.peers)
+        return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
+
+    def _leave(self) -> None:
+        """Close what an earlier setup opened, even one that failed; an actor may serve one plan after another."""
+        if hasattr(self, "links"):
+            self.links.close()
+        for module in getattr(self, "modules", {}).values():
+            module.give_up()
+        for name in ("links", "executor", "modules", "optimizers"):
+            self.__dict__.pop(name, None)
+
+    @tells
+    def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
+        """Run training step ``step`` (from 0) and return what it took; times are on the run's clock."""
+        result = self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
+        return replace(result, times=self.links.clock.shared(result.times))
+
+    @tells
+    def install(
+        self, train: dict[Part, Program], evaluate: Program, again: frozenset[int] | None, measures: bool
+    ) -> None:
+        """Run other programs from the next step on; same stages, same placement.
+
+        ``again`` are the layers that an R computes again; others than before only after a setup that said so.
+        ``measures``: memory, in every step.
+        """
+        self.setup_data = replace(self.setup_data, train=train, evaluate=evaluate)
+        if self.setup_data.search_again:
+            for module in self.modules.values():
+                module.set_again(again)
+        self.executor.measures = measures
+
+    @tells
+    def evaluate(self, batch: int) -> StepResult:
+        """Run validation batch ``batch`` forward only."""
+        return self.executor.run(self.setup_data.evaluate, batch, 0.0, split="val")
+
+    @tells
+    def save(self, directory: Path) -> tuple[ShardInfo | None, str | None]:
+        """Write the parameters and optimizer state this device is the first holder of; None if there are none.
+
+        The members of a device write a part of them each, whole parameters. Also returns the key of a tensor that
+        training has made infinite or no number, None if there is none: such a checkpoint is not to be committed.
+        """
+        self.executor.settle()
+        setup = self.setup_data
+        state: list[Piece] = []
+        broken: str | None = None
+        for key in owned_keys(setup.device, self.modules, setup.placement):
+            pieces = state_pieces(self.modules[key], self.optimizers[key], setup.tied)
+            if key in self.executor.versions:
+                previous = self.executor.versions[key].previous()
+                pieces += previous_pieces(self.modules[key], previous, setup.tied)
+            broken = broken or not_finite(self.modules[key], pieces)
+            state += pieces
+        tensors = joined(state, self.group)
+        return (write_shard(directory, f"rank-{self.rank:05d}", tensors) if tensors else None), broken
+
+    def clock(self) -> float:
+        """This host's monotonic clock."""
+        return time.monotonic()
+
+    def memory_bytes(self) -> int:
+        """Resident memory of this process."""
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def heap_bytes(self) -> int:
+        """Bytes this process has allocated and not freed."""
+        gc.collect()
+        return heap_bytes()

@@ -1,0 +1,211 @@
+"""The JSON form of a schedule with its costs: what other programs read and write (docs: ``raypipe schedule --json``).
+
+``to_json`` and ``from_json`` are inverse to each other. Times may be a number, or a list with one value per stage; of
+``comm``, value s is the latency of the link between stages s and s+1 (see ``latency``).
+A task's ``dur`` is stated whenever it isn't ``durations[kind]``: a pair of forwards, a half micro-batch. ``recompute``,
+``w_dep`` and ``skip_first_B`` appear where a rule differs from the default; ``edges``, ``size`` and ``versions`` where
+the stage graph is no chain, an id is a share of a micro-batch, or weights are stashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from pathlib import PurePath
+from typing import Any
+
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.forms.json_fields import Field
+from raypipe.schedule.forms.text import KINDS, RECOMPUTE, VERSIONS, W_DEP, infer_placement, parse_task
+from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task
+from raypipe.schedule.latency import Comm
+
+RESULTS = (
+    "makespan", "span", "period", "bubble_ratio", "peak_activations", "weight_versions", "lower_bound", "critical_path",
+    "critical_forwards", "critical_backwards", "objective", "objective_value", "objective_bound", "gap",
+    "search_seconds", "recompute_stages",
+)  # fmt: skip
+"""Keys that a simulation or a search adds; a reader passes over them."""
+KEYS = (
+    "name", "placement", "orders", "durations", "comm", "microbatches",
+    "recompute", "w_dep", "skip_first_B", "edges", "size", "versions",
+)  # fmt: skip
+_DEFAULT_TIMES: dict[Kind, float] = {"F": 1.0, "B": 1.0, "W": 1.0, "R": 0.0, "AR": 0.0, "U": 0.0}
+
+
+def to_json(
+    schedule: Schedule, costs: CostTable, times: Iterable[Iterable[tuple[Task, float, float]]] | None = None
+) -> dict[str, Any]:
+    """The JSON object of ``schedule``; with ``times`` (a Timeline's spans), each task says its start and end.
+
+    Raises:
+        ScheduleError: ``costs`` has another number of stages than ``schedule``.
+    """
+    durations = {kind: _short(costs.by_kind(kind)) for kind in KINDS}
+    for kind in ("AR", "U"):
+        if durations[kind] == 0:
+            del durations[kind]
+    lengths = iter(costs.durations(schedule, list(schedule.tasks())))
+    clock = None if times is None else [{task: (start, end) for task, start, end in device} for device in times]
+    orders: list[list[dict[str, Any]]] = []
+    for d, order in enumerate(schedule.orders):
+        orders.append([])
+        for task in order:
+            kind, stage, mbs, replica = task
+            entry: dict[str, Any] = {
+                "kind": kind,
+                "stage": stage,
+                "mb": mbs[0] if len(mbs) == 1 else list(mbs),
+                "replica": replica,
+            }
+            if clock is not None:
+                entry["start"], entry["end"] = clock[d][task]  # by task: spans are sorted by start, orders are not
+            length = next(lengths)
+            if length != costs.by_kind(kind)[stage]:
+                entry["dur"] = _whole(length)
+            orders[-1].append(entry)
+    found: dict[str, Any] = {
+        "name": schedule.name, "placement": [list(p) for p in schedule.placement], "orders": orders,
+        "durations": durations, "comm": _short(costs.links), "microbatches": schedule.microbatches,
+    }  # fmt: skip
+    rules = schedule.rules
+    if rules.recompute != "early":
+        found["recompute"] = rules.recompute
+    if rules.w_dep != "B":
+        found["w_dep"] = rules.w_dep
+    if rules.skip_first_b:
+        found["skip_first_B"] = True
+    if schedule.graph != StageGraph.chain(schedule.stages):
+        found["edges"] = [list(edge) for edge in schedule.graph.edges]
+    if schedule.size != 1:
+        found["size"] = str(schedule.size)
+    if schedule.versions != "flush":
+        found["versions"] = schedule.versions
+    return found
+
+
+def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTable]:
+    """Read the JSON form (already decoded); whether the schedule can run is for ``verify`` to say.
+
+    ``name``, ``placement``, ``durations``, ``comm`` and ``microbatches`` may be missing in a hand-written file: the
+    orders imply them, and times are 1 (R, AR and U 0). A task may be written as text, ``"2F0"``.
+
+    Raises:
+        ScheduleError: with the field's path, for anything that isn't this form or contradicts itself.
+    """
+    top = Field(data, source, "")
+    top.only((*KEYS, *RESULTS))
+    orders = tuple(tuple(_task(t) for t in order.items("tasks")) for order in top.need("orders").items("devices"))
+    given = top.get("placement")
+    if given is None:
+        placement = infer_placement(orders, source)
+    else:
+        placement = tuple(tuple(p.whole() for p in replica.items("devices")) for replica in given.items("replicas"))
+        if len({len(p) for p in placement}) != 1 or not placement[0]:
+            given.fail("replicas of different or no stages", "give every replica one device per stage")
+    needed = 1 + max(d for places in placement for d in places)
+    orders += ((),) * (needed - len(orders))
+    stages = len(placement[0])
+    edges = top.get("edges")
+    size = top.get("size")
+    microbatches = top.get("microbatches")
+    name, versions = top.get("name"), top.get("versions")
+    seen = 1 + max((mb for order in orders for task in order for mb in task.mbs), default=-1)
+    schedule = Schedule(
+        name=PurePath(source).stem if name is None else name.text(), placement=placement, orders=orders,
+        microbatches=seen if microbatches is None else microbatches.whole(),
+        graph=StageGraph.chain(stages) if edges is None else StageGraph(stages, _edges(edges, stages)),
+        rules=_rules(top), size=Fraction(1) if size is None else size.fraction(),
+        versions="flush" if versions is None else versions.choice(VERSIONS),
+    )  # fmt: skip
+    costs = _costs(top, stages)
+    _check_lengths(top, schedule, costs)
+    return schedule, costs
+
+
+def _task(field: Field) -> Task:
+    if isinstance(field.value, str):
+        return parse_task(field.value, field.where)
+    field.only(("kind", "stage", "mb", "replica", "start", "end", "dur"))
+    kind = field.need("kind").choice(KINDS)
+    mb, replica = field.get("mb"), field.get("replica")
+    if mb is None:
+        mbs: tuple[int, ...] = ()
+    else:
+        mbs = tuple(m.whole() for m in mb.items("micro-batches")) if isinstance(mb.value, list) else (mb.whole(),)
+    if (kind in ("AR", "U")) == bool(mbs):
+        field.fail(f"{kind} {'carries no' if mbs else 'needs a'} micro-batch", '"mb" is a number or a list of numbers')
+    return Task(kind, field.need("stage").whole(), mbs, 0 if replica is None else replica.whole())
+
+
+def _edges(field: Field, stages: int) -> tuple[tuple[int, int], ...]:
+    edges = []
+    for item in field.items("edges"):
+        ends = [end.whole() for end in item.items("stages")]
+        if len(ends) != 2 or not ends[0] < ends[1] < stages:
+            item.fail(f"{item.value} is not an edge between {stages} stages", "write [earlier stage, later stage]")
+        edges.append((ends[0], ends[1]))
+    return tuple(edges)
+
+
+def _rules(top: Field) -> Rules:
+    recompute, w_dep, skip = top.get("recompute"), top.get("w_dep"), top.get("skip_first_B")
+    return Rules(
+        recompute="early" if recompute is None else recompute.choice(RECOMPUTE),
+        w_dep="B" if w_dep is None else w_dep.choice(W_DEP),
+        skip_first_b=False if skip is None else skip.flag(),
+    )
+
+
+def _costs(top: Field, stages: int) -> CostTable:
+    given = top.get("durations")
+    times: dict[str, tuple[float, ...]] = {}
+    if given is not None:
+        given.only(KINDS)
+        times = {k: given.need(k).per_stage(stages) for k in KINDS if given.get(k) is not None}
+    joint = times.pop("BW", None)
+    if joint is not None and "B" not in times and "W" not in times:  # only ever run jointly: any split will do
+        times["B"] = times["W"] = tuple(bw / 2 for bw in joint)
+    for kind, value in _DEFAULT_TIMES.items():
+        times.setdefault(kind, (value,) * stages)
+    if joint is not None and given is not None:
+        for bw, b, w in zip(joint, times["B"], times["W"], strict=True):
+            if abs(bw - b - w) > 1e-9 * max(1.0, bw):
+                given.need("BW").fail(f"BW is {bw:g} where B + W is {b + w:g}", "leave BW out, or make it B + W")
+    comm = top.get("comm")
+    return CostTable(
+        forward=times["F"], input_grad=times["B"], weight_grad=times["W"], recompute=times["R"],
+        all_reduce=times["AR"], update=times["U"], comm=0.0 if comm is None else _links(comm, stages),
+    )  # fmt: skip
+
+
+def _links(field: Field, stages: int) -> Comm:
+    if not isinstance(field.value, list):
+        return field.number()
+    found = tuple(item.number() for item in field.items("numbers"))
+    if len(found) not in (stages, stages - 1) or not found:
+        field.fail(f"{len(found)} values for {stages} stages", f"give 1 or {stages} values; the last one has no use")
+    return found
+
+
+def _check_lengths(top: Field, schedule: Schedule, costs: CostTable) -> None:
+    """A stated ``dur`` must be what costs, pairing and ``size`` give: two truths in one file help nobody."""
+    entries = [entry for order in top.need("orders").items("devices") for entry in order.items("tasks")]
+    tasks = list(schedule.tasks())
+    for entry, task in zip(entries, tasks, strict=True):
+        if task.stage >= schedule.stages:
+            entry.fail(f"stage {task.stage} of {schedule.stages}", "the placement has fewer stages; lengthen it")
+    for entry, task, due in zip(entries, tasks, costs.durations(schedule, tasks), strict=True):
+        stated = None if isinstance(entry.value, str) else entry.get("dur")
+        if stated is not None and abs(stated.number() - due) > 1e-9 * max(1.0, due):
+            why = f"{task} is said to take {stated.number():g}, but its costs make it {due:g}"
+            stated.fail(why, 'set "durations" (a value or a list per stage) and "size", and leave "dur" out')
+
+
+def _whole(value: float) -> float:
+    return int(value) if value == int(value) else value
+
+
+def _short(values: Sequence[float]) -> float | list[float]:
+    """One number where all stages agree, else one per stage."""
+    return _whole(values[0]) if len(set(values)) == 1 else [_whole(v) for v in values]

@@ -1,0 +1,42 @@
+"""Read a schedule file in either form: JSON if it starts with a brace, else text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from raypipe.errors import ScheduleError
+from raypipe.files import read_regular
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.forms.json_form import from_json
+from raypipe.schedule.forms.text import from_text
+from raypipe.schedule.ir import Schedule
+
+
+def load(path: Path) -> tuple[Schedule, CostTable | None]:
+    """The schedule in the file ``path``, and the costs if it is JSON (the text form has none).
+
+    Raises:
+        ScheduleError: the file cannot be read, or is not a schedule; says where and why.
+    """
+    source = str(path)
+    try:
+        text = read_regular(path).decode("utf-8")
+    except OSError as error:
+        raise ScheduleError(source, error.strerror or str(error), "name a readable schedule file") from error
+    except UnicodeDecodeError as error:
+        raise ScheduleError(source, f"not text at byte {error.start}", "give JSON or the text form") from error
+    if not text.lstrip().startswith(("{", "[")):
+        return from_text(text, source), None
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        place = f"{source}:{error.lineno}:{error.colno}" if isinstance(error, json.JSONDecodeError) else source
+        why = error.msg if isinstance(error, json.JSONDecodeError) else _why(error)
+        raise ScheduleError(place, f"not JSON: {why}", "correct the file at that place") from error
+    schedule, costs = from_json(data, source)
+    return schedule, costs
+
+
+def _why(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -1,0 +1,182 @@
+"""The settings that list scheduling is tried with."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+from raypipe.search.list_scheduling import Reserve, Setting
+from raypipe.search.problem import Problem
+
+ORDERS = (("F", "B", "W"), ("B", "F", "W"), ("B", "W", "F"), ("W", "B", "F"))
+"""Kinds from most to least wanted; BW counts as B, R comes before all."""
+_HABITS = tuple(
+    (patience, kinds) for pair in (ORDERS[:2], ORDERS[2:]) for patience in (0.5, 0.0, 1.0) for kinds in pair
+)
+"""Patience and kinds, the pairs that most often win first."""
+
+_SAFE_UP_TO = 1500
+"""Tasks up to which there is time to find out what is safe."""
+
+
+def portfolio(p: Problem) -> Iterator[Setting]:
+    """A few hundred settings, the most promising first.
+
+    Which kind comes first, how long to stay idle for a better task, how far forwards run ahead at each stage, and
+    which of several stages of a device goes first.
+    """
+    leads = list(_leads(p))
+    for patience, kinds in _HABITS:
+        for lead in leads:
+            for keys, pace in _keys(p, kinds):
+                yield Setting(keys, pace, _patience(p, patience), lead)
+    if _several(p) and min(p.cap) < math.inf:
+        if p.tasks <= _SAFE_UP_TO:
+            for patience, kinds in _HABITS[:4]:
+                for lead in leads:
+                    for keys, pace in _keys(p, kinds):
+                        yield Setting(keys, pace, _patience(p, patience), lead, "safe")
+        for kinds in ORDERS:  # without reserves devices may jam, but where they don't it's faster
+            for keys, pace in _keys(p, kinds):
+                yield Setting(keys, pace, reserve="none")
+
+
+def _several(p: Problem) -> bool:
+    """Does some device hold more than one stage?"""
+    return any(len({(p.stage[c], p.replica[c]) for c in own}) > 1 for own in p.lanes_of)
+
+
+def _patience(p: Problem, share: float) -> tuple[float, ...]:
+    if not share:
+        return ()
+    return tuple(share * p.time[c] if p.kind[c] == "W" else 0.0 for c in range(len(p.kind)))
+
+
+def _keys(p: Problem, kinds: tuple[str, str, str]) -> Iterator[tuple[tuple[float, ...], float]]:
+    """Kind first; then, on devices with several stages: the old micro-batch, the deep stage, the shallow one."""
+    lanes = range(len(p.kind))
+    stages = p.graph.stages
+    big = 1e6
+
+    def rank(c: int) -> float:
+        kind = "B" if p.kind[c] == "BW" else p.kind[c]
+        return -big if kind == "R" else big * kinds.index(kind)
+
+    # a backward of an early stage is the nearer to its end
+    to_end = [p.stage[c] if p.kind[c] not in ("F", "R") else stages - p.stage[c] for c in lanes]
+    if not _several(p):
+        yield tuple(map(rank, lanes)), 0.0
+        return
+    yield tuple(rank(c) + to_end[c] / (2 * stages) for c in lanes), 1.0
+    yield tuple(rank(c) + to_end[c] for c in lanes), 1 / (p.microbatches + 1)
+    yield tuple(rank(c) - to_end[c] for c in lanes), 1 / (p.microbatches + 1)
+    if kinds == ORDERS[1]:  # the old micro-batch before everything, so that replicas and stages take turns
+        yield tuple((0.0 if rank(c) < big else 0.5) + to_end[c] / (2 * stages) for c in lanes), 1.0
+
+
+def _leads(p: Problem) -> Iterator[tuple[float, ...]]:
+    """Per lane, how many forwards it may be ahead; the shapes scale with each device's memory."""
+    lanes = range(len(p.kind))
+    stages = p.graph.stages
+    yield ()
+    share = [0.0] * len(p.kind)
+    for own in p.lanes_of:
+        several = len({(p.stage[c], p.replica[c]) for c in own})
+        for c in own:
+            share[c] = 1.0 / max(1, several)
+    cap = [min(p.cap[p.device[c]], float(p.microbatches)) for c in lanes]
+
+    def whole(value: float) -> float:
+        return float(max(1, math.ceil(value - 1e-9)))
+
+    waits = _until_backward(p)
+    for whole_ones in (math.floor, math.ceil):  # as many as fit in before the first backward, and one that delays it
+        yield tuple(max(1.0, min(math.floor(cap[c]), float(whole_ones(waits[c] + 1e-9)))) for c in lanes)
+    trips = _round_trips(p)
+    top = max(trips) or 1.0
+    for step in (1.0, 0.5, 2.0):
+        yield tuple(whole(cap[c] - step * p.stage[c]) for c in lanes)
+    for full in (1.0, 0.75, 1.5):
+        yield tuple(whole(full * cap[c] * trips[c] / top) for c in lanes)
+    if any(s < 1 for s in share):
+        for full in (1.0, 1.5):
+            yield tuple(whole(full * cap[c] * share[c]) for c in lanes)
+        for slope in (0.5, 1.0):
+            yield tuple(whole(cap[c] * share[c] * (1 + slope * (stages - 1 - 2 * p.stage[c]) / stages)) for c in lanes)
+    entries = {c for c in lanes if not p.before[c]}
+    for limit in sorted({1, 2, 3, *(math.ceil(min(cap) * k / 8) for k in range(2, 8))}):
+        if limit < min(cap):  # few micro-batches under way: long orders, but far from jamming, good to start from
+            yield tuple(float(limit) if c in entries else cap[c] for c in lanes)
+
+
+def _until_backward(p: Problem) -> list[float]:
+    """Per lane of a forward, the least time from its start to that of the same stage's backward, in forwards of its
+    device (one of each stage it holds).
+    """
+    found = [1.0] * len(p.kind)
+    order = sorted(range(len(p.kind)), key=_depth(p).__getitem__)
+    for own in p.lanes_of:
+        forwards = [c for c in own if p.kind[c] == "F"]
+        for f in forwards:
+            back = [c for c in own if p.kind[c] in ("B", "BW", "W") and p.stage[c] == p.stage[f]]
+            back = [c for c in back if p.replica[c] == p.replica[f]]
+            start = {f: 0.0}
+            for c in order:
+                ready = [start[e] + p.time[e] + lag for e, lag in p.before[c] if e in start]
+                if ready and c != f:
+                    start[c] = max(ready)
+            pace = sum(p.time[c] for c in forwards)
+            if pace:
+                found[f] = min(start[c] for c in back) / pace
+    return found
+
+
+def _round_trips(p: Problem) -> list[float]:
+    """Per lane of a forward, the least time from its start to the end of its weight gradient."""
+    down = [0.0] * len(p.kind)
+    depth = _depth(p)
+    for c in sorted(range(len(p.kind)), key=lambda c: -depth[c]):
+        down[c] = p.time[c] + max((down[e] + lag for e, lag in p.after[c]), default=0.0)
+    return down
+
+
+def _depth(p: Problem) -> list[int]:
+    """Per lane, lanes on the longest chain before it."""
+    depth = [-1] * len(p.kind)
+
+    def of(c: int) -> int:
+        if depth[c] < 0:
+            depth[c] = 1 + max((of(b) for b, _ in p.before[c]), default=-1)
+        return depth[c]
+
+    for c in range(len(p.kind)):
+        of(c)
+    return depth
+
+
+def shaken(p: Problem, setting: Setting, rng: random.Random) -> Setting:
+    """A setting near another, now and then far from it: other leads and patience."""
+    lanes = range(len(p.kind))
+    reserves: tuple[Reserve, ...] = ("stages", "safe", "none") if p.tasks <= _SAFE_UP_TO else ("stages", "none")
+    if rng.random() < 0.25:
+        most = min(max(p.cap), float(p.microbatches))
+        drawn = tuple(float(rng.randint(1, max(1, int(most)))) for _ in lanes)
+        return Setting(setting.key, setting.pace, setting.patience, drawn, setting.reserve)
+    ahead = setting.ahead or tuple(min(p.cap[p.device[c]], float(p.microbatches)) for c in lanes)
+    changed = list(ahead)
+    for c in lanes:
+        if p.takes[c] and rng.random() < 0.3:
+            changed[c] = max(1.0, changed[c] + rng.choice((-1.0, 1.0)))
+    patience = setting.patience or (0.0,) * len(p.kind)
+    if rng.random() < 0.5:
+        patience = tuple(
+            rng.choice((0.0, 0.25, 0.5, 1.0)) * p.time[c] if rng.random() < 0.3 else patience[c] for c in lanes
+        )
+    key, pace = setting.key, setting.pace
+    if rng.random() < 0.3:  # micro-batches before kinds, each lane or each replica shifted by some of them
+        shift = [rng.uniform(0.0, 4.0) for _ in lanes]
+        by_replica = rng.random() < 0.5
+        key = tuple(shift[p.replica[c]] - (p.kind[c] in ("B", "BW")) if by_replica else shift[c] for c in lanes)
+        pace = 1.0
+    return Setting(key, pace, patience, tuple(changed), setting.reserve if rng.random() < 0.8 else rng.choice(reserves))

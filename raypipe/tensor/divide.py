@@ -1,0 +1,176 @@
+"""Divide a model's layers over a tensor group, by a feature table: in place, before it is captured or run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from raypipe.errors import SpecError
+from raypipe.tensor.divided_layers import become, fits, is_conv1d
+from raypipe.tensor.shard import Shard
+from raypipe.tensor.table import Feature, FeatureTable, matches, number
+
+
+class _Cut(NamedTuple):
+    """One layer and what becomes of it."""
+
+    path: str
+    module: nn.Module
+    feature: Feature
+    shards: dict[str, Shard]
+    """By parameter of the module."""
+    counts: tuple[tuple[int, str], ...]
+    """What has to divide: how many, of what."""
+
+
+def divide(
+    model: nn.Module,
+    table: FeatureTable,
+    config: Any,
+    size: int,
+    rank: int = 0,
+    *,
+    gather_logits: bool = True,
+    part: bool = False,
+) -> dict[str, Shard]:
+    """Leave in ``model`` the share of member ``rank`` of ``size``; returns how each divided parameter was cut, by name.
+
+    Parameters may be real, fake or meta tensors; of the last two all shares look alike, so one capture serves all
+    members. ``config`` is what the table's units are read from. Tied parameters stay tied, under all their names.
+    With ``gather_logits=False`` the head gives this member's share, for a loss that can take it. A ``part`` of a model
+    need not have any layer of the table.
+
+    Raises:
+        SpecError: the table does not fit the model, or something does not divide; says which ``size`` would.
+    """
+    cuts = list(_cuts(model, table, config, size))
+    if not part and not {"column", "row"} <= {cut.feature.kind for cut in cuts}:
+        raise SpecError(
+            f"feature table {table.family}", f"matches no layers of {type(model).__name__}", "use its own table"
+        )
+    attributes = list(_attributes(model, table))
+    wanted = [(cut.path, *count) for cut in cuts for count in cut.counts]
+    _check_divides([*wanted, *((path, value, name) for path, _, name, value in attributes)], size)
+    by_parameter: dict[int, tuple[Shard, str]] = {}
+    for cut in cuts:
+        for name, shard in cut.shards.items():
+            path, parameter = f"{cut.path}.{name}", cut.module._parameters[name]
+            other = by_parameter.setdefault(id(parameter), (shard, path))
+            if other[0] != shard:
+                raise SpecError(path, f"is tied to {other[1]}, which is divided otherwise", "correct the table")
+    _check_ties(model, by_parameter, {id(cut.module) for cut in cuts})
+    names = {
+        n: by_parameter[id(p)][0] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in by_parameter
+    }
+    _replace(model, by_parameter, rank)
+    for cut in cuts:
+        _resize(cut)
+        if cut.feature.kind == "head":
+            cut.module.vocabulary = sum(cut.shards["weight"].parts)  # type: ignore[assignment]
+            cut.module.gathers = gather_logits  # type: ignore[assignment]
+        become(cut.module, cut.feature.kind, cut.path)
+    for _, module, name, value in attributes:
+        setattr(module, name, value // size)
+    return names
+
+
+def _cuts(model: nn.Module, table: FeatureTable, config: Any, size: int) -> Iterator[_Cut]:
+    for path, module in model.named_modules():
+        for pattern, feature in table.modules.items():
+            if not matches(pattern, path):
+                continue
+            if not fits(module, feature.kind):
+                raise SpecError(
+                    path,
+                    f"is a {type(module).__name__}, which cannot be divided as {feature.kind}",
+                    "correct the table",
+                )
+            yield _cut(path, module, feature, config, size)
+            break
+
+
+def _cut(path: str, module: nn.Module, feature: Feature, config: Any, size: int) -> _Cut:
+    kind, weight = feature.kind, module._parameters.get("weight")
+    if kind == "shared":
+        return _Cut(path, module, feature, {}, ())
+    assert weight is not None
+    # [out, in] in a linear layer and [in, out] in a Conv1D; an embedding's columns are its outputs.
+    inputs, outputs = (0, 1) if is_conv1d(module) or isinstance(module, nn.Embedding) else (1, 0)
+    dim = {"column": outputs, "head": outputs, "row": inputs, "vocabulary": 0}[kind]
+    length = weight.shape[dim]
+    padded = kind in ("vocabulary", "head")
+    counts = tuple(number(config, key, path) for key in feature.units) or (length,)
+    if length % sum(counts):
+        raise SpecError(
+            path, f"has {length} outputs, no multiple of {' + '.join(feature.units)} = {sum(counts)}",
+            "correct the table's units",
+        )  # fmt: skip
+    shard = Shard(dim, tuple(length // sum(counts) * count for count in counts), size, padded)
+    shards = {"weight": shard}
+    if kind in ("column", "head") and module._parameters.get("bias") is not None:
+        shards["bias"] = Shard(0, shard.parts, size, padded)
+    what = feature.units or ("outputs" if kind == "column" else "inputs",)
+    return _Cut(path, module, feature, shards, () if padded else tuple(zip(counts, what, strict=True)))
+
+
+def _attributes(model: nn.Module, table: FeatureTable) -> Iterator[tuple[str, nn.Module, str, int]]:
+    for path, module in model.named_modules():
+        for pattern, names in table.attributes.items():
+            for name in names if matches(pattern, path) else ():
+                value = getattr(module, name, None)
+                if not isinstance(value, int):
+                    raise SpecError(f"{path}.{name}", "is no number of the module", "correct the table's attributes")
+                yield path, module, name, value
+
+
+def _check_divides(wanted: Sequence[tuple[str, int, str]], size: int) -> None:
+    """Raise for the first (path, count, of what) that does not divide, with the nearest group that all would."""
+    for path, count, what in wanted:
+        if count % size:
+            all_divide = gcd(*(count for _, count, _ in wanted))
+            near = [n for n in range(1, all_divide + 1) if all_divide % n == 0]
+            below, above = max(n for n in near if n < size), min((n for n in near if n > size), default=0)
+            fix = f"use tensor: {below} or {above}" if above else f"use tensor: {below}"
+            raise SpecError(path, f"{count} {what} do not divide over tensor = {size}", fix)
+
+
+def _check_ties(model: nn.Module, divided: dict[int, tuple[Shard, str]], cut: set[int]) -> None:
+    """Raise where a layer that is to stay whole uses a parameter that is divided elsewhere."""
+    for path, module in model.named_modules():
+        if id(module) in cut or not any(fits(module, kind) for kind in ("column", "vocabulary")):
+            continue
+        for name, parameter in module._parameters.items():
+            if id(parameter) in divided:
+                raise SpecError(
+                    f"{path}.{name}", f"is tied to {divided[id(parameter)][1]}, which the table divides",
+                    f"add {path} to the table",
+                )  # fmt: skip
+
+
+def _replace(model: nn.Module, shards: dict[int, tuple[Shard, str]], rank: int) -> None:
+    """Put shares in place of whole parameters, wherever a parameter occurs."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) not in shards:
+                continue
+            if id(parameter) not in made:
+                share: Tensor = shards[id(parameter)][0].cut(parameter.detach(), rank)
+                made[id(parameter)] = nn.Parameter(share, parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+
+
+def _resize(cut: _Cut) -> None:
+    """What a layer says of its own size; a Conv1D reads it."""
+    weight = cut.module._parameters["weight"] if cut.shards else None
+    if weight is None:
+        return
+    if isinstance(cut.module, nn.Linear):
+        cut.module.out_features, cut.module.in_features = weight.shape
+    elif is_conv1d(cut.module):
+        cut.module.nx, cut.module.nf = weight.shape  # type: ignore[assignment]
+    elif isinstance(cut.module, nn.Embedding) and cut.feature.kind == "column":
+        cut.module.embedding_dim = weight.shape[1]

@@ -1,0 +1,79 @@
+"""The bounds hold for every family, and are tight where the papers have closed forms."""
+
+from __future__ import annotations
+
+import random
+from typing import get_args
+
+import pytest
+
+from raypipe.errors import ScheduleError
+from raypipe.plan.candidate import SYNCS
+from raypipe.plan.predict.form import Form, form_of
+from raypipe.plan.predict.orders import Order
+from raypipe.plan.predict.step_bound import least_step_seconds
+from raypipe.plan.predict.step_time import Around, Norm, step_time
+from raypipe.schedule import SCHEDULES, generate
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.shape import Concat, Shape
+
+
+def random_costs(stages: int, rng: random.Random) -> CostTable:
+    def draw(low: float, high: float) -> tuple[float, ...]:
+        return tuple(rng.uniform(low, high) for _ in range(stages))
+
+    return CostTable(
+        forward=draw(0.5, 2), input_grad=draw(0.5, 2), weight_grad=draw(0.2, 2), recompute=draw(0.5, 2),
+        all_reduce=draw(0, 5), update=draw(0, 1), comm=rng.choice([0.0, 0.3]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in SCHEDULES if n != "dapple"])
+def test_no_step_is_faster_than_its_bound(name: str) -> None:
+    rng = random.Random(name)
+    checked = 0
+    for _ in range(25):
+        devices, count = rng.choice([2, 4, 6]), rng.randint(1, 14)
+        options = SCHEDULES[name].options
+        chunks = rng.choice([1, 2, 3]) if "chunks" in options else 1
+        pipelines = rng.choice([2, devices]) if "pipelines" in options else 2
+        concat: Concat = rng.choice(get_args(Concat)) if "concat" in options else "direct"
+        unit = rng.randint(1, count) if "unit" in options else None
+        shape = Shape(
+            devices=devices, microbatches=count, chunks=chunks, pipelines=pipelines, concat=concat, unit=unit
+        )  # fmt: skip
+        try:
+            schedule = generate(name, shape)
+        except ScheduleError:
+            continue
+        form = form_of(name, devices, chunks, pipelines, concat)
+        assert isinstance(form, Form)
+        assert form.placement == schedule.placement
+        costs = random_costs(schedule.stages, rng)
+        copies = rng.choice([1, 3])
+        norm = rng.choice(get_args(Norm))
+        around = Around(copies=copies, norm=norm, norm_s=0.1 if norm == "wait" else 0.0)
+        for sync in SYNCS:
+            step = step_time(Order(schedule), costs, sync, around).step
+            assert least_step_seconds(form, count, costs, around) <= step * (1 + 1e-9)
+        checked += 1
+    assert checked > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "makespan"),
+    [
+        ("gpipe", "(N + D - 1) * 3"),
+        ("1f1b", "(N + D - 1) * 3"),
+        ("chimera-tight", "3 * N + 2 * (D - 2)"),
+    ],
+)
+def test_bounds_that_the_closed_forms_reach(name: str, makespan: str) -> None:
+    """F = 1, BW = 2: where a schedule idles only because it has to, the bound is its time (Chimera's tight order aside:
+    a middle device's first forward can come after D/2 - 1 others, and so can its gradients' way home)."""
+    depth, count = 4, 8
+    form = form_of(name, depth)
+    assert isinstance(form, Form)
+    bound = least_step_seconds(form, count, CostTable.even(depth), Around(norm="wait"))
+    exact = eval(makespan, {"N": count, "D": depth})
+    assert bound == exact if name != "chimera-tight" else bound <= exact

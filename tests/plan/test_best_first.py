@@ -1,0 +1,222 @@
+"""The search finds what timing every candidate finds."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from raypipe.errors import ScheduleError
+from raypipe.plan.best_first import NEAR, best_first, rank_key, simplest
+from raypipe.plan.candidate import Candidate, Grid, grids
+from raypipe.plan.policy import largest_microbatch
+from raypipe.plan.predict.prediction import Prediction
+from raypipe.plan.predict.predictor import Predictor
+from raypipe.plan.tensor_groups import ALONE, Judges
+from raypipe.schedule import SCHEDULES
+from tests.plan.conftest import make_job, make_profile, make_shared
+
+CASES = [
+    {"layers": 4, "devices": 3, "batch": 6, "seed": 1, "alone": 0.7},
+    {"layers": 6, "devices": 4, "batch": 8, "seed": 2},
+    {"layers": 6, "devices": 4, "batch": 8, "seed": 3, "clip": 1.0},
+    {"layers": 4, "devices": 4, "batch": 4, "seed": 4, "memory_bytes": 0.42 * 2**30},
+    {"layers": 6, "devices": 4, "batch": 8, "seed": 5, "clip": 1.0, "memory_bytes": 0.6 * 2**30},
+    {"layers": 3, "devices": 4, "batch": 4, "seed": 6, "clip": 1.0, "memory_bytes": 0.36 * 2**30, "tensor": 2},
+    {"layers": 4, "devices": 4, "batch": 8, "seed": 7, "tensor": 2},
+]
+
+
+def flushing(c: Candidate) -> Candidate | None:
+    return c if c.form.versions == "flush" else None
+
+
+def setting(
+    layers: int, devices: int, batch: int, seed: int, tensor: int = 1, **more: object
+) -> tuple[Judges, list[Grid]]:
+    """The judges and the grids of a case; with ``tensor`` also those of groups, with and without halves."""
+    train = make_job(layers, batch, **({"clip": more.pop("clip")} if "clip" in more else {})).train
+    profile = make_profile(layers, devices, seed, **more)
+    profiles = {ALONE: profile}
+    if tensor > 1:
+        profiles |= {(tensor, halves): make_shared(profile, tensor, halves) for halves in (False, True)}
+    every = [g for sharing in profiles for g in grids(devices, batch, layers, 1, 16, *sharing)]
+    return Judges({sharing: Predictor(own, train, layers) for sharing, own in profiles.items()}), every
+
+
+KNOWN: dict[int, list[Prediction]] = {}
+
+
+def everything_of(case: dict[str, int]) -> list[Prediction]:
+    """``everything`` of a case, worked out once."""
+    if case["seed"] not in KNOWN:
+        KNOWN[case["seed"]] = everything(*setting(**case))
+    return KNOWN[case["seed"]]
+
+
+def everything(judge: Judges, every: list[Grid]) -> list[Prediction]:
+    """Every candidate timed; of those that do not fit, all that may hold less, relief or not."""
+    found: list[Prediction] = []
+    for grid in every:
+        for c in filter(None, map(flushing, judge.on(grid))):
+            for todo in ([c], leaner(c, judge.of(c).train.clip is not None)):
+                fitting = [p for one in todo if (p := predicted(judge, one)) is not None and p.fits]
+                found += fitting
+                if fitting:
+                    break
+    return found
+
+
+def predicted(judge: Judges, c: Candidate) -> Prediction | None:
+    try:
+        return judge.predict(c)
+    except ScheduleError:  # a limit that the family cannot keep
+        return None
+
+
+def leaner(c: Candidate, clips: bool) -> list[Candidate]:
+    """Every combination of what takes memory from a candidate and time with it."""
+    again = ["none"] if c.form.recomputes else ["none", "stage-aware"] + ["layers"] * (not c.sub_pipelined)
+    told = "memory_limit" in SCHEDULES[c.schedule].options and c.unit is None
+    limits = [None, 3.0, 4.0, 5.0] if told else [None]
+    updates = [c.update, "wait"] if clips and c.update == "auto" else [c.update]
+    return [
+        c._replace(recompute=r, update=u, memory_limit=limit)  # type: ignore[arg-type]
+        for r in again for u in updates for limit in limits if (r, u, limit) != ("none", c.update, None)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed {c['seed']}")
+def test_nothing_better_is_missed(case) -> None:
+    judge, every = setting(**case)
+    all_of_them = sorted(everything_of(case), key=rank_key)
+    assert len(all_of_them) > 40
+    if "tensor" in case:  # and groups are worth a place among them
+        assert {p.candidate.tensor for p in all_of_them[:12]} == {1, 2}
+    found = best_first(judge, every, 12, flushing)
+    best = [p.step_s for p in found.best]
+    expected: list[float] = []
+    for p in all_of_them:  # plans that do the same under two names count once
+        if not any(abs(p.step_s / t - 1) < 1e-5 for t in expected):
+            expected.append(p.step_s)
+    distinct = [t for i, t in enumerate(best) if not any(abs(t / u - 1) < 1e-5 for u in best[:i])]
+    assert distinct == pytest.approx(expected[: len(distinct)], rel=1e-6)
+    assert found.best[0].candidate == all_of_them[0].candidate
+    assert found.timed < len(all_of_them)
+    assert all(p.fits for p in found.best)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c["seed"] in (1, 2, 7)], ids=lambda c: f"seed {c['seed']}")
+@pytest.mark.parametrize("near", [NEAR, 0.1])
+def test_nothing_simpler_that_is_about_as_fast_is_missed(case, near) -> None:
+    judge, every = setting(**case)
+    for top in (1, 4):
+        found = best_first(judge, every, top, flushing, near)
+        chosen, expected = simplest(found.best + found.near, near), simplest(everything_of(case), near)
+        assert (chosen.plainness, chosen.step_s) == (expected.plainness, pytest.approx(expected.step_s, rel=1e-5))
+        fastest = min(p.step_s for p in everything_of(case))
+        assert chosen.step_s <= fastest * (1 + near)
+        assert all(p.step_s <= fastest * (1 + near) for p in found.near)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed {c['seed']}")
+def test_every_bound_holds(case) -> None:
+    judge, every = setting(**case)
+    for p in everything_of(case):
+        if p.candidate.recompute == "none":
+            assert judge.least(p.candidate) <= p.step_s
+        assert judge.least_on(p.candidate.grid) <= p.step_s * (1 + 1e-12)
+    for grid in every:
+        for c in judge.on(grid):
+            if flushing(c) is None:
+                continue
+            try:
+                p = judge.predict(c)
+            except ScheduleError:
+                continue
+            told = judge.outright(c)
+            if told:  # all that would relieve it where its memory is known exactly
+                assert {other for _, other in told} >= {other for _, other in judge.relief(p)}
+            for least, other in [*(told or []), *judge.relief(p)]:
+                with suppress(ScheduleError):  # a limit that the family cannot keep
+                    relieved = judge.predict(other, timed=True)
+                    assert least <= relieved.step_s
+                    assert not (told == [] and relieved.fits)
+            assert not (told is not None and p.fits)
+
+
+def test_weights_that_do_not_fit_are_known_without_an_order() -> None:
+    """Many pipelines hold many copies of the weights; recomputation changes nothing about that."""
+    judge, every = setting(6, 8, 8, 5, memory_bytes=0.3 * 2**30)
+    told = [c for g in every for made in judge.on(g) if (c := flushing(made)) is not None and judge.outright(c) == []]
+    assert {c.schedule for c in told} >= {"1f1b", "gems", "chimera"}
+    for c in told[:: max(1, len(told) // 60)]:
+        with suppress(ScheduleError):
+            assert not judge.predict(c).fits
+            assert not judge.holds(c._replace(recompute="stage-aware"))
+
+
+def test_fewer_activations_and_recomputation_are_tried_together() -> None:
+    judge, every = setting(4, 2, 4, 8, memory_bytes=0.28 * 2**30)
+    found, expected = best_first(judge, every, 3, flushing).best, sorted(everything(judge, every), key=rank_key)
+    assert [p.step_s for p in found] == pytest.approx([p.step_s for p in expected[:3]], rel=1e-6)
+    assert any(p.candidate.memory_limit is not None and p.candidate.recompute != "none" for p in found)
+
+
+def test_more_devices_more_memory_and_faster_links_are_never_worse() -> None:
+    def best(**changes: object) -> float:
+        return best_first(*setting(6, 4, 8, 7, **changes), 1, flushing).best[0].step_s
+
+    base = best(memory_bytes=0.6 * 2**30)
+    assert best(memory_bytes=8 * 2**30) <= base
+    fast = make_profile().inside
+    assert best(memory_bytes=0.6 * 2**30, between=fast) <= base
+    steps = []
+    for devices in (1, 2, 3, 4, 6, 8):
+        steps.append(best_first(*setting(6, devices, 8, 7), 1, flushing).best[0].step_s)
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] < steps[0] / 3
+
+
+def test_the_rule_of_the_largest_micro_batch() -> None:
+    judge, every = setting(6, 4, 16, 2)
+    greedy = largest_microbatch(judge, every, 50, flushing).best
+    largest: dict[object, Prediction] = {}
+    for p in everything(judge, every):
+        c = p.candidate
+        kind = (c.stages, c.replicas, c.schedule, c.chunks, c.concat)
+        plain = c.recompute == "none" and c.memory_limit is None and c.unit in (None, c.microbatches)
+        more = c.concat == "direct" or c.microbatches > c.stages
+        if c.pipelines == 2 and plain and more and c.microbatches >= c.stages:
+            largest[kind] = max(largest.get(kind, p), p, key=lambda q: q.candidate.microbatch)
+    for p in greedy:
+        c = p.candidate
+        assert c == largest[c.stages, c.replicas, c.schedule, c.chunks, c.concat].candidate._replace(sync=c.sync)
+    expected = sorted(p.step_s for p in largest.values())[: len(greedy)]
+    assert [p.step_s for p in greedy] == pytest.approx(expected, rel=1e-5)
+    best = best_first(judge, every, 1, flushing).best[0]
+    assert best.step_s <= greedy[0].step_s
+
+
+def test_the_rule_recomputes_all_or_nothing_and_only_where_it_must() -> None:
+    judge, every = setting(6, 4, 16, 2, memory_bytes=0.42 * 2**30)
+    judge.by[ALONE].partly = False
+    greedy = largest_microbatch(judge, every, 50, flushing).best
+    again = [p for p in greedy if p.candidate.recompute != "none"]
+    assert again
+    assert len(again) < len(greedy)
+    for p in again:
+        assert not any(p.keep or ())
+        for g in every:  # no micro-batch would have fitted without
+            c = p.candidate
+            if (g.stages, g.replicas) == (c.stages, c.replicas) and g.microbatches >= g.stages:
+                assert not judge.holds(
+                    c._replace(recompute="none", microbatch=g.microbatch, microbatches=g.microbatches)
+                )
+
+
+def test_equal_plans_are_told_apart_in_the_same_way_every_time() -> None:
+    judge, every = setting(6, 4, 8, 2)
+    again, _ = setting(6, 4, 8, 2)
+    first = [p.candidate for p in best_first(judge, every, 20, flushing).best]
+    assert first == [p.candidate for p in best_first(again, every[::-1], 20, flushing).best]

@@ -1,0 +1,57 @@
+"""``parallel: auto``: measured, planned, and run through the real actors with the losses of plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raypipe.errors import SpecError
+from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
+from raypipe.plan.plan import load_plan
+from raypipe.profiling import profile_and_plan as plan_here
+from raypipe.runtime.driver import Driver
+from raypipe.train import prepare_run
+from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.test_exactness import STEPS, make_job
+
+
+@pytest.mark.runs
+def test_a_job_that_leaves_everything_to_the_planner(
+    stage_pool, text_folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(plan_here, "connect_all", lambda *_: 2)
+    job = make_job(text_folder, {"auto": True})
+    job = job.model_copy(update={"parallel": type(job.parallel).model_validate("auto")})
+    said: list[str] = []
+    prepared = prepare_run(job, tmp_path / "run", resume=False, say=said.append)
+    parallel = prepared.job.parallel
+    assert not parallel.auto
+    assert parallel.stages * parallel.replicas <= 2
+    assert any(text.startswith("planned: ") for text in said)
+    decision = next(e for e in read_rows(tmp_path / "run" / EVENTS) if e["event"] == "planned")
+    assert decision["candidates"][0]["schedule"] == parallel.schedule
+    assert {c["kind"] for c in decision["candidates"]} >= {"single device", "1f1b", "zb-v", "chimera"}
+    saved = json.loads((tmp_path / "run" / "profile.json").read_text())
+    assert (saved["source"], saved["devices"]) == ("measured", 2)
+    assert load_plan(tmp_path / "run" / "plan.json") == prepared.plan
+
+    log = RunLog(tmp_path / "run")
+    driver = Driver(prepared.job, prepared.plan, tmp_path / "run", log, lambda *_: None)
+    driver.run(stage_pool(driver.schedule.devices), None, 0)
+    log.close()
+    # It goes on with the plan it has, whatever a new measurement would say; and says nothing of measuring.
+    more = job.model_copy(update={"train": job.train.model_copy(update={"steps": STEPS + 1})})
+    again = prepare_run(more, tmp_path / "run", resume=True, say=pytest.fail)
+    assert again.plan == prepared.plan
+    losses = [row["loss"] for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row]
+    assert losses == pytest.approx(plain_losses(job, tmp_path / "run" / "data", STEPS), abs=1e-9, rel=0)
+
+
+def test_divided_layers_are_refused_before_anything_is_measured(text_folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(plan_here, "connect_all", lambda *_: pytest.fail("connected"))
+    job = make_job(text_folder, {"auto": True, "tensor": 2})
+    job = job.model_copy(update={"parallel": type(job.parallel).model_validate({"auto": True, "tensor": 2})})
+    with pytest.raises(SpecError, match="not measured"):
+        plan_here.profile_here(job, None, None, None, print)

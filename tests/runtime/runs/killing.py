@@ -1,0 +1,138 @@
+"""A run on a Ray whose two CPUs it needs both of, of which a chosen process is killed in the middle.
+
+``python -m tests.runtime.runs.killing train JOB ...`` is ``raypipe train JOB ...`` on such a Ray of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DRIVER, CONTROLLER = "ray::RayTrainWorker", "ray::TrainController"
+JOB = """
+name: killed
+model: {{type: gpt, layers: 2, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
+data: {{type: bytes, path: "{path}"}}
+train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: 1.0, eval_batches: 2, checkpoint_every: 50}}
+parallel: {{schedule: 1f1b, stages: 2, microbatch: 2}}
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run."""
+
+    status: int
+    result: dict[str, Any]
+    """Empty if it failed."""
+    said: str
+    """Standard error."""
+    seconds: float
+    """From the kill to the first step done after it; NaN where nothing was killed or no step followed."""
+
+
+def environment() -> dict[str, str]:
+    """This process's, without any Ray of it."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Process ids below ``root`` and their titles."""
+    parents, titles = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+                titles[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
+            except OSError:  # it has ended meanwhile
+                continue
+            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    found: dict[int, str] = {}
+    wanted = {root}
+    while wanted:
+        wanted = {pid for pid, parent in parents.items() if parent in wanted}
+        found |= {pid: titles[pid] for pid in wanted if pid in titles}
+    return found
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The complete rows of a log, none if there is no file."""
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    except FileNotFoundError:
+        return []
+
+
+def events(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """The run's events of one kind."""
+    return [row for row in rows(directory / "events.jsonl") if row["event"] == kind]
+
+
+def run_killing(title: str | None, job: Path, directory: Path, *extra: str, root: int | None = None) -> Outcome:
+    """Run ``job`` and kill the process called ``title`` after the first checkpoint; None kills nothing.
+
+    The run brings up its own Ray, unless ``root`` is the process that has started the one of RAY_ADDRESS.
+    """
+    program = "tests.runtime.runs.killing" if root is None else "raypipe"
+    process = subprocess.Popen(
+        [sys.executable, "-m", program, "train", str(job), "--run-dir", str(directory), "--json", *extra],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment() if root is None else dict(os.environ),
+    )  # fmt: skip
+    seconds = float("nan")
+    try:
+        if title is not None:
+            _wait(process, lambda: bool(events(directory, "checkpoint")))
+            above = process.pid if root is None else root
+            # A process that it has just forked has its title too, but comes after it.
+            victim = next((pid for pid, name in descendants(above).items() if name.startswith(title)), None)
+            assert victim is not None, f"no {title} is left to kill"
+            began = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            _wait(process, lambda: _goes_on(directory))
+            seconds = time.monotonic() - began
+        out, said = process.communicate(timeout=240)
+    finally:
+        process.terminate()  # Ray's own processes end with it
+    return Outcome(process.returncode, json.loads(out) if process.returncode == 0 else {}, said, seconds)
+
+
+def _goes_on(directory: Path) -> bool:
+    """Whether the second attempt has done a step."""
+    started = events(directory, "started")
+    steps = [row["step"] for row in rows(directory / "metrics.jsonl") if "loss" in row]
+    return len(started) > 1 and bool(steps) and steps[-1] > (started[-1]["resumed_from"] or 0)
+
+
+def _wait(process: subprocess.Popen[str], there: Callable[[], bool], limit_s: float = 240.0) -> None:
+    """Until it is there, or the process has ended."""
+    deadline = time.monotonic() + limit_s
+    while not there() and process.poll() is None:
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.02)
+
+
+def main() -> int:
+    import ray
+
+    from raypipe.cli import run
+
+    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+        configure_logging=False, _node_ip_address="127.0.0.1",
+    )  # fmt: skip
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

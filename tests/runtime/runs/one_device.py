@@ -1,0 +1,122 @@
+"""All stages of a model on one device, in this process: the real executor and programs, no actors and no messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raypipe.models import LayeredModel
+from raypipe.plan.cut.balance import contiguous_split
+from raypipe.runtime.executor import Executor
+from raypipe.runtime.stage.inputs import Feed
+from raypipe.runtime.update.gradients import GradientSync, TiedHolders
+from raypipe.runtime.update.norm import Shares
+from raypipe.runtime.stage.shapes import Wires
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.step import StepSettings
+from raypipe.schedule.lowering.programs import programs
+from raypipe.schedule.passes import add_updates
+from raypipe.schedule.forms.text import from_text
+from raypipe.schedule.verify import verify
+
+LR = 1.0
+
+
+@dataclass
+class Fixed:
+    """The same mini-batch in every step."""
+
+    rows: Mapping[str, Tensor]
+    own: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Lengths of the samples, of fields where they differ."""
+
+    def batch(self, split: str, seed: int, step: int, batch: int) -> dict[str, Tensor]:
+        return {name: values[:batch] for name, values in self.rows.items()}
+
+    def lengths(self, split: str, seed: int, step: int, batch: int) -> dict[str, NDArray[np.int64]]:
+        return {name: values[:batch] for name, values in self.own.items()}
+
+
+@dataclass
+class Outcome:
+    """What one step did."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    """By parameter name; summed over all that holds a parameter."""
+    stages: list[StageModule]
+
+
+def even_cut(model: LayeredModel, stages: int) -> list[range]:
+    """Layers of each stage, equally many."""
+    begins = [0, *contiguous_split([1.0] * model.count, stages), model.count]
+    return [range(a, b) for a, b in pairwise(begins)]
+
+
+def order(stages: int, microbatches: int, split: bool, recompute: bool = False, pairs: bool = False) -> str:
+    """All forwards of two micro-batches, then their backwards: activations of several are alive at a time.
+
+    ``pairs``: each two forwards are one task, as in forward doubling.
+    """
+    tasks = []
+    for first in range(0, microbatches, 2):
+        pair = range(first, min(first + 2, microbatches))
+        tasks += [
+            f"{s}F{','.join(map(str, ms))}" for ms in ([pair] if pairs else [[m] for m in pair]) for s in range(stages)
+        ]
+        for m in pair:
+            for s in reversed(range(stages)):
+                tasks += [f"{s}R{m}"] * recompute
+                tasks += [f"{s}B{m}"] if split else [f"{s}BW{m}"]
+        if split:  # out of order on purpose
+            tasks += [f"{s}W{m}" for s in range(stages) for m in reversed(pair)]
+    return "device 0: " + " ".join(tasks)
+
+
+def run_step(
+    model: LayeredModel, cut: list[range], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
+    *, split: bool = False, recompute: bool = False, pairs: bool = False, seed: int = 3, step: int = 5,
+    autocast: torch.dtype | None = None, again: set[int] | None = None, finest: bool = False,
+    lengths: Mapping[str, NDArray[np.int64]] | None = None,
+) -> Outcome:  # fmt: skip
+    """One training step over all rows; gradients are read off a plain SGD update."""
+    device = torch.device("cpu")
+    batch = len(next(iter(rows.values())))
+    count = batch // microbatch
+    schedule = add_updates(from_text(order(len(cut), count, split, recompute, pairs)))
+    verify(schedule)
+    stages = [StageModule(model, part, seed, device, split, again, finest) for part in cut]
+    modules = {(s, 0): stage for s, stage in enumerate(stages)}
+    optimizers: dict[Any, torch.optim.Optimizer] = {
+        key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR) for key, m in modules.items()
+    }
+    tied = tuple(
+        TiedHolders(g.name, tuple(dict.fromkeys(name for _, name in g.members)), (0,), g.members[0][0])
+        for g in model.tied
+    )
+    fields = {name for stage in stages for name in stage.reads}
+    feed = Feed(Fixed(rows, lengths or {}), model.task, fields, seed, batch, microbatch, device, dtype)
+    executor = Executor(
+        StepSettings(
+            seed=seed, microbatches=count, samples_per_microbatch=microbatch, clip=None, update="wait", timeout_s=10.0,
+            autocast=autocast, device=device,
+        ),
+        modules, optimizers, model.task, feed, GradientSync(0, modules, schedule.placement, tied, {}), Shares(None),
+        {}, {}, Wires(model, cut, microbatch), {},
+    )  # fmt: skip
+    (program,) = programs(schedule)
+    before = {(s, n): p.detach().clone() for s, stage in enumerate(stages) for n, p in stage.named.items()}
+    result = executor.run(program, step, LR)
+    gradients: dict[str, Tensor] = {}
+    for (s, name), old in before.items():
+        moved = (old - stages[s].named[name].detach()) / LR
+        assert name not in gradients or torch.equal(gradients[name], moved), f"copies of {name} drifted apart"
+        gradients[name] = moved
+    return Outcome(result.loss_sum, gradients, stages)

@@ -1,0 +1,81 @@
+"""Small jobs, run by the real driver on the session's stage actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypipe.data import declared_fields, prepare_data
+from raypipe.job.load import job_from
+from raypipe.job.spec import JobSpec
+from raypipe.models import build_model
+from raypipe.observe.run_log import METRICS, RunLog, read_rows
+from raypipe.runtime.driver import Driver
+from raypipe.runtime.cluster.worker_group import Fleet
+from raypipe.train import make_plan
+
+Pool = Callable[[int], Fleet]
+
+
+def small_job(text: Path, parallel: dict[str, Any], model: dict[str, Any] | None = None, **train: Any) -> JobSpec:
+    """Four layers, tied and with dropout, float64; everything else is up to the test."""
+    return job_from(
+        {
+            "name": "small",
+            "model": {
+                "type": "gpt", "layers": 4, "hidden": 16, "heads": 2, "sequence": 16, "vocabulary": 256,
+                "dropout": 0.1, "tie_embeddings": True, **(model or {}),
+            },
+            "data": {"type": "bytes", "path": str(text)},
+            "train": {"steps": 4, "batch": 8, "lr": 0.01, "seed": 3, "dtype": "float64", "eval_batches": 1, **train},
+            "parallel": {"microbatch": 2, **parallel},
+        }
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run left behind."""
+
+    losses: list[float]
+    val_losses: list[float]
+    rows: list[dict[str, Any]]
+    """Step rows of metrics.jsonl."""
+    checkpoints: dict[int, Path]
+    """By steps done."""
+    driver: Driver
+
+
+def new_driver(job: JobSpec, directory: Path, saved: Callable[..., None] = lambda *_: None) -> Driver:
+    """A driver with its data prepared, whose log is in ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
+    return Driver(job, make_plan(job), directory, RunLog(directory), saved)
+
+
+def drive(
+    job: JobSpec, pool: Pool, directory: Path, checkpoint: Path | None = None, done: int = 0,
+    saved: Callable[[Fleet, int], None] | None = None,
+) -> Done:  # fmt: skip
+    """Run to the end. ``saved(fleet, step)`` is called at every checkpoint."""
+    checkpoints: dict[int, Path] = {}
+
+    def keep(step: int, path: Path, _metrics: dict[str, Any]) -> None:
+        checkpoints[step] = path
+        if saved is not None:
+            saved(fleet, step)
+
+    driver = new_driver(job, directory, keep)
+    fleet = pool(driver.schedule.devices * job.parallel.tensor)
+    driver.run(fleet, checkpoint, done)
+    driver.log.close()
+    rows = read_rows(directory / METRICS)
+    return Done(
+        [r["loss"] for r in rows if "loss" in r],
+        [r["val_loss"] for r in rows if "val_loss" in r],
+        [r for r in rows if "loss" in r],
+        checkpoints,
+        driver,
+    )

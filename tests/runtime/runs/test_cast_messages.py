@@ -1,0 +1,158 @@
+"""Messages in fewer bytes: a plain PyTorch loop that rounds at the cuts between devices has the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypipe.data import Corpus
+from raypipe.errors import SpecError
+from raypipe.job.spec import JobSpec
+from raypipe.models import GptLayers, random_keys
+from raypipe.plan.plan import build_schedule
+from raypipe.runtime.cast_messages import Narrowing, narrowing_of
+from raypipe.runtime.transport.channel import TensorSpec
+from raypipe.train import make_plan
+from tests.runtime.runs.small_runs import drive, small_job
+
+torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
+
+
+class Rounded(torch.autograd.Function):
+    """The identity, rounded both ways; the gradient multiplied by ``scale`` while it is narrow."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+        ctx.how = dtype, scale
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (g,), (dtype, scale) = grads, ctx.how
+        return (g * scale).to(dtype).to(g.dtype) / scale, None, None
+
+
+class Cut(nn.Module):
+    def __init__(self, dtype: torch.dtype, scale: float) -> None:
+        super().__init__()
+        self.how = dtype, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Rounded.apply(x, *self.how)
+
+
+def plain(job: JobSpec, data: Path, dtype: torch.dtype, scale: float) -> tuple[list[float], float]:
+    """Losses and the last validation loss of one process that rounds what would travel between two devices."""
+    plan = GptLayers(job.model, torch.float64)
+    layers = [plan.build(i, job.train.seed) for i in range(plan.count)]
+    layers[-1].project.weight = layers[0].token.weight
+    made = make_plan(job)
+    placement = build_schedule(made, job.train.batch).placement
+    ends = [part[-1] for s, part in enumerate(made.cut[:-1]) if any(row[s] != row[s + 1] for row in placement)]
+    model = nn.Sequential(
+        *(nn.Sequential(layer, Cut(dtype, scale)) if i in ends else layer for i, layer in enumerate(layers))
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
+    corpus = Corpus.open(data)
+    losses = []
+    for step in range(job.train.steps):
+        tokens, targets = corpus.batch("train", job.train.seed, step, job.train.batch)
+        total = 0.0
+        for first in range(0, job.train.batch, job.parallel.microbatch):
+            rows = slice(first, first + job.parallel.microbatch)
+            with random_keys(job.train.seed, step, range(rows.start, rows.stop), training=True):
+                loss = F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten(), reduction="sum")
+            loss.backward(torch.tensor(1.0 / targets.numel(), dtype=torch.float64))
+            total += loss.item() / targets.numel()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    tokens, targets = corpus.batch("val", job.train.seed, 0, job.train.batch)
+    with torch.no_grad():
+        model.eval()
+        return losses, F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
+
+
+PLANS = [
+    ({"schedule": "1f1b", "stages": 4}, "bfloat16", 3),
+    ({"schedule": "1f1b", "stages": 2, "replicas": 2, "transport": "gloo"}, "float16", 1),
+    ({"schedule": "gpipe", "stages": 2, "transport": "ray-collective", "recompute": "full"}, "float32", 1),
+    ({"schedule": "chimera", "stages": 2}, "bfloat16", 1),
+    ({"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2}, "bfloat16", 3),
+    ({"schedule": "zb-v", "stages": 2}, "bfloat16", 2),  # of three cuts, one is inside a device
+]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(("parallel", "wire", "cuts"), PLANS, ids=lambda p: p["schedule"] if isinstance(p, dict) else p)
+def test_losses_are_those_of_a_loop_that_rounds_at_the_cuts(
+    parallel, wire, cuts, stage_pool, text_folder, tmp_path
+) -> None:
+    job = small_job(text_folder, {**parallel, "wire_dtype": wire}, clip=0.5)
+    done = drive(job, stage_pool, tmp_path)
+    dtype = getattr(torch, wire)
+    targets = job.train.batch * 16
+    losses, validation = plain(job, tmp_path / "data", dtype, targets if wire == "float16" else 1.0)  # 128, 2 to the 7
+    assert done.losses == pytest.approx(losses, abs=1e-9, rel=0)
+    assert done.val_losses == [pytest.approx(validation, abs=1e-9, rel=0)]
+    # And every message is as small as it should be: hidden 16, sequence 16, there and back.
+    count = job.train.batch // job.parallel.microbatch * cuts * 2
+    assert done.driver.counts["p2p"] == count
+    assert done.driver.counts["p2p_bytes"] == count * job.parallel.microbatch * 16 * 16 * dtype.itemsize
+
+
+@pytest.mark.runs
+def test_rounding_is_what_makes_the_difference(stage_pool, text_folder, tmp_path) -> None:
+    curves = []
+    for wire in (None, "float32", "bfloat16"):
+        job = small_job(text_folder, {"schedule": "1f1b", "stages": 2, "wire_dtype": wire}, clip=0.5)
+        curves.append(drive(job, stage_pool, tmp_path / str(wire)).losses)
+    exact, single, half = curves
+    off = [max(abs(a - b) for a, b in zip(exact, other, strict=True)) for other in (single, half)]
+    assert 0 < off[0] < 1e-5 < off[1]
+
+
+def test_only_wider_floating_tensors_are_cast() -> None:
+    narrowing = Narrowing(torch.float16, 128.0)
+    given = [torch.randn(3, dtype=torch.float64), torch.randn(3).bfloat16(), torch.arange(3), torch.ones(3).bool()]
+    specs = [TensorSpec(tuple(t.shape), t.dtype) for t in given]
+    sent = narrowing.pack("act", given)
+    assert [t.dtype for t in sent] == [torch.float16, torch.bfloat16, torch.int64, torch.bool]
+    assert [TensorSpec(tuple(t.shape), t.dtype) for t in sent] == [narrowing.spec(spec) for spec in specs]
+    back = narrowing.unpack("act", sent, specs)
+    assert [t.dtype for t in back] == [t.dtype for t in given]
+    assert torch.equal(back[0], given[0].half().double())
+    assert all(a is b for a, b in zip(back[1:], given[1:], strict=True))
+
+
+def test_gradients_of_a_mean_do_not_vanish_in_float16(text_folder) -> None:
+    """The mean over 4096 targets: 1e-6 a target is 2e-10 of the loss, nothing in float16."""
+    job = small_job(text_folder, {"schedule": "1f1b", "stages": 2, "wire_dtype": "float16"}, batch=256)
+    narrowing = narrowing_of(job)
+    gradient = torch.full((4,), 1e-6 / 4096, dtype=torch.float64)
+    spec = TensorSpec((4,), torch.float64)
+    assert not gradient.half().any()
+    (back,) = narrowing.unpack("grad", narrowing.pack("grad", [gradient]), [spec])
+    assert torch.allclose(back, gradient, rtol=0.05)
+    # A power of two: what has enough digits comes through as it went.
+    exact = torch.tensor([0.75, -3.0], dtype=torch.float64) / 4096
+    assert torch.equal(narrowing.unpack("grad", narrowing.pack("grad", [exact]), [spec])[0], exact)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "words"),
+    [
+        ("float32", "float32", "(?s)no narrower than the float32.*use bfloat16 or float16"),
+        ("bfloat16", "float32", "no narrower than the float32"),
+        ("float32", "bf16", 'the text "bf16"'),
+    ],
+)
+def test_a_wire_dtype_that_narrows_nothing_is_refused(dtype, wire, words, text_folder) -> None:
+    with pytest.raises(SpecError, match=words):
+        small_job(text_folder, {"schedule": "1f1b", "stages": 2, "wire_dtype": wire}, dtype=dtype)

@@ -1,0 +1,120 @@
+"""Every plan gives the loss curve of a plain PyTorch loop: float64, dropout, clipping, tied embeddings, AdamW."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raypipe.data import prepare
+from raypipe.job.load import job_from
+from raypipe.job.spec import JobSpec
+from raypipe.observe.run_log import METRICS, RunLog, read_rows
+from raypipe.runtime.driver import Driver
+from raypipe.train import make_plan
+from tests.runtime.runs.plain_training import plain_losses
+
+STEPS = 5
+
+
+def make_job(path: Path, parallel: dict[str, object], tied: bool = True, **train: object) -> JobSpec:
+    return job_from(
+        {
+            "name": "exactness",
+            "model": {
+                "type": "gpt", "layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 256,
+                "dropout": 0.1, "tie_embeddings": tied,
+            },
+            "data": {"type": "bytes", "path": str(path)},
+            # The clip is below the gradient norms of the first steps, so it takes part.
+            "train": {
+                "steps": STEPS, "batch": 16, "optimizer": "adamw", "lr": 0.01, "seed": 3, "dtype": "float64",
+                "clip": 0.5, **train,
+            },
+            "parallel": {"microbatch": 2, **parallel},
+        }
+    )  # fmt: skip
+
+
+def pipeline_losses(job: JobSpec, pool, directory: Path) -> list[float]:
+    """The loss curve through the real driver, actors and channels."""
+    prepare(job.data, job.model.sequence, directory / "data")
+    log = RunLog(directory)
+    driver = Driver(job, make_plan(job), directory, log, lambda *_: None)
+    driver.run(pool(driver.schedule.devices * job.parallel.tensor), None, 0)
+    log.close()
+    return [row["loss"] for row in read_rows(directory / METRICS) if "loss" in row]
+
+
+PLANS = [
+    {"schedule": "1f1b", "stages": 1},
+    {"schedule": "1f1b", "stages": 1, "replicas": 2},
+    {"schedule": "1f1b", "stages": 2},
+    {"schedule": "1f1b", "stages": 4, "replicas": 2, "sync": "eager"},
+    {"schedule": "gpipe", "stages": 2, "replicas": 2},
+    {"schedule": "gpipe", "stages": 4},
+    {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2},
+    {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "replicas": 2},
+    {"schedule": "bfs", "stages": 2, "chunks": 2},
+    {"schedule": "chimera", "stages": 2, "replicas": 2},
+    {"schedule": "chimera", "stages": 4},
+    {"schedule": "chimera", "stages": 4, "replicas": 2, "sync": "eager-opt"},
+    {"schedule": "chimera", "stages": 4, "pipelines": 4},
+    {"schedule": "chimera", "stages": 2, "concat": "doubling"},
+    {"schedule": "chimera", "stages": 4, "concat": "doubling"},
+    {"schedule": "chimera", "stages": 4, "concat": "halving"},
+    {"schedule": "chimera-tight", "stages": 4},
+    {"schedule": "gems", "stages": 2},
+    {"schedule": "gems", "stages": 4},
+    {"schedule": "zb-h1", "stages": 2},
+    {"schedule": "zb-h1", "stages": 4, "replicas": 2},
+    {"schedule": "zb-h2", "stages": 4},
+    {"schedule": "zb-v", "stages": 2},
+    {"schedule": "zb-v", "stages": 2, "replicas": 2},
+    {"schedule": "zeropp", "stages": 2, "chunks": 2, "unit": 3},
+    {"schedule": "zeropp", "stages": 4, "unit": 4},
+    {"schedule": "early-recompute", "stages": 2},
+    {"schedule": "shifted-critical-path", "stages": 4},
+    {"schedule": "1f1b", "stages": 4, "recompute": "full", "keep": [0.0, 0.4, 0.5, 1.0]},
+    {"schedule": "zb-v", "stages": 2, "recompute": "full"},
+    {"schedule": "shifted-critical-path", "stages": 2, "recompute": "stage-aware", "alphas": 0.67},
+    {"schedule": "1f1b", "stages": 2, "replicas": 2, "recompute": ["embedding", "block.[12]", 5]},
+    {"schedule": "model-parallel", "stages": 4},
+    {"schedule": "fast-forward", "stages": 2, "chunks": 2},
+    {"schedule": "modulo", "stages": 2, "chunks": 2},
+    {"schedule": "auto", "stages": 4, "memory_limit": 3},
+    {"schedule": "auto", "stages": 2, "chunks": 2, "placement": "v"},
+    {"schedule": "auto", "stages": 2, "placement": "bidirectional", "replicas": 2},
+]
+
+
+@pytest.fixture(scope="session")
+def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    job = make_job(text_folder, {"schedule": "1f1b", "stages": 1})
+    data = tmp_path_factory.mktemp("reference")
+    prepare(job.data, job.model.sequence, data)
+    return plain_losses(job, data, STEPS)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
+def test_loss_curve_is_that_of_plain_pytorch(parallel, reference, stage_pool, text_folder, tmp_path) -> None:
+    losses = pipeline_losses(make_job(text_folder, parallel), stage_pool, tmp_path)
+    assert losses == pytest.approx(reference, abs=1e-9, rel=0)
+
+
+HAND_WRITTEN = """
+device 0: 0F0 0F1 0B0 0F2 0B1 0F3 0W1 0B2 0W0 0B3 0W3 0W2
+device 1: 1F0 1B0 1F1 1BW1 1F2 1W0 1B2 1F3 1B3 1W2 1W3
+"""
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_hand_written_schedule_trains(replicas, reference, stage_pool, text_folder, tmp_path) -> None:
+    """Split and joint backwards mixed, weight gradients in no particular order."""
+    file = tmp_path / "mine.txt"
+    file.write_text(HAND_WRITTEN)
+    parallel = {"schedule": str(file), "stages": 2, "microbatch": 4 // replicas, "replicas": replicas}
+    losses = pipeline_losses(make_job(text_folder, parallel), stage_pool, tmp_path)
+    assert losses == pytest.approx(reference, abs=1e-9, rel=0)

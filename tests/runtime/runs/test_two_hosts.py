@@ -1,0 +1,89 @@
+"""Training on two hosts: clocks that began at other times, a host name that leads to loopback, no common storage."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from raypipe.job.load import load_job
+from raypipe.observe.run_log import EVENTS, read_rows
+from tests.hosts import Host, hosts, ray_cluster
+from tests.runtime.runs.plain_training import plain_losses
+
+STEPS = 14
+JOB = """
+name: small
+model: {{type: gpt, layers: 2, hidden: 16, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
+data: {{type: bytes, path: "{path}"}}
+train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 3, dtype: float64, eval_batches: 1, max_failures: 2}}
+parallel: {{schedule: 1f1b, stages: 2, microbatch: 2, transport: {transport}}}
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Two hosts with a raylet each, of one CPU: two stages take both."""
+
+    hosts: list[Host]
+    settings: dict[str, str]
+
+    def train(self, job: Path, run: Path) -> tuple[int, str]:
+        """Exit status and output of ``raypipe train`` on the first host."""
+        words = [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(run), "--json"]
+        done = self.hosts[0].run(*words, timeout_s=400.0, **self.settings)
+        return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with hosts(2, clock_offsets_s=(0, 1000)) as both, ray_cluster(both) as settings:
+        for host in both:  # Gloo, left alone, takes the address that this leads to
+            host.must(
+                "sh", "-c", "echo 127.0.1.1 $(hostname) > /tmp/ray/hosts && mount --bind /tmp/ray/hosts /etc/hosts"
+            )
+        yield Cluster(both, settings)
+
+
+def job_file(folder: Path, text: Path, transport: str = "auto") -> Path:
+    path = folder / "job.yaml"
+    path.write_text(JOB.format(path=text, steps=STEPS, transport=transport))
+    return path
+
+
+@pytest.mark.runs
+def test_two_hosts_train_as_one_process_does(cluster, text_folder, tmp_path) -> None:
+    job = job_file(tmp_path, text_folder)
+    status, output = cluster.train(job, tmp_path / "run")
+    assert status == 0, output
+    result = json.loads(output.splitlines()[0])
+    assert result["losses"] == pytest.approx(plain_losses(load_job(job), tmp_path / "run" / "data", STEPS), abs=1e-9)
+    events = read_rows(tmp_path / "run" / EVENTS)
+    (started,) = (row for row in events if row["event"] == "started")
+    assert len({device["node"] for device in started["devices"]}) == 2
+    assert not [row for row in events if row["event"] in ("notice", "restarted", "failed")]
+    # A clock that is off by a second would be seen in both: no step of this job takes a tenth of it.
+    (predicted,) = (row for row in events if row["event"] == "predicted")
+    assert 0 < predicted["step_s"] < 1
+    assert 0 < result["step_s_median"] < 1
+    timeline = json.loads((tmp_path / "run" / "timeline.json").read_text())
+    assert timeline
+
+
+@pytest.mark.runs
+def test_storage_that_is_not_shared_is_said_before_training(cluster, text_folder, tmp_path) -> None:
+    job = job_file(tmp_path, text_folder)
+    with tempfile.TemporaryDirectory() as name:
+        cluster.hosts[1].hide(Path(name))
+        status, output = cluster.train(job, Path(name) / "run")
+        events = read_rows(Path(name) / "run" / EVENTS)
+    assert status == 2, output
+    assert f"node {cluster.hosts[1].address}: has other storage under {name}/run than the driver" in output
+    assert "fix: give --run-dir a folder of a file system that all nodes mount" in output
+    assert "Traceback" not in output
+    assert "restarted" not in {row["event"] for row in events}

@@ -1,0 +1,182 @@
+"""The search's promises: any placement and rule, the memory kept, the clock kept, honest figures."""
+
+import random
+import time
+
+import pytest
+
+from raypipe.errors import ScheduleError
+from raypipe.schedule import Shape, generate
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Rules, StageGraph
+from raypipe.schedule.live_activations import peak_activations
+from raypipe.schedule.verify import verify
+from raypipe.search import search
+from raypipe.search.bounds.order_bounds import lower_bound
+from raypipe.search.budget import Budget
+from raypipe.search.placements import placed
+from raypipe.search.problem import build
+from raypipe.simulate import lower_bound as bounds
+from raypipe.simulate.engine import simulate
+from raypipe.simulate.period import period
+
+
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_what_is_found_is_a_step_within_its_memory(make_case, seed):
+    case = make_case(seed)
+    found = case.search(budget_s=0.1)
+    verify(found.schedule, case.memory)
+    timeline = simulate(found.schedule, case.costs)
+    assert timeline.makespan == pytest.approx(found.makespan)
+    assert found.bound <= found.value * (1 + 1e-9)
+    kinds = {task.kind for task in found.schedule.tasks()}
+    assert kinds == ({"F", "B", "W"} if case.split else {"F", "BW"})
+
+
+def test_a_graph_that_is_no_chain():
+    """An encoder feeds every decoder stage, placed on three devices."""
+    graph = StageGraph(5, ((0, 1), (1, 2), (0, 3), (2, 3), (1, 4), (3, 4)))
+    costs = CostTable.even(5, 3, 4, 2, comm=1)
+    found = search(((0, 1, 2, 1, 0),), 5, costs, graph=graph, memory_limit=4, budget_s=0.5)
+    verify(found.schedule, 4)
+    assert found.schedule.graph == graph
+    assert simulate(found.schedule, costs).makespan == pytest.approx(found.makespan)
+
+
+@pytest.mark.parametrize("rules", [Rules(skip_first_b=True), Rules(w_dep="grad"), Rules(recompute="late")])
+@pytest.mark.parametrize("split", [True, False])
+def test_other_rules(rules, split):
+    costs = CostTable.even(4, 2, 3, 2, recompute=2, comm=1)
+    recompute = (0, 1) if rules.recompute == "late" else ()
+    found = search(
+        ((0, 1, 2, 3),), 6, costs, rules=rules, split=split, recompute=recompute, memory_limit=4, budget_s=0.3
+    )  # fmt: skip
+    verify(found.schedule, 4)
+    assert simulate(found.schedule, costs).makespan == pytest.approx(found.makespan)
+    assert {t.stage for t in found.schedule.tasks() if t.kind == "R"} == set(recompute)
+
+
+def test_a_share_that_dies_with_b():
+    """If B frees most of an activation, a forward fits in before the W, and the step is shorter."""
+    costs = CostTable.even(4, 10, 12, 8, comm=1)
+    whole = search(((0, 1, 2, 3),), 12, costs, memory_limit=3.25, budget=Budget(1.0))
+    half = search(((0, 1, 2, 3),), 12, costs, memory_limit=3.25, freed_by_b=0.75, budget=Budget(1.0))
+    assert max(peak_activations(whole.schedule)) <= 3
+    assert half.makespan < whole.makespan
+    for order in half.schedule.orders:
+        live = 0.0
+        for task in order:
+            live += task.kind == "F"
+            assert live <= 3.25
+            live -= {"F": 0, "B": 0.75, "W": 0.25}[task.kind]
+
+
+def test_memory_may_differ_by_device():
+    costs = CostTable.even(4, 10, 12, 8, comm=1)
+    found = search(((0, 1, 2, 3),), 10, costs, memory_limit=(5, 3, 2, 1), budget_s=0.5)
+    assert all(a <= b for a, b in zip(peak_activations(found.schedule), (5, 3, 2, 1), strict=True))
+
+
+@pytest.mark.parametrize("objective", ["span", "period"])
+def test_span_and_period(objective):
+    """Twice 1F1B's memory is enough for no bubble at all in either (PAPERS, "checked")."""
+    costs = CostTable.even(4)
+    found = search(((0, 1, 2, 3),), 12, costs, memory_limit=7, objective=objective, budget=Budget(2.0))
+    timeline = simulate(found.schedule, costs)
+    value = max(timeline.device_spans) if objective == "span" else period(found.schedule, costs)
+    assert found.value == pytest.approx(value)
+    assert found.value == found.bound == 36
+
+
+def test_never_longer_than_where_it_started():
+    costs = CostTable.even(6, 10, 12, 8, comm=1)
+    known = generate("zb-h1", Shape(devices=6, microbatches=9), costs)
+    found = search(((0, 1, 2, 3, 4, 5),), 9, costs, memory_limit=6, budget_s=0.05, starts=[known])
+    assert found.makespan <= simulate(known, costs).makespan
+
+
+def test_the_clock_is_kept():
+    """A hard case with a short budget ends in time; one list schedule and a move may still be under way.
+
+    Told by this thread's processor time, which is no more than what the clock says however busy the machine is.
+    """
+    began = time.thread_time()
+    found = search((tuple(range(8)),), 32, CostTable.even(8, 10, 12, 8, comm=1), memory_limit=4, budget_s=0.3)
+    assert found.gap > 0
+    assert time.thread_time() - began < 1.5
+
+
+def test_more_time_is_no_worse(make_case):
+    case = make_case(7)
+    assert case.search(budget=Budget(0.6)).value <= case.search(budget=Budget(0.02)).value
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_bound_holds_and_is_no_weaker_than_the_general_one(make_case, seed):
+    case = make_case(seed)
+    found = case.search(budget_s=0.05)
+    free = lower_bound(build(case.placement, case.count, case.costs, split=case.split))
+    tight = lower_bound(
+        build(case.placement, case.count, case.costs, split=case.split, memory_limit=case.memory)
+    )  # fmt: skip
+    general = bounds.lower_bound(found.schedule, case.costs)
+    assert general <= free + 1e-9
+    assert free <= tight + 1e-9
+    assert tight <= found.value * (1 + 1e-9)
+
+
+def test_no_micro_batch_for_the_second_replica():
+    found = search(((0, 1), (1, 0)), 1, CostTable.even(2), budget_s=0.2)
+    verify(found.schedule)
+    assert found.makespan == found.bound == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"objective": "makspan"}, 'did you mean "makespan"'),
+        ({"memory_limit": 0.5}, "one micro-batch on device 0 needs 1"),
+        ({"memory_limit": (1, 1)}, "2 values for 3 devices"),
+        ({"costs": CostTable.even(2)}, "2 values for 3 stages"),
+    ],
+)
+def test_wrong_requests(change, said):
+    request = {"placement": ((0, 1, 2),), "microbatches": 2, "costs": CostTable.even(3), **change}
+    with pytest.raises(ScheduleError, match=said):
+        search(**request)
+
+
+def test_placements_refuse_what_they_have_no_use_for():
+    for name, shape, said in [
+        ("vee", Shape(devices=2, microbatches=2), "unknown"),
+        ("line", Shape(devices=2, microbatches=2, chunks=2), "chunks"),
+        ("ring", Shape(devices=2, microbatches=2, pipelines=4), "pipelines"),
+        ("bidirectional", Shape(devices=3, microbatches=2), "even number"),
+    ]:
+        with pytest.raises(ScheduleError, match=said):
+            placed(name, shape)
+
+
+def test_the_same_seed_tries_the_same_order_of_things():
+    """Up to the clock: with a goal that is reached, two searches end in the same order."""
+    costs = CostTable.even(4, 10, 12, 8, comm=1)
+    two = [search(((0, 1, 2, 3),), 9, costs, memory_limit=4, seed=3, budget=Budget(5.0)) for _ in range(2)]
+    assert two[0].gap == 0
+    assert two[0].schedule == two[1].schedule
+
+
+def test_random_is_not_needed_globally():
+    state = random.getstate()
+    search(((0, 1),), 3, CostTable.even(2, 1, 2, 3), memory_limit=1, budget_s=0.05)
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize("times", [(0, 0, 0), (1, 0, 0), (0, 1, 0)])
+@pytest.mark.parametrize("name", ["line", "v", "bidirectional"])
+def test_tasks_that_take_no_time(name, times):
+    shape = Shape(devices=2, microbatches=3, chunks=2 if name == "v" else 1)
+    placement = placed(name, shape)
+    costs = CostTable.even(len(placement[0]), *times)
+    found = search(placement, 3, costs, memory_limit=2, budget_s=0.1)
+    verify(found.schedule, 2)
+    assert simulate(found.schedule, costs).makespan == found.makespan >= found.bound

@@ -1,0 +1,99 @@
+"""Times kept up to date through moves equal those of the simulator, and memory is what the IR counts."""
+
+import random
+
+import pytest
+
+from raypipe.schedule.live_activations import peak_activations
+from raypipe.schedule.verify import verify
+from raypipe.search.budget import Budget
+from raypipe.search.list_scheduling import Layout, list_schedule
+from raypipe.search.priorities import portfolio, shaken
+from raypipe.search.problem import build
+from raypipe.search.tabu import _kick, improve
+from raypipe.search.timed_order import Move, Timed
+from raypipe.simulate.engine import simulate
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_moves_keep_times_links_and_memory(make_case, seed):
+    case = make_case(seed)
+    p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
+    rng = random.Random(seed)
+    listed = list_schedule(Layout.of(p), next(portfolio(p)))
+    state = Timed(p)
+    state.load(listed.words)
+    for _ in range(40):
+        _kick(state, rng, 1e-9)
+        words = state.words()
+        fresh = Timed(p)
+        fresh.load(words)
+        assert fresh.end == pytest.approx(state.end)
+        assert fresh.rest == pytest.approx(state.rest)
+        assert fresh.live == state.live
+        place = {t: k for k, t in enumerate(state.topological)}
+        assert all(place[q] < place[t] for t in range(p.tasks) for q, _ in state.before[t])
+    schedule = p.schedule(words)
+    verify(schedule, case.memory)
+    assert simulate(schedule, case.costs).makespan == pytest.approx(state.makespan)
+
+
+def test_a_move_that_closes_a_circle_changes_nothing(make_case):
+    case = make_case(0)
+    p = build(case.placement, case.count, case.costs)
+    state = Timed(p)
+    state.load(list_schedule(Layout.of(p), next(portfolio(p))).words)
+    before = (state.words(), list(state.end), list(state.topological))
+    refused = 0
+    for word in state.words():
+        for k in range(1, len(word)):
+            for j in range(k):
+                move = Move.single(word[k], word[j:k], True)
+                if not state.apply(move):
+                    refused += 1
+                    assert (state.words(), state.end, state.topological) == before
+                else:
+                    state.load(before[0])
+                    before = (state.words(), list(state.end), list(state.topological))
+    assert refused > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_list_schedules_run_and_are_as_long_as_they_say(make_case, seed):
+    case = make_case(seed)
+    p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
+    layout, rng = Layout.of(p), random.Random(seed)
+    settings = list(portfolio(p))
+    ran = 0
+    for setting in rng.sample(settings, 6):
+        listed = list_schedule(layout, shaken(p, setting, rng))
+        if listed is None:
+            continue
+        ran += 1
+        schedule = p.schedule(listed.words)
+        verify(schedule, case.memory)
+        timeline = simulate(schedule, case.costs)
+        assert (timeline.makespan, max(timeline.device_spans)) == pytest.approx((listed.makespan, listed.span))
+        assert p.words(schedule) == listed.words
+        assert p.fits(listed.words)
+        if case.memory is not None:
+            assert max(peak_activations(schedule)) <= case.memory
+    assert ran > 0
+
+
+def test_with_reserves_nothing_jams(make_case):
+    """Every setting that keeps them ends, however small the memory."""
+    for seed in range(60):
+        case = make_case(seed)
+        p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
+        layout = Layout.of(p)
+        assert all(list_schedule(layout, s) is not None for s in list(portfolio(p))[::7] if s.reserve == "stages")
+
+
+def test_improve_ends_at_its_goal_or_its_moves(make_case):
+    case = make_case(5)
+    p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
+    start = list_schedule(Layout.of(p), next(portfolio(p)))
+    words, value = improve(p, start.words, 0.0, Budget(60), random.Random(0), 50)
+    assert value <= start.makespan
+    assert improve(p, words, value, Budget(60), random.Random(0), 50) == (words, value)

@@ -1,0 +1,41 @@
+"""A divided model, captured, cut into stages and run by the executor, is the whole one: with dropout, float64, 1e-9."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raypipe.models import build_model
+from tests.runtime.runs.one_device import Outcome, even_cut, run_step
+from tests.runtime.runs.test_any_model import CASES, fields_of, job_of
+from tests.tensor.threads import run_members
+
+FAMILIES = ["gpt2", "opt", "qwen3", "bert", "t5", "vit"]
+DROPOUT_INSIDE = {"gpt2", "bert", "t5"}
+"""Those that drop attention weights, of which every member has its heads'."""
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_divided_model_trains_as_the_whole_one(case: str) -> None:
+    spec, rows = CASES[case]
+    job, size = job_of(spec), 2
+    divided = job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": size})})
+    whole = build_model(job, fields_of(rows))
+    rows = whole.task.complete(rows)
+    expected = run_step(whole, even_cut(whole, 3), rows, torch.float64, 2)
+
+    def work(rank: int, _member: object) -> Outcome:
+        model = build_model(divided, fields_of(CASES[case][1]), rank)
+        return run_step(model, even_cut(model, 3), rows, torch.float64, 2, split=True)
+
+    members = run_members(size, work)
+    model = build_model(divided, fields_of(CASES[case][1]), 0)
+    assert any(site.divided_dim is not None for site in model.sites.values()) == (case in DROPOUT_INSIDE)
+    for outcome in members:
+        assert outcome.loss == pytest.approx(expected.loss, abs=1e-9, rel=0)
+    for name, gradient in expected.gradients.items():
+        shares = [outcome.gradients[name] for outcome in members]
+        if name in model.shards:
+            shares = [model.shards[name].join(shares)]
+        for share in shares:
+            torch.testing.assert_close(share, gradient, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
