@@ -91,7 +91,7 @@ def _refuse_copies(layers: LayeredModel, cut: list[range]) -> None:
     """PipeDream updates each stage by itself: a parameter that two stages hold would become two."""
     stage_of = {layer: stage for stage, part in enumerate(cut) for layer in part}
     for group in layers.tied:
-        if len({stage_of[layer] for layer, _ in group.members}) > 1:
+        if len({stage_of[layer] for layer, _ in group.parameters}) > 1:
             raise SpecError(
                 "model", f"pipedream updates stages at different times: copies of {group.name} would differ",
                 "use schedule: pipedream-2bw, or a model that ties nothing",

@@ -23,7 +23,7 @@ class Chain(StageBody):
         self.parts = nn.ModuleList(bodies)
         held = [(set(part), body.named()) for part, body in zip(parts, bodies, strict=True)]
         for group in model.tied:
-            here = [named[name] for i, name in group.members for part, named in held if i in part and name in named]
+            here = [named[name] for i, name in group.parameters for part, named in held if i in part and name in named]
             for other in here[1:]:
                 if other is not here[0]:
                     _replace(self, other, here[0])

@@ -36,7 +36,7 @@ class TiedGroup:
 
     name: str
     """What checkpoints call it: its first member's name."""
-    members: tuple[tuple[int, str], ...]
+    parameters: tuple[tuple[int, str], ...]
     """(layer, parameter name) of each holder, the owner first. Names may be equal."""
 
 

@@ -342,7 +342,7 @@ class LayerBench:
 
     def tied_parameters(self) -> int:
         """Values that are counted in more than one layer."""
-        holders = [(group, {layer for layer, _ in group.members}) for group in self.model.tied]
+        holders = [(group, {layer for layer, _ in group.parameters}) for group in self.model.tied]
         return sum((len(layers) - 1) * self.sizes.get(group.name, 0) for group, layers in holders)
 
 

@@ -427,9 +427,11 @@ def tied_holders(plan: Plan, schedule: Schedule, model: LayeredModel) -> tuple[T
     return tuple(
         TiedHolders(
             name=group.name,
-            members=tuple(dict.fromkeys(name for _, name in group.members)),
-            layer=group.members[0][0],
-            ranks=tuple(sorted({held[stage_of[layer]] for held in schedule.placement for layer, _ in group.members})),
+            parameters=tuple(dict.fromkeys(name for _, name in group.parameters)),
+            layer=group.parameters[0][0],
+            ranks=tuple(
+                sorted({held[stage_of[layer]] for held in schedule.placement for layer, _ in group.parameters})
+            ),
         )
         for group in model.tied
     )

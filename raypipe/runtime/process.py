@@ -14,7 +14,7 @@ TRIM_THRESHOLD_BYTES = 2**31 - 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
-def settle(device: torch.device) -> None:
+def set_up_process(device: torch.device) -> None:
     """One compute thread, ordinary priority, and freed activations kept for the next micro-batch."""
     torch.set_num_threads(1)
     # Ray starts workers at niceness 15: any other process would push a stage, and so the whole pipeline, aside.

@@ -24,7 +24,7 @@ from raypipe.runtime.cluster.failure import tells
 from raypipe.runtime.cluster.host_check import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Links, Location, Wiring, locate, own_address
 from raypipe.runtime.executor import Executor
-from raypipe.runtime.process import heap_bytes, settle
+from raypipe.runtime.process import heap_bytes, set_up_process
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import Wires
@@ -60,7 +60,7 @@ class Stage:
     def __init__(self, rank: int, title: str) -> None:
         self.rank, self.title = rank, title
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        settle(self.device)
+        set_up_process(self.device)
 
     def __repr__(self) -> str:
         return self.title

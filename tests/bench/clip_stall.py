@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raypipe.runtime.emulation.emulated_run import Links, emulate
-from raypipe.runtime.process import settle
+from raypipe.runtime.process import set_up_process
 from raypipe.runtime.update.updates import Undo
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
@@ -49,7 +49,7 @@ def stall(name: str, devices: int, microbatches: int, steps: int, rounds: int, u
 
 def update_ms(million: int, undo: bool, steps: int = 8) -> float:
     """Milliseconds of a fused AdamW step over ``million`` million float32 parameters, with or without the copy."""
-    settle(torch.device("cpu"))  # as in a stage actor, which keeps freed memory
+    set_up_process(torch.device("cpu"))  # as in a stage actor, which keeps freed memory
     parameters = [torch.nn.Parameter(torch.zeros(1000, 1000)) for _ in range(million)]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     for p in parameters:

@@ -19,7 +19,7 @@ from rich.table import Table
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers, random_keys
 from raypipe.runtime.backward.stack import stacked, unstacked
-from raypipe.runtime.process import settle
+from raypipe.runtime.process import set_up_process
 from raypipe.runtime.stage.stage import StageModule
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=40)
     repeats = parser.parse_args().repeats
-    settle(CPU)
+    set_up_process(CPU)
     shown = Table("hidden", "sequence", "blocks", "samples", "dropout", "two ms", "one ms", "ratio")
     for row in STAGES:
         two, one = measure(*row, repeats)

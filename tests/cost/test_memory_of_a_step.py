@@ -72,7 +72,7 @@ def executor(spec, schedule, cut, microbatch, dtype, again=None):
     split = any(task.kind == "W" for task in schedule.tasks())
     modules = {(s, 0): StageModule(model, list(part), 0, cpu, split, again) for s, part in enumerate(cut)}
     tied = [
-        TiedHolders(g.name, tuple(n for _, n in g.members), (0,), g.members[0][0])
+        TiedHolders(g.name, tuple(n for _, n in g.parameters), (0,), g.parameters[0][0])
         for g in (model.tied if len(cut) > 1 else ())
     ]
     settings = StepSettings(

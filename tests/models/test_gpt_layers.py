@@ -62,7 +62,7 @@ def test_tied_weights_start_equal_and_can_become_one():
     plan = GptLayers(MODEL)
     layers = all_layers(plan, seed=0)
     (group,) = plan.tied
-    assert group.members == ((0, "0.token.weight"), (4, "4.project.weight"))
+    assert group.parameters == ((0, "0.token.weight"), (4, "4.project.weight"))
     first, a, last, b = 0, "token.weight", 4, "project.weight"
     assert torch.equal(layers[first].get_parameter(a), layers[last].get_parameter(b))
     join_tied(plan, {0: layers[0], 4: layers[4]})

@@ -90,7 +90,7 @@ class GptLayers(LayeredModel):
     def owner(self, name: str) -> str:
         """The first holder's name of a parameter: its own, unless it is tied to an earlier one."""
         for group in self.tied:
-            if name in (member for _, member in group.members):
+            if name in (member for _, member in group.parameters):
                 return group.name
         return name
 
@@ -128,7 +128,7 @@ class GptStage(StageBody):
 def join_tied(model: GptLayers, layers: Mapping[int, nn.Module]) -> None:
     """Make the members of each tied group one Parameter among these layers (those of one stage, say), in place."""
     for group in model.tied:
-        here = [(layers[i], name.partition(".")[2]) for i, name in group.members if i in layers]
+        here = [(layers[i], name.partition(".")[2]) for i, name in group.parameters if i in layers]
         for layer, path in here[1:]:
             parent, _, leaf = path.rpartition(".")
             setattr(layer.get_submodule(parent), leaf, here[0][0].get_parameter(here[0][1]))

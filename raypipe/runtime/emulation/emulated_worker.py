@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from raypipe.runtime.cluster.host_check import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Links, Location, Wiring, locate, own_address
 from raypipe.runtime.emulation.emulated_all_reduce import SumLane
-from raypipe.runtime.process import settle
+from raypipe.runtime.process import set_up_process
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.shared_clock import SharedClock
 from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, TakesIn, TensorSpec, Wire
@@ -209,7 +209,7 @@ class EmulatedStage:
         self.rank, self.title = rank, title
         self.links: Links | None = None
         self.runner: EmulatedRunner | None = None
-        settle(torch.device("cpu"))
+        set_up_process(torch.device("cpu"))
         gc.freeze()  # torch's modules stay: a collection in the middle of a task need not walk them
 
     def __repr__(self) -> str:

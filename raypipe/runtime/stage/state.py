@@ -32,14 +32,14 @@ def owned_keys(
 
 def _canonical(name: str, tied: tuple[TiedHolders, ...]) -> str:
     for tie in tied:
-        if name in tie.members:
+        if name in tie.parameters:
             return tie.name
     return name
 
 
 def _saves(module: StageModule, name: str, tied: tuple[TiedHolders, ...]) -> bool:
     """Whether this stage saves a parameter that it holds: of a tied one, the stage of its first member does."""
-    return all(name not in tie.members or tie.layer in module.layers for tie in tied)
+    return all(name not in tie.parameters or tie.layer in module.layers for tie in tied)
 
 
 class Piece(NamedTuple):

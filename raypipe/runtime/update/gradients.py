@@ -29,7 +29,7 @@ class TiedHolders:
 
     name: str
     """The group's first member, ``<layer index>.<path>``: its name in checkpoints."""
-    members: tuple[str, ...]
+    parameters: tuple[str, ...]
     """All names the parameter goes by."""
     ranks: tuple[int, ...]
     """Every device that holds a copy, in any replica."""
@@ -72,9 +72,9 @@ class GradientSync:
         self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
         spread: set[str] = set()
         for tie in tied:
-            copies = [m.trained[n] for m in modules.values() for n in tie.members if n in m.trained]
+            copies = [m.trained[n] for m in modules.values() for n in tie.parameters if n in m.trained]
             if len(tie.ranks) > 1 or len(copies) > 1:
-                spread.update(tie.members)
+                spread.update(tie.parameters)
                 if copies:
                     self._ties.append((tie, copies))
         self._own = {

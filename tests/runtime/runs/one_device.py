@@ -98,7 +98,7 @@ def run_step(
         key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR) for key, m in modules.items()
     }
     tied = tuple(
-        TiedHolders(g.name, tuple(dict.fromkeys(name for _, name in g.members)), (0,), g.members[0][0])
+        TiedHolders(g.name, tuple(dict.fromkeys(name for _, name in g.parameters)), (0,), g.parameters[0][0])
         for g in model.tied
     )
     fields = {name for stage in stages for name in stage.reads}

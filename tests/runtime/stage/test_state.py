@@ -69,7 +69,7 @@ def test_the_same_plan_goes_on_to_the_last_bit(undisturbed, stage_pool, text_fol
 def test_a_checkpoint_holds_every_parameter_once_with_its_optimizer_state(undisturbed, text_folder) -> None:
     job = small_job(text_folder, TWO)
     plan = GptLayers(job.model)
-    tied_away = {name for group in plan.tied for _, name in group.members[1:]}
+    tied_away = {name for group in plan.tied for _, name in group.parameters[1:]}
     names = {
         f"{i}.{path}" for i in range(plan.count) for path, _ in plan.build(i, 0).named_parameters()
         if f"{i}.{path}" not in tied_away
