@@ -52,13 +52,13 @@ def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
     import ray
     from ray.util.placement_group import placement_group
 
-    from raypipe.runtime.cluster.worker_group import Fleet
+    from raypipe.runtime.cluster.worker_group import WorkerGroup
     from raypipe.runtime.worker import Stage
 
     group = placement_group([{"CPU": 0.01}])
     actors: list[object] = []
 
-    def take(devices: int) -> Fleet:
+    def take(devices: int) -> WorkerGroup:
         while len(actors) < devices:
             rank = len(actors)
             actors.append(
@@ -68,7 +68,7 @@ def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
             )
         used = actors[:devices]
         locations = ray.get([actor.locate.remote() for actor in used], timeout=120)  # a fresh port for every use
-        return Fleet(list(used), [x.peer.name for x in locations], locations, group, uuid.uuid4().hex[:8])
+        return WorkerGroup(list(used), [x.peer.name for x in locations], locations, group, uuid.uuid4().hex[:8])
 
     yield take
     for actor in actors:

@@ -38,7 +38,7 @@ from raypipe.profiling.profiled_steps import (
     update_seconds,
 )
 from raypipe.profiling.profiling_worker import DeviceFacts
-from raypipe.runtime.cluster.worker_group import Fleet
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Wiring
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
@@ -81,7 +81,7 @@ class LayerBench:
 
     job: JobSpec
     model: LayeredModel
-    fleet: Fleet
+    workers: WorkerGroup
     data: Path
     """Folder of the prepared data."""
     groups: list[int] = field(init=False)
@@ -105,7 +105,7 @@ class LayerBench:
 
     def facts(self) -> list[DeviceFacts]:
         """What the devices say of themselves."""
-        found: list[DeviceFacts] = ray.get(self.fleet.call("facts", self.job, declared_fields(self.job.data)))
+        found: list[DeviceFacts] = ray.get(self.workers.call("facts", self.job, declared_fields(self.job.data)))
         return found
 
     def check_room(self, room: float) -> None:
@@ -190,7 +190,7 @@ class LayerBench:
         program = self._program(size, "joint")
         shares = []
         for _ in range(effort.pairs):
-            by_itself: Samples = ray.get(self.fleet.actors[0].run_layers.remote(program, 0, effort, False))
+            by_itself: Samples = ray.get(self.workers.actors[0].run_layers.remote(program, 0, effort, False))
             beside = self._run(size, "joint", 0, effort, False)[:1]
             # The host's daemons have a core for themselves beside the one: that is part of it.
             shares.append(charge([by_itself]) * self._seconds([by_itself]) / (charge(beside) * self._seconds(beside)))
@@ -222,7 +222,7 @@ class LayerBench:
 
     def _run(self, size: int, way: Way, warm_up: int, effort: Effort, memory: bool) -> list[Samples]:
         """Of each device, all of them at work."""
-        calls = self.fleet.call("run_layers", self._program(size, way), warm_up, effort, memory)
+        calls = self.workers.call("run_layers", self._program(size, way), warm_up, effort, memory)
         found: list[Samples] = ray.get(calls)
         return found
 
@@ -245,8 +245,8 @@ class LayerBench:
             }),
             cut=cut,
             placement=step.placement,
-            wiring=Wiring(peers=(self.fleet.locations[0].peer,), rendezvous="", edges=(), groups={},
-                          transport="auto", run_id=self.fleet.run_id),
+            wiring=Wiring(peers=(self.workers.locations[0].peer,), rendezvous="", edges=(), groups={},
+                          transport="auto", run_id=self.workers.run_id),
             tied=(),
             samples_per_microbatch=size,
             microbatches=step.microbatches,
@@ -257,11 +257,11 @@ class LayerBench:
             fields=known_fields(self.data),
             checkpoint=None,
         )  # fmt: skip
-        peers = [location.peer for location in self.fleet.locations]
+        peers = [location.peer for location in self.workers.locations]
         held = ray.get(
             [
                 actor.hold.remote(replace(setup, wiring=replace(setup.wiring, peers=(replace(peer, rank=0),))))
-                for actor, peer in zip(self.fleet.actors, peers, strict=True)
+                for actor, peer in zip(self.workers.actors, peers, strict=True)
             ]
         )
         self.sizes |= held[0]
@@ -328,7 +328,7 @@ class LayerBench:
 
     def code_bytes(self) -> float:
         """What kernels keep for the shapes of one micro-batch size; a run has one size."""
-        left: list[int] = ray.get(self.fleet.call("left_behind_bytes"))
+        left: list[int] = ray.get(self.workers.call("left_behind_bytes"))
         return float(median(left)) / len(self.passes)
 
     def update_s_per_parameter(self) -> float:

@@ -10,16 +10,16 @@ import ray
 
 from raypipe.cost.collectives import Kind
 from raypipe.cost.fit import Timed, TimedCollective
-from raypipe.runtime.cluster.worker_group import Fleet
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Wiring, rendezvous_of
 
 
 class LinkBench:
     """All devices joined into one world: pairs that exchange messages, groups that sum."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
-        locations = ray.get(fleet.call("locate"))  # a fresh port
+    def __init__(self, workers: WorkerGroup) -> None:
+        self.workers = workers
+        locations = ray.get(workers.call("locate"))  # a fresh port
         nodes = [at.peer.node for at in locations]
         self.inside = _pairs(nodes)
         self.between = _first_of_each(nodes)
@@ -36,7 +36,7 @@ class LinkBench:
 
     def connect(self) -> None:
         """Open every channel and make every group."""
-        ray.get(self.fleet.call("connect", self.wiring))
+        ray.get(self.workers.call("connect", self.wiring))
 
     def messages(self, pairs: Sequence[tuple[int, int]], sizes: Sequence[int], repeats: int) -> list[Timed]:
         """Mean seconds one way by size, over all pairs, which measure at the same time; nothing without pairs."""
@@ -44,8 +44,8 @@ class LinkBench:
             return []
         refs = []
         for a, b in pairs:
-            refs.append(self.fleet.actors[a].message_seconds.remote(b, True, sizes, repeats))
-            self.fleet.actors[b].message_seconds.remote(a, False, sizes, repeats)
+            refs.append(self.workers.actors[a].message_seconds.remote(b, True, sizes, repeats))
+            self.workers.actors[b].message_seconds.remote(a, False, sizes, repeats)
         found = ray.get(refs)
         return [
             Timed(float(size), fmean([t for times in found for t in times[k][1:] or times[k]]))
@@ -55,7 +55,9 @@ class LinkBench:
     def collective(self, kind: Kind, size: int, sizes: Sequence[int], repeats: int) -> list[TimedCollective]:
         """Mean seconds of the slowest device of a group of ``size``, by bytes of the whole buffer."""
         found = [
-            one for one in ray.get(self.fleet.call("collective_seconds", kind, f"first {size}", sizes, repeats)) if one
+            one
+            for one in ray.get(self.workers.call("collective_seconds", kind, f"first {size}", sizes, repeats))
+            if one
         ]
         return [
             TimedCollective(kind, size, float(n), fmean(map(max, zip(*(one[k] for one in found), strict=True))))

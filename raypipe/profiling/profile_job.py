@@ -77,10 +77,10 @@ def measure_profile(
     with _folder(job, model, data) as folder:
         say(f"starting {count} device actor{'s' * (count > 1)}")
         titles = [f"profile · device {rank}" for rank in range(count)]
-        fleet = start_actors(titles, request, ProfilingStage, job.train.wait_for_devices_s, tell=say)
+        workers = start_actors(titles, request, ProfilingStage, job.train.wait_for_devices_s, tell=say)
         try:
-            check_hosts(fleet)
-            bench = LayerBench(job, model, fleet, folder)
+            check_hosts(workers)
+            bench = LayerBench(job, model, workers, folder)
             effort = QUICK if quick else THOROUGH
             path = profile_path(job, model, sizes, count) if cached else None
             known = read_kept(path) if path is not None else None
@@ -97,8 +97,8 @@ def measure_profile(
             ) from None  # fmt: skip
         finally:
             with suppress(ray.exceptions.RayError):  # one that died has nothing to say
-                ray.get(fleet.call("clear"), timeout=CLEAR_S)
-            fleet.stop()
+                ray.get(workers.call("clear"), timeout=CLEAR_S)
+            workers.stop()
 
 
 @contextmanager
@@ -166,10 +166,10 @@ def measure_again(bench: LayerBench, effort: Effort, say: Say, began: float) -> 
 
 def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) -> Profile:
     """``measure_profile`` on devices that are there: ``sizes`` ascending."""
-    fleet, model, facts, began = bench.fleet, bench.model, bench.facts(), time.monotonic()
+    workers, model, facts, began = bench.workers, bench.model, bench.facts(), time.monotonic()
     sharing = per_host(facts)
     memory = min(one.memory_bytes for one in facts)
-    if all(at.peer.device == "cpu" for at in fleet.locations):
+    if all(at.peer.device == "cpu" for at in workers.locations):
         memory /= sharing  # its devices share a host's
     base = fmean(one.base_bytes for one in facts)
     bench.check_room(memory - base)
@@ -200,7 +200,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
     if len(facts) > 1:
         if not effort.brief:
             say("messages and collectives")
-        links = LinkBench(fleet)
+        links = LinkBench(workers)
         links.connect()
         inside = links.messages(links.inside, effort.message_bytes, effort.repeats)
         between = links.messages(links.between, effort.message_bytes, effort.repeats)

@@ -29,7 +29,7 @@ from raypipe.plan.online.raise_kept_share import Raiser, raises
 from raypipe.plan.online.replan import Replanner
 from raypipe.plan.plan import Plan, build_schedule, forward_only
 from raypipe.runtime.cluster.host_check import check_hosts
-from raypipe.runtime.cluster.worker_group import Fleet
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Wiring, rendezvous_of
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.observing import Observing
@@ -105,8 +105,8 @@ class Driver:
             present = Running(self.plan, self.schedule, self.ahead)
             self.replanner = Replanner(present, self.job.train.batch, self._clips)
 
-    def run(self, fleet: Fleet, checkpoint: Path | None, done: int) -> None:
-        """Train on ``fleet``, from ``checkpoint``, which has ``done`` steps behind it, to the job's last step or to
+    def run(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
+        """Train on ``workers``, from ``checkpoint``, which has ``done`` steps behind it, to the job's last step or to
         where it stops early.
 
         Raises:
@@ -120,10 +120,10 @@ class Driver:
         self._committed = (done, checkpoint) if checkpoint is not None else None
         self._save_plan()
         self._look_back(done)
-        self._setup(fleet, checkpoint)
-        last = self._loop(fleet, done)
+        self._setup(workers, checkpoint)
+        last = self._loop(workers, done)
         self._tell(self._observe("the prediction", self.clock.predict, at_end=True), last)
-        self.memory_bytes = ray.get(fleet.call("memory_bytes"))
+        self.memory_bytes = ray.get(workers.call("memory_bytes"))
 
     def _look_back(self, done: int) -> None:
         """What an earlier attempt has found out about validation."""
@@ -138,8 +138,8 @@ class Driver:
             elif held is not None:
                 self._best_loss = held.meta[LOSS]
 
-    def _setup(self, fleet: Fleet, checkpoint: Path | None) -> None:
-        check_hosts(fleet, self.directory)
+    def _setup(self, workers: WorkerGroup, checkpoint: Path | None) -> None:
+        check_hosts(workers, self.directory)
         schedule, tensor = self.schedule, self.plan.parallel.tensor
         job = self.job.model_copy(update={"parallel": self.plan.parallel})
         fields = known_fields(self.directory / "data")
@@ -156,12 +156,12 @@ class Driver:
             search_again=self.raiser is not None,
             placement=schedule.placement,
             wiring=Wiring(
-                peers=tuple(x.peer for x in fleet.locations),
-                rendezvous=rendezvous_of(fleet.locations),
+                peers=tuple(x.peer for x in workers.locations),
+                rendezvous=rendezvous_of(workers.locations),
                 edges=member_edges(edges(schedule), tensor),
                 groups=member_groups(shared_groups(schedule.placement, tied), schedule.devices, tensor),
                 transport=self.plan.parallel.transport,
-                run_id=fleet.run_id,
+                run_id=workers.run_id,
                 timeout_s=job.train.message_timeout_s,
             ),
             tied=tied,
@@ -175,20 +175,20 @@ class Driver:
             checkpoint=checkpoint,
         )
         calls = []
-        for rank, actor in enumerate(fleet.actors):
+        for rank, actor in enumerate(workers.actors):
             device, member = member_of(rank, tensor)
             own = {part: rows[device] for part, rows in train.items()}
             calls.append(
                 actor.setup.remote(replace(setup, device=device, member=member, train=own, evaluate=evaluate[device]))
             )
-        held = ray.get(fleet.note(calls))
+        held = ray.get(workers.note(calls))
         for name in sorted({name for _, joint in held for name in joint}):
             self.log.event("notice", message=f"the weight gradient of {name} cannot wait: it is computed in B")
         self.log.event(
             "started",
             devices=[
                 {"name": title, "node": at.peer.node, "device": at.peer.device, "pid": at.pid, "parameters": count}
-                for title, at, (count, _) in zip(fleet.titles, fleet.locations, held, strict=True)
+                for title, at, (count, _) in zip(workers.titles, workers.locations, held, strict=True)
             ],
             resumed_from=self.resumed_from,
         )
@@ -199,17 +199,17 @@ class Driver:
         check_counted(train, evaluate, self.schedule.stages, self.schedule.microbatches)
         return train, evaluate
 
-    def _loop(self, fleet: Fleet, done: int) -> int:
+    def _loop(self, workers: WorkerGroup, done: int) -> int:
         """Returns the number of steps done."""
         pending: deque[_Ticket] = deque()
         try:
-            return self._steps(fleet, done, pending)
+            return self._steps(workers, done, pending)
         except (DivergenceError, SampleCountError):
             for ticket in pending:
                 self._discard(ticket)
             raise
 
-    def _steps(self, fleet: Fleet, done: int, pending: deque[_Ticket]) -> int:
+    def _steps(self, workers: WorkerGroup, done: int, pending: deque[_Ticket]) -> int:
         train = self.job.train
         fills, through = True, done
         for step in range(done, train.steps):
@@ -221,15 +221,15 @@ class Driver:
             part = (fills, evaluates or saves) if self.schedule.versions != "flush" else WHOLE
             fills = part[1]
             if self.raiser is not None:
-                self._raise(fleet, self.raiser, step)
+                self._raise(workers, self.raiser, step)
             if self.replanner is not None:
                 target = self._observe("planning again", self.replanner.take)
                 self._tell_news(self.replanner, step)
                 if target is not None:
-                    self._swap(fleet, target)
-            pending.append(_Ticket("step", step + 1, fleet.call("run_step", step, part), self.clock, part))
+                    self._swap(workers, target)
+            pending.append(_Ticket("step", step + 1, workers.call("run_step", step, part), self.clock, part))
             if evaluates:
-                refs = [ref for batch in range(train.eval_batches) for ref in fleet.call("evaluate", batch)]
+                refs = [ref for batch in range(train.eval_batches) for ref in workers.call("evaluate", batch)]
                 pending.append(_Ticket("eval", step + 1, refs, self.clock))
             save = _Ticket("save", step + 1, [], self.clock)
             if evaluates and train.keeps_best:
@@ -242,7 +242,7 @@ class Driver:
                     self._best_loss = loss
                 saves = saves or save.best or (self.patience is not None and self.patience.exhausted)
             if saves:
-                save.refs = fleet.call("save", self._checkpoint_path(step + 1))
+                save.refs = workers.call("save", self._checkpoint_path(step + 1))
                 pending.append(save)
             while sum(t.kind == "step" for t in pending) > AHEAD:
                 self._collect(pending.popleft())
@@ -322,18 +322,18 @@ class Driver:
         done, path = self._committed
         return DivergenceError(f"step {step}", what, f"{fix}; --resume then goes on from step {done} ({path})")
 
-    def _swap(self, fleet: Fleet, target: Running) -> None:
+    def _swap(self, workers: WorkerGroup, target: Running) -> None:
         """Run another plan from the next step on: every device gets its new programs between two steps."""
         if target.schedule is self.schedule and target.ahead == self.ahead:  # the same plan, measured anew
             self.clock = StepClock(self.schedule)
             return
         self.plan, self.schedule, self.ahead = target
         train, evaluate = self._lower()
-        for rank, actor in enumerate(fleet.actors):
+        for rank, actor in enumerate(workers.actors):
             device, _ = member_of(rank, self.plan.parallel.tensor)
             own = {part: rows[device] for part, rows in train.items()}
             again = layers_again(self.plan.parallel, self.plan.cut)
-            fleet.note([actor.install.remote(own, evaluate[device], again, self._measures)])
+            workers.note([actor.install.remote(own, evaluate[device], again, self._measures)])
         self.clock = StepClock(self.schedule)
         self._save_plan()
 
@@ -352,7 +352,7 @@ class Driver:
     def _measures(self) -> bool:
         return self.raiser is not None and not self.raiser.done
 
-    def _raise(self, fleet: Fleet, raiser: Raiser, step: int) -> None:
+    def _raise(self, workers: WorkerGroup, raiser: Raiser, step: int) -> None:
         """Take up another share of layers to keep, or stop measuring once it is found."""
         plan = self._observe("the search for parallel.alphas", raiser.take)
         for fields in raiser.news:
@@ -363,7 +363,7 @@ class Driver:
             plan = plan or self.plan
             schedule = build_schedule(plan, self.job.train.batch)
             costs = CostTable.even(schedule.stages)
-            self._swap(fleet, Running(plan, schedule, runs_ahead(plan.parallel, self._clips, schedule, costs)))
+            self._swap(workers, Running(plan, schedule, runs_ahead(plan.parallel, self._clips, schedule, costs)))
             if raiser.done:
                 self._begin_replanning()
 

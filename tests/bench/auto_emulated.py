@@ -22,14 +22,14 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from raypipe.runtime.cluster.worker_group import Fleet
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.emulated_run import Links, Rehearsal, rehearsal, run_rehearsal
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.search import search
-from tests.bench.emulated import first, fleet_of
+from tests.bench.emulated import first, worker_group_of
 
 DEPTH, CHUNKS = 8, 2
 TIMES_MS, LATENCY_MS, UNEVEN = (10.0, 12.0, 8.0), 1.0, 0.25
@@ -88,9 +88,9 @@ def entries(count: int, seed: int, scale: float) -> list[Entry]:
     return found
 
 
-def turn(one: Entry, fleet: Fleet, steps: int) -> None:
+def turn(one: Entry, workers: WorkerGroup, steps: int) -> None:
     """Run a schedule once; the first step, which has nobody to wait for, is left out."""
-    seen = run_rehearsal(one.what, first(fleet, DEPTH), steps)
+    seen = run_rehearsal(one.what, first(workers, DEPTH), steps)
     one.predicted = sum(seen.predicted_steps_s[1:]) / (steps - 1)
     one.measured.append(sum(seen.measured_s[1:]) / (steps - 1))
 
@@ -133,13 +133,13 @@ def main() -> int:
     args = parser.parse_args()
     out, progress = Console(width=120), Console(stderr=True)
     models = [entries(args.microbatches, seed, args.scale) for seed in range(args.models)]
-    with contextlib.redirect_stdout(sys.stderr), fleet_of(DEPTH) as fleet:
+    with contextlib.redirect_stdout(sys.stderr), worker_group_of(DEPTH) as workers:
         for number in range(args.rounds):
             progress.print(f"round {number + 1} of {args.rounds}", style="dim")
             for found in models:
                 # Every second round runs backwards: nobody always follows the same neighbour.
                 for one in found if number % 2 == 0 else found[::-1]:
-                    turn(one, fleet, args.steps)
+                    turn(one, workers, args.steps)
     good = [show(f"model {seed}", found, out) for seed, found in enumerate(models)]
     return 0 if all(good) else 1
 

@@ -34,7 +34,7 @@ from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.online.better_order import OBJECTIVES, SYNCS, runs_ahead, step_seconds
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.worker_group import Fleet, start_actors
+from raypipe.runtime.cluster.worker_group import WorkerGroup, start_actors
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.worker import Stage
 from raypipe.schedule.costs import CostTable
@@ -136,16 +136,16 @@ class Ran:
 
 
 def drive(
-    job: JobSpec, plan: Plan, paces: Sequence[Pace], fleet: Fleet, directory: Path, done: int = 0
+    job: JobSpec, plan: Plan, paces: Sequence[Pace], workers: WorkerGroup, directory: Path, done: int = 0
 ) -> Ran:  # fmt: skip
     """Train on the first of the fleet's actors, from the checkpoint after ``done`` steps that ``directory`` holds."""
     job = with_plan(job, plan)
     schedule = build_schedule(plan, job.train.batch)
-    actors = fleet.actors[: schedule.devices]
+    actors = workers.actors[: schedule.devices]
     if paces:
         ray.get([actor.set_pace.remote(paces, float(schedule.size)) for actor in actors])
-    fleet = replace(
-        fleet, actors=actors, titles=fleet.titles[: schedule.devices],
+    workers = replace(
+        workers, actors=actors, titles=workers.titles[: schedule.devices],
         locations=ray.get([actor.locate.remote() for actor in actors]), run_id=uuid.uuid4().hex[:8],
     )  # fmt: skip
     directory.mkdir(exist_ok=True)
@@ -156,7 +156,7 @@ def drive(
     log = RunLog(directory)
     driver = Driver(job, plan, directory, log, lambda *_: None)
     try:
-        driver.run(fleet, step_directory(directory / "checkpoints", done) if done else None, done)
+        driver.run(workers, step_directory(directory / "checkpoints", done) if done else None, done)
     finally:
         log.close()
     rows = [row for row in read_rows(directory / METRICS)[before:] if "loss" in row]
@@ -307,19 +307,19 @@ REAL = (
 """At the machine's own speed; ``truth`` is what the order was made for."""
 
 
-def run_real(case: Case, fleet: Fleet, where: Path, say: Callable[[str], None]) -> Outcome:
+def run_real(case: Case, workers: WorkerGroup, where: Path, say: Callable[[str], None]) -> Outcome:
     """As ``run_case``; the right plan is made from what the plan left alone measured."""
     job = case.job(case.steps, replan=False)
     plan = searched_for(job, case.truth(len(make_plan(job).cut)))
     say(f"{case.name}: left alone")
-    alone = drive(job, plan, (), fleet, where / "alone")
+    alone = drive(job, plan, (), workers, where / "alone")
     say(f"{case.name}: right from the start")
     measured = alone.driver.clock.prediction
     assert measured is not None
-    right = drive(job, plan_for(job, plan, measured.costs), (), fleet, where / "right")
+    right = drive(job, plan_for(job, plan, measured.costs), (), workers, where / "right")
     say(f"{case.name}: planned again")
     job = case.job(case.steps, replan=True)
-    loop = drive(job, plan.model_copy(update={"parallel": job.parallel}), (), fleet, where / "loop")
+    loop = drive(job, plan.model_copy(update={"parallel": job.parallel}), (), workers, where / "loop")
     return Outcome(case, alone, right, loop)
 
 
@@ -331,7 +331,7 @@ def paces_of(case: Case, stages: int) -> list[Pace]:
     return paces
 
 
-def run_case(case: Case, fleet: Fleet, where: Path, say: Callable[[str], None]) -> Outcome:
+def run_case(case: Case, workers: WorkerGroup, where: Path, say: Callable[[str], None]) -> Outcome:
     """The plan left alone, the right plan, and the loop."""
     share = case.parallel.get("recompute") == "stage-aware"
     job = case.job(SHORT, replan=False, **case.alone)
@@ -340,31 +340,31 @@ def run_case(case: Case, fleet: Fleet, where: Path, say: Callable[[str], None]) 
     paces = paces_of(case, stages)
     until = case.change + SHORT if case.then is not None else SHORT
     say(f"{case.name}: left alone")
-    alone = drive(case.job(until, replan=False, **case.alone), plan, paces, fleet, where / "alone")
+    alone = drive(case.job(until, replan=False, **case.alone), plan, paces, workers, where / "alone")
     job = case.job(case.steps, replan=False, **case.right)
     say(f"{case.name}: right from the start")
     best = plan_for(job, make_plan(job) if share else plan, paces[-1].costs)
-    right = drive(job, best, paces, fleet, where / "right")
+    right = drive(job, best, paces, workers, where / "right")
     say(f"{case.name}: planned again")
     job = case.job(case.steps, replan=True, **({"memory_cap_mb": 1e6} if share else {}))
     again = plan.model_copy(update={"parallel": job.parallel})
-    outcome = Outcome(case, alone, right, drive(job, again, paces, fleet, where / "loop"))
+    outcome = Outcome(case, alone, right, drive(job, again, paces, workers, where / "loop"))
     for line in outcome.decisions:
         say(f"  {line}")
     if case.resumes:
         say(f"{case.name}: resumed")
         half = case.steps // 2
-        outcome.resumed = drive(job, load_plan(where / "loop" / "plan.json"), paces, fleet, where / "loop", half)
+        outcome.resumed = drive(job, load_plan(where / "loop" / "plan.json"), paces, workers, where / "loop", half)
     return outcome
 
 
-def count_swaps(case: Case, fleet: Fleet, where: Path, say: Callable[[str], None]) -> Ran:
+def count_swaps(case: Case, workers: WorkerGroup, where: Path, say: Callable[[str], None]) -> Ran:
     """A run with right costs."""
     say(f"right costs: {case.name}")
     job = case.job(60 + LAST, replan=True)
     plan = make_plan(job)
     paces = [replace(pace, noise=NOISE) for pace in paces_of(case, len(plan.cut))]
-    return drive(job, searched_for(job, even(len(plan.cut))), paces, fleet, where)
+    return drive(job, searched_for(job, even(len(plan.cut))), paces, workers, where)
 
 
 def show_right(ran: list[tuple[Case, Ran]], out: Console) -> None:
@@ -419,20 +419,20 @@ def main() -> int:
         ran: list[tuple[Case, Ran]] = []
         if cases or right:
             request = connect(4, emulated=True)
-            fleet = start_actors([f"paced · device {d}" for d in range(4)], request, PacedStage)
+            workers = start_actors([f"paced · device {d}" for d in range(4)], request, PacedStage)
             try:
-                outcomes = [run_case(case, fleet, _new(where, f"wrong-{i}"), say) for i, case in enumerate(cases)]
-                ran = [(case, count_swaps(case, fleet, where / f"right-{i}", say)) for i, case in enumerate(right)]
+                outcomes = [run_case(case, workers, _new(where, f"wrong-{i}"), say) for i, case in enumerate(cases)]
+                ran = [(case, count_swaps(case, workers, where / f"right-{i}", say)) for i, case in enumerate(right)]
             finally:
-                fleet.stop()
+                workers.stop()
                 ray.shutdown()
         if real:
             request = connect(2)
-            fleet = start_actors([f"device {d}" for d in range(2)], request, Stage)
+            workers = start_actors([f"device {d}" for d in range(2)], request, Stage)
             try:
-                outcomes += [run_real(case, fleet, _new(where, f"real-{i}"), say) for i, case in enumerate(real)]
+                outcomes += [run_real(case, workers, _new(where, f"real-{i}"), say) for i, case in enumerate(real)]
             finally:
-                fleet.stop()
+                workers.stop()
                 ray.shutdown()
     good = True
     if outcomes:

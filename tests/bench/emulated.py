@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.worker_group import Fleet, start_actors
+from raypipe.runtime.cluster.worker_group import WorkerGroup, start_actors
 from raypipe.runtime.emulation.emulated_run import Links, Rehearsal, rehearsal, run_rehearsal
 from raypipe.runtime.emulation.emulated_worker import EmulatedStage
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
@@ -128,23 +128,23 @@ CASES = (
 
 
 @contextlib.contextmanager
-def fleet_of(devices: int) -> Iterator[Fleet]:
+def worker_group_of(devices: int) -> Iterator[WorkerGroup]:
     """Emulated devices that all configurations share."""
     os.environ.setdefault("RAY_ADDRESS", "local")
     request = connect(devices, emulated=True)
-    fleet = start_actors([f"emulated · device {d}" for d in range(devices)], request, EmulatedStage)
+    workers = start_actors([f"emulated · device {d}" for d in range(devices)], request, EmulatedStage)
     try:
-        yield fleet
+        yield workers
     finally:
-        fleet.stop()
+        workers.stop()
         ray.shutdown()
 
 
-def first(fleet: Fleet, devices: int) -> Fleet:
+def first(workers: WorkerGroup, devices: int) -> WorkerGroup:
     """The first of them, with a fresh port for their rendezvous."""
-    actors = fleet.actors[:devices]
+    actors = workers.actors[:devices]
     locations = ray.get([actor.locate.remote() for actor in actors])
-    return replace(fleet, actors=actors, locations=locations, run_id=uuid.uuid4().hex[:8])
+    return replace(workers, actors=actors, locations=locations, run_id=uuid.uuid4().hex[:8])
 
 
 @dataclass(slots=True)
@@ -163,9 +163,9 @@ class Outcome:
         return median(self.measured_s) / self.predicted_s - 1
 
 
-def turn(outcome: Outcome, fleet: Fleet, steps: int) -> None:
+def turn(outcome: Outcome, workers: WorkerGroup, steps: int) -> None:
     """Run a configuration once."""
-    found = run_rehearsal(outcome.what, first(fleet, outcome.what.schedule.devices), steps)
+    found = run_rehearsal(outcome.what, first(workers, outcome.what.schedule.devices), steps)
     outcome.predicted_s = sum(found.predicted_steps_s[1:]) / (steps - 1)
     outcome.measured_s.append(sum(found.measured_s[1:]) / (steps - 1))
 
@@ -206,12 +206,15 @@ def main() -> int:
         out.print(f"no configuration of {', '.join(sorted(missing))}")
         return 1
     outcomes = [Outcome(case, case.rehearsal()) for case in cases]
-    with contextlib.redirect_stdout(sys.stderr), fleet_of(max(one.what.schedule.devices for one in outcomes)) as fleet:
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        worker_group_of(max(one.what.schedule.devices for one in outcomes)) as workers,
+    ):
         for number in range(args.rounds):
             # Every second round runs backwards: nobody always follows the same neighbour.
             for one in outcomes if number % 2 == 0 else outcomes[::-1]:
                 progress.print(f"round {number + 1} of {args.rounds}: {one.case.name} {one.case.label}", style="dim")
-                turn(one, fleet, args.steps)
+                turn(one, workers, args.steps)
     middle, worst = show(outcomes, out)
     if args.json:
         rows = [

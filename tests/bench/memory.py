@@ -41,7 +41,7 @@ from raypipe.plan.plan import build_schedule
 from raypipe.profiling.profile_job import measure_profile
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes, process_bytes
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.worker_group import start_fleet
+from raypipe.runtime.cluster.worker_group import start_worker_group
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.step import StepResult
@@ -191,12 +191,14 @@ def measured(job: JobSpec, folder: Path) -> list[Peak]:
         prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
         log = RunLog(directory)
         driver = Driver(job, plan, directory, log, lambda *_: None)
-        fleet = start_fleet(driver.schedule, plan.parallel.replicas, connect(driver.schedule.devices), PeakStage)
+        workers = start_worker_group(
+            driver.schedule, plan.parallel.replicas, connect(driver.schedule.devices), PeakStage
+        )
         try:
-            driver.run(fleet, None, 0)
-            return ray.get(fleet.call("held"))
+            driver.run(workers, None, 0)
+            return ray.get(workers.call("held"))
         finally:
-            fleet.stop()
+            workers.stop()
             log.close()
 
 

@@ -43,7 +43,7 @@ from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.profile_job import profile_by
 from raypipe.profiling.profiling_worker import ProfilingStage
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.worker_group import Fleet, start_actors
+from raypipe.runtime.cluster.worker_group import WorkerGroup, start_actors
 from raypipe.runtime.driver import Driver
 from raypipe.train import make_plan
 from tests.bench.others import Others
@@ -127,15 +127,15 @@ def cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def turn(case: Case, fleet: Fleet, data: Path, steps: int) -> float:
+def turn(case: Case, workers: WorkerGroup, data: Path, steps: int) -> float:
     """Train a few steps from the start weights; returns what share of the cores other processes used."""
     job = case.job(steps)
     plan: Plan = make_plan(job)
     devices = plan.parallel.stages * plan.parallel.replicas
-    actors = fleet.actors[:devices]
+    actors = workers.actors[:devices]
     locations = ray.get([actor.locate.remote() for actor in actors])  # a fresh port for every rendezvous
-    fleet = replace(
-        fleet, actors=actors, titles=fleet.titles[:devices], locations=locations, run_id=uuid.uuid4().hex[:8]
+    workers = replace(
+        workers, actors=actors, titles=workers.titles[:devices], locations=locations, run_id=uuid.uuid4().hex[:8]
     )
     others = Others()
     with tempfile.TemporaryDirectory(dir=data.parent) as name:
@@ -143,7 +143,7 @@ def turn(case: Case, fleet: Fleet, data: Path, steps: int) -> float:
         (directory / "data").symlink_to(data)
         log = RunLog(directory)
         try:
-            Driver(job, plan, directory, log, lambda *_: None).run(fleet, None, 0)
+            Driver(job, plan, directory, log, lambda *_: None).run(workers, None, 0)
         finally:
             log.close()
         share = others.share()
@@ -154,10 +154,10 @@ def turn(case: Case, fleet: Fleet, data: Path, steps: int) -> float:
     return share
 
 
-def quiet_turn(case: Case, fleet: Fleet, data: Path, steps: int, say: Callable[[str], None]) -> None:
+def quiet_turn(case: Case, workers: WorkerGroup, data: Path, steps: int, say: Callable[[str], None]) -> None:
     """A turn that had the machine to itself, if that can be had in a few."""
     for attempt in range(ATTEMPTS):
-        share = turn(case, fleet, data, steps)
+        share = turn(case, workers, data, steps)
         if share <= OTHERS or attempt == ATTEMPTS - 1:
             break
         say(f"other processes used {share:.0%} of the cores: once more")
@@ -229,23 +229,23 @@ def main() -> int:
             progress.print(text, style="dim")
 
         effort = QUICK if args.quick else THOROUGH
-        fleet = start_actors([f"device {d}" for d in range(2)], request, ProfilingStage)  # they train as well
+        workers = start_actors([f"device {d}" for d in range(2)], request, ProfilingStage)  # they train as well
         try:
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}: profile")
-                bench = LayerBench(job, build_model(job, declared_fields(job.data)), fleet, data)
+                bench = LayerBench(job, build_model(job, declared_fields(job.data)), workers, data)
                 profile = profile_by(bench, SIZES, effort, say)
                 say(f"alone {profile.alone:.3f}; {profile.noise.sentence()}")
                 probes = [bench.probe(PROBED, PROBE)]
                 # Every second round runs backwards: nobody always follows the same neighbour.
                 for case in found if number % 2 == 0 else found[::-1]:
                     case.predict(profile)
-                    quiet_turn(case, fleet, data, steps, say)
+                    quiet_turn(case, workers, data, steps, say)
                     probes.append(bench.probe(PROBED, PROBE))
                     case.slower.append(fmean(probes[-2:]) / bench.known_seconds(profile, PROBED))
                     say(f"{case.schedule} {case.label}: {case.errors[-1]:+.1%}, machine {case.slower[-1] - 1:+.1%}")
         finally:
-            fleet.stop()
+            workers.stop()
             ray.shutdown()
     holds = show(found, out)
     if args.json:

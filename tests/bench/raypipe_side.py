@@ -15,7 +15,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.worker_group import Fleet, start_fleet
+from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
 from raypipe.runtime.driver import Driver
 from tests.bench.blocks import Block
 from tests.bench.cases import DEVICES
@@ -39,30 +39,30 @@ class RaypipeSide:
         os.environ.setdefault("RAY_worker_niceness", "0")
         self._folder = folder
         self._request = connect(DEVICES)
-        self.fleet: Fleet | None = None
+        self.workers: WorkerGroup | None = None
 
     def start(self, job: JobSpec, plan: Plan) -> None:
         """Fresh stage actors: their first step is a first step."""
-        if self.fleet is not None:
-            self.fleet.stop()
+        if self.workers is not None:
+            self.workers.stop()
         schedule = build_schedule(plan, job.train.batch)
-        self.fleet = start_fleet(schedule, plan.parallel.replicas, self._request)
+        self.workers = start_worker_group(schedule, plan.parallel.replicas, self._request)
 
     def block(self, job: JobSpec, plan: Plan, data: Path, warm_up: int) -> tuple[Block, DriverCost]:
         """Train ``job`` to its end; what the driver does after the last step (validation, checkpoint) is not timed."""
-        if self.fleet is None:
+        if self.workers is None:
             self.start(job, plan)
-        assert self.fleet is not None
-        locations = ray.get(self.fleet.call("locate"))  # a fresh port for every rendezvous
-        fleet = self.fleet = replace(self.fleet, locations=locations, run_id=uuid.uuid4().hex[:8])
-        directory = self._folder / f"run-{fleet.run_id}"
+        assert self.workers is not None
+        locations = ray.get(self.workers.call("locate"))  # a fresh port for every rendezvous
+        workers = self.workers = replace(self.workers, locations=locations, run_id=uuid.uuid4().hex[:8])
+        directory = self._folder / f"run-{workers.run_id}"
         directory.mkdir()
         (directory / "data").symlink_to(data)
         log = RunLog(directory)
         driver = Driver(job, plan, directory, log, lambda *_: None)
-        driver.clock = clock = RecordingClock(driver.schedule, [at.pid for at in fleet.locations])
+        driver.clock = clock = RecordingClock(driver.schedule, [at.pid for at in workers.locations])
         try:
-            driver.run(fleet, None, 0)
+            driver.run(workers, None, 0)
             losses = [row["loss"] for row in read_rows(directory / METRICS) if "loss" in row]
         finally:
             log.close()
@@ -77,6 +77,6 @@ class RaypipeSide:
 
     def stop(self) -> None:
         """End the actors and Ray."""
-        if self.fleet is not None:
-            self.fleet.stop()
+        if self.workers is not None:
+            self.workers.stop()
         ray.shutdown()

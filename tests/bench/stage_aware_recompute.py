@@ -36,7 +36,7 @@ from raypipe.schedule.alphas import alphas
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.simulate.engine import simulate
-from tests.bench.emulated import first, fleet_of
+from tests.bench.emulated import first, worker_group_of
 
 TARGET = 1.15
 STAGES, BATCH, MICROBATCH = 8, 128, 4
@@ -108,11 +108,11 @@ def main() -> int:
         return 1
     factor = FORWARD_S / max(full.costs.forward)
     measured: dict[float, list[float]] = {}
-    with contextlib.redirect_stdout(sys.stderr), fleet_of(STAGES) as fleet:
+    with contextlib.redirect_stdout(sys.stderr), worker_group_of(STAGES) as workers:
         for number in range(args.rounds):
             for one in (full, aware) if number % 2 == 0 else (aware, full):
                 what = rehearsal(one.schedule, scaled(one.costs, factor), Links(), 1)
-                found = run_rehearsal(what, first(fleet, STAGES), args.steps)
+                found = run_rehearsal(what, first(workers, STAGES), args.steps)
                 measured.setdefault(one.share, []).append(median(found.measured_s[1:]))
     table = Table(
         title=f"GPT-2.5B on 8 stages, {args.cap_gib:g} GiB a device, times x {factor:.3f}", title_justify="left"

@@ -103,10 +103,10 @@ def main() -> None:
         side = RaypipeSide(Path(name))
         try:
             side.start(job, plan)
-            assert side.fleet is not None
-            ray.get([actor.__ray_call__.remote(install, case.warm_up) for actor in side.fleet.actors])
+            assert side.workers is not None
+            ray.get([actor.__ray_call__.remote(install, case.warm_up) for actor in side.workers.actors])
             block, _ = side.block(job, plan, data, case.warm_up)
-            readings = ray.get([actor.__ray_call__.remote(read) for actor in side.fleet.actors])
+            readings = ray.get([actor.__ray_call__.remote(read) for actor in side.workers.actors])
         finally:
             side.stop()
     print(f"{case.name}, {args.schedule}: median step {block.steady(case.warm_up) * 1e3:.1f} ms")

@@ -29,11 +29,11 @@ WAITS = {
 def test_a_peer_that_never_sends(waits_for, transport, stage_pool, text_folder, tmp_path) -> None:
     rank, task, peer, message = WAITS[waits_for]
     job = small_job(text_folder, PLAN | {"transport": transport}, message_timeout_s=TIMEOUT_S)
-    fleet = stage_pool(2)
-    new_driver(job, tmp_path)._setup(fleet, None)
+    workers = stage_pool(2)
+    new_driver(job, tmp_path)._setup(workers, None)
     begun = time.monotonic()
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
-        ray.get(fleet.actors[rank].run_step.remote(0), timeout=60)
+        ray.get(workers.actors[rank].run_step.remote(0), timeout=60)
     waited = time.monotonic() - begun
     error = caught.value.cause
     assert type(error) is TransportError
@@ -47,13 +47,13 @@ def test_a_device_that_stands_still_ends_the_run_and_its_name_is_told(stage_pool
     """The whole way up: the driver raises what the waiting device reports, though the other one says nothing."""
     job = small_job(text_folder, PLAN, message_timeout_s=TIMEOUT_S, steps=3)
     driver = new_driver(job, tmp_path)
-    fleet = stage_pool(2)
-    driver._setup(fleet, None)
-    stuck = fleet.locations[0].pid
+    workers = stage_pool(2)
+    driver._setup(workers, None)
+    stuck = workers.locations[0].pid
     os.kill(stuck, signal.SIGSTOP)
     try:
         with pytest.raises(ray.exceptions.RayTaskError) as caught:
-            driver._loop(fleet, 0)
+            driver._loop(workers, 0)
         assert caught.value.cause.where == "1F0 of step 1, stage actor 0 (rank 0)"
         assert caught.value.cause.why.startswith("activation of micro-batch 0, stage 0 -> 1")
     finally:

@@ -26,7 +26,7 @@ from raypipe.runtime.communicators import Location
 from raypipe.runtime.transport.interfaces import use_interface
 
 if TYPE_CHECKING:
-    from raypipe.runtime.cluster.worker_group import Fleet
+    from raypipe.runtime.cluster.worker_group import WorkerGroup
 
 ANSWER_S = 60.0
 """Time that a node has to look at its own state; a network file system that hangs takes for ever."""
@@ -63,7 +63,7 @@ class HostReport:
     """Why the other nodes cannot reach it."""
 
 
-def check_hosts(fleet: Fleet, directory: Path | None = None) -> None:
+def check_hosts(workers: WorkerGroup, directory: Path | None = None) -> None:
     """Ask one process of each node (its ``report``), and judge.
 
     ``directory`` is the run's, if its storage matters.
@@ -74,16 +74,16 @@ def check_hosts(fleet: Fleet, directory: Path | None = None) -> None:
     """
     import ray
 
-    leaders = {at.peer.node: rank for rank, at in reversed(list(enumerate(fleet.locations)))}
+    leaders = {at.peer.node: rank for rank, at in reversed(list(enumerate(workers.locations)))}
     with _token(directory) as token:
-        question = HostQuestion(directory, token, fleet.locations[0].address, len(leaders) == 1)
-        asked = {rank: fleet.actors[rank].report.remote(question) for rank in leaders.values()}
+        question = HostQuestion(directory, token, workers.locations[0].address, len(leaders) == 1)
+        asked = {rank: workers.actors[rank].report.remote(question) for rank in leaders.values()}
         try:
             reports = ray.get(list(asked.values()), timeout=ANSWER_S)
         except ray.exceptions.GetTimeoutError:
             ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)
             raise silent(
-                [fleet.locations[rank] for rank, one in asked.items() if one not in ready], directory
+                [workers.locations[rank] for rank, one in asked.items() if one not in ready], directory
             ) from None
     judge(reports, directory, versions())
 

@@ -30,7 +30,7 @@ from raypipe.plan.plan import load_plan
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.failure import is_final, keep_traceback, own_error, root_cause, told
 from raypipe.runtime.cluster.reserve import Reservation
-from raypipe.runtime.cluster.worker_group import start_fleet
+from raypipe.runtime.cluster.worker_group import start_worker_group
 from raypipe.runtime.communicators import own_address
 from raypipe.runtime.driver import Driver
 
@@ -123,17 +123,19 @@ def driver_loop(config: dict[str, Any]) -> None:
             # As saved: an earlier attempt may have found a better order meanwhile.
             plan = load_plan(directory / "plan.json")
             driver = Driver(job, plan, directory, log, reporter.saved)
-            fleet = start_fleet(
+            workers = start_worker_group(
                 driver.schedule, plan.parallel.replicas, request.devices, tensor=plan.parallel.tensor,
                 timeout_s=job.train.wait_for_devices_s, held=request.held,
                 tell=lambda text: log.event("waiting", message=text),
             )  # fmt: skip
             try:
-                driver.run(fleet, checkpoint, done)
+                driver.run(workers, checkpoint, done)
             except Exception as error:
-                raise root_cause(error, fleet.calls) from None  # while the other devices can still say what befell them
+                raise root_cause(
+                    error, workers.calls
+                ) from None  # while the other devices can still say what befell them
             finally:
-                fleet.stop()
+                workers.stop()
             prediction = driver.clock.prediction
             save_timelines(directory, prediction.timeline if prediction else None, driver.clock.measured())
             log.event("finished", counts=driver.counts, memory_bytes=driver.memory_bytes)

@@ -25,7 +25,7 @@ CALLS = 4096
 
 
 @dataclass(slots=True)
-class Fleet:
+class WorkerGroup:
     """The running stage actors of one attempt, by rank."""
 
     actors: list[Any]
@@ -73,7 +73,7 @@ def device_title(schedule: Schedule, device: int, copies: int) -> str:
     return " + ".join(parts)
 
 
-def start_fleet(
+def start_worker_group(
     schedule: Schedule,
     copies: int,
     request: DeviceRequest,
@@ -82,7 +82,7 @@ def start_fleet(
     tensor: int = 1,
     held: Reservation | None = None,
     tell: Tell = silent,
-) -> Fleet:
+) -> WorkerGroup:
     """Reserve the devices of a schedule and start an actor for each of their ``tensor`` members.
 
     They are made with ``actor_class(rank, title)``. Otherwise as ``start_actors``.
@@ -105,7 +105,7 @@ def start_actors(
     timeout_s: float | None = 120.0,
     held: Reservation | None = None,
     tell: Tell = silent,
-) -> Fleet:
+) -> WorkerGroup:
     """Reserve a device for each title and start ``actor_class(rank, title)`` on it.
 
     Args:
@@ -139,10 +139,10 @@ def start_actors(
         .remote(rank, title)
         for rank, title in enumerate(titles)
     ]
-    fleet = Fleet(actors, titles, [], place.group, place.run_id, held is not None)
+    workers = WorkerGroup(actors, titles, [], place.group, place.run_id, held is not None)
     try:
-        fleet.locations += ray.get(fleet.call("locate"), timeout=START_S)
+        workers.locations += ray.get(workers.call("locate"), timeout=START_S)
     except BaseException:
-        fleet.stop()  # nobody else has it yet
+        workers.stop()  # nobody else has it yet
         raise
-    return fleet
+    return workers

@@ -15,7 +15,7 @@ from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.online.measured_steps import StepClock, as_run
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.cluster.host_check import check_hosts
-from raypipe.runtime.cluster.worker_group import Fleet, start_fleet
+from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
 from raypipe.runtime.communicators import Wiring, rendezvous_of
 from raypipe.runtime.driver import AHEAD
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup, EmulatedStage
@@ -154,11 +154,11 @@ def emulate(
     _check_length(what.schedule, steps)
     request = connect(what.schedule.devices, emulated=True)
     check_processes(what.schedule.devices, ray.cluster_resources().get("memory", math.inf))
-    fleet = start_fleet(what.schedule, replicas, request, EmulatedStage)
+    workers = start_worker_group(what.schedule, replicas, request, EmulatedStage)
     try:
-        return run_rehearsal(what, fleet, steps)
+        return run_rehearsal(what, workers, steps)
     finally:
-        fleet.stop()
+        workers.stop()
 
 
 def check_processes(devices: int, memory_bytes: float) -> None:
@@ -180,13 +180,13 @@ def _check_length(schedule: Schedule, steps: int) -> None:
         raise SpecError("steps", f"{steps} steps of {tasks} tasks are too many to predict", f"use at most {most}")
 
 
-def run_rehearsal(what: Rehearsal, fleet: Fleet, steps: int) -> Emulated:
+def run_rehearsal(what: Rehearsal, workers: WorkerGroup, steps: int) -> Emulated:
     """Emulate on actors that are there: one for each device."""
     schedule = what.schedule
     clock = StepClock(schedule)
-    check_hosts(fleet)
-    _setup(fleet, what)
-    measured = _steps(fleet, clock, schedule, steps)
+    check_hosts(workers)
+    _setup(workers, what)
+    measured = _steps(workers, clock, schedule, steps)
     ends = what.step_ends(steps)
     predicted = [end - begin for begin, end in pairwise((0.0, *ends))]
     last = clock.measured()
@@ -203,15 +203,15 @@ def run_rehearsal(what: Rehearsal, fleet: Fleet, steps: int) -> Emulated:
     )
 
 
-def _setup(fleet: Fleet, what: Rehearsal) -> None:
+def _setup(workers: WorkerGroup, what: Rehearsal) -> None:
     schedule, costs = what.schedule, what.costs
     wiring = Wiring(
-        peers=tuple(x.peer for x in fleet.locations),
-        rendezvous=rendezvous_of(fleet.locations),
+        peers=tuple(x.peer for x in workers.locations),
+        rendezvous=rendezvous_of(workers.locations),
         edges=edges(schedule),
         groups=shared_groups(schedule.placement, ()),
         transport="auto",
-        run_id=fleet.run_id,
+        run_id=workers.run_id,
     )
     ways = parts(schedule)
     lowered = step_programs(schedule, ahead=what.norm == "ahead")
@@ -232,12 +232,12 @@ def _setup(fleet: Fleet, what: Rehearsal) -> None:
                     clip_every=what.clip_every,
                 )
             )
-            for rank, actor in enumerate(fleet.actors)
+            for rank, actor in enumerate(workers.actors)
         ]
     )
 
 
-def _steps(fleet: Fleet, clock: StepClock, schedule: Schedule, steps: int) -> list[float]:
+def _steps(workers: WorkerGroup, clock: StepClock, schedule: Schedule, steps: int) -> list[float]:
     measured: list[float] = []
     pending: deque[tuple[Part, list[Any]]] = deque()
 
@@ -247,7 +247,7 @@ def _steps(fleet: Fleet, clock: StepClock, schedule: Schedule, steps: int) -> li
 
     for step in range(steps):
         part = WHOLE if schedule.versions == "flush" else (step == 0, step == steps - 1)
-        pending.append((part, fleet.call("run_step", step, part)))
+        pending.append((part, workers.call("run_step", step, part)))
         if len(pending) > AHEAD:
             collect()
     while pending:

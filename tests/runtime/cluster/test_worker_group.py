@@ -11,7 +11,7 @@ from ray.util import list_named_actors
 
 from raypipe.errors import RunError
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.worker_group import device_title, start_actors, start_fleet
+from raypipe.runtime.cluster.worker_group import device_title, start_actors, start_worker_group
 from raypipe.runtime.transport.same_host.shared_memory import file_path
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
@@ -72,31 +72,31 @@ def test_four_pipelines_are_half_down_half_up() -> None:
 @pytest.mark.runs
 def test_a_fleet_comes_up_under_its_names_and_goes_away(local_ray) -> None:
     schedule = schedule_of("1f1b", 2)
-    fleet = start_fleet(schedule, 1, DeviceRequest(cpus=1.0, gpus=0.0))
+    workers = start_worker_group(schedule, 1, DeviceRequest(cpus=1.0, gpus=0.0))
     stopped = False
     try:
-        assert fleet.titles == ["stage 0 · replica 0", "stage 1 · replica 0"]
-        names = {f"{title} · device {rank} · {fleet.run_id}" for rank, title in enumerate(fleet.titles)}
+        assert workers.titles == ["stage 0 · replica 0", "stage 1 · replica 0"]
+        names = {f"{title} · device {rank} · {workers.run_id}" for rank, title in enumerate(workers.titles)}
         assert names <= set(list_named_actors())
-        assert [at.peer.rank for at in fleet.locations] == [0, 1]
-        assert [at.peer.name for at in fleet.locations] == fleet.titles
-        assert len({at.pid for at in fleet.locations}) == 2
-        for at in fleet.locations:  # what `ps` and `kill` find
+        assert [at.peer.rank for at in workers.locations] == [0, 1]
+        assert [at.peer.name for at in workers.locations] == workers.titles
+        assert len({at.pid for at in workers.locations}) == 2
+        for at in workers.locations:  # what `ps` and `kill` find
             assert Path(f"/proc/{at.pid}/cmdline").read_text().startswith("ray::Stage")
-        assert all(rss > 10 << 20 for rss in ray.get(fleet.call("memory_bytes")))
-        left = file_path(fleet.run_id, 0, 1, "ring0")  # as an actor leaves it that dies while it opens a channel
+        assert all(rss > 10 << 20 for rss in ray.get(workers.call("memory_bytes")))
+        left = file_path(workers.run_id, 0, 1, "ring0")  # as an actor leaves it that dies while it opens a channel
         left.touch()
-        fleet.stop()
+        workers.stop()
         stopped = True
         assert not left.exists()
         assert not names & set(list_named_actors())
-        for actor in fleet.actors:
+        for actor in workers.actors:
             with pytest.raises(ray.exceptions.RayActorError):
                 ray.get(actor.clock.remote(), timeout=30)
-        _wait_until_gone([at.pid for at in fleet.locations])
+        _wait_until_gone([at.pid for at in workers.locations])
     finally:
         if not stopped:
-            fleet.stop()
+            workers.stop()
 
 
 class SecondFails:
@@ -137,7 +137,7 @@ def _is_stage(pid: int) -> bool:
 def test_devices_that_do_not_come_free_end_the_wait(local_ray) -> None:
     begun = time.monotonic()
     with pytest.raises(RunError, match=r"2 x 1000 CPU were not free within 1 s") as caught:
-        start_fleet(schedule_of("1f1b", 2), 1, DeviceRequest(cpus=1000.0, gpus=0.0), timeout_s=1.0)
+        start_worker_group(schedule_of("1f1b", 2), 1, DeviceRequest(cpus=1000.0, gpus=0.0), timeout_s=1.0)
     assert time.monotonic() - begun < 20
     assert caught.value.where == "devices"
     assert caught.value.fix

@@ -13,10 +13,10 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.cluster.worker_group import Fleet
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.train import make_plan
 
-Pool = Callable[[int], Fleet]
+Pool = Callable[[int], WorkerGroup]
 
 
 def small_job(text: Path, parallel: dict[str, Any], model: dict[str, Any] | None = None, **train: Any) -> JobSpec:
@@ -57,7 +57,7 @@ def new_driver(job: JobSpec, directory: Path, saved: Callable[..., None] = lambd
 
 def drive(
     job: JobSpec, pool: Pool, directory: Path, checkpoint: Path | None = None, done: int = 0,
-    saved: Callable[[Fleet, int], None] | None = None,
+    saved: Callable[[WorkerGroup, int], None] | None = None,
 ) -> Done:  # fmt: skip
     """Run to the end. ``saved(fleet, step)`` is called at every checkpoint."""
     checkpoints: dict[int, Path] = {}
@@ -65,11 +65,11 @@ def drive(
     def keep(step: int, path: Path, _metrics: dict[str, Any]) -> None:
         checkpoints[step] = path
         if saved is not None:
-            saved(fleet, step)
+            saved(workers, step)
 
     driver = new_driver(job, directory, keep)
-    fleet = pool(driver.schedule.devices * job.parallel.tensor)
-    driver.run(fleet, checkpoint, done)
+    workers = pool(driver.schedule.devices * job.parallel.tensor)
+    driver.run(workers, checkpoint, done)
     driver.log.close()
     rows = read_rows(directory / METRICS)
     return Done(

@@ -7,7 +7,7 @@ import gc
 import pytest
 import ray
 
-from raypipe.runtime.cluster.worker_group import Fleet
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.process import heap_bytes
 from tests.runtime.runs.small_runs import drive, small_job
 
@@ -23,9 +23,9 @@ MODEL = {"layers": 2, "hidden": 64, "sequence": 64, "dropout": 0.0}
 def test_five_hundred_steps_keep_no_memory(stage_pool, text_folder, tmp_path) -> None:
     seen: dict[int, tuple[int, list[int], int]] = {}
 
-    def look(fleet: Fleet, step: int) -> None:
+    def look(workers: WorkerGroup, step: int) -> None:
         gc.collect()
-        seen[step] = (heap_bytes(), ray.get(fleet.call("heap_bytes")), len(gc.get_objects()))
+        seen[step] = (heap_bytes(), ray.get(workers.call("heap_bytes")), len(gc.get_objects()))
 
     parallel = {"schedule": "1f1b", "stages": 2, "microbatch": 4}
     job = small_job(text_folder, parallel, MODEL, dtype="float32", steps=STEPS, checkpoint_every=WARM, clip=1.0)

@@ -66,7 +66,7 @@ def test_what_ray_carries_is_small(stage_pool, text_folder, tmp_path) -> None:
     """Everything that goes through Ray in a step, and the set-up before the first one."""
     job = wide_job(text_folder, 1, {"schedule": "1f1b", "stages": 2})
     driver = new_driver(job, tmp_path)
-    fleet = stage_pool(2)
+    workers = stage_pool(2)
     sent: list[int] = []
 
     class Counting:
@@ -80,14 +80,14 @@ def test_what_ray_carries_is_small(stage_pool, text_folder, tmp_path) -> None:
             sent.append(len(cloudpickle.dumps(setup)))
             return self.actor.setup.remote(setup)
 
-    actors = fleet.actors
-    fleet.actors = [Counting(actor) for actor in actors]
-    driver._setup(fleet, None)
-    fleet.actors = actors
+    actors = workers.actors
+    workers.actors = [Counting(actor) for actor in actors]
+    driver._setup(workers, None)
+    workers.actors = actors
     assert len(sent) == 2
     assert max(sent) < 32 << 10  # programs of a dozen tasks each, the job, the cut
-    results = ray.get(fleet.call("run_step", 0))
+    results = ray.get(workers.call("run_step", 0))
     carried = [len(cloudpickle.dumps(result)) for result in results]
     tasks = sum(len(order) for order in driver.schedule.orders)
     assert sum(carried) < 16 * tasks + 2 * 1024  # two times per task, and a few figures
-    assert ray.get(fleet.call("evaluate", 0))[1].loss_sum > 0
+    assert ray.get(workers.call("evaluate", 0))[1].loss_sum > 0
