@@ -53,7 +53,7 @@ def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
     from ray.util.placement_group import placement_group
 
     from raypipe.runtime.cluster.worker_group import WorkerGroup
-    from raypipe.runtime.worker import Stage
+    from raypipe.runtime.worker import StageWorker
 
     group = placement_group([{"CPU": 0.01}])
     actors: list[object] = []
@@ -62,7 +62,7 @@ def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
         while len(actors) < devices:
             rank = len(actors)
             actors.append(
-                ray.remote(Stage)
+                ray.remote(StageWorker)
                 .options(num_cpus=1, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
                 .remote(rank, f"stage actor {rank}")
             )

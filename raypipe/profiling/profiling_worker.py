@@ -29,7 +29,7 @@ from raypipe.runtime.communicators import Links, Wiring
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
 from raypipe.runtime.update.optimizer import learning_rate
-from raypipe.runtime.worker import Stage
+from raypipe.runtime.worker import StageWorker
 from raypipe.schedule.ir import Task
 from raypipe.schedule.lowering.programs import Action, Program
 
@@ -92,7 +92,7 @@ class MadeUp:
         """Nothing is held."""
 
 
-class ProfilingStage(Stage):
+class ProfilingStage(StageWorker):
     """One device being measured."""
 
     def __init__(self, rank: int, title: str) -> None:

@@ -51,7 +51,7 @@ from raypipe.schedule.lowering.programs import Program
 from raypipe.tensor import Alone, ProcessGroup, TensorGroup, set_group
 
 
-class Stage:
+class StageWorker:
     """One device of the pipeline. Methods are called by the driver in the same order on every device."""
 
     executor_class: ClassVar[type[Executor]] = Executor

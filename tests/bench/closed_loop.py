@@ -36,7 +36,7 @@ from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.cluster.worker_group import WorkerGroup, start_actors
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.worker import Stage
+from raypipe.runtime.worker import StageWorker
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.live_activations import peak_activations
@@ -428,7 +428,7 @@ def main() -> int:
                 ray.shutdown()
         if real:
             request = connect(2)
-            workers = start_actors([f"device {d}" for d in range(2)], request, Stage)
+            workers = start_actors([f"device {d}" for d in range(2)], request, StageWorker)
             try:
                 outcomes += [run_real(case, workers, _new(where, f"real-{i}"), say) for i, case in enumerate(real)]
             finally:

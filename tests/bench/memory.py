@@ -45,7 +45,7 @@ from raypipe.runtime.cluster.worker_group import start_worker_group
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.step import StepResult
-from raypipe.runtime.worker import Stage
+from raypipe.runtime.worker import StageWorker
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.train import make_plan
@@ -157,7 +157,7 @@ class Peak(NamedTuple):
     resident: int
 
 
-class PeakStage(Stage):
+class PeakStage(StageWorker):
     """A stage actor that knows the most memory it ever had."""
 
     def setup(self, setup: Setup) -> tuple[int, list[str]]:

@@ -26,7 +26,7 @@ from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.runtime.update.collective import Push, wait_for
 from raypipe.runtime.update.gradients import GradientSync, StageKey
-from raypipe.runtime.worker import Stage
+from raypipe.runtime.worker import StageWorker
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Task
 from raypipe.schedule.lowering.programs import Action, Message, Program
@@ -135,7 +135,7 @@ class PacedSync(GradientSync):
         return {**completed, **ends}
 
 
-class PacedStage(Stage):
+class PacedStage(StageWorker):
     """One device that computes at a set pace."""
 
     executor_class = PacedExecutor

@@ -15,7 +15,7 @@ from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.reserve import Reservation, Tell, reserve, silent
 from raypipe.runtime.communicators import Location
 from raypipe.runtime.transport.same_host.shared_memory import cleanup
-from raypipe.runtime.worker import Stage
+from raypipe.runtime.worker import StageWorker
 from raypipe.schedule.ir import Schedule
 
 START_S = 120.0
@@ -77,7 +77,7 @@ def start_worker_group(
     schedule: Schedule,
     copies: int,
     request: DeviceRequest,
-    actor_class: type = Stage,
+    actor_class: type = StageWorker,
     timeout_s: float | None = 120.0,
     tensor: int = 1,
     held: Reservation | None = None,
