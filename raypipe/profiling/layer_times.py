@@ -39,7 +39,7 @@ from raypipe.profiling.profiled_steps import (
 )
 from raypipe.profiling.profiling_worker import DeviceFacts
 from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.communicators import Wiring
+from raypipe.runtime.communicators import Topology
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.schedule.ir import Kind, Schedule
@@ -245,7 +245,7 @@ class LayerBench:
             }),
             cut=cut,
             placement=step.placement,
-            wiring=Wiring(peers=(self.workers.locations[0].peer,), rendezvous="", edges=(), groups={},
+            topology=Topology(peers=(self.workers.locations[0].peer,), rendezvous="", edges=(), groups={},
                           transport="auto", run_id=self.workers.run_id),
             tied=(),
             samples_per_microbatch=size,
@@ -260,7 +260,7 @@ class LayerBench:
         peers = [location.peer for location in self.workers.locations]
         held = ray.get(
             [
-                actor.hold.remote(replace(setup, wiring=replace(setup.wiring, peers=(replace(peer, rank=0),))))
+                actor.hold.remote(replace(setup, topology=replace(setup.topology, peers=(replace(peer, rank=0),))))
                 for actor, peer in zip(self.workers.actors, peers, strict=True)
             ]
         )

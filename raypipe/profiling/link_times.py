@@ -11,7 +11,7 @@ import ray
 from raypipe.cost.collectives import Kind
 from raypipe.cost.fit import Timed, TimedCollective
 from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.communicators import Wiring, rendezvous_of
+from raypipe.runtime.communicators import Topology, rendezvous_of
 
 
 class LinkBench:
@@ -25,7 +25,7 @@ class LinkBench:
         self.between = _first_of_each(nodes)
         edges = [edge for a, b in (*self.inside, *self.between) for edge in ((a, b), (b, a))]
         self.groups = {size: tuple(range(size)) for size in group_sizes(len(nodes))}
-        self.wiring = Wiring(
+        self.topology = Topology(
             peers=tuple(at.peer for at in locations),
             rendezvous=rendezvous_of(locations),
             edges=tuple(sorted(set(edges))),
@@ -36,7 +36,7 @@ class LinkBench:
 
     def connect(self) -> None:
         """Open every channel and make every group."""
-        ray.get(self.workers.call("connect", self.wiring))
+        ray.get(self.workers.call("connect", self.topology))
 
     def messages(self, pairs: Sequence[tuple[int, int]], sizes: Sequence[int], repeats: int) -> list[Timed]:
         """Mean seconds one way by size, over all pairs, which measure at the same time; nothing without pairs."""

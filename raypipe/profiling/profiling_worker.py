@@ -25,7 +25,7 @@ from raypipe.models.build import Fields
 from raypipe.profiling.effort import Effort
 from raypipe.profiling.profiled_steps import Samples, middle_look
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes, process_bytes
-from raypipe.runtime.communicators import Links, Wiring
+from raypipe.runtime.communicators import Links, Topology
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
 from raypipe.runtime.update.optimizer import learning_rate
@@ -199,10 +199,10 @@ class ProfilingStage(StageWorker):
         order: tuple[Task, ...] = tuple(action.task for action in program.actions)
         return Samples(order, np.stack(times), np.array(ran).reshape(len(times), -1), middle_look(looks))
 
-    def connect(self, wiring: Wiring) -> None:
+    def connect(self, topology: Topology) -> None:
         """Join the groups and open the channels that are measured next."""
         self._leave()
-        self.links = Links(self.rank, wiring, self._backend(wiring))
+        self.links = Links(self.rank, topology, self._backend(topology))
 
     def message_seconds(self, other: int, first: bool, sizes: Sequence[int], repeats: int) -> list[list[float]]:
         """Half of the time that a message takes to ``other`` and back, by size in bytes; every repeat.

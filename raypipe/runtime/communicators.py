@@ -34,7 +34,7 @@ class Location:
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
+class Topology:
     """Who talks to whom; the same on all devices."""
 
     peers: tuple[Peer, ...]
@@ -51,32 +51,32 @@ class Wiring:
 
 
 class Links:
-    """What ``Wiring`` means for one device. Making it waits for all the others."""
+    """What ``Topology`` means for one device. Making it waits for all the others."""
 
-    def __init__(self, rank: int, wiring: Wiring, backend: str) -> None:
+    def __init__(self, rank: int, topology: Topology, backend: str) -> None:
         self.world: dist.ProcessGroup | None = None
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
         self.clock = SharedClock()
-        if len(wiring.peers) == 1:
+        if len(topology.peers) == 1:
             return
-        nodes = [peer.node for peer in wiring.peers]
-        address, port = _address_of(wiring.rendezvous)
+        nodes = [peer.node for peer in topology.peers]
+        address, port = _address_of(topology.rendezvous)
         use_interface(own_address(), address, one_host=len(set(nodes)) == 1)
-        store = _meet(rank, wiring, address, port)
+        store = _meet(rank, topology, address, port)
         # Ray's Gloo group passes its messages over the world's own group, posted long before anybody waits for them.
-        messages = wiring.transport == "ray-collective"
+        messages = topology.transport == "ray-collective"
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=len(wiring.peers),
-            timeout=FOREVER if messages else timedelta(seconds=wiring.timeout_s),
+            "gloo", store=store, rank=rank, world_size=len(topology.peers),
+            timeout=FOREVER if messages else timedelta(seconds=topology.timeout_s),
         )  # fmt: skip
         try:
             self.world = dist.group.WORLD
-            self.clock = open_clock(rank, nodes, address, store, wiring.run_id)
-            self.groups = create_groups(wiring.groups, backend, wiring.timeout_s)
+            self.clock = open_clock(rank, nodes, address, store, topology.run_id)
+            self.groups = create_groups(topology.groups, backend, topology.timeout_s)
             self.senders, self.receivers = open_channels(
-                wiring.peers[rank], wiring.peers, wiring.edges, wiring.transport, wiring.run_id
+                topology.peers[rank], topology.peers, topology.edges, topology.transport, topology.run_id
             )
         except BaseException:
             self.close()  # the actor's next set-up joins another world
@@ -104,11 +104,11 @@ def _address_of(rendezvous: str) -> tuple[str, int]:
     return at.hostname, at.port
 
 
-def _meet(rank: int, wiring: Wiring, address: str, port: int) -> Any:
+def _meet(rank: int, topology: Topology, address: str, port: int) -> Any:
     """The store through which the devices find each other; rank 0 serves it."""
     door = _doors.pop(port, None) if rank == 0 else None
     return dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, len(wiring.peers), is_master=rank == 0, timeout=timedelta(seconds=wiring.timeout_s),
+        address, port, len(topology.peers), is_master=rank == 0, timeout=timedelta(seconds=topology.timeout_s),
         master_listen_fd=door.detach() if door is not None else None,
     )  # fmt: skip
 

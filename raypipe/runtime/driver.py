@@ -30,7 +30,7 @@ from raypipe.plan.online.replan import Replanner
 from raypipe.plan.plan import Plan, build_schedule, forward_only
 from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.communicators import Wiring, rendezvous_of
+from raypipe.runtime.communicators import Topology, rendezvous_of
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.observing import Observing
 from raypipe.runtime.setup import Setup
@@ -155,7 +155,7 @@ class Driver:
             again=layers_again(self.plan.parallel, self.plan.cut),
             search_again=self.raiser is not None,
             placement=schedule.placement,
-            wiring=Wiring(
+            topology=Topology(
                 peers=tuple(x.peer for x in workers.locations),
                 rendezvous=rendezvous_of(workers.locations),
                 edges=member_edges(edges(schedule), tensor),

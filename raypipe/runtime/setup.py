@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raypipe.job.spec import JobSpec
 from raypipe.models.task import Field
-from raypipe.runtime.communicators import Wiring
+from raypipe.runtime.communicators import Topology
 from raypipe.runtime.tensor_ranks import rank_of
 from raypipe.runtime.update.gradients import TiedHolders
 from raypipe.schedule.ir import Versions
@@ -27,7 +27,7 @@ class Setup:
     cut: tuple[tuple[int, ...], ...]
     """Per stage, the model layers it holds."""
     placement: tuple[tuple[int, ...], ...]
-    wiring: Wiring
+    topology: Topology
     tied: tuple[TiedHolders, ...]
     samples_per_microbatch: int
     microbatches: int

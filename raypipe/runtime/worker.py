@@ -22,7 +22,7 @@ from raypipe.models import DTYPES, build_model
 from raypipe.runtime.cast_messages import narrowing_of
 from raypipe.runtime.cluster.failure import tells
 from raypipe.runtime.cluster.host_check import HostQuestion, HostReport, report_host
-from raypipe.runtime.communicators import Links, Location, Wiring, locate, own_address
+from raypipe.runtime.communicators import Links, Location, Topology, locate, own_address
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.process import heap_bytes, set_up_process
 from raypipe.runtime.setup import Setup
@@ -93,7 +93,7 @@ class StageWorker:
         job = setup.job
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.links = links = Links(setup.rank, setup.wiring, self._backend(setup.wiring))
+        self.links = links = Links(setup.rank, setup.topology, self._backend(setup.topology))
         groups = own_groups(links.groups, setup.device, setup.member, setup.tensor)
         plan = build_model(job, setup.fields, setup.member)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
@@ -156,8 +156,8 @@ class StageWorker:
         set_group(group)
         return group
 
-    def _backend(self, wiring: Wiring) -> str:
-        own_gpus = len({p.device for p in wiring.peers}) == len(wiring.peers)
+    def _backend(self, topology: Topology) -> str:
+        own_gpus = len({p.device for p in topology.peers}) == len(topology.peers)
         return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
 
     def _leave(self) -> None:

@@ -16,7 +16,7 @@ from raypipe.plan.online.measured_steps import StepClock, as_run
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
-from raypipe.runtime.communicators import Wiring, rendezvous_of
+from raypipe.runtime.communicators import Topology, rendezvous_of
 from raypipe.runtime.driver import AHEAD
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup, EmulatedStage
 from raypipe.runtime.update.gradients import shared_groups
@@ -205,7 +205,7 @@ def run_rehearsal(what: Rehearsal, workers: WorkerGroup, steps: int) -> Emulated
 
 def _setup(workers: WorkerGroup, what: Rehearsal) -> None:
     schedule, costs = what.schedule, what.costs
-    wiring = Wiring(
+    topology = Topology(
         peers=tuple(x.peer for x in workers.locations),
         rendezvous=rendezvous_of(workers.locations),
         edges=edges(schedule),
@@ -221,7 +221,7 @@ def _setup(workers: WorkerGroup, what: Rehearsal) -> None:
             actor.setup.remote(
                 EmulatedSetup(
                     rank=rank,
-                    wiring=wiring,
+                    topology=topology,
                     microbatches=schedule.microbatches,
                     stages=schedule.stages,
                     programs={part: rows[rank] for part, rows in lowered.items()},

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from raypipe.runtime.cluster.host_check import HostQuestion, HostReport, report_host
-from raypipe.runtime.communicators import Links, Location, Wiring, locate, own_address
+from raypipe.runtime.communicators import Links, Location, Topology, locate, own_address
 from raypipe.runtime.emulation.emulated_all_reduce import SumLane
 from raypipe.runtime.process import set_up_process
 from raypipe.runtime.runner import ProgramRunner
@@ -47,7 +47,7 @@ class EmulatedSetup:
     """Everything one emulated device needs."""
 
     rank: int
-    wiring: Wiring
+    topology: Topology
     microbatches: int
     stages: int
     programs: dict[Part, Program]
@@ -229,7 +229,7 @@ class EmulatedStage:
             self.runner.close()
         if self.links is not None:
             self.links.close()
-        self.links = links = Links(setup.rank, setup.wiring, "gloo")
+        self.links = links = Links(setup.rank, setup.topology, "gloo")
         self.runner = EmulatedRunner(setup, links.senders, links.receivers, links.groups, links.world, links.clock)
 
     def run_step(self, step: int, part: Part) -> NDArray[np.float64]:

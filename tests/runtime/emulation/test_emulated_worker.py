@@ -16,7 +16,7 @@ import torch
 
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.online.calibrate import message_delays
-from raypipe.runtime.communicators import Wiring
+from raypipe.runtime.communicators import Topology
 from raypipe.runtime.emulation import emulated_all_reduce as emulated_sums
 from raypipe.runtime.emulation import emulated_worker as emulation
 from raypipe.runtime.emulation.emulated_all_reduce import SumLane
@@ -127,7 +127,7 @@ def lone_runner(sender: object, receiver: object, offset_s: float = 0.0) -> Emul
     """Device 0 of two, before its first task; its host's clock is ``offset_s`` behind the run's."""
     program = programs(generate("1f1b", Shape(devices=2, microbatches=2)))[0]
     setup = EmulatedSetup(
-        rank=0, wiring=Wiring((), "", (), {}, "auto", ""), microbatches=2, stages=2, programs={WHOLE: program},
+        rank=0, topology=Topology((), "", (), {}, "auto", ""), microbatches=2, stages=2, programs={WHOLE: program},
         durations={WHOLE: (2 * MS,) * len(program.actions)}, latency_s=4 * MS, seconds_per_message=0.0,
     )  # fmt: skip
     clock = SharedClock(ctypes.c_double(offset_s))
