@@ -25,7 +25,7 @@ from raypipe.models.build import Fields
 from raypipe.profiling.effort import Effort
 from raypipe.profiling.profiled_steps import Samples, middle_look
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes, process_bytes
-from raypipe.runtime.communicators import Links, Topology
+from raypipe.runtime.communicators import Communicators, Topology
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
 from raypipe.runtime.update.optimizer import learning_rate
@@ -202,14 +202,14 @@ class ProfilingStage(StageWorker):
     def connect(self, topology: Topology) -> None:
         """Join the groups and open the channels that are measured next."""
         self._leave()
-        self.links = Links(self.rank, topology, self._backend(topology))
+        self.communicators = Communicators(self.rank, topology, self._backend(topology))
 
     def message_seconds(self, other: int, first: bool, sizes: Sequence[int], repeats: int) -> list[list[float]]:
         """Half of the time that a message takes to ``other`` and back, by size in bytes; every repeat.
 
         ``first``: this end begins.
         """
-        sender, receiver = self.links.senders[other], self.links.receivers[other]
+        sender, receiver = self.communicators.senders[other], self.communicators.receivers[other]
         found: list[list[float]] = []
         for k, size in enumerate(sizes):
             spec = TensorSpec((max(1, size // 4),), torch.float32)
@@ -236,7 +236,7 @@ class ProfilingStage(StageWorker):
 
     def collective_seconds(self, kind: str, group: str, sizes: Sequence[int], repeats: int) -> list[list[float]]:
         """Time of a collective, by bytes of its whole buffer; every repeat. Empty where this device takes no part."""
-        members = self.links.groups.get(group)
+        members = self.communicators.groups.get(group)
         if members is None:
             return []
         count = members.size()

@@ -50,7 +50,7 @@ class Topology:
     """How long a device waits for the others, in set-up and in every gradient sum."""
 
 
-class Links:
+class Communicators:
     """What ``Topology`` means for one device. Making it waits for all the others."""
 
     def __init__(self, rank: int, topology: Topology, backend: str) -> None:

@@ -22,7 +22,7 @@ from raypipe.models import DTYPES, build_model
 from raypipe.runtime.cast_messages import narrowing_of
 from raypipe.runtime.cluster.failure import tells
 from raypipe.runtime.cluster.host_check import HostQuestion, HostReport, report_host
-from raypipe.runtime.communicators import Links, Location, Topology, locate, own_address
+from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.process import heap_bytes, set_up_process
 from raypipe.runtime.setup import Setup
@@ -93,8 +93,8 @@ class StageWorker:
         job = setup.job
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.links = links = Links(setup.rank, setup.topology, self._backend(setup.topology))
-        groups = own_groups(links.groups, setup.device, setup.member, setup.tensor)
+        self.communicators = communicators = Communicators(setup.rank, setup.topology, self._backend(setup.topology))
+        groups = own_groups(communicators.groups, setup.device, setup.member, setup.tensor)
         plan = build_model(job, setup.fields, setup.member)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
@@ -122,7 +122,10 @@ class StageWorker:
             job.train.seed, job.train.batch, setup.samples_per_microbatch, self.device,
             DTYPES[job.train.dtype],
         )  # fmt: skip
-        senders, receivers = own_channels(links.senders, setup.tensor), own_channels(links.receivers, setup.tensor)
+        senders, receivers = (
+            own_channels(communicators.senders, setup.tensor),
+            own_channels(communicators.receivers, setup.tensor),
+        )
         # An update that has to be undone is noticed by each process when it looks; members must do so in step.
         update = "wait" if setup.tensor > 1 else job.parallel.update
         settings = StepSettings(
@@ -135,7 +138,7 @@ class StageWorker:
         sync = self.sync_class(setup.device, self.modules, setup.placement, setup.tied, groups, setup.member)
         self.executor = self.executor_class(
             settings, self.modules, self.optimizers, plan.task, feed, sync,
-            Shares(None if sync.complete else links.world),
+            Shares(None if sync.complete else communicators.world),
             senders, receivers, Wires(plan, setup.cut, setup.samples_per_microbatch), versions,
         )  # fmt: skip
         self.executor.measures = setup.search_again
@@ -163,7 +166,7 @@ class StageWorker:
     def _leave(self) -> None:
         """Close what an earlier setup opened, even one that failed; an actor may serve one plan after another."""
         if hasattr(self, "links"):
-            self.links.close()
+            self.communicators.close()
         for module in getattr(self, "modules", {}).values():
             module.give_up()
         for name in ("links", "executor", "modules", "optimizers"):
@@ -173,7 +176,7 @@ class StageWorker:
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
         """Run training step ``step`` (from 0) and return what it took; times are on the run's clock."""
         result = self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
-        return replace(result, times=self.links.clock.shared(result.times))
+        return replace(result, times=self.communicators.clock.shared(result.times))
 
     @tells
     def install(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from raypipe.runtime.cluster.host_check import HostQuestion, HostReport, report_host
-from raypipe.runtime.communicators import Links, Location, Topology, locate, own_address
+from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.emulation.emulated_all_reduce import SumLane
 from raypipe.runtime.process import set_up_process
 from raypipe.runtime.runner import ProgramRunner
@@ -207,7 +207,7 @@ class EmulatedStage:
 
     def __init__(self, rank: int, title: str) -> None:
         self.rank, self.title = rank, title
-        self.links: Links | None = None
+        self.communicators: Communicators | None = None
         self.runner: EmulatedRunner | None = None
         set_up_process(torch.device("cpu"))
         gc.freeze()  # torch's modules stay: a collection in the middle of a task need not walk them
@@ -227,10 +227,17 @@ class EmulatedStage:
         """Open the channels."""
         if self.runner is not None:
             self.runner.close()
-        if self.links is not None:
-            self.links.close()
-        self.links = links = Links(setup.rank, setup.topology, "gloo")
-        self.runner = EmulatedRunner(setup, links.senders, links.receivers, links.groups, links.world, links.clock)
+        if self.communicators is not None:
+            self.communicators.close()
+        self.communicators = communicators = Communicators(setup.rank, setup.topology, "gloo")
+        self.runner = EmulatedRunner(
+            setup,
+            communicators.senders,
+            communicators.receivers,
+            communicators.groups,
+            communicators.world,
+            communicators.clock,
+        )
 
     def run_step(self, step: int, part: Part) -> NDArray[np.float64]:
         """Run one step; returns ``[tasks, 2]`` start and end of each task on the run's clock."""
