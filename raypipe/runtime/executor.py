@@ -21,10 +21,10 @@ from raypipe.runtime.backward.weight_casts import Casts
 from raypipe.runtime.runner import Payload, ProgramRunner
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.inputs import Feed
-from raypipe.runtime.stage.shapes import Wires
+from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import Half, Live, StageModule
 from raypipe.runtime.step import StepResult, StepSettings
-from raypipe.runtime.transport.channel import Receiver, Sender, Wire
+from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.updates import Updates
@@ -48,13 +48,13 @@ class Executor(ProgramRunner):
         shares: Shares,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
-        wire: Wires,
+        wire: StageIOSpecs,
         versions: Mapping[StageKey, WeightVersions],
     ) -> None:
         super().__init__(
             settings.microbatches, settings.timeout_s, senders, receivers, wire, settings.device, settings.narrowing
         )  # fmt: skip
-        self.wires = wire
+        self.io_specs = wire
         self.settings = settings
         self.modules = modules
         self.task = task
@@ -123,9 +123,9 @@ class Executor(ProgramRunner):
         ahead, of_step = divmod(mb, self.settings.microbatches)
         return self.feed.lengths(self.split, self.step + ahead, of_step)
 
-    def wire_of(self, stage: int, mb: int) -> Wire:
+    def io_spec_of(self, stage: int, mb: int) -> StageIOSpec:
         """See ProgramRunner.wire_of; every device knows all micro-batches' lengths from the data."""
-        return self.wires.of(stage, self._lengths(mb))
+        return self.io_specs.of(stage, self._lengths(mb))
 
     def _inputs(self, mb: int) -> Inputs:
         held = self._fed.get(self.base + mb)

@@ -24,7 +24,7 @@ from torch import Tensor
 from raypipe.errors import TransportError
 from raypipe.runtime.cast_messages import Narrowing
 from raypipe.runtime.clock import clock_for
-from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, TensorSpec, Wire
+from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, StageIOSpec, TensorSpec
 from raypipe.runtime.transport.waiting import Progress
 from raypipe.schedule.lowering.programs import Action, Ahead, Message, Program
 
@@ -43,7 +43,7 @@ class ProgramRunner(ABC):
         timeout_s: float,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
-        wire: Mapping[int, Wire],
+        wire: Mapping[int, StageIOSpec],
         device: torch.device = CPU,
         narrowing: Narrowing | None = None,
     ) -> None:
@@ -176,7 +176,7 @@ class ProgramRunner(ABC):
             for sender in senders:
                 sender.progress()
 
-    def wire_of(self, stage: int, mb: int) -> Wire:
+    def io_spec_of(self, stage: int, mb: int) -> StageIOSpec:
         """What a stage sends on for a micro-batch of this step, or of the one after it."""
         return self.wire[stage]
 
@@ -188,8 +188,8 @@ class ProgramRunner(ABC):
     def _stage_specs(self, message: Message) -> tuple[TensorSpec, ...]:
         # A gradient belongs to the output of the stage it goes to.
         if message.direction == "act":
-            return self.wire_of(message.src_stage, message.mb).act
-        return self.wire_of(message.dst_stage, message.mb).grad
+            return self.io_spec_of(message.src_stage, message.mb).act
+        return self.io_spec_of(message.dst_stage, message.mb).grad
 
     def label(self, m: Message) -> Label:
         """How a message of this step is called on its channel."""

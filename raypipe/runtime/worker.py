@@ -27,7 +27,7 @@ from raypipe.runtime.executor import Executor
 from raypipe.runtime.process import heap_bytes, set_up_process
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
-from raypipe.runtime.stage.shapes import Wires
+from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.stage.state import (
     Piece,
@@ -139,7 +139,7 @@ class StageWorker:
         self.executor = self.executor_class(
             settings, self.modules, self.optimizers, plan.task, feed, sync,
             Shares(None if sync.complete else communicators.world),
-            senders, receivers, Wires(plan, setup.cut, setup.samples_per_microbatch), versions,
+            senders, receivers, StageIOSpecs(plan, setup.cut, setup.samples_per_microbatch), versions,
         )  # fmt: skip
         self.executor.measures = setup.search_again
         self.group = self._tensor_group(groups)

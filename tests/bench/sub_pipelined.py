@@ -22,7 +22,7 @@ from raypipe.job import GptSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.inputs import Feed
-from raypipe.runtime.stage.shapes import Wires
+from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.step import StepSettings
 from raypipe.runtime.update.gradients import GradientSync
@@ -90,7 +90,7 @@ def measure(layers: int, compute_s: float, sums_s: float, halves: bool) -> tuple
     }
     executor = Executor(
         settings, modules, optimizers, model.task, feed,
-        GradientSync(0, modules, schedule.placement, (), {}), Shares(None), {}, {}, Wires(model, cut, ROWS), {},
+        GradientSync(0, modules, schedule.placement, (), {}), Shares(None), {}, {}, StageIOSpecs(model, cut, ROWS), {},
     )  # fmt: skip
     (program,) = programs(schedule)
     found: list[tuple[float, float]] = []

@@ -16,7 +16,7 @@ from raypipe.job.spec import TrainSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.inputs import Feed
-from raypipe.runtime.stage.shapes import Wires
+from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.step import StepSettings
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders
@@ -85,7 +85,7 @@ def executor(spec, schedule, cut, microbatch, dtype, again=None):
     return Executor(
         settings, modules, {k: make_optimizer(train, m.named.values()) for k, m in modules.items()}, model.task,
         Feed(Noise(spec), model.task, reads, 0, train.batch, samples, cpu, weights),
-        sync, Shares(None), {}, {}, Wires(model, cut, samples),
+        sync, Shares(None), {}, {}, StageIOSpecs(model, cut, samples),
         {k: WeightVersions(m, schedule.versions) for k, m in modules.items()} if schedule.versions != "flush" else {},
     )  # fmt: skip
 

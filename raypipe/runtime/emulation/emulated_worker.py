@@ -27,7 +27,7 @@ from raypipe.runtime.emulation.emulated_all_reduce import SumLane
 from raypipe.runtime.process import set_up_process
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.shared_clock import SharedClock
-from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, TakesIn, TensorSpec, Wire
+from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, StageIOSpec, TakesIn, TensorSpec
 from raypipe.runtime.update.norm import Shares
 from raypipe.schedule.latency import Comm, latency
 from raypipe.schedule.lowering.asynchronous import Part
@@ -38,7 +38,7 @@ OVERSHOOT_S = 0.0002
 """``time.sleep`` comes back this late at times; the rest of a wait is spent giving up the processor."""
 LOOK_S = 0.0005
 """So long before a task ends its device takes in what has come for the next one."""
-STAMP = Wire((TensorSpec((1,), torch.float64),), (True,))
+STAMP = StageIOSpec((TensorSpec((1,), torch.float64),), (True,))
 """What a message carries: when the link delivers it, on the run's clock."""
 
 

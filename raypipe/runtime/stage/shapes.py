@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from raypipe.models import LayeredModel, Lengths
-from raypipe.runtime.transport.channel import TensorSpec, Wire
+from raypipe.runtime.transport.channel import StageIOSpec, TensorSpec
 
 
-class Wires(Mapping[int, Wire]):
+class StageIOSpecs(Mapping[int, StageIOSpec]):
     """Per stage but the last, what it sends per micro-batch of ``samples`` and what comes back.
 
     As a mapping: of micro-batches that are as long as the longest sample.
@@ -17,9 +17,9 @@ class Wires(Mapping[int, Wire]):
     def __init__(self, model: LayeredModel, cut: Sequence[Sequence[int]], samples: int) -> None:
         self.model, self.samples = model, samples
         self.ends = tuple(layers[-1] for layers in cut[:-1])
-        self._known: dict[tuple[int, tuple[tuple[str, int], ...]], Wire] = {}
+        self._known: dict[tuple[int, tuple[tuple[str, int], ...]], StageIOSpec] = {}
 
-    def of(self, stage: int, lengths: Lengths) -> Wire:
+    def of(self, stage: int, lengths: Lengths) -> StageIOSpec:
         """Of micro-batches of these lengths; derived once, from the shapes that the model was captured with.
 
         Raises:
@@ -29,13 +29,13 @@ class Wires(Mapping[int, Wire]):
         found = self._known.get(key)
         if found is None:
             crossing = self.model.crossing(self.ends[stage], self.samples, lengths)
-            found = self._known[key] = Wire(
+            found = self._known[key] = StageIOSpec(
                 act=tuple(TensorSpec(t.shape, t.dtype) for t in crossing),
                 differentiable=tuple(t.differentiable for t in crossing),
             )
         return found
 
-    def __getitem__(self, stage: int) -> Wire:
+    def __getitem__(self, stage: int) -> StageIOSpec:
         if not 0 <= stage < len(self.ends):
             raise KeyError(stage)
         return self.of(stage, {})

@@ -51,7 +51,7 @@ class TensorSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wire:
+class StageIOSpec:
     """What one stage sends per micro-batch, and which of it a gradient comes back for."""
 
     act: tuple[TensorSpec, ...]

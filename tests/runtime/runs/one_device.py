@@ -18,7 +18,7 @@ from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders
 from raypipe.runtime.update.norm import Shares
-from raypipe.runtime.stage.shapes import Wires
+from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.step import StepSettings
 from raypipe.schedule.lowering.programs import programs
@@ -109,7 +109,7 @@ def run_step(
             autocast=autocast, device=device,
         ),
         modules, optimizers, model.task, feed, GradientSync(0, modules, schedule.placement, tied, {}), Shares(None),
-        {}, {}, Wires(model, cut, microbatch), {},
+        {}, {}, StageIOSpecs(model, cut, microbatch), {},
     )  # fmt: skip
     (program,) = programs(schedule)
     before = {(s, n): p.detach().clone() for s, stage in enumerate(stages) for n, p in stage.named.items()}

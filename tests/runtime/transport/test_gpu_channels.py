@@ -60,7 +60,7 @@ class Inline:
         self.handed.append(mark)
 
 
-class Wire:
+class StageIOSpec:
     """A link that carries tensors in order, and refuses what NCCL would hang on."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ def base() -> Iterator[tuple[ShmSender, ShmReceiver]]:
 
 
 def test_nccl_delivers_in_any_order_what_was_sent_in_one(base: tuple[ShmSender, ShmReceiver]) -> None:
-    link, there, here = Wire(), Inline(), Inline()
+    link, there, here = StageIOSpec(), Inline(), Inline()
     sender, receiver = NcclSender(B, link, base[0], there), NcclReceiver(A, link, base[1], here)
     x = torch.arange(12.0).reshape(3, 4)
     receiver.post([expected(mb, x, torch.zeros(0, 2), x.t()) for mb in range(3)])
@@ -117,7 +117,7 @@ def test_nccl_delivers_in_any_order_what_was_sent_in_one(base: tuple[ShmSender, 
 
 
 def test_nccl_refuses_a_wrong_message_before_receiving_it(base: tuple[ShmSender, ShmReceiver]) -> None:
-    link = Wire()
+    link = StageIOSpec()
     sender, receiver = NcclSender(B, link, base[0], Inline()), NcclReceiver(A, link, base[1], Inline())
     receiver.post([expected(0, torch.zeros(2, 3))])
     sender.send(label(0), [torch.zeros(3, 2)])
@@ -127,14 +127,14 @@ def test_nccl_refuses_a_wrong_message_before_receiving_it(base: tuple[ShmSender,
 
 
 def test_nccl_times_out_on_the_host(base: tuple[ShmSender, ShmReceiver]) -> None:
-    receiver = NcclReceiver(A, Wire(), base[1], Inline())
+    receiver = NcclReceiver(A, StageIOSpec(), base[1], Inline())
     receiver.post([expected(mb, torch.zeros(1)) for mb in (4, 5)])
     with pytest.raises(TransportError, match=r"stage 0 \(rank 0\): activation of micro-batch 5, .* within 0\.02 s"):
         receiver.recv(label(5), 0.02)
 
 
 def test_nccl_keeps_buffers_until_they_have_left(base: tuple[ShmSender, ShmReceiver]) -> None:
-    link, side = Wire(), Inline()
+    link, side = StageIOSpec(), Inline()
     side.open = False
     sender = NcclSender(B, link, base[0], side)
     x = torch.ones(3)
@@ -152,7 +152,7 @@ def test_nccl_keeps_buffers_until_they_have_left(base: tuple[ShmSender, ShmRecei
 def test_nccl_never_closes_a_link_that_still_waits(
     base: tuple[ShmSender, ShmReceiver], done: bool, closed: int
 ) -> None:
-    link, side = Wire(), Inline()
+    link, side = StageIOSpec(), Inline()
     side.open = done
     sender = NcclSender(B, link, base[0], side)
     sender.send(label(0), [torch.ones(3)])
@@ -161,7 +161,7 @@ def test_nccl_never_closes_a_link_that_still_waits(
 
 
 def test_nccl_envelope_is_bounded(base: tuple[ShmSender, ShmReceiver]) -> None:
-    sender = NcclSender(B, Wire(), base[0], Inline())
+    sender = NcclSender(B, StageIOSpec(), base[0], Inline())
     with pytest.raises(TransportError, match="too many tensors"):
         sender.send(label(0), [torch.ones(1)] * 200)
 
