@@ -48,13 +48,13 @@ class Executor(ProgramRunner):
         shares: Shares,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
-        wire: StageIOSpecs,
+        io_spec: StageIOSpecs,
         versions: Mapping[StageKey, WeightVersions],
     ) -> None:
         super().__init__(
-            settings.microbatches, settings.timeout_s, senders, receivers, wire, settings.device, settings.narrowing
+            settings.microbatches, settings.timeout_s, senders, receivers, io_spec, settings.device, settings.narrowing
         )  # fmt: skip
-        self.io_specs = wire
+        self.io_specs = io_spec
         self.settings = settings
         self.modules = modules
         self.task = task
@@ -167,7 +167,9 @@ class Executor(ProgramRunner):
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
             with random_keys(self.settings.seed, self.step + ahead, samples, self.training), self.casts.forward():
                 outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
-                if stage not in self.wire and (segment is None or not segment.gives):  # the last stage sends nothing on
+                if stage not in self.io_spec and (
+                    segment is None or not segment.gives
+                ):  # the last stage sends nothing on
                     outputs = (self.task.loss(outputs[0], inputs),)
             return outputs
 
@@ -183,7 +185,7 @@ class Executor(ProgramRunner):
             lambda: run(samples[middle:], second, {name: t[middle:] for name, t in inputs.items()}),
         )
         values = [tuple(y.detach() for y in outputs) for outputs in made]
-        whole = stacked(values) if stage in self.wire else (values[0][0] + values[1][0],)
+        whole = stacked(values) if stage in self.io_spec else (values[0][0] + values[1][0],)
         return whole, (Half(first, made[0]), Half(second, made[1]))
 
     def _forward(self, action: Action) -> None:
@@ -226,7 +228,7 @@ class Executor(ProgramRunner):
         else:
             with torch.no_grad() if again else nullcontext():
                 outputs, halves = self._compute(stage, task.replica, mbs, stacked(arrived), weights)
-        if stage not in self.wire:
+        if stage not in self.io_spec:
             of_step = self.step + mbs[0] // self.settings.microbatches
             self._losses.setdefault(of_step, []).append(outputs[0].detach())
             self._counted[of_step] = self._counted.get(of_step, 0) + self._rows(mbs)

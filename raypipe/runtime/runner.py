@@ -43,7 +43,7 @@ class ProgramRunner(ABC):
         timeout_s: float,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
-        wire: Mapping[int, StageIOSpec],
+        io_spec: Mapping[int, StageIOSpec],
         device: torch.device = CPU,
         narrowing: Narrowing | None = None,
     ) -> None:
@@ -54,7 +54,7 @@ class ProgramRunner(ABC):
         self.outgoing = Progress()
         for sender in senders.values():
             self.outgoing.add(sender)
-        self.wire = wire
+        self.io_spec = io_spec
         self.narrowing = narrowing
         self.device = device
         self.clock = clock_for(device)
@@ -178,7 +178,7 @@ class ProgramRunner(ABC):
 
     def io_spec_of(self, stage: int, mb: int) -> StageIOSpec:
         """What a stage sends on for a micro-batch of this step, or of the one after it."""
-        return self.wire[stage]
+        return self.io_spec[stage]
 
     def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
         """Of the tensors on their way."""

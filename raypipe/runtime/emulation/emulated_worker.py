@@ -70,8 +70,8 @@ class EmulatedRunner(ProgramRunner):
         self, setup: EmulatedSetup, senders: Mapping[int, Sender], receivers: Mapping[int, Receiver],
         groups: Mapping[str, dist.ProcessGroup], world: dist.ProcessGroup | None, run_clock: SharedClock,
     ) -> None:  # fmt: skip
-        wire = dict.fromkeys(range(setup.stages), STAMP)
-        super().__init__(setup.microbatches, timeout_s=300.0, senders=senders, receivers=receivers, wire=wire)
+        io_spec = dict.fromkeys(range(setup.stages), STAMP)
+        super().__init__(setup.microbatches, timeout_s=300.0, senders=senders, receivers=receivers, io_spec=io_spec)
         self.setup = setup
         self.run_clock = run_clock
         self.sums = SumLane(groups, run_clock)
