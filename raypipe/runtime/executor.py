@@ -64,7 +64,7 @@ class Executor(ProgramRunner):
         self.casts = Casts(settings.device, settings.autocast, modules.values())
         self.turns = Alternation() if settings.sub_pipelined else None
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update)
-        # By micro-batch ids that count on over the steps, as in ``mail``.
+        # By micro-batch ids that count on over the steps, as in ``p2p_buffers``.
         self._live: dict[tuple[int, int], Live] = {}
         self._fed: dict[int, Inputs] = {}
         self._losses: dict[int, list[Tensor]] = {}
@@ -212,7 +212,7 @@ class Executor(ProgramRunner):
         arrived = [
             tuple(
                 t for m in action.receives if m.mb == mb
-                for t in self.mail.pop(("act", m.src_stage, stage, self.base + mb))
+                for t in self.p2p_buffers.pop(("act", m.src_stage, stage, self.base + mb))
             )
             for mb in mbs
         ]  # fmt: skip
@@ -235,7 +235,7 @@ class Executor(ProgramRunner):
         for mb, inputs, made in zip(mbs, arrived, unstacked(outputs, len(mbs)), strict=True):
             for m in action.sends:
                 if m.mb == mb:
-                    self.mail[("act", stage, m.dst_stage, self.base + mb)] = tuple(y.detach() for y in made)
+                    self.p2p_buffers[("act", stage, m.dst_stage, self.base + mb)] = tuple(y.detach() for y in made)
             if self.training:
                 live = Live(inputs, () if again else made, weights, joints=joints)
                 live.halves = None if again else halves
@@ -297,7 +297,7 @@ class Executor(ProgramRunner):
                 del self._live[(stage, at)]
             for m in action.sends:
                 if m.mb == mb:
-                    self.mail[("grad", stage, m.dst_stage, at)] = back
+                    self.p2p_buffers[("grad", stage, m.dst_stage, at)] = back
 
     def _weights(self, action: Action) -> None:
         task = action.task
@@ -320,7 +320,7 @@ class Executor(ProgramRunner):
     def _gradients(self, action: Action, live: Live, mb: int) -> tuple[Tensor, ...]:
         stage = action.task.stage
         at = self.base + mb
-        arrived = [self.mail.pop(("grad", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
+        arrived = [self.p2p_buffers.pop(("grad", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
         if not arrived:
             return (self._scale(mb).to(live.outputs[0].dtype),)
         if len(arrived) == 1:
@@ -402,9 +402,9 @@ class Executor(ProgramRunner):
         self.feed.drop(self.split, self.step)
         reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
         if self.program.drains:
-            left = [*self._live, *self.mail]
+            left = [*self._live, *self.p2p_buffers]
             self._live.clear()
-            self.mail.clear()
+            self.p2p_buffers.clear()
             assert not left, f"a verified program leaves nothing behind, yet {left[:3]} is left"
         until = self.base + self.settings.microbatches
         self._fed = {at: held for at, held in self._fed.items() if at >= until}

@@ -59,14 +59,14 @@ class ProgramRunner(ABC):
         self.device = device
         self.clock = clock_for(device)
         # Micro-batch ids below count on over the steps (step * N + id): an asynchronous program reaches into the next.
-        self.mail: dict[tuple[str, int, int, int], Payload] = {}
+        self.p2p_buffers: dict[tuple[str, int, int, int], Payload] = {}
         self.received = self.received_bytes = 0
         self.doing: Action | None = None
         """The task under way, for errors."""
 
     @abstractmethod
     def run_task(self, action: Action) -> None:
-        """Do one task; leave what it sends in ``mail``."""
+        """Do one task; leave what it sends in ``p2p_buffers``."""
 
     @abstractmethod
     def before_updates(self, times: NDArray[np.float64]) -> None:
@@ -88,7 +88,7 @@ class ProgramRunner(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Drop what the head of the step has left behind, but for ``mail``."""
+        """Drop what the head of the step has left behind, but for ``p2p_buffers``."""
 
     def walk(self, program: Program, step: int) -> NDArray[np.float64]:
         """Run a whole program; returns ``[tasks, 2]`` start and end in seconds on this host's monotonic clock.
@@ -127,7 +127,7 @@ class ProgramRunner(ABC):
             self._post(head.arrivals)
             return head.tasks
         self._break_off(ran, head)
-        self.mail.clear()
+        self.p2p_buffers.clear()
         self.forget()
         self.attempt, self.received, self.received_bytes = 1, 0, 0
         self._post({})
@@ -197,7 +197,7 @@ class ProgramRunner(ABC):
         return Label(m.direction, m.src_stage, m.dst_stage, mb, self.step + ahead, self.attempt)
 
     def receive(self, m: Message, action: Action) -> None:
-        """Take one message into ``mail``."""
+        """Take one message into ``p2p_buffers``."""
         try:
             tensors = self.receivers[m.src_device].recv(self.label(m), self.timeout_s)
         except TransportError as error:
@@ -208,11 +208,11 @@ class ProgramRunner(ABC):
         self.received_bytes += sum(t.nbytes for t in tensors)
         if self.narrowing is not None:
             tensors = self.narrowing.unpack(m.direction, tensors, self._stage_specs(m))
-        self.mail[(m.direction, m.src_stage, m.dst_stage, self.base + m.mb)] = tuple(tensors)
+        self.p2p_buffers[(m.direction, m.src_stage, m.dst_stage, self.base + m.mb)] = tuple(tensors)
 
     def send(self, m: Message) -> None:
-        """Send what a task has left in ``mail``."""
-        payload: Sequence[Tensor] = self.mail.pop((m.direction, m.src_stage, m.dst_stage, self.base + m.mb))
+        """Send what a task has left in ``p2p_buffers``."""
+        payload: Sequence[Tensor] = self.p2p_buffers.pop((m.direction, m.src_stage, m.dst_stage, self.base + m.mb))
         if self.narrowing is not None:
             payload = self.narrowing.pack(m.direction, payload)
         self.senders[m.dst_device].send(self.label(m), payload)

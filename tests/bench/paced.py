@@ -93,15 +93,15 @@ class PacedExecutor(Executor):
         """See ProgramRunner.send."""
         key = (m.direction, m.src_stage, m.dst_stage, self.base + m.mb)
         lag = self.pace.costs.latency(m.src_stage, m.dst_stage) if self.training else 0.0
-        self.mail[key] = (*self.mail[key], torch.tensor([time.monotonic() + lag], dtype=torch.float64))
+        self.p2p_buffers[key] = (*self.p2p_buffers[key], torch.tensor([time.monotonic() + lag], dtype=torch.float64))
         super().send(m)
 
     def receive(self, m: Message, action: Action) -> None:
         """See ProgramRunner.receive."""
         super().receive(m, action)
         key = (m.direction, m.src_stage, m.dst_stage, self.base + m.mb)
-        *payload, delivered = self.mail[key]
-        self.mail[key] = tuple(payload)
+        *payload, delivered = self.p2p_buffers[key]
+        self.p2p_buffers[key] = tuple(payload)
         wait_until(float(delivered))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

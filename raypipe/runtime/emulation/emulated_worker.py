@@ -99,7 +99,7 @@ class EmulatedRunner(ProgramRunner):
         duration = next(self._durations)
         for message in action.receives:
             if not message.local:
-                del self.mail[self._slot(message)]
+                del self.p2p_buffers[self._slot(message)]
         if action.task.kind == "AR":
             self.sums.join(self._index, action.task.stage, duration)
             return
@@ -139,7 +139,7 @@ class EmulatedRunner(ProgramRunner):
     def receive(self, m: Message, action: Action) -> None:
         """Take the message, then hold it back until the emulated link delivers it."""
         super().receive(m, action)
-        (delivered,) = self.mail[self._slot(m)]
+        (delivered,) = self.p2p_buffers[self._slot(m)]
         wait_until(self.run_clock.local(float(delivered)))
 
     def before_updates(self, times: NDArray[np.float64]) -> None:
