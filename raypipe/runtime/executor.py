@@ -15,14 +15,14 @@ from raypipe.models import Inputs, Lengths, Task, random_keys
 from raypipe.models.running_statistics import move_all, part_of_step
 from raypipe.plan.online.step_memory import StepMemory
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes
-from raypipe.runtime.backward.segments import Joints, Segment, as_leaves
+from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
 from raypipe.runtime.backward.stack import stacked, stacked_inputs, unstacked
 from raypipe.runtime.backward.weight_casts import Casts
 from raypipe.runtime.runner import Payload, ProgramRunner
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
-from raypipe.runtime.stage.stage import Half, Live, StageModule
+from raypipe.runtime.stage.stage import HalfBatch, MicrobatchState, StageModule
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
 from raypipe.runtime.update.gradients import GradientSync, StageKey
@@ -65,7 +65,7 @@ class Executor(ProgramRunner):
         self.turns = Alternation() if settings.sub_pipelined else None
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update)
         # By micro-batch ids that count on over the steps, as in ``p2p_buffers``.
-        self._live: dict[tuple[int, int], Live] = {}
+        self._saved: dict[tuple[int, int], MicrobatchState] = {}
         self._fed: dict[int, Inputs] = {}
         self._losses: dict[int, list[Tensor]] = {}
         self._counted: dict[int, int] = {}
@@ -152,7 +152,7 @@ class Executor(ProgramRunner):
         arrived: Payload,
         weights: Snapshot | None,
         segment: Segment | None = None,
-    ) -> tuple[Payload, tuple[Half, Half] | None]:
+    ) -> tuple[Payload, tuple[HalfBatch, HalfBatch] | None]:
         """Outputs of a stage, or of a segment of it, for some micro-batches of one step.
 
         Of the last stage's end, the sum of their losses. With ``sub_pipelined`` also the halves that they were made in.
@@ -186,7 +186,7 @@ class Executor(ProgramRunner):
         )
         values = [tuple(y.detach() for y in outputs) for outputs in made]
         whole = stacked(values) if stage in self.io_spec else (values[0][0] + values[1][0],)
-        return whole, (Half(first, made[0]), Half(second, made[1]))
+        return whole, (HalfBatch(first, made[0]), HalfBatch(second, made[1]))
 
     def _forward(self, action: Action) -> None:
         """A forward's micro-batches, in one go where that is possible: larger kernels take less time."""
@@ -220,10 +220,10 @@ class Executor(ProgramRunner):
             for one in arrived:
                 module.track(one)
         again = self.training and (stage, mbs[0]) in self.program.recomputed
-        joints = halves = None
+        boundaries = halves = None
         if again and not module.again_whole:
-            joints = Joints()
-            outputs = self._forward_in_segments(task, mbs[0], arrived[0], weights, joints)
+            boundaries = RecomputeBoundaries()
+            outputs = self._forward_in_segments(task, mbs[0], arrived[0], weights, boundaries)
             again = module.segments[-1].again
         else:
             with torch.no_grad() if again else nullcontext():
@@ -237,9 +237,9 @@ class Executor(ProgramRunner):
                 if m.mb == mb:
                     self.p2p_buffers[("act", stage, m.dst_stage, self.base + mb)] = tuple(y.detach() for y in made)
             if self.training:
-                live = Live(inputs, () if again else made, weights, joints=joints)
-                live.halves = None if again else halves
-                self._live[(stage, self.base + mb)] = live
+                saved = MicrobatchState(inputs, () if again else made, weights, boundaries=boundaries)
+                saved.halves = None if again else halves
+                self._saved[(stage, self.base + mb)] = saved
 
     def _rows(self, mbs: Sequence[int]) -> int:
         """Samples that the data had for these micro-batches, which is not told from how many it should have had."""
@@ -247,7 +247,7 @@ class Executor(ProgramRunner):
         return sum(self.settings.samples_per_microbatch if x is None else len(x) for x in held)
 
     def _forward_in_segments(
-        self, task: PipelineTask, mb: int, arrived: Payload, weights: Snapshot | None, joints: Joints
+        self, task: PipelineTask, mb: int, arrived: Payload, weights: Snapshot | None, boundaries: RecomputeBoundaries
     ) -> Payload:
         """A forward that keeps the activations of some layers; see ``segments``."""
         x = arrived
@@ -255,29 +255,29 @@ class Executor(ProgramRunner):
             if not segment.again:
                 x, _ = self._compute(task.stage, task.replica, (mb,), x, weights, segment)
                 continue
-            joints.entries.append(x)
+            boundaries.entries.append(x)
             with torch.no_grad():
                 x, _ = self._compute(task.stage, task.replica, (mb,), x, weights, segment)
             if segment.gives:
                 x = as_leaves(x, segment.gives)
-                joints.leaves.append(x)
+                boundaries.leaves.append(x)
         return x
 
     def _again(self, task: PipelineTask, mb: int) -> None:
         """Compute again what the forward of a micro-batch has not kept."""
-        live = self._live[(task.stage, self.base + mb)]
-        if live.joints is None:
-            made, live.halves = self._compute(task.stage, task.replica, (mb,), live.inputs, live.weights)
-            live.outputs = made
+        saved = self._saved[(task.stage, self.base + mb)]
+        if saved.boundaries is None:
+            made, saved.halves = self._compute(task.stage, task.replica, (mb,), saved.inputs, saved.weights)
+            saved.outputs = made
             return
         again = [s for s in self.modules[(task.stage, task.replica)].segments if s.again]
-        for segment, entered in zip(again, live.joints.entries, strict=True):
-            made, _ = self._compute(task.stage, task.replica, (mb,), entered, live.weights, segment)
+        for segment, entered in zip(again, saved.boundaries.entries, strict=True):
+            made, _ = self._compute(task.stage, task.replica, (mb,), entered, saved.weights, segment)
             if segment.gives:
-                live.joints.again.append(made)
+                saved.boundaries.again.append(made)
             else:
-                live.outputs = made
-        live.joints.entries = []
+                saved.outputs = made
+        saved.boundaries.entries = []
 
     def _backward(self, action: Action, also_weights: bool) -> None:
         task = action.task
@@ -285,16 +285,16 @@ class Executor(ProgramRunner):
         module = self.modules[(stage, task.replica)]
         for mb in task.mbs:
             at = self.base + mb
-            live = self._live[(stage, at)]
-            if live.back is None:
-                back = module.run_backward(live, self._gradients(action, live, mb), self.turns)
-                live.ran = True
+            saved = self._saved[(stage, at)]
+            if saved.back is None:
+                back = module.run_backward(saved, self._gradients(action, saved, mb), self.turns)
+                saved.ran = True
             else:  # out of order: this micro-batch's W came first and had to run the backward
-                back = live.back
+                back = saved.back
             if also_weights:
-                self._finish_weights(module, live, (stage, task.replica))
-            if also_weights or live.back is not None:
-                del self._live[(stage, at)]
+                self._finish_weights(module, saved, (stage, task.replica))
+            if also_weights or saved.back is not None:
+                del self._saved[(stage, at)]
             for m in action.sends:
                 if m.mb == mb:
                     self.p2p_buffers[("grad", stage, m.dst_stage, at)] = back
@@ -304,25 +304,25 @@ class Executor(ProgramRunner):
         module = self.modules[(task.stage, task.replica)]
         for mb in task.mbs:
             at = (task.stage, self.base + mb)
-            live = self._live[at]
-            if not live.ran:
-                live.back = module.run_backward(live, self._gradients(action, live, mb), self.turns)
-                live.ran = True
-            self._finish_weights(module, live, (task.stage, task.replica))
+            saved = self._saved[at]
+            if not saved.ran:
+                saved.back = module.run_backward(saved, self._gradients(action, saved, mb), self.turns)
+                saved.ran = True
+            self._finish_weights(module, saved, (task.stage, task.replica))
             if (task.stage, mb) not in self.program.weights_first:
-                del self._live[at]
+                del self._saved[at]
 
-    def _finish_weights(self, module: StageModule, live: Live, key: StageKey) -> None:
-        module.run_weight_gradients(live)
-        if live.weights is not None:
-            self._used[key] = live.weights
+    def _finish_weights(self, module: StageModule, saved: MicrobatchState, key: StageKey) -> None:
+        module.run_weight_gradients(saved)
+        if saved.weights is not None:
+            self._used[key] = saved.weights
 
-    def _gradients(self, action: Action, live: Live, mb: int) -> tuple[Tensor, ...]:
+    def _gradients(self, action: Action, saved: MicrobatchState, mb: int) -> tuple[Tensor, ...]:
         stage = action.task.stage
         at = self.base + mb
         arrived = [self.p2p_buffers.pop(("grad", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
         if not arrived:
-            return (self._scale(mb).to(live.outputs[0].dtype),)
+            return (self._scale(mb).to(saved.outputs[0].dtype),)
         if len(arrived) == 1:
             return arrived[0]
         # Several stages read this output: their gradients add up.
@@ -388,7 +388,7 @@ class Executor(ProgramRunner):
 
     def forget(self) -> None:
         """See ProgramRunner.forget."""
-        self._live.clear()
+        self._saved.clear()
         self._losses.clear()
         self._counted.clear()
 
@@ -402,8 +402,8 @@ class Executor(ProgramRunner):
         self.feed.drop(self.split, self.step)
         reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
         if self.program.drains:
-            left = [*self._live, *self.p2p_buffers]
-            self._live.clear()
+            left = [*self._saved, *self.p2p_buffers]
+            self._saved.clear()
             self.p2p_buffers.clear()
             assert not left, f"a verified program leaves nothing behind, yet {left[:3]} is left"
         until = self.base + self.settings.microbatches

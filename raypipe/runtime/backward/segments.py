@@ -53,7 +53,7 @@ def segments_of(
 
 
 @dataclass(slots=True)
-class Joints:
+class RecomputeBoundaries:
     """What of one micro-batch joins the segments of a stage."""
 
     entries: list[Payload] = field(default_factory=list)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.models import Chain, Inputs, LayeredModel, StageBody
-from raypipe.runtime.backward.segments import Joints, Segment, parts_of, segments_of
+from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, parts_of, segments_of
 from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
 from raypipe.runtime.backward.stack import can_stack, stacked, unstacked
 from raypipe.runtime.runner import Payload
@@ -17,7 +17,7 @@ from raypipe.runtime.stage.alternate import Alternation
 
 
 @dataclass(slots=True)
-class Half:
+class HalfBatch:
     """Half of a micro-batch, whose forward ran in turns with the other one's."""
 
     inputs: Payload
@@ -26,7 +26,7 @@ class Half:
 
 
 @dataclass(slots=True)
-class Live:
+class MicrobatchState:
     """What is kept of one micro-batch between its forward and its backward."""
 
     inputs: Payload
@@ -41,9 +41,9 @@ class Live:
     """The input gradient has been computed."""
     back: Payload | None = None
     """The input gradient, kept for B where W came first."""
-    halves: tuple[Half, Half] | None = None
+    halves: tuple[HalfBatch, HalfBatch] | None = None
     """Where the forward ran in halves: what their backwards need, instead of ``outputs``, which are only values."""
-    joints: Joints | None = None
+    boundaries: RecomputeBoundaries | None = None
     """Where only some of its layers are computed again."""
 
 
@@ -127,36 +127,42 @@ class StageModule(nn.Module):
             if wanted:
                 x.requires_grad_()
 
-    def run_backward(self, live: Live, gradients: Sequence[Tensor], turns: Alternation | None = None) -> Payload:
-        """Input gradients of one micro-batch; weight gradients too, unless they wait in ``live.closures``.
+    def run_backward(
+        self, saved: MicrobatchState, gradients: Sequence[Tensor], turns: Alternation | None = None
+    ) -> Payload:
+        """Input gradients of one micro-batch; weight gradients too, unless they wait in ``saved.closures``.
 
-        ``gradients`` match the differentiable ones among ``live.outputs``. Returns one gradient per differentiable
+        ``gradients`` match the differentiable ones among ``saved.outputs``. Returns one gradient per differentiable
         tensor that arrived. Halves take ``turns``.
         """
-        with self.queue.collect(live.closures):
-            if live.halves is None:
-                back = self._backward(live.inputs, live.outputs, gradients, live.joints)
+        with self.queue.collect(saved.closures):
+            if saved.halves is None:
+                back = self._backward(saved.inputs, saved.outputs, gradients, saved.boundaries)
             else:
                 assert turns is not None
-                (a, b), (for_a, for_b) = live.halves, unstacked(tuple(gradients), 2)
+                (a, b), (for_a, for_b) = saved.halves, unstacked(tuple(gradients), 2)
                 made = turns.run(
                     lambda: self._backward(a.inputs, a.outputs, for_a),
                     lambda: self._backward(b.inputs, b.outputs, for_b),
                 )
                 back = stacked(made)
-        live.outputs = live.inputs = ()
-        live.halves = live.joints = None
+        saved.outputs = saved.inputs = ()
+        saved.halves = saved.boundaries = None
         return back
 
     def _backward(
-        self, inputs: Payload, outputs: Payload, gradients: Sequence[Tensor], joints: Joints | None = None
+        self,
+        inputs: Payload,
+        outputs: Payload,
+        gradients: Sequence[Tensor],
+        boundaries: RecomputeBoundaries | None = None,
     ) -> Payload:
         ends = [y for y, wanted in zip(outputs, self.gives_gradient, strict=True) if wanted]
         pairs = [(y, g) for y, g in zip(ends, gradients, strict=True) if y.requires_grad]
         if pairs:  # nothing is, where all parameters so far are frozen
             torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
-            if joints is not None:
-                joints.backward()
+            if boundaries is not None:
+                boundaries.backward()
         back: list[Tensor] = []
         for x in inputs:
             if x.requires_grad:
@@ -175,9 +181,9 @@ class StageModule(nn.Module):
             parameter.data = parameter.data.new_empty(0)
 
     @staticmethod
-    def run_weight_gradients(live: Live) -> None:
-        """Run what waits in ``live.closures``, last layer first."""
+    def run_weight_gradients(saved: MicrobatchState) -> None:
+        """Run what waits in ``saved.closures``, last layer first."""
         with torch.no_grad():
-            for closure in live.closures:
+            for closure in saved.closures:
                 closure()
-        live.closures = []
+        saved.closures = []
