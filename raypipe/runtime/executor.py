@@ -88,7 +88,7 @@ class Executor(ProgramRunner):
         self.split, self.training, self.lr = split, split == "train", lr
         self._squares: list[float] = []
         if not self.training:
-            self.settle()
+            self.commit()
         self._again_bytes: dict[int, int] = {}
         meter = PeakMeter(self.settings.device) if self.measures and self.training else None
         with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
@@ -374,14 +374,14 @@ class Executor(ProgramRunner):
         assert total is not None
         move_all(statistics, total, self.step, self.settings.microbatches)
 
-    def uncertain(self) -> bool:
+    def update_pending(self) -> bool:
         """See ProgramRunner.uncertain."""
         return self.updates.pending
 
-    def settle(self, wait: bool = True) -> bool | None:
+    def commit(self, wait: bool = True) -> bool | None:
         """See ProgramRunner.settle; also before anything but the next step reads weights or optimizer state."""
         pending = self.updates.pending
-        stands = self.updates.settle(self.outgoing.push, wait)
+        stands = self.updates.commit(self.outgoing.push, wait)
         if pending and stands is not None:
             self.casts.drop()
         return stands

@@ -76,11 +76,11 @@ class ProgramRunner(ABC):
         """
 
     @abstractmethod
-    def uncertain(self) -> bool:
+    def update_pending(self) -> bool:
         """Whether the last update may still be undone, or has yet to be made."""
 
     @abstractmethod
-    def settle(self, wait: bool = True) -> bool | None:
+    def commit(self, wait: bool = True) -> bool | None:
         """Make the last update certain. False if it was undone and made again: what ran since ran on wrong weights.
 
         None if that is not known yet and not to be waited for.
@@ -100,7 +100,7 @@ class ProgramRunner(ABC):
         self.attempt = self.received = self.received_bytes = 0
         times = np.empty((len(program.actions), 2))
         begin = 0
-        if self.uncertain():
+        if self.update_pending():
             begin = self._run_head(times)
         else:
             self._post({})
@@ -117,12 +117,12 @@ class ProgramRunner(ABC):
             self._announce(source, 0, count)
         ran, stands = 0, None
         while ran < head.tasks and stands is not False:
-            stands = stands or self.settle(wait=False)
+            stands = stands or self.commit(wait=False)
             if stands is not False:
                 self._run(times, ran, ran + 1)
                 ran += 1
         if stands is None:
-            stands = self.settle()
+            stands = self.commit()
         if stands:
             self._post(head.arrivals)
             return head.tasks

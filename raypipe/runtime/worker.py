@@ -205,7 +205,7 @@ class StageWorker:
         The members of a device write a part of them each, whole parameters. Also returns the key of a tensor that
         training has made infinite or no number, None if there is none: such a checkpoint is not to be committed.
         """
-        self.executor.settle()
+        self.executor.commit()
         setup = self.setup_data
         state: list[Piece] = []
         broken: str | None = None

@@ -76,10 +76,10 @@ class Kernels(ProgramRunner):
     def before_updates(self, times: NDArray[np.float64]) -> None:
         pass
 
-    def uncertain(self) -> bool:
+    def update_pending(self) -> bool:
         return False
 
-    def settle(self, wait: bool = True) -> bool | None:
+    def commit(self, wait: bool = True) -> bool | None:
         return True
 
     def forget(self) -> None:

@@ -153,11 +153,11 @@ class EmulatedRunner(ProgramRunner):
         else:
             self._waits_for = self.step
 
-    def uncertain(self) -> bool:
+    def update_pending(self) -> bool:
         """See ProgramRunner.uncertain."""
         return self._waits_for is not None
 
-    def settle(self, wait: bool = True) -> bool | None:
+    def commit(self, wait: bool = True) -> bool | None:
         """See ProgramRunner.settle."""
         if self._waits_for is None:
             return True

@@ -70,7 +70,7 @@ class Updates:
         self._way: Way = "wait"
         self._undo: list[Undo] = []
         self.pending = False
-        """The last updates are not certain yet: see ``settle``."""
+        """The last updates are not certain yet: see ``commit``."""
 
     def begin(self, may_run_ahead: bool, push: Push) -> float:
         """All this device's gradients are complete: choose how its updates are made, and clip if that is to wait.
@@ -114,7 +114,7 @@ class Updates:
             self._undo.append(Undo(optimizer))
             optimizer.step()
 
-    def settle(self, push: Push, wait: bool = True) -> bool | None:
+    def commit(self, push: Push, wait: bool = True) -> bool | None:
         """Make the last updates certain; False if they had to be undone and made again, with clipped gradients.
 
         None, and nothing done, where that takes a norm which is not there and which the caller does not ``wait`` for.
