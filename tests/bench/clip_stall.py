@@ -19,7 +19,7 @@ from rich.table import Table
 
 from raypipe.runtime.emulation.emulated_run import Links, emulate
 from raypipe.runtime.process import set_up_process
-from raypipe.runtime.update.updates import Undo
+from raypipe.runtime.update.updates import OptimizerSnapshot
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.simulate.cyclic import Norm
@@ -57,7 +57,7 @@ def update_ms(million: int, undo: bool, steps: int = 8) -> float:
     times = []
     for _ in range(steps):
         begun = time.perf_counter()
-        kept = Undo(optimizer) if undo else None
+        kept = OptimizerSnapshot(optimizer) if undo else None
         optimizer.step()
         times.append(time.perf_counter() - begun)
         del kept

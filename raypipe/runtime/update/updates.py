@@ -28,7 +28,7 @@ from raypipe.runtime.update.weight_versions import WeightVersions
 Way = Literal["wait", "optimistic", "later"]
 
 
-class Undo:
+class OptimizerSnapshot:
     """What the next step of an optimizer overwrites."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -68,7 +68,7 @@ class Updates:
         self.sync, self.shares, self.limit = sync, shares, clip
         self._forecast = Forecast(clip or 0.0, rule)
         self._way: Way = "wait"
-        self._undo: list[Undo] = []
+        self._snapshots: list[OptimizerSnapshot] = []
         self.pending = False
         """The last updates are not certain yet: see ``commit``."""
 
@@ -111,7 +111,7 @@ class Updates:
         if self._way == "wait":
             self._step(key)
         elif self._way == "optimistic":
-            self._undo.append(Undo(optimizer))
+            self._snapshots.append(OptimizerSnapshot(optimizer))
             optimizer.step()
 
     def commit(self, push: Push, wait: bool = True) -> bool | None:
@@ -133,12 +133,12 @@ class Updates:
                 self._step(key)
             return True
         if clipped:
-            for undo in self._undo:
+            for undo in self._snapshots:
                 undo.restore()
                 undo.optimizer.step()
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
-        self._undo.clear()
+        self._snapshots.clear()
         return not clipped
 
     def _step(self, key: StageKey) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raypipe.errors import TransportError
 from raypipe.runtime.update.collective import wait_for
 from raypipe.runtime.update.norm import Forecast, Shares, clip_factor, norm_of
-from raypipe.runtime.update.updates import Undo
+from raypipe.runtime.update.updates import OptimizerSnapshot
 
 
 @given(st.floats(0, 1e12), st.floats(1e-6, 1e6))
@@ -76,7 +76,7 @@ def test_a_step_is_undone_exactly(kind: str, before: int) -> None:
         for p, q, g in zip(used, twins, gradients, strict=False):
             p.grad, q.grad = g.clone(), g.clone()
         if undone:
-            undo = Undo(optimizer)
+            undo = OptimizerSnapshot(optimizer)
             optimizer.step()
             assert not torch.equal(used[0], twins[0])
             undo.restore()
