@@ -7,7 +7,7 @@ from raypipe.cost.stages import gradient_width
 from raypipe.job.field_types import WIDTH, WireDtype
 
 
-def narrowed(profile: Profile, wire_dtype: WireDtype | None) -> Profile:
+def with_cast_messages(profile: Profile, wire_dtype: WireDtype | None) -> Profile:
     """The profile with the bytes that are sent; what layers keep stays as it is."""
     if wire_dtype is None:
         return profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.narrow import narrowed
+from raypipe.cost.narrow import with_cast_messages
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.profile_file import load_profile
 from raypipe.job.cluster import load_cluster
@@ -41,7 +41,7 @@ def partition_job(
         where = this_machine(job.train.dtype, schedule.devices) if described is None else described
         works = [member.work for member in members]
         measured = analytic_profile(works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer)
-    measured = narrowed(measured, job.parallel.wire_dtype)
+    measured = with_cast_messages(measured, job.parallel.wire_dtype)
     return make_partition(pieces, measured, schedule, job.parallel.microbatch, memory_bytes, job.train.optimizer)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from raypipe.cost.narrow import narrowed
+from raypipe.cost.narrow import with_cast_messages
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.errors import ScheduleError, SpecError
@@ -267,7 +267,7 @@ def choose(
     orders_made = Orders()
     judge = Judges({
         sharing: Predictor(
-            narrowed(without_noise(own), parallel.wire_dtype), train, deepest(job, own), syncs=syncs,
+            with_cast_messages(without_noise(own), parallel.wire_dtype), train, deepest(job, own), syncs=syncs,
             recompute=given.get("recompute") != "none",
             partly=not greedy and given.get("recompute") != "full",
             asked=asked, _orders=orders_made,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.errors import TransportError
-from raypipe.runtime.cast_messages import Narrowing
+from raypipe.runtime.cast_messages import MessageCast
 from raypipe.runtime.clock import clock_for
 from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, StageIOSpec, TensorSpec
 from raypipe.runtime.transport.waiting import Progress
@@ -45,7 +45,7 @@ class ProgramRunner(ABC):
         receivers: Mapping[int, Receiver],
         io_spec: Mapping[int, StageIOSpec],
         device: torch.device = CPU,
-        narrowing: Narrowing | None = None,
+        message_cast: MessageCast | None = None,
     ) -> None:
         self.microbatches = microbatches
         self.timeout_s = timeout_s
@@ -55,7 +55,7 @@ class ProgramRunner(ABC):
         for sender in senders.values():
             self.outgoing.add(sender)
         self.io_spec = io_spec
-        self.narrowing = narrowing
+        self.message_cast = message_cast
         self.device = device
         self.clock = clock_for(device)
         # Micro-batch ids below count on over the steps (step * N + id): an asynchronous program reaches into the next.
@@ -183,7 +183,7 @@ class ProgramRunner(ABC):
     def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
         """Of the tensors on their way."""
         specs = self._stage_specs(message)
-        return specs if self.narrowing is None else tuple(map(self.narrowing.spec, specs))
+        return specs if self.message_cast is None else tuple(map(self.message_cast.spec, specs))
 
     def _stage_specs(self, message: Message) -> tuple[TensorSpec, ...]:
         # A gradient belongs to the output of the stage it goes to.
@@ -206,13 +206,13 @@ class ProgramRunner(ABC):
             ) from None
         self.received += 1
         self.received_bytes += sum(t.nbytes for t in tensors)
-        if self.narrowing is not None:
-            tensors = self.narrowing.unpack(m.direction, tensors, self._stage_specs(m))
+        if self.message_cast is not None:
+            tensors = self.message_cast.unpack(m.direction, tensors, self._stage_specs(m))
         self.p2p_buffers[(m.direction, m.src_stage, m.dst_stage, self.base + m.mb)] = tuple(tensors)
 
     def send(self, m: Message) -> None:
         """Send what a task has left in ``p2p_buffers``."""
         payload: Sequence[Tensor] = self.p2p_buffers.pop((m.direction, m.src_stage, m.dst_stage, self.base + m.mb))
-        if self.narrowing is not None:
-            payload = self.narrowing.pack(m.direction, payload)
+        if self.message_cast is not None:
+            payload = self.message_cast.pack(m.direction, payload)
         self.senders[m.dst_device].send(self.label(m), payload)

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypipe.plan.online.step_memory import StepMemory
-from raypipe.runtime.cast_messages import Narrowing
+from raypipe.runtime.cast_messages import MessageCast
 from raypipe.runtime.update.norm import UpdateRule
 
 
@@ -54,7 +54,7 @@ class StepSettings:
     timeout_s: float
     autocast: torch.dtype | None
     device: torch.device
-    narrowing: Narrowing | None = None
+    message_cast: MessageCast | None = None
     """What messages between devices go through."""
     sub_pipelined: bool = False
     """Run every micro-batch in two halves that take turns."""

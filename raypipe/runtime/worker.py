@@ -19,7 +19,7 @@ import torch.distributed as dist
 from raypipe.checkpoint import ShardInfo, open_checkpoint, write_shard
 from raypipe.data import open_data
 from raypipe.models import DTYPES, build_model
-from raypipe.runtime.cast_messages import narrowing_of
+from raypipe.runtime.cast_messages import message_cast_of
 from raypipe.runtime.cluster.failure import tells
 from raypipe.runtime.cluster.host_check import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
@@ -133,7 +133,7 @@ class StageWorker:
             samples_per_microbatch=setup.samples_per_microbatch,
             clip=job.train.clip, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, member=setup.member,
-            sub_pipelined=job.parallel.sub_pipelined, narrowing=narrowing_of(job),
+            sub_pipelined=job.parallel.sub_pipelined, message_cast=message_cast_of(job),
         )  # fmt: skip
         sync = self.sync_class(setup.device, self.modules, setup.placement, setup.tied, groups, setup.member)
         self.executor = self.executor_class(

@@ -7,7 +7,7 @@ import pytest
 
 from raypipe.cost.collectives import Layout
 from raypipe.cost.memory import device_memory
-from raypipe.cost.narrow import narrowed
+from raypipe.cost.narrow import with_cast_messages
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import Placed, costs_of, parameters, stage_costs
 from raypipe.errors import SpecError
@@ -95,18 +95,23 @@ def test_links_by_host(profile):
 
 def test_narrow_messages(profile):
     """Of 20 bytes, 10 in bfloat16; where 8 of them are integers, 8 and half of 12. What is kept stays as wide."""
-    assert narrowed(profile, None) is profile
-    half = narrowed(profile, "bfloat16")
+    assert with_cast_messages(profile, None) is profile
+    half = with_cast_messages(profile, "bfloat16")
     assert stage_costs(half, CUT, 2, LINE).comm == (1.1, 6, 1.1, 1.1)
     assert [layer.kept_bytes for layer in half.layers] == [layer.kept_bytes for layer in profile.layers]
     schedule = generate("1f1b", Shape(devices=4, microbatches=8))
     assert device_memory(half, CUT, schedule, 2) == device_memory(profile, CUT, schedule, 2)
     mixed = tuple(layer.model_copy(update={"output_floats": layer.output_bytes * 0.6}) for layer in profile.layers)
-    mixed = narrowed(profile.model_copy(update={"layers": mixed}), "float16")
+    mixed = with_cast_messages(profile.model_copy(update={"layers": mixed}), "float16")
     assert stage_costs(mixed, CUT, 2, LINE).comm[1] == pytest.approx(5 + 1.4)
-    assert stage_costs(narrowed(profile, "float32"), CUT, 2, LINE).comm == stage_costs(profile, CUT, 2, LINE).comm
+    assert (
+        stage_costs(with_cast_messages(profile, "float32"), CUT, 2, LINE).comm
+        == stage_costs(profile, CUT, 2, LINE).comm
+    )
     double = profile.model_copy(update={"dtype": "float64"})
-    assert stage_costs(narrowed(double, "bfloat16"), CUT, 2, LINE).comm == pytest.approx((1.05, 5.5, 1.05, 1.05))
+    assert stage_costs(with_cast_messages(double, "bfloat16"), CUT, 2, LINE).comm == pytest.approx(
+        (1.05, 5.5, 1.05, 1.05)
+    )
 
 
 def test_gradient_sums(profile):

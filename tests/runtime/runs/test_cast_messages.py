@@ -15,7 +15,7 @@ from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.models import GptLayers, random_keys
 from raypipe.plan.plan import build_schedule
-from raypipe.runtime.cast_messages import Narrowing, narrowing_of
+from raypipe.runtime.cast_messages import MessageCast, message_cast_of
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.train import make_plan
 from tests.runtime.runs.small_runs import drive, small_job
@@ -119,13 +119,13 @@ def test_rounding_is_what_makes_the_difference(stage_pool, text_folder, tmp_path
 
 
 def test_only_wider_floating_tensors_are_cast() -> None:
-    narrowing = Narrowing(torch.float16, 128.0)
+    message_cast = MessageCast(torch.float16, 128.0)
     given = [torch.randn(3, dtype=torch.float64), torch.randn(3).bfloat16(), torch.arange(3), torch.ones(3).bool()]
     specs = [TensorSpec(tuple(t.shape), t.dtype) for t in given]
-    sent = narrowing.pack("act", given)
+    sent = message_cast.pack("act", given)
     assert [t.dtype for t in sent] == [torch.float16, torch.bfloat16, torch.int64, torch.bool]
-    assert [TensorSpec(tuple(t.shape), t.dtype) for t in sent] == [narrowing.spec(spec) for spec in specs]
-    back = narrowing.unpack("act", sent, specs)
+    assert [TensorSpec(tuple(t.shape), t.dtype) for t in sent] == [message_cast.spec(spec) for spec in specs]
+    back = message_cast.unpack("act", sent, specs)
     assert [t.dtype for t in back] == [t.dtype for t in given]
     assert torch.equal(back[0], given[0].half().double())
     assert all(a is b for a, b in zip(back[1:], given[1:], strict=True))
@@ -134,15 +134,15 @@ def test_only_wider_floating_tensors_are_cast() -> None:
 def test_gradients_of_a_mean_do_not_vanish_in_float16(text_folder) -> None:
     """The mean over 4096 targets: 1e-6 a target is 2e-10 of the loss, nothing in float16."""
     job = small_job(text_folder, {"schedule": "1f1b", "stages": 2, "wire_dtype": "float16"}, batch=256)
-    narrowing = narrowing_of(job)
+    message_cast = message_cast_of(job)
     gradient = torch.full((4,), 1e-6 / 4096, dtype=torch.float64)
     spec = TensorSpec((4,), torch.float64)
     assert not gradient.half().any()
-    (back,) = narrowing.unpack("grad", narrowing.pack("grad", [gradient]), [spec])
+    (back,) = message_cast.unpack("grad", message_cast.pack("grad", [gradient]), [spec])
     assert torch.allclose(back, gradient, rtol=0.05)
     # A power of two: what has enough digits comes through as it went.
     exact = torch.tensor([0.75, -3.0], dtype=torch.float64) / 4096
-    assert torch.equal(narrowing.unpack("grad", narrowing.pack("grad", [exact]), [spec])[0], exact)
+    assert torch.equal(message_cast.unpack("grad", message_cast.pack("grad", [exact]), [spec])[0], exact)
 
 
 @pytest.mark.parametrize(
