@@ -46,7 +46,7 @@ class Judge(Protocol):
     def predict(self, candidate: Candidate) -> Prediction:
         """Its time and memory."""
 
-    def relief(self, prediction: Prediction) -> list[tuple[float, Candidate]]:
+    def oom_fallback(self, prediction: Prediction) -> list[tuple[float, Candidate]]:
         """With their bounds, candidates that take longer and hold less, for one that does not fit."""
 
 
@@ -115,10 +115,10 @@ def best_first(
                 if candidate is not None:
                     push(max(bound, judge.least(candidate)), candidate)
             continue
-        reliefs = judge.outright(node)
-        if reliefs is not None:
+        oom_fallbacks = judge.outright(node)
+        if oom_fallbacks is not None:
             found.unmade.append(node)
-            for least, other in reliefs:
+            for least, other in oom_fallbacks:
                 push(max(bound, least), other)
             continue
         try:
@@ -132,7 +132,7 @@ def best_first(
                 fitting[_same(prediction)] = prediction
             continue
         found.too_large.append(prediction)
-        for least, other in judge.relief(prediction):
+        for least, other in judge.oom_fallback(prediction):
             push(max(bound, least), other)
     ranked = sorted(fitting.values(), key=rank_key)
     found.best = ranked[:top]

@@ -132,7 +132,7 @@ class _Chooser:
             for c in sorted(own, key=self.judge.least)[:GRIDS]:
                 try:
                     tried.append(self.judge.predict(c, timed=True))
-                    tried += [self.judge.predict(less) for _, less in self.judge.relief(tried[-1])]
+                    tried += [self.judge.predict(less) for _, less in self.judge.oom_fallback(tried[-1])]
                 except ScheduleError:
                     continue
             if tried:

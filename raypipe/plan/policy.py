@@ -94,14 +94,14 @@ def _largest(judge: Judge, kind: Sequence[Candidate], found: Ranking) -> Predict
     found.too_large += too_large
     for p in too_large:
         fitting: list[Prediction] = []
-        todo = judge.relief(p)
+        todo = judge.oom_fallback(p)
         for _, relieved in todo:
             with suppress(ScheduleError):
                 other = judge.predict(relieved)
                 if other.fits:
                     found.timed += 1
                     fitting.append(other)
-                todo += judge.relief(other)
+                todo += judge.oom_fallback(other)
         if fitting:
             return min(fitting, key=rank_key)
     return None

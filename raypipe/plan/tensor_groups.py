@@ -52,9 +52,9 @@ class Judges:
         """See ``Predictor``."""
         return self.of(prediction.candidate).time(prediction, final)
 
-    def relief(self, prediction: Prediction) -> list[tuple[float, Candidate]]:
+    def oom_fallback(self, prediction: Prediction) -> list[tuple[float, Candidate]]:
         """See ``Judge``."""
-        return self.of(prediction.candidate).relief(prediction)
+        return self.of(prediction.candidate).oom_fallback(prediction)
 
     def holds(self, candidate: Candidate) -> bool:
         """See ``Predictor``."""

@@ -136,8 +136,8 @@ def test_every_bound_holds(case) -> None:
                 continue
             told = judge.outright(c)
             if told:  # all that would relieve it where its memory is known exactly
-                assert {other for _, other in told} >= {other for _, other in judge.relief(p)}
-            for least, other in [*(told or []), *judge.relief(p)]:
+                assert {other for _, other in told} >= {other for _, other in judge.oom_fallback(p)}
+            for least, other in [*(told or []), *judge.oom_fallback(p)]:
                 with suppress(ScheduleError):  # a limit that the family cannot keep
                     relieved = judge.predict(other, timed=True)
                     assert least <= relieved.step_s

@@ -45,7 +45,7 @@ class _Held(NamedTuple):
 
 
 @dataclass(slots=True)
-class Relief:
+class OOMFallback:
     """Other candidates for one that is too large, each with a time that it takes at least."""
 
     judge: Predictor
@@ -76,18 +76,18 @@ class Relief:
         left = room - _by_device(place, static)
         if (alive * (1 - 1e-9) <= left).all():
             return None
-        reliefs: list[tuple[float, Candidate]] = []
+        oom_fallbacks: list[tuple[float, Candidate]] = []
         if self.judge.train.clip is not None and c.update == "auto":
             waiting = c._replace(update="wait")
-            reliefs.append((self.judge.least(waiting), waiting))
+            oom_fallbacks.append((self.judge.least(waiting), waiting))
         if not self.judge.recompute:
-            return reliefs
+            return oom_fallbacks
         one = _by_device(place, own.kept)
         most = np.clip((left + one) / np.maximum(alive, 1.0), 0.0, 1.0)
-        reliefs.append(self._keeping_microbatches(c, most.tolist()))
+        oom_fallbacks.append(self._keeping_microbatches(c, most.tolist()))
         if self.judge.partly and not c.sub_pipelined:
-            reliefs.append(self._keeping_layers(c, np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0).tolist()))
-        return reliefs
+            oom_fallbacks.append(self._keeping_layers(c, np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0).tolist()))
+        return oom_fallbacks
 
     def _held(self, stages: int, microbatch: int) -> _Held:
         key = (stages, microbatch)

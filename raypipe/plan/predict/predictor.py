@@ -19,7 +19,7 @@ from raypipe.plan.candidate import NOTHING, SYNCS, Asked, Candidate, Grid, candi
 from raypipe.plan.cut.bottleneck import Cut, balanced_cut, bottlenecks
 from raypipe.plan.predict.at_scale import Figures, at_scale
 from raypipe.plan.predict.form import Form
-from raypipe.plan.predict.oom_fallback import Relief, shares_kept
+from raypipe.plan.predict.oom_fallback import OOMFallback, shares_kept
 from raypipe.plan.predict.orders import Keep, Order, Orders
 from raypipe.plan.predict.prediction import Prediction, stages_of
 from raypipe.plan.predict.step_bound import least_step_seconds
@@ -82,10 +82,10 @@ class Predictor:
     _bottlenecks: dict[int, list[float]] = field(default_factory=dict)
     _whole: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], CostTable] = field(default_factory=dict)
-    _relief: Relief = field(init=False, repr=False, compare=False)
+    _oom_fallback: OOMFallback = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._relief = Relief(self)
+        self._oom_fallback = OOMFallback(self)
 
     def layer_times(self, microbatch: int) -> list[float]:
         """Seconds of each layer for one micro-batch, there and back."""
@@ -177,15 +177,15 @@ class Predictor:
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
         """See ``Judge``."""
-        return self._relief.outright(c)
+        return self._oom_fallback.outright(c)
 
-    def relief(self, p: Prediction) -> list[tuple[float, Candidate]]:
+    def oom_fallback(self, p: Prediction) -> list[tuple[float, Candidate]]:
         """See ``Judge``."""
-        return self._relief.of(p)
+        return self._oom_fallback.of(p)
 
     def room(self, p: Prediction) -> int:
         """Activations of a stage that every device could hold beside everything else it holds."""
-        return self._relief.room(p)
+        return self._oom_fallback.room(p)
 
     # Exact figures
 
