@@ -66,7 +66,7 @@ def make_plan(job: JobSpec) -> Plan:
     from raypipe.data import declared_fields
     from raypipe.models import build_model, split_layers
 
-    layers = build_model(job, declared_fields(job.data), member=0)
+    layers = build_model(job, declared_fields(job.data), tensor_rank=0)
     parallel = job.parallel
     if isinstance(parallel.recompute, tuple):
         numbers = named_layers(parallel.recompute, layers.names)
@@ -302,7 +302,7 @@ def _check_cut(plan: Plan, job: JobSpec, plan_file: Path) -> None:
     from raypipe.models import build_model
 
     layers = [i for stage in plan.cut for i in stage]
-    expected = build_model(job, declared_fields(job.data), member=0).count
+    expected = build_model(job, declared_fields(job.data), tensor_rank=0).count
     if layers != list(range(expected)):
         raise SpecError(
             f"{plan_file}: cut", f"holds layers {layers} of a model with layers 0 to {expected - 1}",

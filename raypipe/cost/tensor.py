@@ -23,7 +23,7 @@ from raypipe.job.field_types import WIDTH
 from raypipe.job.model_spec import GptSpec
 
 
-class Member(NamedTuple):
+class TensorRankWork(NamedTuple):
     """One layer, as each member of the group has it."""
 
     work: LayerWork
@@ -34,7 +34,7 @@ class Member(NamedTuple):
     """Bytes of each whole tensor that is put together from the members' shares in the forward of one sample."""
 
 
-def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYPIPE) -> tuple[Member, ...]:
+def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYPIPE) -> tuple[TensorRankWork, ...]:
     """A member's share of each of a GPT's layers, in a group of ``size``.
 
     Norms, residual sums and dropout on the stream are whole on every member; so are the inputs of the first product of
@@ -84,9 +84,9 @@ def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYP
             input_grad=replace(block.input_grad, traffic=block.input_grad.traffic + 4 * m * stream),
         )
     return (
-        Member(share(embedding, whole_embedding, size), (m * stream,), ()),
-        *(Member(replace(block, name=work.name), there, back) for work in blocks),
-        Member(share(head, whole_head, size), (token, 2 * token), (m * stream,)),
+        TensorRankWork(share(embedding, whole_embedding, size), (m * stream,), ()),
+        *(TensorRankWork(replace(block, name=work.name), there, back) for work in blocks),
+        TensorRankWork(share(head, whole_head, size), (token, 2 * token), (m * stream,)),
     )
 
 
@@ -110,7 +110,7 @@ def _part(total: float, whole: float, size: int) -> float:
 
 
 def tensor_profile(
-    model: GptSpec | Sequence[Member],
+    model: GptSpec | Sequence[TensorRankWork],
     cluster: ClusterSpec,
     dtype: str,
     size: int,
@@ -145,26 +145,26 @@ def tensor_profile(
         raise SpecError(
             "parallel.tensor", f"{cluster.devices} devices do not divide into groups of {size}", "use others"
         )
-    members = (
+    tensor_ranks = (
         divided_gpt(model, dtype, size, SOFTWARE[cluster.software]) if isinstance(model, GptSpec) else tuple(model)
     )
     if isinstance(model, GptSpec) and model.tie_embeddings:
-        tied = members[-1].work.parameters - 2 * model.hidden
+        tied = tensor_ranks[-1].work.parameters - 2 * model.hidden
     if sub_pipelined:
         sizes = [n for n in sizes if n % 2 == 0]
     parts = sorted({n // 2 for n in sizes}) if sub_pipelined else sizes
-    plain = analytic_profile([m.work for m in members], cluster, dtype, parts, optimizer, momentum)
+    plain = analytic_profile([m.work for m in tensor_ranks], cluster, dtype, parts, optimizer, momentum)
     layout = Layout.of(range(size), cluster.devices_per_host)
 
     def exchanged(kind: Kind, each: Sequence[float], samples: int) -> float:
         return sum(collective_seconds(plain, kind, samples * one, layout) for one in each)
 
-    def timed(layer: LayerProfile, member: Member) -> LayerProfile:
+    def timed(layer: LayerProfile, tensor_rank: TensorRankWork) -> LayerProfile:
         times = {}
         for samples, t in layer.times.items():
-            there = exchanged("all_reduce", member.forward_sums, samples)
-            there += exchanged("all_gather", member.gathers, samples)
-            back = exchanged("all_reduce", member.backward_sums, samples)
+            there = exchanged("all_reduce", tensor_rank.forward_sums, samples)
+            there += exchanged("all_gather", tensor_rank.gathers, samples)
+            back = exchanged("all_reduce", tensor_rank.backward_sums, samples)
             sums = {"forward": there, "recompute": there, "input_grad": back, "joint": back, "weight_grad": 0.0}
             if sub_pipelined:
                 both = {name: 2 * max(getattr(t, name), added) for name, added in sums.items()}
@@ -178,7 +178,7 @@ def tensor_profile(
     between = plain.between.model_copy(update={"beta_s_per_byte": plain.between.beta_s_per_byte * crowd})
     return plain.model_copy(
         update={
-            "layers": tuple(timed(layer, member) for layer, member in zip(plain.layers, members, strict=True)),
+            "layers": tuple(timed(layer, tensor_rank) for layer, tensor_rank in zip(plain.layers, tensor_ranks, strict=True)),
             "tied_parameters": tied,
             "devices": cluster.devices // size, "devices_per_host": max(1, cluster.devices_per_host // size),
             "host_links": max(1, cluster.host_links // size), "between": between,

@@ -14,7 +14,7 @@ from math import prod
 
 from raypipe.cost.gpt_work import FUSED_BACKWARD, RAYPIPE, mask_bytes
 from raypipe.cost.layer_work import Effort, LayerWork
-from raypipe.cost.tensor import Member
+from raypipe.cost.tensor import TensorRankWork
 from raypipe.graph.dims import Sizes, count, evaluate_all
 from raypipe.graph.flops import matrix_flops, operand_types, short_name
 from raypipe.graph.liveness import replicated
@@ -35,7 +35,7 @@ LABEL = 8
 
 def captured_work(
     graph: OperationGraph, sharding: Sharding, one: Sizes, narrow: bool = False, causal: Collection[int] = ()
-) -> tuple[Member, ...]:
+) -> tuple[TensorRankWork, ...]:
     """The work of every sub-graph, and what a divided model sums inside it.
 
     Args:
@@ -46,7 +46,7 @@ def captured_work(
         causal: numbers of the attentions whose places see only what came before them.
     """
     counted = _Counted(graph, one, narrow, frozenset(causal))
-    return tuple(_member(counted, sharding, i) for i in range(sharding.count))
+    return tuple(_tensor_rank(counted, sharding, i) for i in range(sharding.count))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _Sums:
     gathers: list[float] = field(default_factory=list)
 
 
-def _member(counted: _Counted, sharding: Sharding, number: int) -> Member:
+def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRankWork:
     graph = counted.graph
     span = sharding.operations(range(number, number + 1))
     sums = _Sums()
@@ -179,7 +179,7 @@ def _member(counted: _Counted, sharding: Sharding, number: int) -> Member:
         workspace_bytes=max(sums.largest, sums.scores, sums.loss), workspace_fixed_bytes=max(0.0, fixed - sums.loss),
         split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss),
     )  # fmt: skip
-    return Member(work, tuple(sums.forward_sums), tuple(sums.backward_sums), tuple(sums.gathers))
+    return TensorRankWork(work, tuple(sums.forward_sums), tuple(sums.backward_sums), tuple(sums.gathers))
 
 
 def _count(c: _Counted, i: int, sums: _Sums) -> None:

@@ -36,10 +36,10 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 Fields = Mapping[str, Field]
 
 
-def build_model(job: JobSpec, fields: Fields | None, member: int | None = None) -> LayeredModel:
+def build_model(job: JobSpec, fields: Fields | None, tensor_rank: int | None = None) -> LayeredModel:
     """The layers of a job's model; ``fields`` are the raw inputs that the data's arrays give, None for text.
 
-    With ``member``, that member's share of a model divided as the job says (``parallel.tensor``); else the whole one.
+    With ``tensor_rank``, that member's share of a model divided as the job says (``parallel.tensor``); else the whole one.
     A model is captured once, and kept for other processes and runs: see ``partition/cache.py``.
 
     Raises:
@@ -47,14 +47,14 @@ def build_model(job: JobSpec, fields: Fields | None, member: int | None = None) 
         CaptureError: it cannot be captured.
     """
     division = None
-    if member is not None and job.parallel.tensor > 1:
-        division = Division(job.parallel.tensor, member, job.parallel.tensor_table)
+    if tensor_rank is not None and job.parallel.tensor > 1:
+        division = Division(job.parallel.tensor, tensor_rank, job.parallel.tensor_table)
     if isinstance(job.model, GptSpec):
         return GptLayers(job.model, DTYPES[job.train.dtype], division)
     kind = HfSpec if isinstance(job.model, HfSpec) else ImportSpec
     record = json.dumps(job.model.model_dump(mode="json"), sort_keys=True)
     # Members differ in nothing that is captured.
-    common = division and replace(division, member=0)
+    common = division and replace(division, tensor_rank=0)
     lines = job.data.type == "lines"
     model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines)
     return model if division is None else model.share_of(division)

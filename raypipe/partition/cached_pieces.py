@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.cost.layer_work import Effort, LayerWork
-from raypipe.cost.tensor import Member
+from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import RequestError
 from raypipe.graph.captured_files import Notify, cache_folder, to_stderr, write_file
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
 from raypipe.job import HfSpec, JobSpec
 from raypipe.partition.report import Crossing, Piece
 
-Kept = tuple[tuple[Piece, ...], tuple[Member, ...]]
+Kept = tuple[tuple[Piece, ...], tuple[TensorRankWork, ...]]
 
 
 def pieces_key(job: JobSpec) -> str | None:
@@ -51,8 +51,8 @@ def load_pieces(key: str, notify: Notify = to_stderr) -> Kept | None:
     """The pieces kept under a key, and their work; None if there are none."""
     path = cache_folder() / f"{key}.pieces.json"
     try:
-        pieces, members = json.loads(path.read_bytes())
-        return tuple(map(_piece, pieces)), tuple(map(_member, members))
+        pieces, tensor_ranks = json.loads(path.read_bytes())
+        return tuple(map(_piece, pieces)), tuple(map(_tensor_rank, tensor_ranks))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -62,9 +62,11 @@ def load_pieces(key: str, notify: Notify = to_stderr) -> Kept | None:
     return None
 
 
-def save_pieces(key: str, pieces: Sequence[Piece], members: Sequence[Member], notify: Notify = to_stderr) -> None:
+def save_pieces(
+    key: str, pieces: Sequence[Piece], tensor_ranks: Sequence[TensorRankWork], notify: Notify = to_stderr
+) -> None:
     """Keep them; a folder that can't be written is no error."""
-    content = json.dumps([[asdict(p) for p in pieces], [[asdict(m.work), *m[1:]] for m in members]])
+    content = json.dumps([[asdict(p) for p in pieces], [[asdict(m.work), *m[1:]] for m in tensor_ranks]])
     try:
         write_file(cache_folder() / f"{key}.pieces.json", content.encode())
     except OSError as error:
@@ -77,10 +79,10 @@ def _piece(item: dict[str, Any]) -> Piece:
     return Piece(**{**item, "behind": behind, "parameters": values})
 
 
-def _member(item: list[Any]) -> Member:
+def _tensor_rank(item: list[Any]) -> TensorRankWork:
     work, *exchanged = item
     forward, backward, gathers = (tuple(map(float, each)) for each in exchanged)
-    return Member(_work(work), forward, backward, gathers)
+    return TensorRankWork(_work(work), forward, backward, gathers)
 
 
 def _work(item: dict[str, Any]) -> LayerWork:

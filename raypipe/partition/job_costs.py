@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.profile import Profile
-from raypipe.cost.tensor import Member, tensor_profile
+from raypipe.cost.tensor import TensorRankWork, tensor_profile
 from raypipe.errors import CaptureError, SpecError
 from raypipe.graph.captured_files import Notify, to_stderr
 from raypipe.job.cluster import ClusterSpec
@@ -26,7 +26,7 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
     if isinstance(job.model, GptSpec):
         return analytic_profile(job.model, cluster, train.dtype, optimizer=train.optimizer, momentum=momentum)
     found = job_pieces(divided(job, 1))
-    works = [member.work for member in found[1]]
+    works = [tensor_rank.work for tensor_rank in found[1]]
     return analytic_profile(
         works, cluster, train.dtype, optimizer=train.optimizer, momentum=momentum, tied=tied_values(found)
     )
@@ -41,14 +41,14 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
     """
     train, model = job.train, job.model
     tied = 0
-    members: GptSpec | tuple[Member, ...]
+    tensor_ranks: GptSpec | tuple[TensorRankWork, ...]
     if isinstance(model, GptSpec):
-        members = model
+        tensor_ranks = model
     else:
         found = job_pieces(divided(job, size))
-        members, tied = found[1], tied_values(found)
+        tensor_ranks, tied = found[1], tied_values(found)
     return tensor_profile(
-        members, cluster, train.dtype, size, sub_pipelined=sub_pipelined, optimizer=train.optimizer,
+        tensor_ranks, cluster, train.dtype, size, sub_pipelined=sub_pipelined, optimizer=train.optimizer,
         momentum=train.momentum > 0, tied=tied,
     )  # fmt: skip
 

@@ -36,10 +36,10 @@ def partition_job(
     measured = None if profile is None else load_profile(profile)
     if measured is not None:
         check_profile(job, measured)
-    pieces, members = job_pieces(divided(job, 1))
+    pieces, tensor_ranks = job_pieces(divided(job, 1))
     if measured is None:
         where = this_machine(job.train.dtype, schedule.devices) if described is None else described
-        works = [member.work for member in members]
+        works = [tensor_rank.work for tensor_rank in tensor_ranks]
         measured = analytic_profile(works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer)
     measured = with_cast_messages(measured, job.parallel.wire_dtype)
     return make_partition(pieces, measured, schedule, job.parallel.microbatch, memory_bytes, job.train.optimizer)
@@ -64,10 +64,10 @@ def job_pieces(job: JobSpec) -> Kept:
         return kept
     from raypipe.data import declared_fields  # torch from here on
     from raypipe.models import build_model
-    from raypipe.partition.pieces import members_of, pieces_of
+    from raypipe.partition.pieces import pieces_of, tensor_ranks_of
 
-    model = build_model(job, declared_fields(job.data), member=0)
-    found = pieces_of(model, job.parallel.microbatch), members_of(job, model)
+    model = build_model(job, declared_fields(job.data), tensor_rank=0)
+    found = pieces_of(model, job.parallel.microbatch), tensor_ranks_of(job, model)
     if key is not None:
         save_pieces(key, *found)
     return found

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from raypipe.cost.gpt_work import gpt_work
-from raypipe.cost.tensor import Member
+from raypipe.cost.tensor import TensorRankWork
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.job import GptSpec, JobSpec
 from raypipe.job.field_types import WIDTH
@@ -49,13 +49,13 @@ def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
     return tuple(made)
 
 
-def members_of(job: JobSpec, model: LayeredModel) -> tuple[Member, ...]:
+def tensor_ranks_of(job: JobSpec, model: LayeredModel) -> tuple[TensorRankWork, ...]:
     """The work of the same layers for the cost model; of a divided model, a member's share of it."""
     if isinstance(model, CapturedModel):
         narrow = WIDTH[job.train.dtype] == 2
         return captured_work(model.graph, model.sharding, model.sizes(1), narrow, _causal(model))
     assert isinstance(job.model, GptSpec)
-    return tuple(Member(work, (), ()) for work in gpt_work(job.model, job.train.dtype))
+    return tuple(TensorRankWork(work, (), ()) for work in gpt_work(job.model, job.train.dtype))
 
 
 def _causal(model: CapturedModel) -> frozenset[int]:

@@ -238,7 +238,7 @@ class LayerBench:
         cut = tuple((i,) for i in range(model.count))
         setup = Setup(
             device=0,
-            member=0,
+            tensor_rank=0,
             job=job.model_copy(update={
                 "train": job.train.model_copy(update={"batch": size * step.microbatches}),
                 "data": job.data.model_copy(update={"pad_to_multiple_of": LONGEST}),

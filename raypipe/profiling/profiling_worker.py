@@ -236,10 +236,10 @@ class ProfilingStage(StageWorker):
 
     def collective_seconds(self, kind: str, group: str, sizes: Sequence[int], repeats: int) -> list[list[float]]:
         """Time of a collective, by bytes of its whole buffer; every repeat. Empty where this device takes no part."""
-        members = self.communicators.groups.get(group)
-        if members is None:
+        tensor_ranks = self.communicators.groups.get(group)
+        if tensor_ranks is None:
             return []
-        count = members.size()
+        count = tensor_ranks.size()
         # Named anew in torch 2.13; what they do is the same.
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -250,14 +250,14 @@ class ProfilingStage(StageWorker):
             times = []
             for _ in range(repeats + 1):
                 self._work()
-                dist.barrier(group=members)
+                dist.barrier(group=tensor_ranks)
                 start = time.monotonic()
                 if kind == "all_reduce":
-                    dist.all_reduce(whole, group=members)
+                    dist.all_reduce(whole, group=tensor_ranks)
                 elif kind == "all_gather":
-                    all_gather(whole, part, group=members)
+                    all_gather(whole, part, group=tensor_ranks)
                 else:
-                    reduce_scatter(part, whole, group=members)
+                    reduce_scatter(part, whole, group=tensor_ranks)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 times.append(time.monotonic() - start)

@@ -35,7 +35,7 @@ from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.observing import Observing
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.step import StepResult
-from raypipe.runtime.tensor_ranks import member_edges, member_groups, member_of
+from raypipe.runtime.tensor_ranks import tensor_rank_edges, tensor_rank_groups, tensor_rank_of
 from raypipe.runtime.update.gradients import TiedHolders, shared_groups
 from raypipe.runtime.update.norm import clip_factor, norm_of
 from raypipe.runtime.update.optimizer import learning_rate
@@ -143,13 +143,13 @@ class Driver:
         schedule, tensor = self.schedule, self.plan.parallel.tensor
         job = self.job.model_copy(update={"parallel": self.plan.parallel})
         fields = known_fields(self.directory / "data")
-        layers = build_model(job, fields, member=0)
+        layers = build_model(job, fields, tensor_rank=0)
         samples = int(self.plan.parallel.microbatch * schedule.size)
         train, evaluate = self._lower()
         tied = tied_holders(self.plan, schedule, layers)
         setup = Setup(
             device=0,
-            member=0,
+            tensor_rank=0,
             job=job,
             cut=self.plan.cut,
             again=layers_again(self.plan.parallel, self.plan.cut),
@@ -158,8 +158,8 @@ class Driver:
             topology=Topology(
                 peers=tuple(x.peer for x in workers.locations),
                 rendezvous=rendezvous_of(workers.locations),
-                edges=member_edges(edges(schedule), tensor),
-                groups=member_groups(shared_groups(schedule.placement, tied), schedule.devices, tensor),
+                edges=tensor_rank_edges(edges(schedule), tensor),
+                groups=tensor_rank_groups(shared_groups(schedule.placement, tied), schedule.devices, tensor),
                 transport=self.plan.parallel.transport,
                 run_id=workers.run_id,
                 timeout_s=job.train.message_timeout_s,
@@ -176,10 +176,12 @@ class Driver:
         )
         calls = []
         for rank, actor in enumerate(workers.actors):
-            device, member = member_of(rank, tensor)
+            device, tensor_rank = tensor_rank_of(rank, tensor)
             own = {part: rows[device] for part, rows in train.items()}
             calls.append(
-                actor.setup.remote(replace(setup, device=device, member=member, train=own, evaluate=evaluate[device]))
+                actor.setup.remote(
+                    replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device])
+                )
             )
         held = ray.get(workers.note(calls))
         for name in sorted({name for _, joint in held for name in joint}):
@@ -330,7 +332,7 @@ class Driver:
         self.plan, self.schedule, self.ahead = target
         train, evaluate = self._lower()
         for rank, actor in enumerate(workers.actors):
-            device, _ = member_of(rank, self.plan.parallel.tensor)
+            device, _ = tensor_rank_of(rank, self.plan.parallel.tensor)
             own = {part: rows[device] for part, rows in train.items()}
             again = layers_again(self.plan.parallel, self.plan.cut)
             workers.note([actor.install.remote(own, evaluate[device], again, self._measures)])

@@ -397,7 +397,7 @@ class Executor(ProgramRunner):
         targets = self.feed.targets(self.split, self.step) if losses else 1
         loss = float(torch.stack(losses).double().sum()) / targets if losses else 0.0
         samples = self._counted.pop(self.step, 0)
-        if self.settings.member > 0:
+        if self.settings.tensor_rank > 0:
             loss, samples = 0.0, 0
         self.feed.drop(self.split, self.step)
         reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0

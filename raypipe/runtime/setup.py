@@ -17,12 +17,12 @@ from raypipe.schedule.lowering.programs import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything one process needs; the same on all but for ``device``, ``member`` and the two programs."""
+    """Everything one process needs; the same on all but for ``device``, ``tensor_rank`` and the two programs."""
 
     device: int
     """Of the schedule."""
-    member: int
-    """Which of the device's processes (``members``)."""
+    tensor_rank: int
+    """Which of the device's processes (``tensor_ranks``)."""
     job: JobSpec
     cut: tuple[tuple[int, ...], ...]
     """Per stage, the model layers it holds."""
@@ -55,4 +55,4 @@ class Setup:
     @property
     def rank(self) -> int:
         """Of this process among all of them."""
-        return rank_of(self.device, self.member, self.tensor)
+        return rank_of(self.device, self.tensor_rank, self.tensor)

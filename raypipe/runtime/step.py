@@ -58,5 +58,5 @@ class StepSettings:
     """What messages between devices go through."""
     sub_pipelined: bool = False
     """Run every micro-batch in two halves that take turns."""
-    member: int = 0
+    tensor_rank: int = 0
     """Which of its device's processes this one is; losses, which all of them compute, are the first's to report."""

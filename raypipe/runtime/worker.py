@@ -94,8 +94,8 @@ class StageWorker:
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.communicators = communicators = Communicators(setup.rank, setup.topology, self._backend(setup.topology))
-        groups = own_groups(communicators.groups, setup.device, setup.member, setup.tensor)
-        plan = build_model(job, setup.fields, setup.member)
+        groups = own_groups(communicators.groups, setup.device, setup.tensor_rank, setup.tensor)
+        plan = build_model(job, setup.fields, setup.tensor_rank)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): StageModule(
@@ -110,12 +110,12 @@ class StageWorker:
         if setup.checkpoint is not None:
             checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
             for key, module in self.modules.items():
-                read_state(checkpoint, module, self.optimizers[key], setup.tied, setup.member)
+                read_state(checkpoint, module, self.optimizers[key], setup.tied, setup.tensor_rank)
         rule = setup.versions
         versions = {} if rule == "flush" else {k: WeightVersions(m, rule) for k, m in self.modules.items()}
         if checkpoint is not None:
             for key, kept in versions.items():
-                kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.member))
+                kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.tensor_rank))
         reads = {name for m in self.modules.values() for name in m.reads}
         feed = Feed(
             open_data(setup.data, plan.task, job.data.pad_to_multiple_of, reads), plan.task, reads,
@@ -132,10 +132,10 @@ class StageWorker:
             seed=job.train.seed, microbatches=setup.microbatches,
             samples_per_microbatch=setup.samples_per_microbatch,
             clip=job.train.clip, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
-            autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, member=setup.member,
+            autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, tensor_rank=setup.tensor_rank,
             sub_pipelined=job.parallel.sub_pipelined, message_cast=message_cast_of(job),
         )  # fmt: skip
-        sync = self.sync_class(setup.device, self.modules, setup.placement, setup.tied, groups, setup.member)
+        sync = self.sync_class(setup.device, self.modules, setup.placement, setup.tied, groups, setup.tensor_rank)
         self.executor = self.executor_class(
             settings, self.modules, self.optimizers, plan.task, feed, sync,
             Shares(None if sync.complete else communicators.world),

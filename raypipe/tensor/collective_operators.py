@@ -41,7 +41,7 @@ def gather_from_group(x: Tensor, length: int) -> Tensor:
 
 
 @torch.library.custom_op("raypipe::rows_of_member", mutates_args=())
-def rows_of_member(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def rows_of_tensor_rank(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Row numbers within this member's ``rows`` of a divided table, 0 for what others hold; and which are its own."""
     local = ids - current_group().rank * rows
     held = (local >= 0) & (local < rows)
@@ -68,7 +68,7 @@ def _(x: Tensor, length: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], length))
 
 
-@rows_of_member.register_fake
+@rows_of_tensor_rank.register_fake
 def _(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
-from raypipe.tensor.collective_operators import copy_to_group, entered, gathered, left, rows_of_member
+from raypipe.tensor.collective_operators import copy_to_group, entered, gathered, left, rows_of_tensor_rank
 
 
 class Column(nn.Module):
@@ -72,7 +72,7 @@ class Vocabulary(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 ``[...]`` -> ``[..., hidden]``."""
-        local, held = rows_of_member(ids, self.weight.shape[0])
+        local, held = rows_of_tensor_rank(ids, self.weight.shape[0])
         y = self.product(local).masked_fill(~held.unsqueeze(-1), 0.0)
         if self.padding_idx is not None:  # whose row gets no gradient, in whichever share it is
             y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)

@@ -29,7 +29,7 @@ class Division:
 
     size: int
     """Members of the group."""
-    member: int
+    tensor_rank: int
     table: str | None = None
     """A feature table of the user's; None for that of the model's family."""
 
@@ -46,4 +46,4 @@ class Division:
 
     def cut(self, shard: Shard | None, whole: Tensor) -> Tensor:
         """This member's share of a parameter's value."""
-        return whole if shard is None else shard.cut(whole, self.member)
+        return whole if shard is None else shard.cut(whole, self.tensor_rank)

@@ -62,7 +62,7 @@ class Listening(Two):
 @pytest.mark.parametrize("index", [0, 1, 3])
 def test_sums_are_as_large_as_the_layers_make_them(dtype, index):
     shape = spec(dropout=0.1)
-    member = divided_gpt(shape, dtype, 2)[index]
+    tensor_rank = divided_gpt(shape, dtype, 2)[index]
     model = GptLayers(shape, DTYPES[dtype], Division(2, 0))
     layer, group = model.build(index, seed=0), Listening()
     x, ids = inputs_of(shape, index, dtype)
@@ -74,8 +74,8 @@ def test_sums_are_as_large_as_the_layers_make_them(dtype, index):
                 y = model.task.loss(layer(x), {"shift_labels": ids})
         there, group.bytes = group.bytes, []
         y.backward()
-    assert there == [SAMPLES * one for one in member.forward_sums]
-    assert group.bytes == [SAMPLES * one for one in member.backward_sums]
+    assert there == [SAMPLES * one for one in tensor_rank.forward_sums]
+    assert group.bytes == [SAMPLES * one for one in tensor_rank.backward_sums]
 
 
 def test_a_group_of_one_is_the_device():

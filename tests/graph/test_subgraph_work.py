@@ -23,7 +23,7 @@ from raypipe.models import build_model
 from raypipe.models.captured import CapturedModel
 from raypipe.models.keyed_random import random_keys
 from raypipe.partition.job_costs import divided_profile, job_profile
-from raypipe.partition.pieces import members_of
+from raypipe.partition.pieces import tensor_ranks_of
 from raypipe.tensor import Alone, group_of_thread
 
 ROOT = Path(__file__).parents[2]
@@ -109,9 +109,9 @@ class Two(Alone):
 def test_kept_bytes_are_the_tensors_that_autograd_saves(kind, config, dtype, tensor) -> None:
     """But for place numbers, once a micro-batch, and the loss itself."""
     job = job_of(kind, config, dtype=dtype, tensor=tensor)
-    model = build_model(job, declared_fields(job.data), member=0)
+    model = build_model(job, declared_fields(job.data), tensor_rank=0)
     assert isinstance(model, CapturedModel)
-    works = [member.work for member in members_of(job, model)]
+    works = [tensor_rank.work for tensor_rank in tensor_ranks_of(job, model)]
     for i in (0, 1, 2, model.count - 1):
         with group_of_thread(Two()) if tensor > 1 else nullcontext():
             saved = saved_bytes(model, i, dtype == "bfloat16") - table_bytes(model, i)
@@ -160,8 +160,8 @@ def test_a_member_of_a_group_computes_holds_and_sums_what_the_formulas_say() -> 
         "activation_function": "gelu",
     }  # fmt: skip
     job = job_of("gpt2", config, 512, tensor=4)
-    model = build_model(job, declared_fields(job.data), member=0)
-    embedding, attention, mlp, *_, head = members_of(job, model)
+    model = build_model(job, declared_fields(job.data), tensor_rank=0)
+    embedding, attention, mlp, *_, head = tensor_ranks_of(job, model)
     table, block, *_, last = divided_gpt(shape, "float32", 4)
     assert embedding.forward_sums == table.forward_sums
     assert attention.forward_sums + mlp.forward_sums == block.forward_sums

@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.layer_work import plain_layer
-from raypipe.cost.tensor import Member
+from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import SpecError
 from raypipe.job import job_from
 from raypipe.job.cluster import load_cluster
@@ -118,9 +118,9 @@ def test_pieces_are_kept_and_damage_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))
     pieces, _ = model([1e9, 1e12, 1e9])
     works = tuple(plain_layer(p.label, flops=p.flops, parameters=1, kept_bytes=1, output_bytes=1) for p in pieces)
-    members = tuple(Member(work, (8.0,) * i, (), (4.0,)) for i, work in enumerate(works))
-    save_pieces("key", pieces, members)
-    assert load_pieces("key") == (pieces, members)
+    tensor_ranks = tuple(TensorRankWork(work, (8.0,) * i, (), (4.0,)) for i, work in enumerate(works))
+    save_pieces("key", pieces, tensor_ranks)
+    assert load_pieces("key") == (pieces, tensor_ranks)
     assert load_pieces("other") is None
     (path,) = (tmp_path / "captured").iterdir()
     path.write_text('[[{"label": 1}], []]')

@@ -8,7 +8,7 @@ import torch
 from raypipe.models import build_model
 from tests.runtime.runs.one_device import Outcome, even_cut, run_step
 from tests.runtime.runs.test_any_model import CASES, fields_of, job_of
-from tests.tensor.threads import run_members
+from tests.tensor.threads import run_tensor_ranks
 
 FAMILIES = ["gpt2", "opt", "qwen3", "bert", "t5", "vit"]
 DROPOUT_INSIDE = {"gpt2", "bert", "t5"}
@@ -24,17 +24,17 @@ def test_a_divided_model_trains_as_the_whole_one(case: str) -> None:
     rows = whole.task.complete(rows)
     expected = run_step(whole, even_cut(whole, 3), rows, torch.float64, 2)
 
-    def work(rank: int, _member: object) -> Outcome:
+    def work(rank: int, _tensor_rank: object) -> Outcome:
         model = build_model(divided, fields_of(CASES[case][1]), rank)
         return run_step(model, even_cut(model, 3), rows, torch.float64, 2, split=True)
 
-    members = run_members(size, work)
+    tensor_ranks = run_tensor_ranks(size, work)
     model = build_model(divided, fields_of(CASES[case][1]), 0)
     assert any(site.divided_dim is not None for site in model.sites.values()) == (case in DROPOUT_INSIDE)
-    for outcome in members:
+    for outcome in tensor_ranks:
         assert outcome.loss == pytest.approx(expected.loss, abs=1e-9, rel=0)
     for name, gradient in expected.gradients.items():
-        shares = [outcome.gradients[name] for outcome in members]
+        shares = [outcome.gradients[name] for outcome in tensor_ranks]
         if name in model.shards:
             shares = [model.shards[name].join(shares)]
         for share in shares:

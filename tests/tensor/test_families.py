@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raypipe.tensor import divide, table_for
-from tests.tensor.threads import run_members
+from tests.tensor.threads import run_tensor_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -67,27 +67,27 @@ def test_parity(family: str, size: int) -> None:
     model, data = whole_model(family)
     table = table_for(model.config.model_type)
 
-    def work(rank: int, member: object) -> tuple[object, ...]:
+    def work(rank: int, tensor_rank: object) -> tuple[object, ...]:
         own = copy.deepcopy(model)
         shards = divide(own, table, own.config, size, rank)
         result = own(**data)
         result.loss.backward()
         return result.logits.detach(), result.loss.item(), gradients(own), shards
 
-    members = run_members(size, work)
+    tensor_ranks = run_tensor_ranks(size, work)
     expected = model(**data)
     expected.loss.backward()
     wanted = gradients(model)
-    shards = members[0][3]
+    shards = tensor_ranks[0][3]
     assert sum(shards[n].cut(p, 0).numel() for n, p in model.named_parameters() if n in shards) * size < 1.05 * sum(
         p.numel() for n, p in model.named_parameters() if n in shards
     )
-    for logits, loss, found, _ in members:
+    for logits, loss, found, _ in tensor_ranks:
         torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-9)
         assert loss == pytest.approx(expected.loss.item(), abs=1e-9)
         assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        shares = [found[name] for _, _, found, _ in members]
+        shares = [found[name] for _, _, found, _ in tensor_ranks]
         if name in shards:
             shares = [shards[name].join(shares)]
         for share in shares:

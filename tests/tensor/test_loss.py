@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from raypipe.tensor import Shard
 from raypipe.tensor.loss import divided_cross_entropy
-from tests.tensor.threads import run_members
+from tests.tensor.threads import run_tensor_ranks
 
 
 @pytest.mark.parametrize(("size", "vocabulary"), [(1, 7), (2, 8), (2, 7), (4, 5)])
@@ -22,13 +22,13 @@ def test_divided_cross_entropy(size: int, vocabulary: int) -> None:
     (3 * expected).backward()
     shard = Shard(1, (vocabulary,), size, padded=True)
 
-    def work(rank: int, member: object) -> tuple[float, torch.Tensor]:
+    def work(rank: int, tensor_rank: object) -> tuple[float, torch.Tensor]:
         own = shard.cut(whole.detach(), rank).requires_grad_()
         loss = divided_cross_entropy(own, targets, vocabulary, -100)
         (3 * loss).backward()
         return loss.item(), own.grad
 
-    found = run_members(size, work)
+    found = run_tensor_ranks(size, work)
     assert [loss for loss, _ in found] == pytest.approx([expected.item()] * size, abs=1e-9)
     torch.testing.assert_close(shard.join([g for _, g in found]), whole.grad, rtol=0, atol=1e-12)
     for rank, (_, gradient) in enumerate(found):  # nothing for what lies beyond

@@ -48,7 +48,7 @@ class Meeting:
         swap_keys(keys)
 
 
-class Member:
+class TensorRankWork:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
         self.sums = 0
@@ -63,15 +63,15 @@ class Member:
         return self.meeting.exchange(self.rank, x)
 
 
-def run_members(size: int, work: Callable[[int, Member], T]) -> list[T]:
+def run_tensor_ranks(size: int, work: Callable[[int, TensorRankWork], T]) -> list[T]:
     """``work(rank, member)`` on every member of a group, each in its thread; what each returned."""
     meeting = Meeting(size)
 
     def run(rank: int) -> T:
-        member = Member(meeting, rank)
+        tensor_rank = TensorRankWork(meeting, rank)
         try:
-            with meeting.turn, group_of_thread(member):
-                return work(rank, member)
+            with meeting.turn, group_of_thread(tensor_rank):
+                return work(rank, tensor_rank)
         except BaseException:
             meeting.barrier.abort()
             raise

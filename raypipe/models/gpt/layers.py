@@ -90,7 +90,7 @@ class GptLayers(LayeredModel):
     def owner(self, name: str) -> str:
         """The first holder's name of a parameter: its own, unless it is tied to an earlier one."""
         for group in self.tied:
-            if name in (member for _, member in group.parameters):
+            if name in (tensor_rank for _, tensor_rank in group.parameters):
                 return group.name
         return name
 

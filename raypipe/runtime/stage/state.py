@@ -108,7 +108,7 @@ def read_state(
     module: StageModule,
     optimizer: torch.optim.Optimizer,
     tied: tuple[TiedHolders, ...],
-    member: int = 0,
+    tensor_rank: int = 0,
 ) -> None:
     """Load one stage's parameters and optimizer state, whatever plan wrote them: a member's shares of them.
 
@@ -135,19 +135,21 @@ def read_state(
                 "resume with the job that wrote it",
             )
         with torch.no_grad():
-            parameter.copy_(_own(saved, shard, member))
+            parameter.copy_(_own(saved, shard, tensor_rank))
         if optim_keys:
             values = {k.rsplit("/", 1)[1]: tensors[k] for k in optim_keys}
             optimizer.state[parameter] = {
-                key: _own(value, shard if tuple(value.shape) == whole else None, member).clone().to(parameter.device)
+                key: _own(value, shard if tuple(value.shape) == whole else None, tensor_rank)
+                .clone()
+                .to(parameter.device)
                 for key, value in values.items()
             }
     for key, held in buffers.items():
         held.copy_(tensors[key])
 
 
-def _own(whole: Tensor, shard: Shard | None, member: int) -> Tensor:
-    return whole if shard is None else shard.cut(whole, member)
+def _own(whole: Tensor, shard: Shard | None, tensor_rank: int) -> Tensor:
+    return whole if shard is None else shard.cut(whole, tensor_rank)
 
 
 def previous_pieces(module: StageModule, previous: Mapping[str, Tensor], tied: tuple[TiedHolders, ...]) -> list[Piece]:
@@ -162,7 +164,7 @@ def previous_pieces(module: StageModule, previous: Mapping[str, Tensor], tied: t
 
 
 def read_previous(
-    checkpoint: Checkpoint, module: StageModule, tied: tuple[TiedHolders, ...], member: int = 0
+    checkpoint: Checkpoint, module: StageModule, tied: tuple[TiedHolders, ...], tensor_rank: int = 0
 ) -> dict[str, Tensor]:
     """What ``previous_pieces`` wrote, by parameter path; empty where the checkpoint has none."""
     names = {path: name for path, p in module.named_parameters() for name, own in module.named.items() if own is p}
@@ -171,6 +173,6 @@ def read_previous(
         return {}
     tensors = checkpoint.read(set(keys.values()))
     return {
-        path: _own(tensors[key], module.shards.get(names[path]), member).to(module.get_parameter(path).device)
+        path: _own(tensors[key], module.shards.get(names[path]), tensor_rank).to(module.get_parameter(path).device)
         for path, key in keys.items()
     }
