@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Cut = Sequence[Sequence[int]]
 
 
-def layers_again(parallel: ParallelSpec, cut: Cut) -> frozenset[int] | None:
+def layers_to_recompute(parallel: ParallelSpec, cut: Cut) -> frozenset[int] | None:
     """Layers that an R computes again; None where ``recompute`` does not name any: all of every stage that has R.
 
     A stage keeps its first layers and computes the later ones again, so that what has to be kept between the two
@@ -26,7 +26,7 @@ def layers_again(parallel: ParallelSpec, cut: Cut) -> frozenset[int] | None:
         return frozenset(i for i in parallel.recompute if isinstance(i, int))
     if parallel.recompute != "stage-aware":
         return None
-    return again_after(cut, kept_shares(parallel, len(cut)))
+    return recomputed_after(cut, kept_shares(parallel, len(cut)))
 
 
 def kept_shares(parallel: ParallelSpec, stages: int) -> tuple[float, ...]:
@@ -35,7 +35,7 @@ def kept_shares(parallel: ParallelSpec, stages: int) -> tuple[float, ...]:
     return given if isinstance(given, tuple) else alphas(stages, given or 0.0)
 
 
-def again_after(cut: Cut, shares: Sequence[float]) -> frozenset[int]:
+def recomputed_after(cut: Cut, shares: Sequence[float]) -> frozenset[int]:
     """All but the first layers of each stage: of a share of them, rounded down."""
     return frozenset(
         i for layers, share in zip(cut, shares, strict=True) for i in layers[floor(share * len(layers) + 1e-9) :]

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from raypipe.errors import ScheduleError
 from raypipe.job.json_file import load_json
-from raypipe.job.recompute_layers import Cut, layers_again
+from raypipe.job.recompute_layers import Cut, layers_to_recompute
 from raypipe.job.requested_schedule import base_schedule, fitting
 from raypipe.job.spec import JobSpec, ParallelSpec, Spec
 from raypipe.schedule.forms.text import from_text
@@ -162,7 +162,7 @@ def _stored(plan: Plan, order: str, batch: int) -> Schedule:
 
 def with_recompute(schedule: Schedule, parallel: ParallelSpec, cut: Cut) -> Schedule:
     """The schedule with the recomputation that ``recompute`` and ``keep`` ask for, beside its own."""
-    again = layers_again(parallel, cut)
+    again = layers_to_recompute(parallel, cut)
     if parallel.recompute == "full":
         schedule = add_recompute(schedule, "early")
     elif again is not None:  # these layers alone

@@ -203,17 +203,17 @@ class LayerBench:
 
     def probe(self, size: int, effort: Effort) -> float:
         """Seconds of one micro-batch there and back, through one layer of every kind, measured now."""
-        found = self._again(size, effort)
+        found = self._recompute(size, effort)
         return charge(found) * self._seconds(found)
 
-    def _again(self, size: int, effort: Effort) -> list[Samples]:
+    def _recompute(self, size: int, effort: Effort) -> list[Samples]:
         self._hold(size, "joint")
         return self._run(size, "joint", effort.warm_up, effort, False)
 
     def drift(self, sizes: Iterable[int], effort: Effort) -> float:
         """By how much times of these micro-batch sizes differ from what was measured before."""
         kept = {n: sum(t.seconds for (task, _), t in self._taken(n).items() if task in ("F", "BW")) for n in sizes}
-        return drift((seconds, self._seconds(self._again(n, effort))) for n, seconds in kept.items())
+        return drift((seconds, self._seconds(self._recompute(n, effort))) for n, seconds in kept.items())
 
     def known_seconds(self, profile: Profile, size: int) -> float:
         """What ``probe`` measures, by a profile of this model."""

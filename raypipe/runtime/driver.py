@@ -19,7 +19,7 @@ import ray
 from raypipe.checkpoint import LOSS, best, commit, forget_best, keep_best, step_directory
 from raypipe.data import known_fields, tokens_per_sample
 from raypipe.errors import DivergenceError, SampleCountError
-from raypipe.job.recompute_layers import layers_again
+from raypipe.job.recompute_layers import layers_to_recompute
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.run_log import RunLog
@@ -152,8 +152,8 @@ class Driver:
             tensor_rank=0,
             job=job,
             cut=self.plan.cut,
-            again=layers_again(self.plan.parallel, self.plan.cut),
-            search_again=self.raiser is not None,
+            again=layers_to_recompute(self.plan.parallel, self.plan.cut),
+            search_recompute=self.raiser is not None,
             placement=schedule.placement,
             topology=Topology(
                 peers=tuple(x.peer for x in workers.locations),
@@ -334,7 +334,7 @@ class Driver:
         for rank, actor in enumerate(workers.actors):
             device, _ = tensor_rank_of(rank, self.plan.parallel.tensor)
             own = {part: rows[device] for part, rows in train.items()}
-            again = layers_again(self.plan.parallel, self.plan.cut)
+            again = layers_to_recompute(self.plan.parallel, self.plan.cut)
             workers.note([actor.install.remote(own, evaluate[device], again, self._measures)])
         self.clock = StepClock(self.schedule)
         self._save_plan()

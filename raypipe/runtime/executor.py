@@ -89,11 +89,11 @@ class Executor(ProgramRunner):
         self._squares: list[float] = []
         if not self.training:
             self.commit()
-        self._again_bytes: dict[int, int] = {}
+        self._recomputed_bytes: dict[int, int] = {}
         meter = PeakMeter(self.settings.device) if self.measures and self.training else None
         with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
             times = self.walk(program, step)
-        return self._end(times, StepMemory(meter.peak if meter is not None else 0, self._again_bytes))
+        return self._end(times, StepMemory(meter.peak if meter is not None else 0, self._recomputed_bytes))
 
     def run_task(self, action: Action) -> None:
         """One task on tensors."""
@@ -108,10 +108,10 @@ class Executor(ProgramRunner):
         elif kind == "R":
             for mb in task.mbs:
                 before = allocated_bytes(self.settings.device) if self.measures else 0
-                self._again(task, mb)
+                self._recompute(task, mb)
                 if self.measures:
                     made = allocated_bytes(self.settings.device) - before
-                    self._again_bytes[task.stage] = max(made, self._again_bytes.get(task.stage, 0))
+                    self._recomputed_bytes[task.stage] = max(made, self._recomputed_bytes.get(task.stage, 0))
         elif kind == "AR":
             key = (task.stage, task.replica)
             self._collect(key)
@@ -201,7 +201,7 @@ class Executor(ProgramRunner):
         if not self.training:
             return True
         again = all((task.stage, mb) in self.program.recomputed for mb in task.mbs)
-        return again and self.modules[(task.stage, task.replica)].again_whole
+        return again and self.modules[(task.stage, task.replica)].recomputes_whole
 
     def _forward_of(self, action: Action, mbs: Sequence[int]) -> None:
         task = action.task
@@ -221,7 +221,7 @@ class Executor(ProgramRunner):
                 module.track(one)
         again = self.training and (stage, mbs[0]) in self.program.recomputed
         boundaries = halves = None
-        if again and not module.again_whole:
+        if again and not module.recomputes_whole:
             boundaries = RecomputeBoundaries()
             outputs = self._forward_in_segments(task, mbs[0], arrived[0], weights, boundaries)
             again = module.segments[-1].again
@@ -263,7 +263,7 @@ class Executor(ProgramRunner):
                 boundaries.leaves.append(x)
         return x
 
-    def _again(self, task: PipelineTask, mb: int) -> None:
+    def _recompute(self, task: PipelineTask, mb: int) -> None:
         """Compute again what the forward of a micro-batch has not kept."""
         saved = self._saved[(task.stage, self.base + mb)]
         if saved.boundaries is None:

@@ -44,7 +44,7 @@ class Setup:
     """Where to read parameters and optimizer state from; None to start afresh."""
     again: frozenset[int] | None = None
     """Layers that an R computes again; None for all of its stage."""
-    search_again: bool = False
+    search_recompute: bool = False
     """That will change, and memory is measured."""
 
     @property

@@ -99,7 +99,7 @@ class StageWorker:
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): StageModule(
-                plan, setup.cut[stage], job.train.seed, self.device, split, setup.again, setup.search_again
+                plan, setup.cut[stage], job.train.seed, self.device, split, setup.again, setup.search_recompute
             )
             for replica, held in enumerate(setup.placement)
             for stage, device in enumerate(held)
@@ -141,7 +141,7 @@ class StageWorker:
             Shares(None if sync.complete else communicators.world),
             senders, receivers, StageIOSpecs(plan, setup.cut, setup.samples_per_microbatch), versions,
         )  # fmt: skip
-        self.executor.measures = setup.search_again
+        self.executor.measures = setup.search_recompute
         self.group = self._tensor_group(groups)
         # What was built lives as long as the run: keep the collector from walking it again and again.
         gc.collect()
@@ -188,9 +188,9 @@ class StageWorker:
         ``measures``: memory, in every step.
         """
         self.setup_data = replace(self.setup_data, train=train, evaluate=evaluate)
-        if self.setup_data.search_again:
+        if self.setup_data.search_recompute:
             for module in self.modules.values():
-                module.set_again(again)
+                module.set_recomputed(again)
         self.executor.measures = measures
 
     @tells

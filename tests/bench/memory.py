@@ -32,7 +32,7 @@ from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
 from raypipe.data import declared_fields, prepare_data
 from raypipe.job.load import job_from
-from raypipe.job.recompute_layers import layers_again
+from raypipe.job.recompute_layers import layers_to_recompute
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import RunLog
@@ -208,7 +208,7 @@ def predicted(job: JobSpec, profile: Profile) -> list[DeviceMemory]:
     schedule = build_schedule(plan, job.train.batch)
     found = device_memory(
         profile, plan.cut, schedule, plan.parallel.microbatch, optimizer=job.train.optimizer,
-        momentum=job.train.momentum > 0, again=layers_again(plan.parallel, plan.cut),
+        momentum=job.train.momentum > 0, again=layers_to_recompute(plan.parallel, plan.cut),
         ahead=runs_ahead(plan.parallel, job.train.clip is not None, schedule, CostTable.even(schedule.stages)),
     )  # fmt: skip
     return [replace(device, base=device.base - profile.base_bytes) for device in found]

@@ -160,7 +160,7 @@ class PacedStage(StageWorker):
     def install(self, train: Any, evaluate: Program, again: frozenset[int] | None, measures: bool) -> None:
         """See Stage.install."""
         super().install(train, evaluate, again, measures)
-        if self.setup_data.search_again:
+        if self.setup_data.search_recompute:
             self._set_share(again)
 
     def _set_share(self, again: frozenset[int] | None) -> None:

@@ -11,7 +11,7 @@ from raypipe.cost.memory import device_memory
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import costs_of
 from raypipe.job import GptSpec, load_cluster
-from raypipe.job.recompute_layers import again_after
+from raypipe.job.recompute_layers import recomputed_after
 from raypipe.schedule.alphas import alphas
 from tests.bench.paper_steps import Config, error, even_cut, pipeline, step_seconds, table
 
@@ -69,7 +69,7 @@ def speed_and_memory(stages: int, microbatch: int, first: float) -> tuple[float,
         count=BATCH // (width * microbatch),
     )  # fmt: skip
     cut = even_cut(len(model.layers), stages)
-    again = again_after(cut, alphas(stages, first))
+    again = recomputed_after(cut, alphas(stages, first))
     costs = costs_of(model, cut, microbatch, pipeline(plan), width, again=again)
     memory = device_memory(model, cut, pipeline(plan), microbatch, copies=width, again=again)
     return BATCH / step_seconds(model, plan, cut, costs), max(d.total - d.base for d in memory) / MIB

@@ -27,7 +27,7 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.stages import costs_of
 from raypipe.job import GptSpec
 from raypipe.job.cluster import load_cluster
-from raypipe.job.recompute_layers import layers_again
+from raypipe.job.recompute_layers import layers_to_recompute
 from raypipe.job.spec import ParallelSpec
 from raypipe.plan.cut.balance import contiguous_split
 from raypipe.plan.plan import Plan, build_schedule
@@ -65,7 +65,7 @@ class Choice:
             recompute="stage-aware",
             alphas=share,
         )
-        again = layers_again(parallel, cut)
+        again = layers_to_recompute(parallel, cut)
         self.share = share
         self.schedule: Schedule = build_schedule(Plan(parallel=parallel, cut=cut), BATCH)
         self.costs = costs_of(profile, cut, MICROBATCH, self.schedule, again=again)

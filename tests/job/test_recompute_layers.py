@@ -4,7 +4,7 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.job import job_from
-from raypipe.job.recompute_layers import layers_again, named_layers
+from raypipe.job.recompute_layers import layers_to_recompute, named_layers
 from raypipe.job.spec import ParallelSpec
 from raypipe.plan.plan import Plan, build_schedule
 from tests.job.test_load import JOB
@@ -13,7 +13,7 @@ CUT = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11))
 
 
 def again(**keys: object) -> frozenset[int] | None:
-    return layers_again(ParallelSpec.model_validate(keys), CUT)
+    return layers_to_recompute(ParallelSpec.model_validate(keys), CUT)
 
 
 def test_a_stage_keeps_its_first_layers() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raypipe.job.recompute_layers import again_after
+from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.spec import ParallelSpec
 from raypipe.plan.online.better_order import runs_ahead, step_seconds
 from raypipe.plan.online.step_memory import StepMemory
@@ -85,7 +85,7 @@ class Raiser:
         peaks = [max(step[d].peak for step in self._seen[1:]) for d in range(len(devices))]
         for one in devices:
             for stage, size in one.again.items():
-                remade = sum(i in self._again(self.at) for i in self.plan.cut[stage])
+                remade = sum(i in self._recompute(self.at) for i in self.plan.cut[stage])
                 self._layer_bytes[stage] = max(self._layer_bytes.get(stage, 0.0), size / remade)
         fits = max(peaks) <= self.cap
         if fits:
@@ -110,7 +110,7 @@ class Raiser:
 
     def _gain(self, costs: CostTable, level: int) -> float:
         """Predicted share of the step that another share of layers saves."""
-        again, then = self._again(self.at), self._again(level)
+        again, then = self._recompute(self.at), self._recompute(level)
         recompute = []
         for stage, layers in enumerate(self.plan.cut):
             now = sum(i in again for i in layers)
@@ -123,15 +123,15 @@ class Raiser:
 
         return 1.0 - seconds(level, replace(costs, recompute=tuple(recompute))) / seconds(self.at, costs)
 
-    def _again(self, level: int) -> frozenset[int]:
-        return again_after(self.plan.cut, alphas(len(self.plan.cut), self.levels[level]))
+    def _recompute(self, level: int) -> frozenset[int]:
+        return recomputed_after(self.plan.cut, alphas(len(self.plan.cut), self.levels[level]))
 
     def _expected(self, peaks: Sequence[float], level: int) -> list[float]:
         """Fullest moments with another share, from those of the present one.
 
         The micro-batch that goes back has all its activations anyway; each other one in flight keeps more layers.
         """
-        now, then = self._again(self.at), self._again(level)
+        now, then = self._recompute(self.at), self._recompute(level)
         found = list(peaks)
         for (stage, device), count in self.flight.items():
             more = sum((i in now) - (i in then) for i in self.plan.cut[stage])
@@ -149,7 +149,7 @@ def levels(cut: Sequence[Sequence[int]]) -> list[float]:
     found: list[float] = []
     before: frozenset[int] | None = None
     for share in sorted(shares):
-        again = again_after(cut, alphas(stages, share))
+        again = recomputed_after(cut, alphas(stages, share))
         if again != before:
             found.append(share)
             before = again

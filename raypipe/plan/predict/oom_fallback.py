@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from raypipe.cost.memory import STATES
 from raypipe.cost.stages import gradient_width, parameters
-from raypipe.job.recompute_layers import again_after
+from raypipe.job.recompute_layers import recomputed_after
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.at_scale import Figures
 from raypipe.plan.predict.form import Form
@@ -186,10 +186,10 @@ class OOMFallback:
                     if sum(kept[: floor(level / levels * len(kept) + 1e-9)]) <= shares[d] * whole * (1 + 1e-9)
                 ]  # fmt: skip
                 most[d] = max(most[d], max(fits, default=0))
-        again = again_after(cut, shares_kept(form, most, levels))
+        again = recomputed_after(cut, shares_kept(form, most, levels))
         remade = stages_of(cut, again)
         if remade:
-            costs = self.judge.costs_again(c, form, again)
+            costs = self.judge.costs_with_recompute(c, form, again)
         bound = least_step_seconds(form, c.microbatches, costs, self.judge.around(c), remade)
         return bound * (1 - 1e-9), c._replace(recompute="layers")
 

@@ -13,7 +13,7 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import crowding, gradient_width, stage_costs
 from raypipe.errors import ScheduleError
-from raypipe.job.recompute_layers import again_after
+from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.spec import TrainSpec
 from raypipe.plan.candidate import NOTHING, SYNCS, Asked, Candidate, Grid, candidates
 from raypipe.plan.cut.bottleneck import Cut, balanced_cut, bottlenecks
@@ -107,10 +107,10 @@ class Predictor:
         form = c.form if form is None else form
         key = (c.microbatch, form.joint, form.placement, form.size, c.replicas)
         if key not in self._tables:
-            self._tables[key] = self.costs_again(c, form)
+            self._tables[key] = self.costs_with_recompute(c, form)
         return self._tables[key]
 
-    def costs_again(self, c: Candidate, form: Form, again: frozenset[int] | None = None) -> CostTable:
+    def costs_with_recompute(self, c: Candidate, form: Form, again: frozenset[int] | None = None) -> CostTable:
         """Costs of the candidate's tasks in this form; ``again`` are the layers that an R computes again, else all."""
         return stage_costs(
             self.profile, self.cut(form.stages, c.microbatch), c.microbatch, form.placement, copies=c.replicas,
@@ -196,10 +196,10 @@ class Predictor:
             ScheduleError: the family has no such shape.
         """
         keep = self._keep(c) if c.recompute == "stage-aware" else None
-        again = self._again(c) if c.recompute == "layers" else None
+        again = self._recompute(c) if c.recompute == "layers" else None
         found = Prediction(
             candidate=c, batch=self.train.batch, cut=self.cut(c.form.stages, c.microbatch),
-            costs=self.costs(c) if again is None else self.costs_again(c, c.form, again),
+            costs=self.costs(c) if again is None else self.costs_with_recompute(c, c.form, again),
             step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory(c, keep, again),
             capacity=self.profile.memory_bytes, keep=keep, again=again,
         )  # fmt: skip
@@ -323,25 +323,25 @@ class Predictor:
                     high[d] = level[d]
         return tuple(min(low[row[s]] for row in form.placement) / LEVELS for s in range(form.stages))
 
-    def _again(self, c: Candidate) -> frozenset[int]:
+    def _recompute(self, c: Candidate) -> frozenset[int]:
         """Layers that are recomputed if each stage keeps as many of its first ones as its device's memory holds.
 
         Levels are shares of a stage's layers, the same for all stages of a device; devices fill up independently.
         """
         form, cut = c.form, self.cut(c.form.stages, c.microbatch)
         levels = max(map(len, cut))
-        everything = again_after(cut, (0.0,) * form.stages)
+        everything = recomputed_after(cut, (0.0,) * form.stages)
         if max(row.total for row in self._memory(c, None, everything)) > self.profile.memory_bytes:
             return everything
         low, high = [0] * c.stages, [levels + 1] * c.stages  # holds, holds not
         while any(h - k > 1 for k, h in zip(low, high, strict=True)):
             level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
-            for d, row in enumerate(self._memory(c, None, again_after(cut, shares_kept(form, level, levels)))):
+            for d, row in enumerate(self._memory(c, None, recomputed_after(cut, shares_kept(form, level, levels)))):
                 if row.total <= self.profile.memory_bytes:
                     low[d] = level[d]
                 else:
                     high[d] = level[d]
-        return again_after(cut, shares_kept(form, low, levels))
+        return recomputed_after(cut, shares_kept(form, low, levels))
 
     def schedule_of(self, p: Prediction) -> Schedule:
         """Compute tasks of one data-parallel copy."""

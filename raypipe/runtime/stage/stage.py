@@ -75,7 +75,7 @@ class StageModule(nn.Module):
             model.build_stage(layers, seed, device) if whole else Chain(model, self.parts, seed, device)
         )
         self._gives = [tuple(t.differentiable for t in model.crossing(part[-1], 1)) for part in self.parts[:-1]]
-        self.set_again(again)
+        self.set_recomputed(again)
         self.named = self.body.named()
         self.shards = {name: model.shards[name] for name in self.named if name in model.shards}
         """How the parameters are cut that this is one member's share of."""
@@ -104,13 +104,13 @@ class StageModule(nn.Module):
             joint = [self.body.get_parameter(path) for path in defer_weight_gradients(self.body, self.queue)]
             self.joint_names += [names[id(parameter)] for parameter in joint if parameter.dim() > 1]
 
-    def set_again(self, again: Collection[int] | None) -> None:
+    def set_recomputed(self, again: Collection[int] | None) -> None:
         """Change what an R computes again: any layers of a stage that was made the finest way."""
         self.segments = segments_of(self.parts, again, self._gives)
         """Runs of layers that are kept or computed again, in order."""
 
     @property
-    def again_whole(self) -> bool:
+    def recomputes_whole(self) -> bool:
         """An R computes all of it again."""
         return len(self.segments) == 1 and self.segments[0].again
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from raypipe.job.recompute_layers import again_after
+from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.spec import ParallelSpec
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.plan.online.raise_kept_share import Raiser, levels
@@ -32,7 +32,7 @@ def raiser(cap_mb: float) -> Raiser:
 
 def devices(search: Raiser, level: int, more: float = 1.0) -> list[StepMemory]:
     """100 MiB, the layers of the micro-batch that goes back, and those that the others in flight keep."""
-    again = again_after(CUT, alphas(8, search.levels[level]))
+    again = recomputed_after(CUT, alphas(8, search.levels[level]))
     found = []
     for s, layers in enumerate(CUT):
         remade = sum(i in again for i in layers)
@@ -43,7 +43,7 @@ def devices(search: Raiser, level: int, more: float = 1.0) -> list[StepMemory]:
 
 def costs(search: Raiser) -> CostTable:
     """A layer takes 1/6; R as many as are computed again."""
-    again = again_after(CUT, alphas(8, search.levels[search.at]))
+    again = recomputed_after(CUT, alphas(8, search.levels[search.at]))
     return replace(CostTable.even(8), recompute=tuple(sum(i in again for i in layers) / 6 for layers in CUT))
 
 
@@ -98,7 +98,7 @@ def test_a_cap_below_full_recomputation_keeps_nothing() -> None:
 
 
 def test_levels_add_layers() -> None:
-    kept = [sum(map(len, CUT)) - len(again_after(CUT, alphas(8, share))) for share in levels(CUT)]
+    kept = [sum(map(len, CUT)) - len(recomputed_after(CUT, alphas(8, share))) for share in levels(CUT)]
     assert kept == sorted(set(kept))
     assert kept[0] == 6
     assert kept[-1] == 48
