@@ -15,7 +15,7 @@ from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.stages import Cut, check_cut, gradient_width, parameters
 from raypipe.errors import SpecError, nearest
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.live_activations import recomputed
+from raypipe.schedule.live_activations import recomputed_pairs
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.passes.sync import held
 from raypipe.schedule.versions import weight_versions
@@ -152,7 +152,7 @@ def device_memory(
     states = STATES[optimizer] + (1 if optimizer == "sgd" and momentum else 0)
     stages = _stages(profile, cut, schedule, microbatch, again)
     holders = [copies * len({row[s] for row in schedule.placement}) for s in range(schedule.stages)]
-    remade = recomputed(schedule)
+    remade = recomputed_pairs(schedule)
     versions = weight_versions(schedule) if schedule.versions != "flush" else None
     own = held(schedule)
     # Devices read the whole mini-batch, that of other copies as well, each input once whatever reads it.

@@ -13,7 +13,7 @@ from raypipe.cost.sizes import stage_times
 from raypipe.errors import SpecError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.live_activations import recomputed
+from raypipe.schedule.live_activations import recomputed_pairs
 
 Cut = Sequence[Sequence[int]]
 """Per stage, the layers it holds."""
@@ -108,7 +108,7 @@ def costs_of(
 ) -> CostTable:
     """``stage_costs`` with placement, size, split and together read off a schedule."""
     split = any(task.kind == "W" for task in schedule.tasks())
-    remade = recomputed(schedule)
+    remade = recomputed_pairs(schedule)
     if again is not None:  # where a stage keeps some layers, its micro-batches run one by one
         remade = {(s, mb) for s, mb in remade if all(i in again for i in cut[s])}
     # The runtime runs the micro-batches of a forward together where it keeps nothing of them.

@@ -13,7 +13,7 @@ from raypipe.cost.stages import costs_of, gradient_width
 from raypipe.errors import SpecError
 from raypipe.plan.cut.balance import Balance, Memory, balance, check_stages, pinned
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.live_activations import births, deaths, recomputed
+from raypipe.schedule.live_activations import births, deaths, recomputed_pairs
 from raypipe.simulate.engine import simulate
 
 NOISE = 0.01
@@ -162,7 +162,7 @@ def even_starts(blocks: Sequence[str], stages: int) -> list[int]:
 
 def live_per_stage(schedule: Schedule) -> tuple[float, ...]:
     """Full micro-batches that each stage keeps at once, at most."""
-    again = recomputed(schedule)
+    again = recomputed_pairs(schedule)
     most = [0] * schedule.stages
     for order in schedule.orders:
         alive = [0] * schedule.stages

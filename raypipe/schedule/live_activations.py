@@ -7,7 +7,7 @@ from raypipe.schedule.grid import grid
 from raypipe.schedule.ir import Schedule, Task
 
 
-def recomputed(schedule: Schedule) -> set[tuple[int, int]]:
+def recomputed_pairs(schedule: Schedule) -> set[tuple[int, int]]:
     """The (stage, micro-batch) pairs that have an R task."""
     return {(t.stage, mb) for t in schedule.tasks() if t.kind == "R" for mb in t.mbs}
 
@@ -26,7 +26,7 @@ def deaths(task: Task) -> int:
 
 def live_counts(schedule: Schedule) -> list[list[int]]:
     """Per device and position, micro-batch ids' activations alive while that task runs."""
-    again = recomputed(schedule)
+    again = recomputed_pairs(schedule)
     rows = []
     for order in schedule.orders:
         alive, row = 0, []

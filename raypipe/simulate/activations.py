@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypipe.schedule.live_activations import births, deaths, recomputed
+from raypipe.schedule.live_activations import births, deaths, recomputed_pairs
 from raypipe.simulate.timeline import Timeline
 
 
@@ -13,7 +13,7 @@ def live_activations(timeline: Timeline) -> tuple[tuple[tuple[float, float], ...
     take time.
     """
     schedule = timeline.schedule
-    again = recomputed(schedule)
+    again = recomputed_pairs(schedule)
     size = float(schedule.size)
     rows = []
     for row in timeline.spans:

@@ -20,7 +20,7 @@ from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.live_activations import in_flight, peak_activations, recomputed
+from raypipe.schedule.live_activations import in_flight, peak_activations, recomputed_pairs
 from raypipe.schedule.passes import insert_weights
 from raypipe.schedule.passes.sync import Sync
 from raypipe.search import Objective, search
@@ -101,7 +101,7 @@ def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tri
     if present.schedule.versions != "flush":
         return best
     limits, flight = _limits(parallel, present.schedule), in_flight(present.schedule)
-    remakes = bool(recomputed(present.schedule))
+    remakes = bool(recomputed_pairs(present.schedule))
     for candidate, change in _candidates(present.plan, batch, _with_recompute(present.schedule, costs)):
         if key(candidate) in tried:
             continue

@@ -10,7 +10,7 @@ from raypipe.schedule.deps import link
 from raypipe.schedule.faults import check_links
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.latency import delays
-from raypipe.schedule.live_activations import births, deaths, peak_activations, recomputed
+from raypipe.schedule.live_activations import births, deaths, peak_activations, recomputed_pairs
 
 
 def insert_weights(
@@ -39,7 +39,7 @@ def insert_weights(
     check_links(graph)
     durations = costs.durations(schedule, graph.tasks)
     waits = delays(schedule.placement, schedule.graph, costs.comm)
-    again = recomputed(schedule)
+    again = recomputed_pairs(schedule)
     limits = peak_activations(schedule) if memory_limit is None else memory_limit
     size = float(schedule.size)
     fixed = [
