@@ -124,7 +124,7 @@ def device_memory(
     momentum: bool = False,
     shard: Shard = "none",
     ahead: bool = False,
-    again: Collection[int] | None = None,
+    recomputed: Collection[int] | None = None,
 ) -> tuple[DeviceMemory, ...]:
     """Memory of each device of a schedule.
 
@@ -150,7 +150,7 @@ def device_memory(
     if optimizer not in STATES:
         raise SpecError("train.optimizer", f'"{optimizer}" is unknown', nearest(optimizer, STATES))
     states = STATES[optimizer] + (1 if optimizer == "sgd" and momentum else 0)
-    stages = _stages(profile, cut, schedule, microbatch, again)
+    stages = _stages(profile, cut, schedule, microbatch, recomputed)
     holders = [copies * len({row[s] for row in schedule.placement}) for s in range(schedule.stages)]
     remade = recomputed_pairs(schedule)
     versions = weight_versions(schedule) if schedule.versions != "flush" else None
@@ -192,7 +192,7 @@ class _Stage:
 
 
 def _stages(
-    profile: Profile, cut: Cut, schedule: Schedule, microbatch: int, again: Collection[int] | None
+    profile: Profile, cut: Cut, schedule: Schedule, microbatch: int, recomputed: Collection[int] | None
 ) -> list[_Stage]:
     samples = microbatch * float(schedule.size)
     width = gradient_width(profile.dtype)
@@ -217,19 +217,19 @@ def _stages(
                 arrived=arriving, handed=arriving if local else 0.0, messages=arriving + leaving,
                 workspace=_workspace(layers, samples, s in split, tied),
                 casts=sum(layer.cast_bytes for layer in layers),
-                held=_held(profile, numbers, samples, arriving, again),
+                held=_held(profile, numbers, samples, arriving, recomputed),
             )
         )  # fmt: skip
     return found
 
 
 def _held(
-    profile: Profile, numbers: Sequence[int], samples: float, arriving: float, again: Collection[int] | None
+    profile: Profile, numbers: Sequence[int], samples: float, arriving: float, recomputed: Collection[int] | None
 ) -> float:
     """Bytes of a micro-batch between its F and its R."""
     held, before = arriving, True
     for i in numbers:
-        layer, remade = profile.layers[i], again is None or i in again
+        layer, remade = profile.layers[i], recomputed is None or i in recomputed
         if not remade:
             held += layer.kept_bytes * samples + layer.kept_fixed_bytes
         if remade != before:  # what joins two segments is held beside what they keep
@@ -337,7 +337,7 @@ class _Fullest:
             self.cast.add((stage, replica))
             self.casts += self.stages[stage].casts * self.versions
 
-    def task(self, task: Task, again: set[tuple[int, int]]) -> None:
+    def task(self, task: Task, recomputed: set[tuple[int, int]]) -> None:
         """One task of the order."""
         kind, s, mbs, replica = task
         if kind == "AR":
@@ -349,8 +349,8 @@ class _Fullest:
         for mb in mbs:
             key = (s, mb)
             if kind == "F":
-                handed = 0.0 if (s - 1, mb) in again else stage.handed
-                self.hold(key, stage.held if key in again else stage.kept - handed)
+                handed = 0.0 if (s - 1, mb) in recomputed else stage.handed
+                self.hold(key, stage.held if key in recomputed else stage.kept - handed)
                 self.moment()
             elif kind == "R":
                 self.hold(key, stage.kept)
@@ -377,7 +377,7 @@ def _device(
     base: float,
     stages: Sequence[_Stage],
     holders: Sequence[int],
-    again: set[tuple[int, int]],
+    recomputed: set[tuple[int, int]],
     own: Sequence[tuple[int, int]],
     states: int,
     shard: Shard,
@@ -412,7 +412,7 @@ def _device(
     unsettled = copies + sum(share(s, 2) for s, _ in own)
     for position, task in enumerate(schedule.orders[device]):
         fullest.unsettled = unsettled if position < head else 0.0
-        fullest.task(task, again)
+        fullest.task(task, recomputed)
     fullest.unsettled = 0.0
     if not fullest.reduced and level < 2:  # sharded gradients are summed piece by piece
         for stage, replica in own:

@@ -34,7 +34,7 @@ def stage_costs(
     size: float = 1.0,
     split: bool = False,
     together: int = 1,
-    again: Collection[int] | None = None,
+    recomputed: Collection[int] | None = None,
 ) -> CostTable:
     """Seconds of every kind of task of every stage, for one full micro-batch.
 
@@ -70,8 +70,8 @@ def stage_costs(
         inputs = [b * k for b, k in zip(inputs, scale, strict=True)]
         weight = [w * k for w, k in zip(weight, scale, strict=True)]
     remade = times
-    if again is not None:
-        remade = [stage_times([profile.layers[i] for i in layers if i in again], samples, share) for layers in cut]
+    if recomputed is not None:
+        remade = [stage_times([profile.layers[i] for i in layers if i in recomputed], samples, share) for layers in cut]
     tied = tied_seconds(profile, cut, placed)
     last = len(cut) - 1
     return CostTable(
@@ -104,18 +104,18 @@ def costs_of(
     microbatch: int,
     schedule: Schedule,
     copies: int = 1,
-    again: Collection[int] | None = None,
+    recomputed: Collection[int] | None = None,
 ) -> CostTable:
     """``stage_costs`` with placement, size, split and together read off a schedule."""
     split = any(task.kind == "W" for task in schedule.tasks())
     remade = recomputed_pairs(schedule)
-    if again is not None:  # where a stage keeps some layers, its micro-batches run one by one
-        remade = {(s, mb) for s, mb in remade if all(i in again for i in cut[s])}
+    if recomputed is not None:  # where a stage keeps some layers, its micro-batches run one by one
+        remade = {(s, mb) for s, mb in remade if all(i in recomputed for i in cut[s])}
     # The runtime runs the micro-batches of a forward together where it keeps nothing of them.
     runs = [len(t.mbs) for t in schedule.tasks() if t.kind == "F" and all((t.stage, mb) in remade for mb in t.mbs)]
     return stage_costs(
         profile, cut, microbatch, schedule.placement, copies=copies, size=float(schedule.size), split=split,
-        together=max(runs, default=1), again=again,
+        together=max(runs, default=1), recomputed=recomputed,
     )  # fmt: skip
 
 

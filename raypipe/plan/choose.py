@@ -211,8 +211,8 @@ def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
     stay = [*JOBS_OWN, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
     own = {key: value for key in stay if (value := job.parallel.given.get(key)) is not None}
-    again = {"recompute": tuple(sorted(p.again))} if p.again else {}
-    return {**p.candidate.parallel(**keep, **own, **again).model_dump(), "auto": False}
+    recomputed = {"recompute": tuple(sorted(p.recomputed))} if p.recomputed else {}
+    return {**p.candidate.parallel(**keep, **own, **recomputed).model_dump(), "auto": False}
 
 
 def plan_of(p: Prediction, job: JobSpec) -> Plan:

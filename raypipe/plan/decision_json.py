@@ -35,7 +35,7 @@ def _candidate(row: Row) -> dict[str, Any]:
         "tensor": c.tensor, "sub_pipelined": c.sub_pipelined,
         "pipelines": c.pipelines, "concat": c.concat, "placement": c.placement, "sync": c.sync,
         "recompute": recompute_word(p), "keep": list(p.keep) if p.keep is not None else None,
-        "recomputed_layers": sorted(p.again) if p.again is not None else None,
+        "recomputed_layers": sorted(p.recomputed) if p.recomputed is not None else None,
         "predicted_step_s": p.step_s, "chimera_step_s": eq1, "throughput": p.throughput,
         "bubble_ratio": p.bubble_ratio,
         # Of every device: the members of a group hold as much as one another, and are neighbours.
@@ -48,8 +48,8 @@ def _candidate(row: Row) -> dict[str, Any]:
 def recompute_word(p: Prediction) -> str:
     """``none``, ``full``, ``stage-aware`` where some micro-batches keep their activations, or ``layers`` where some
     layers do."""
-    if p.again is not None:
-        return "layers" if len(p.again) < sum(map(len, p.cut)) else "full"
+    if p.recomputed is not None:
+        return "layers" if len(p.recomputed) < sum(map(len, p.cut)) else "full"
     if p.candidate.recompute == "none":
         return "full" if p.form.recomputes and p.order is None else "none"
     return "stage-aware" if p.keep is not None and any(p.keep) else "full"

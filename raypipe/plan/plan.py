@@ -162,12 +162,12 @@ def _stored(plan: Plan, order: str, batch: int) -> Schedule:
 
 def with_recompute(schedule: Schedule, parallel: ParallelSpec, cut: Cut) -> Schedule:
     """The schedule with the recomputation that ``recompute`` and ``keep`` ask for, beside its own."""
-    again = layers_to_recompute(parallel, cut)
+    recomputed = layers_to_recompute(parallel, cut)
     if parallel.recompute == "full":
         schedule = add_recompute(schedule, "early")
-    elif again is not None:  # these layers alone
+    elif recomputed is not None:  # these layers alone
         schedule = add_recompute(schedule, "early", [])
-        stages = [s for s, layers in enumerate(cut) if again & set(layers)]
+        stages = [s for s, layers in enumerate(cut) if recomputed & set(layers)]
         schedule = add_recompute(schedule, "early", stages) if stages else schedule
     return keep_activations(schedule, parallel.keep) if parallel.keep is not None else schedule
 

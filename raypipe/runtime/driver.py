@@ -152,7 +152,7 @@ class Driver:
             tensor_rank=0,
             job=job,
             cut=self.plan.cut,
-            again=layers_to_recompute(self.plan.parallel, self.plan.cut),
+            recomputed=layers_to_recompute(self.plan.parallel, self.plan.cut),
             search_recompute=self.raiser is not None,
             placement=schedule.placement,
             topology=Topology(
@@ -334,8 +334,8 @@ class Driver:
         for rank, actor in enumerate(workers.actors):
             device, _ = tensor_rank_of(rank, self.plan.parallel.tensor)
             own = {part: rows[device] for part, rows in train.items()}
-            again = layers_to_recompute(self.plan.parallel, self.plan.cut)
-            workers.note([actor.install.remote(own, evaluate[device], again, self._measures)])
+            recomputed = layers_to_recompute(self.plan.parallel, self.plan.cut)
+            workers.note([actor.install.remote(own, evaluate[device], recomputed, self._measures)])
         self.clock = StepClock(self.schedule)
         self._save_plan()
 

@@ -200,8 +200,8 @@ class Executor(ProgramRunner):
         """Nothing of this forward is left for a backward, which needs each micro-batch's own: all is made again."""
         if not self.training:
             return True
-        again = all((task.stage, mb) in self.program.recomputed for mb in task.mbs)
-        return again and self.modules[(task.stage, task.replica)].recomputes_whole
+        recomputed = all((task.stage, mb) in self.program.recomputed for mb in task.mbs)
+        return recomputed and self.modules[(task.stage, task.replica)].recomputes_whole
 
     def _forward_of(self, action: Action, mbs: Sequence[int]) -> None:
         task = action.task
@@ -219,14 +219,14 @@ class Executor(ProgramRunner):
         if self.training:
             for one in arrived:
                 module.track(one)
-        again = self.training and (stage, mbs[0]) in self.program.recomputed
+        recomputed = self.training and (stage, mbs[0]) in self.program.recomputed
         boundaries = halves = None
-        if again and not module.recomputes_whole:
+        if recomputed and not module.recomputes_whole:
             boundaries = RecomputeBoundaries()
             outputs = self._forward_in_segments(task, mbs[0], arrived[0], weights, boundaries)
-            again = module.segments[-1].again
+            recomputed = module.segments[-1].recomputed
         else:
-            with torch.no_grad() if again else nullcontext():
+            with torch.no_grad() if recomputed else nullcontext():
                 outputs, halves = self._compute(stage, task.replica, mbs, stacked(arrived), weights)
         if stage not in self.io_spec:
             of_step = self.step + mbs[0] // self.settings.microbatches
@@ -237,8 +237,8 @@ class Executor(ProgramRunner):
                 if m.mb == mb:
                     self.p2p_buffers[("act", stage, m.dst_stage, self.base + mb)] = tuple(y.detach() for y in made)
             if self.training:
-                saved = MicrobatchState(inputs, () if again else made, weights, boundaries=boundaries)
-                saved.halves = None if again else halves
+                saved = MicrobatchState(inputs, () if recomputed else made, weights, boundaries=boundaries)
+                saved.halves = None if recomputed else halves
                 self._saved[(stage, self.base + mb)] = saved
 
     def _rows(self, mbs: Sequence[int]) -> int:
@@ -252,7 +252,7 @@ class Executor(ProgramRunner):
         """A forward that keeps the activations of some layers; see ``segments``."""
         x = arrived
         for segment in self.modules[(task.stage, task.replica)].segments:
-            if not segment.again:
+            if not segment.recomputed:
                 x, _ = self._compute(task.stage, task.replica, (mb,), x, weights, segment)
                 continue
             boundaries.entries.append(x)
@@ -270,11 +270,11 @@ class Executor(ProgramRunner):
             made, saved.halves = self._compute(task.stage, task.replica, (mb,), saved.inputs, saved.weights)
             saved.outputs = made
             return
-        again = [s for s in self.modules[(task.stage, task.replica)].segments if s.again]
-        for segment, entered in zip(again, saved.boundaries.entries, strict=True):
+        recomputed = [s for s in self.modules[(task.stage, task.replica)].segments if s.recomputed]
+        for segment, entered in zip(recomputed, saved.boundaries.entries, strict=True):
             made, _ = self._compute(task.stage, task.replica, (mb,), entered, saved.weights, segment)
             if segment.gives:
-                saved.boundaries.again.append(made)
+                saved.boundaries.recomputed.append(made)
             else:
                 saved.outputs = made
         saved.boundaries.entries = []

@@ -42,7 +42,7 @@ class Setup:
     """Raw inputs that the data's arrays give; None for text."""
     checkpoint: Path | None
     """Where to read parameters and optimizer state from; None to start afresh."""
-    again: frozenset[int] | None = None
+    recomputed: frozenset[int] | None = None
     """Layers that an R computes again; None for all of its stage."""
     search_recompute: bool = False
     """That will change, and memory is measured."""

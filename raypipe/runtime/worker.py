@@ -99,7 +99,7 @@ class StageWorker:
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): StageModule(
-                plan, setup.cut[stage], job.train.seed, self.device, split, setup.again, setup.search_recompute
+                plan, setup.cut[stage], job.train.seed, self.device, split, setup.recomputed, setup.search_recompute
             )
             for replica, held in enumerate(setup.placement)
             for stage, device in enumerate(held)
@@ -180,17 +180,17 @@ class StageWorker:
 
     @tells
     def install(
-        self, train: dict[Part, Program], evaluate: Program, again: frozenset[int] | None, measures: bool
+        self, train: dict[Part, Program], evaluate: Program, recomputed: frozenset[int] | None, measures: bool
     ) -> None:
         """Run other programs from the next step on; same stages, same placement.
 
-        ``again`` are the layers that an R computes again; others than before only after a setup that said so.
+        ``recomputed`` are the layers that an R computes again; others than before only after a setup that said so.
         ``measures``: memory, in every step.
         """
         self.setup_data = replace(self.setup_data, train=train, evaluate=evaluate)
         if self.setup_data.search_recompute:
             for module in self.modules.values():
-                module.set_recomputed(again)
+                module.set_recomputed(recomputed)
         self.executor.measures = measures
 
     @tells

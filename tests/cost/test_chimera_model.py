@@ -54,9 +54,9 @@ def test_by_hand():
 
 def test_recomputation_counts_three_forwards():
     plain = schedule(4, 4)
-    again = closed_form(add_recompute(plain, "late"), even(4))
-    assert again.backward_s == 3
-    assert again.compute_s == 4 + 3 * 6
+    recomputed = closed_form(add_recompute(plain, "late"), even(4))
+    assert recomputed.backward_s == 3
+    assert recomputed.compute_s == 4 + 3 * 6
 
 
 def test_pairs_and_halves_count_in_micro_batches():

@@ -64,13 +64,13 @@ class Noise:
         return {}
 
 
-def executor(spec, schedule, cut, microbatch, dtype, again=None):
+def executor(spec, schedule, cut, microbatch, dtype, recomputed=None):
     """The runtime's own executor over all stages, as a stage actor would make it."""
     cpu, weights = torch.device("cpu"), torch.float64 if dtype == "float64" else torch.float32
     model, samples = GptLayers(spec, weights), int(microbatch * schedule.size)
     train = TrainSpec(steps=3, batch=samples * schedule.microbatches)
     split = any(task.kind == "W" for task in schedule.tasks())
-    modules = {(s, 0): StageModule(model, list(part), 0, cpu, split, again) for s, part in enumerate(cut)}
+    modules = {(s, 0): StageModule(model, list(part), 0, cpu, split, recomputed) for s, part in enumerate(cut)}
     tied = [
         TiedHolders(g.name, tuple(n for _, n in g.parameters), (0,), g.parameters[0][0])
         for g in (model.tied if len(cut) > 1 else ())
@@ -131,15 +131,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "cut", "again"),
+    ("name", "cut", "recomputed"),
     [("gpipe", ONE, {3, 4, 5}), ("1f1b", ONE, {4, 5}), ("gpipe", ONE, {1, 2, 4}), ("bfs", TWO, {2, 4, 5})],
 )
-def test_layers_that_are_computed_again_keep_nothing_until_then(name, cut, again):
+def test_layers_that_are_computed_again_keep_nothing_until_then(name, cut, recomputed):
     spec = GptSpec(layers=4, hidden=128, heads=4, sequence=128, vocabulary=256, dropout=0.1)
     schedule = add_recompute(generate(name, Shape(devices=1, microbatches=4, chunks=len(cut))), "early")
     profile = analytic_profile(spec, MACHINE, "float32", [2])
-    (predicted,) = device_memory(profile, cut, schedule, 2, again=again)
-    found = measured(executor(spec, schedule, cut, 2, "float32", again), schedule)
+    (predicted,) = device_memory(profile, cut, schedule, 2, recomputed=recomputed)
+    found = measured(executor(spec, schedule, cut, 2, "float32", recomputed), schedule)
     assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
 
 

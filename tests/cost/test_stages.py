@@ -24,7 +24,7 @@ def test_tasks_are_sums_over_layers(profile):
     assert costs.forward == (2 + 5, 5, 5, 2 + 6)
     assert costs.by_kind("BW") == (2 + 10, 9, 9, 2 + 12)  # joint: one pass over both gradients
     assert costs.recompute == costs.forward
-    assert stage_costs(profile, CUT, 2, LINE, again={1, 3}).recompute == (5, 0, 5, 0)
+    assert stage_costs(profile, CUT, 2, LINE, recomputed={1, 3}).recompute == (5, 0, 5, 0)
     apart = stage_costs(profile, CUT, 2, LINE, split=True)
     assert apart.input_grad == (2 + 7.5, 7, 7, 2 + 9)
     assert apart.weight_grad == (2 + 2.5, 3, 3, 2 + 3)

@@ -76,13 +76,13 @@ def predicted(judge: Judges, c: Candidate) -> Prediction | None:
 
 def leaner(c: Candidate, clips: bool) -> list[Candidate]:
     """Every combination of what takes memory from a candidate and time with it."""
-    again = ["none"] if c.form.recomputes else ["none", "stage-aware"] + ["layers"] * (not c.sub_pipelined)
+    recomputed = ["none"] if c.form.recomputes else ["none", "stage-aware"] + ["layers"] * (not c.sub_pipelined)
     told = "memory_limit" in SCHEDULES[c.schedule].options and c.unit is None
     limits = [None, 3.0, 4.0, 5.0] if told else [None]
     updates = [c.update, "wait"] if clips and c.update == "auto" else [c.update]
     return [
         c._replace(recompute=r, update=u, memory_limit=limit)  # type: ignore[arg-type]
-        for r in again for u in updates for limit in limits if (r, u, limit) != ("none", c.update, None)
+        for r in recomputed for u in updates for limit in limits if (r, u, limit) != ("none", c.update, None)
     ]  # fmt: skip
 
 
@@ -202,10 +202,10 @@ def test_the_rule_recomputes_all_or_nothing_and_only_where_it_must() -> None:
     judge, every = setting(6, 4, 16, 2, memory_bytes=0.42 * 2**30)
     judge.by[ALONE].partly = False
     greedy = largest_microbatch(judge, every, 50, flushing).best
-    again = [p for p in greedy if p.candidate.recompute != "none"]
-    assert again
-    assert len(again) < len(greedy)
-    for p in again:
+    recomputed = [p for p in greedy if p.candidate.recompute != "none"]
+    assert recomputed
+    assert len(recomputed) < len(greedy)
+    for p in recomputed:
         assert not any(p.keep or ())
         for g in every:  # no micro-batch would have fitted without
             c = p.candidate
@@ -217,6 +217,6 @@ def test_the_rule_recomputes_all_or_nothing_and_only_where_it_must() -> None:
 
 def test_equal_plans_are_told_apart_in_the_same_way_every_time() -> None:
     judge, every = setting(6, 4, 8, 2)
-    again, _ = setting(6, 4, 8, 2)
+    recomputed, _ = setting(6, 4, 8, 2)
     first = [p.candidate for p in best_first(judge, every, 20, flushing).best]
-    assert first == [p.candidate for p in best_first(again, every[::-1], 20, flushing).best]
+    assert first == [p.candidate for p in best_first(recomputed, every[::-1], 20, flushing).best]

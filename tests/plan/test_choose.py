@@ -135,10 +135,12 @@ def test_recomputation_keeps_as_much_as_memory_holds() -> None:
         steps.append(found.step_s)
         assert max(found.memory_bytes) <= part * need
         judge = Predictor(profile, job.train, 4)
-        kept, again = (judge.predict(bare.best.candidate._replace(recompute=how)) for how in ("stage-aware", "layers"))
+        kept, recomputed = (
+            judge.predict(bare.best.candidate._replace(recompute=how)) for how in ("stage-aware", "layers")
+        )
         shares.append(sum(kept.keep or ()))
-        layers.append(len(again.again or ()))
-        assert found.step_s <= min(kept.step_s, again.step_s) * (1 + 1e-9)
+        layers.append(len(recomputed.recomputed or ()))
+        assert found.step_s <= min(kept.step_s, recomputed.step_s) * (1 + 1e-9)
     assert steps == sorted(steps, reverse=True)
     assert shares == sorted(shares)
     assert layers == sorted(layers, reverse=True)
@@ -154,11 +156,11 @@ def test_few_micro_batches_recompute_some_of_their_layers() -> None:
     assert best.candidate.recompute == "layers"
     assert max(best.memory_bytes) <= 0.8 * need
     plan = Plan.model_validate_json(decision.plan.model_dump_json())
-    again = plan.parallel.recompute
-    assert again == tuple(sorted(best.again or ()))
-    assert again
+    recomputed = plan.parallel.recompute
+    assert recomputed == tuple(sorted(best.recomputed or ()))
+    assert recomputed
     for layers in plan.cut:  # its last layers, and not all of them
-        mine = [i for i in layers if i in again]
+        mine = [i for i in layers if i in recomputed]
         assert mine == list(layers[len(layers) - len(mine) :])
         assert len(mine) < len(layers)
     whole = choose(job, make_profile(layers=8, memory_bytes=0.8 * need), search_s=0, policy="largest-microbatch")
@@ -166,7 +168,7 @@ def test_few_micro_batches_recompute_some_of_their_layers() -> None:
     schedule = build_schedule(plan, 64)
     assert simulate(schedule, best.costs).makespan == pytest.approx(best.step_s, rel=0.05)
     row = as_json(decision)["candidates"][0]
-    assert (row["recompute"], row["recomputed_layers"]) == ("layers", list(again))
+    assert (row["recompute"], row["recomputed_layers"]) == ("layers", list(recomputed))
 
 
 def test_nothing_fits_names_the_term_the_excess_and_what_would() -> None:
@@ -247,8 +249,8 @@ def test_wishes_are_kept() -> None:
     assert searched.plan.order is not None
     stale = choose(make_job(batch=16, parallel={"auto": True, "schedule": "pipedream-2bw"}), make_profile(), search_s=0)
     assert stale.plan.parallel.schedule == "pipedream-2bw"  # asked for by name
-    again = choose(make_job(parallel={"auto": True, "replan": True}), make_profile(), search_s=0)
-    assert again.plan.parallel.replan
+    recomputed = choose(make_job(parallel={"auto": True, "replan": True}), make_profile(), search_s=0)
+    assert recomputed.plan.parallel.replan
     with pytest.raises(SpecError, match="stages: 7"):
         choose(make_job(parallel={"auto": True, "stages": 7}), make_profile())
 

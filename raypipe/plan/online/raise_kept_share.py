@@ -84,7 +84,7 @@ class Raiser:
             return
         peaks = [max(step[d].peak for step in self._seen[1:]) for d in range(len(devices))]
         for one in devices:
-            for stage, size in one.again.items():
+            for stage, size in one.recomputed.items():
                 remade = sum(i in self._recompute(self.at) for i in self.plan.cut[stage])
                 self._layer_bytes[stage] = max(self._layer_bytes.get(stage, 0.0), size / remade)
         fits = max(peaks) <= self.cap
@@ -110,10 +110,10 @@ class Raiser:
 
     def _gain(self, costs: CostTable, level: int) -> float:
         """Predicted share of the step that another share of layers saves."""
-        again, then = self._recompute(self.at), self._recompute(level)
+        recomputed, then = self._recompute(self.at), self._recompute(level)
         recompute = []
         for stage, layers in enumerate(self.plan.cut):
-            now = sum(i in again for i in layers)
+            now = sum(i in recomputed for i in layers)
             recompute.append(costs.recompute[stage] * (sum(i in then for i in layers) / now if now else 0.0))
 
         def seconds(level: int, costs: CostTable) -> float:
@@ -149,8 +149,8 @@ def levels(cut: Sequence[Sequence[int]]) -> list[float]:
     found: list[float] = []
     before: frozenset[int] | None = None
     for share in sorted(shares):
-        again = recomputed_after(cut, alphas(stages, share))
-        if again != before:
+        recomputed = recomputed_after(cut, alphas(stages, share))
+        if recomputed != before:
             found.append(share)
-            before = again
+            before = recomputed
     return found

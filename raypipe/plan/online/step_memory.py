@@ -10,5 +10,5 @@ class StepMemory(NamedTuple):
 
     peak: int
     """Allocated at its fullest moment."""
-    again: dict[int, int]
+    recomputed: dict[int, int]
     """Per stage with an R, what one micro-batch's R left allocated."""

@@ -155,9 +155,9 @@ class OOMFallback:
         form = c.form
         share = [min(most[row[s]] for row in form.placement) for s in range(form.stages)]
         costs = self.judge.costs(c)
-        again = tuple((1 - a) * t for a, t in zip(share, costs.recompute, strict=True))
+        recomputed = tuple((1 - a) * t for a, t in zip(share, costs.recompute, strict=True))
         bound = least_step_seconds(
-            form, c.microbatches, replace(costs, recompute=again), self.judge.around(c), frozenset(range(form.stages))
+            form, c.microbatches, replace(costs, recompute=recomputed), self.judge.around(c), frozenset(range(form.stages))
         )  # fmt: skip
         return bound * (1 - 1e-9), c._replace(recompute="stage-aware")
 
@@ -186,10 +186,10 @@ class OOMFallback:
                     if sum(kept[: floor(level / levels * len(kept) + 1e-9)]) <= shares[d] * whole * (1 + 1e-9)
                 ]  # fmt: skip
                 most[d] = max(most[d], max(fits, default=0))
-        again = recomputed_after(cut, shares_kept(form, most, levels))
-        remade = stages_of(cut, again)
+        recomputed = recomputed_after(cut, shares_kept(form, most, levels))
+        remade = stages_of(cut, recomputed)
         if remade:
-            costs = self.judge.costs_with_recompute(c, form, again)
+            costs = self.judge.costs_with_recompute(c, form, recomputed)
         bound = least_step_seconds(form, c.microbatches, costs, self.judge.around(c), remade)
         return bound * (1 - 1e-9), c._replace(recompute="layers")
 

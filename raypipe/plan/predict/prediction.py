@@ -40,7 +40,7 @@ class Prediction:
     """Memory of a device."""
     keep: tuple[float, ...] | None = None
     """Per stage, share of micro-batches not recomputed (stage-aware)."""
-    again: frozenset[int] | None = None
+    recomputed: frozenset[int] | None = None
     """Layers that are recomputed, of those stages that recompute some (``layers``)."""
     order: Schedule | None = None
     """The order of a searched schedule; None where its name generates it."""
@@ -48,7 +48,7 @@ class Prediction:
     @property
     def remade(self) -> frozenset[int] | None:
         """Stages that recompute where only some layers are; None where all may."""
-        return None if self.again is None else stages_of(self.cut, self.again)
+        return None if self.recomputed is None else stages_of(self.cut, self.recomputed)
 
     @property
     def form(self) -> Form:

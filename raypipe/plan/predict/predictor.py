@@ -110,11 +110,11 @@ class Predictor:
             self._tables[key] = self.costs_with_recompute(c, form)
         return self._tables[key]
 
-    def costs_with_recompute(self, c: Candidate, form: Form, again: frozenset[int] | None = None) -> CostTable:
-        """Costs of the candidate's tasks in this form; ``again`` are the layers that an R computes again, else all."""
+    def costs_with_recompute(self, c: Candidate, form: Form, recomputed: frozenset[int] | None = None) -> CostTable:
+        """Costs of the candidate's tasks in this form; ``recomputed`` are the layers that an R computes again, else all."""
         return stage_costs(
             self.profile, self.cut(form.stages, c.microbatch), c.microbatch, form.placement, copies=c.replicas,
-            size=float(form.size), split=not form.joint, again=again,
+            size=float(form.size), split=not form.joint, recomputed=recomputed,
         )  # fmt: skip
 
     def around(self, c: Candidate) -> Around:
@@ -196,12 +196,12 @@ class Predictor:
             ScheduleError: the family has no such shape.
         """
         keep = self._keep(c) if c.recompute == "stage-aware" else None
-        again = self._recompute(c) if c.recompute == "layers" else None
+        recomputed = self._recompute(c) if c.recompute == "layers" else None
         found = Prediction(
             candidate=c, batch=self.train.batch, cut=self.cut(c.form.stages, c.microbatch),
-            costs=self.costs(c) if again is None else self.costs_with_recompute(c, c.form, again),
-            step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory(c, keep, again),
-            capacity=self.profile.memory_bytes, keep=keep, again=again,
+            costs=self.costs(c) if recomputed is None else self.costs_with_recompute(c, c.form, recomputed),
+            step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory(c, keep, recomputed),
+            capacity=self.profile.memory_bytes, keep=keep, recomputed=recomputed,
         )  # fmt: skip
         return self.time(found) if found.fits or timed else found
 
@@ -250,7 +250,7 @@ class Predictor:
         if final and shared and sync != "lazy" and p.fits and (small or p.order is not None):
             order = Order(p.order) if p.order is not None else self._orders.of(c, c.microbatches, p.keep, p.remade)
             if order.tasks <= DIRECT:  # sums under way beside activations
-                held = replace(timed_p, memory=self._order_memory(c, order.whole(sync), p.again))
+                held = replace(timed_p, memory=self._order_memory(c, order.whole(sync), p.recomputed))
                 if not held.fits and "lazy" in self.syncs:
                     lazy = timed("lazy")
                     return replace(p, step_s=lazy.step, compute_s=lazy.compute, busy_s=lazy.busy)
@@ -277,22 +277,22 @@ class Predictor:
         return at_scale(shorter, unit, turn, max(1, most // min(count // unit, 5)), known)
 
     def _order_memory(
-        self, c: Candidate, order: Order, again: frozenset[int] | None = None
+        self, c: Candidate, order: Order, recomputed: frozenset[int] | None = None
     ) -> tuple[DeviceMemory, ...]:  # fmt: skip
         ahead = self.train.clip is not None and not self.around(c).waits(order)
         return device_memory(
             self.profile, self.cut(order.schedule.stages, c.microbatch), order.schedule, c.microbatch,
             copies=c.replicas, optimizer=self.train.optimizer, momentum=self.train.momentum > 0, ahead=ahead,
-            again=again,
+            recomputed=recomputed,
         )  # fmt: skip
 
     def _memory(
-        self, c: Candidate, keep: Keep | None, again: frozenset[int] | None = None
+        self, c: Candidate, keep: Keep | None, recomputed: frozenset[int] | None = None
     ) -> tuple[DeviceMemory, ...]:  # fmt: skip
-        remade = None if again is None else stages_of(self.cut(c.form.stages, c.microbatch), again)
+        remade = None if recomputed is None else stages_of(self.cut(c.form.stages, c.microbatch), recomputed)
 
         def measure(count: int, unit: int | None) -> Figures:
-            devices = self._order_memory(c, self._orders.of(c._replace(unit=unit), count, keep, remade), again)
+            devices = self._order_memory(c, self._orders.of(c._replace(unit=unit), count, keep, remade), recomputed)
             return np.array([value for device in devices for value in device.terms().values()])
 
         def too_large(found: Figures) -> bool:

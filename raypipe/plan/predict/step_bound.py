@@ -41,10 +41,10 @@ def least_step_seconds(
     forward, back, weight = (np.array(costs.by_kind(k)) for k in ("F", "B", "W"))
     if form.skips_first_b:
         back[0] = 0.0
-    again = np.zeros(stages)
+    recomputed = np.zeros(stages)
     for s in recompute | form.recomputes:
-        again[s] = costs.recompute[s]
-    work = forward + back + weight + again
+        recomputed[s] = costs.recompute[s]
+    work = forward + back + weight + recomputed
     returning = float(form.size) * (back + weight if form.joint else back)
 
     hops = np.where(place[:, 1:] != place[:, :-1], np.array(costs.links[:-1]), 0.0)
@@ -71,7 +71,7 @@ def least_step_seconds(
         done = max(after, average, float(one.min()), float((ready + lane).max()))
         return done + around.norm_s + float(update.max())
     # Stage 0 of each replica: its next forward waits for its own last backward, its sum and its update.
-    stage = each * (forward + (back + weight if form.joint else back) + again)
+    stage = each * (forward + (back + weight if form.joint else back) + recomputed)
     round_trip = float((there + stage + home).max()) if each else 0.0
     if replicas * around.copies > 1:
         round_trip += costs.all_reduce[0]

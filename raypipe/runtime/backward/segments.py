@@ -23,29 +23,29 @@ class Segment(NamedTuple):
 
     begin: int
     end: int
-    again: bool
+    recomputed: bool
     """An R computes it again."""
     gives: tuple[bool, ...]
     """Per tensor that it hands to the next segment, whether a gradient comes back; empty for the last one."""
 
 
-def parts_of(layers: Sequence[int], again: Collection[int] | None, finest: bool) -> list[list[int]]:
+def parts_of(layers: Sequence[int], recomputed: Collection[int] | None, finest: bool) -> list[list[int]]:
     """Cut a stage's layers where segments meet; ``finest``: everywhere, for segments that will change."""
     if finest:
         return [[i] for i in layers]
-    if again is None:
+    if recomputed is None:
         return [list(layers)]
-    return [list(run) for _, run in groupby(layers, lambda i: i in again)]
+    return [list(run) for _, run in groupby(layers, lambda i: i in recomputed)]
 
 
 def segments_of(
-    parts: Sequence[Sequence[int]], again: Collection[int] | None, gives: Sequence[tuple[bool, ...]]
+    parts: Sequence[Sequence[int]], recomputed: Collection[int] | None, gives: Sequence[tuple[bool, ...]]
 ) -> tuple[Segment, ...]:
-    """Neighbouring parts of one kind together; without ``again``, all are computed again.
+    """Neighbouring parts of one kind together; without ``recomputed``, all are computed again.
 
     ``gives``: per part, whether gradients come back for what it hands on.
     """
-    kinds = [again is None or part[0] in again for part in parts]
+    kinds = [recomputed is None or part[0] in recomputed for part in parts]
     begins = [0, *(k for k in range(1, len(parts)) if kinds[k] != kinds[k - 1]), len(parts)]
     return tuple(
         Segment(a, b, kinds[a], gives[b - 1] if b < len(parts) else ()) for a, b in pairwise(begins)
@@ -60,13 +60,15 @@ class RecomputeBoundaries:
     """What entered each segment that is computed again."""
     leaves: list[Payload] = field(default_factory=list)
     """What each of them handed to a kept segment: leaves of that one's graph."""
-    again: list[Payload] = field(default_factory=list)
+    recomputed: list[Payload] = field(default_factory=list)
     """The same, computed again."""
 
     def backward(self) -> None:
         """Go on from the leaves, whose gradients are there, through what was computed again."""
-        for leaves, again in zip(reversed(self.leaves), reversed(self.again), strict=True):
-            pairs = [(y, x.grad) for x, y in zip(leaves, again, strict=True) if x.grad is not None and y.requires_grad]
+        for leaves, recomputed in zip(reversed(self.leaves), reversed(self.recomputed), strict=True):
+            pairs = [
+                (y, x.grad) for x, y in zip(leaves, recomputed, strict=True) if x.grad is not None and y.requires_grad
+            ]
             if pairs:
                 torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
 

@@ -53,7 +53,7 @@ class StageModule(nn.Module):
     A parameter's name is the same whatever the plan. Parameters tied inside the stage are one parameter under the
     group's first name; those tied across stages stay copies, kept equal by summed gradients.
 
-    ``again`` are the layers that an R of this stage computes again; None for all of them. ``finest``: they may change.
+    ``recomputed`` are the layers that an R of this stage computes again; None for all of them. ``finest``: they may change.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class StageModule(nn.Module):
         seed: int,
         device: torch.device,
         split: bool,
-        again: Collection[int] | None = None,
+        recomputed: Collection[int] | None = None,
         finest: bool = False,
     ) -> None:
         super().__init__()
         self.layers = tuple(layers)
         """Numbers of the layers it holds."""
-        self.parts = parts_of(layers, again, finest)
+        self.parts = parts_of(layers, recomputed, finest)
         whole = len(self.parts) == 1
         self.body: StageBody = (
             model.build_stage(layers, seed, device) if whole else Chain(model, self.parts, seed, device)
         )
         self._gives = [tuple(t.differentiable for t in model.crossing(part[-1], 1)) for part in self.parts[:-1]]
-        self.set_recomputed(again)
+        self.set_recomputed(recomputed)
         self.named = self.body.named()
         self.shards = {name: model.shards[name] for name in self.named if name in model.shards}
         """How the parameters are cut that this is one member's share of."""
@@ -104,15 +104,15 @@ class StageModule(nn.Module):
             joint = [self.body.get_parameter(path) for path in defer_weight_gradients(self.body, self.queue)]
             self.joint_names += [names[id(parameter)] for parameter in joint if parameter.dim() > 1]
 
-    def set_recomputed(self, again: Collection[int] | None) -> None:
+    def set_recomputed(self, recomputed: Collection[int] | None) -> None:
         """Change what an R computes again: any layers of a stage that was made the finest way."""
-        self.segments = segments_of(self.parts, again, self._gives)
+        self.segments = segments_of(self.parts, recomputed, self._gives)
         """Runs of layers that are kept or computed again, in order."""
 
     @property
     def recomputes_whole(self) -> bool:
         """An R computes all of it again."""
-        return len(self.segments) == 1 and self.segments[0].again
+        return len(self.segments) == 1 and self.segments[0].recomputed
 
     def forward(self, arrived: Payload, inputs: Inputs, segment: Segment | None = None) -> Payload:
         """Run the layers on one micro-batch, or a segment of them."""

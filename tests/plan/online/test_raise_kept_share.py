@@ -32,10 +32,10 @@ def raiser(cap_mb: float) -> Raiser:
 
 def devices(search: Raiser, level: int, more: float = 1.0) -> list[StepMemory]:
     """100 MiB, the layers of the micro-batch that goes back, and those that the others in flight keep."""
-    again = recomputed_after(CUT, alphas(8, search.levels[level]))
+    recomputed = recomputed_after(CUT, alphas(8, search.levels[level]))
     found = []
     for s, layers in enumerate(CUT):
-        remade = sum(i in again for i in layers)
+        remade = sum(i in recomputed for i in layers)
         kept = (search.flight[s, s] - 1) * (len(layers) - remade) * LAYER * more
         found.append(StepMemory(round(100 * MB + 6 * LAYER + kept), {s: remade * LAYER} if remade else {}))
     return found
@@ -43,8 +43,8 @@ def devices(search: Raiser, level: int, more: float = 1.0) -> list[StepMemory]:
 
 def costs(search: Raiser) -> CostTable:
     """A layer takes 1/6; R as many as are computed again."""
-    again = recomputed_after(CUT, alphas(8, search.levels[search.at]))
-    return replace(CostTable.even(8), recompute=tuple(sum(i in again for i in layers) / 6 for layers in CUT))
+    recomputed = recomputed_after(CUT, alphas(8, search.levels[search.at]))
+    return replace(CostTable.even(8), recompute=tuple(sum(i in recomputed for i in layers) / 6 for layers in CUT))
 
 
 def step_seconds(search: Raiser) -> float:

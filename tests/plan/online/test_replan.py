@@ -58,8 +58,8 @@ def test_a_searched_order_is_searched_again(text_folder: Path) -> None:
     assert swap.target.plan.cut == present.plan.cut
     assert swap.predicted_s == pytest.approx(step_seconds(swap.target.schedule, uneven(4), True, swap.target.ahead))
     assert swap.target.schedule == build_schedule(swap.target.plan, job.train.batch)  # what a resumed run would build
-    again = better_plan(swap.target, job.train.batch, True, uneven(4))
-    assert again.gain >= 0  # it begins from the order it has
+    recomputed = better_plan(swap.target, job.train.batch, True, uneven(4))
+    assert recomputed.gain >= 0  # it begins from the order it has
     assert max(peak_activations(swap.target.schedule)) <= 4
 
 
@@ -319,5 +319,5 @@ def test_swaps_between_two_steps_change_no_loss(
         log = RunLog(tmp_path)
         Driver(job, kept, tmp_path, log, lambda *_: None).run(stage_pool(4), saved[24], 24)
         log.close()
-        again = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row][steps:]
-        assert again == pytest.approx(expected[24:], abs=1e-9, rel=0)
+        recomputed = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row][steps:]
+        assert recomputed == pytest.approx(expected[24:], abs=1e-9, rel=0)

@@ -34,9 +34,11 @@ def test_gradients_are_those_of_keeping_everything(case, which, split) -> None:
     rows = model.task.complete(CASES[case][1])
     cut = even_cut(model, 2)
     begin, step = {"last": (1, 1), "first": (0, 1), "every second": (0, 2)}[which]
-    again = {i for part in cut for i in (list(part)[begin::step] if which != "first" else list(part)[:1])}
+    recomputed = {i for part in cut for i in (list(part)[begin::step] if which != "first" else list(part)[:1])}
     plain = run_step(model, cut, rows, torch.float64, MICROBATCH, split=split)
-    assert_same(run_step(model, cut, rows, torch.float64, MICROBATCH, split=split, recompute=True, again=again), plain)
+    assert_same(
+        run_step(model, cut, rows, torch.float64, MICROBATCH, split=split, recompute=True, recomputed=recomputed), plain
+    )
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -49,7 +51,7 @@ def test_of_the_built_in_model_on_one_stage(split, finest) -> None:
     rows = {"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}
     plain = run_step(model, even_cut(model, 1), rows, torch.float64, 1, split=split)
     made = run_step(
-        model, even_cut(model, 1), rows, torch.float64, 1, split=split, recompute=True, again={1, 3}, finest=finest
+        model, even_cut(model, 1), rows, torch.float64, 1, split=split, recompute=True, recomputed={1, 3}, finest=finest
     )
     assert_same(made, plain)
     assert made.stages[0].named.keys() == plain.stages[0].named.keys()

@@ -164,9 +164,9 @@ def test_what_arrived_is_not_kept_with_them() -> None:
         seen: list[Tensor] = []
         with casts.forward(), torch.autograd.graph.saved_tensors_hooks(lambda x: (seen.append(x), x)[1], lambda x: x):
             y = torch.nn.functional.linear(entering, weight)
-            again = torch.nn.functional.linear(entering, weight)
+            recomputed = torch.nn.functional.linear(entering, weight)
         activations = {x.data_ptr() for x in seen if x.shape == (2, 4)}
         assert len(activations) == 2  # each its own
         assert len({x.data_ptr() for x in seen if x.shape == (4, 4)}) == 1
-        (y.sum() + again.sum()).backward()
+        (y.sum() + recomputed.sum()).backward()
         assert arrived.grad is not None
