@@ -27,9 +27,9 @@ class TensorRankWork(NamedTuple):
     """One layer, as each member of the group has it."""
 
     work: LayerWork
-    forward_sums: tuple[float, ...]
+    forward_all_reduces: tuple[float, ...]
     """Bytes of each sum over the group in the forward of one sample."""
-    backward_sums: tuple[float, ...]
+    backward_all_reduces: tuple[float, ...]
     gathers: tuple[float, ...] = ()
     """Bytes of each whole tensor that is put together from the members' shares in the forward of one sample."""
 
@@ -162,9 +162,9 @@ def tensor_profile(
     def timed(layer: LayerProfile, tensor_rank: TensorRankWork) -> LayerProfile:
         times = {}
         for samples, t in layer.times.items():
-            there = exchanged("all_reduce", tensor_rank.forward_sums, samples)
+            there = exchanged("all_reduce", tensor_rank.forward_all_reduces, samples)
             there += exchanged("all_gather", tensor_rank.gathers, samples)
-            back = exchanged("all_reduce", tensor_rank.backward_sums, samples)
+            back = exchanged("all_reduce", tensor_rank.backward_all_reduces, samples)
             sums = {"forward": there, "recompute": there, "input_grad": back, "joint": back, "weight_grad": 0.0}
             if sub_pipelined:
                 both = {name: 2 * max(getattr(t, name), added) for name, added in sums.items()}

@@ -131,8 +131,8 @@ class _Sums:
     """Values of the parameters that products read."""
     tables: dict[str, float] = field(default_factory=dict)
     """Bytes of the parameters that are looked up in."""
-    forward_sums: list[float] = field(default_factory=list)
-    backward_sums: list[float] = field(default_factory=list)
+    forward_all_reduces: list[float] = field(default_factory=list)
+    backward_all_reduces: list[float] = field(default_factory=list)
     gathers: list[float] = field(default_factory=list)
 
 
@@ -179,7 +179,7 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRa
         workspace_bytes=max(sums.largest, sums.scores, sums.loss), workspace_fixed_bytes=max(0.0, fixed - sums.loss),
         split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss),
     )  # fmt: skip
-    return TensorRankWork(work, tuple(sums.forward_sums), tuple(sums.backward_sums), tuple(sums.gathers))
+    return TensorRankWork(work, tuple(sums.forward_all_reduces), tuple(sums.backward_all_reduces), tuple(sums.gathers))
 
 
 def _count(c: _Counted, i: int, sums: _Sums) -> None:
@@ -210,9 +210,9 @@ def _count(c: _Counted, i: int, sums: _Sums) -> None:
     else:
         _plain(c, i, sums)
     if name == "reduce_from_group":
-        sums.forward_sums.append(c.bytes(i))
+        sums.forward_all_reduces.append(c.bytes(i))
     elif name == "copy_to_group" and wanted:
-        sums.backward_sums.append(c.bytes(i))
+        sums.backward_all_reduces.append(c.bytes(i))
     elif name == "gather_from_group":
         sums.gathers.append(c.bytes(i))
 

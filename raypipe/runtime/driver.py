@@ -398,7 +398,7 @@ class Driver:
         self.counts["p2p_bytes"] = sum(r.received_bytes for r in results)
         self.counts["all_reduce"] = round(math.fsum(r.all_reduces for r in results))
         if self.plan.parallel.tensor > 1:
-            self.counts["tensor_all_reduce"] = sum(r.tensor_sums for r in results) // self.plan.parallel.tensor
+            self.counts["tensor_all_reduce"] = sum(r.tensor_all_reduces for r in results) // self.plan.parallel.tensor
         self.last_metrics |= {"loss": loss}
         self.log.metric(
             {

@@ -33,7 +33,7 @@ class StepResult:
     """Of the tensors in them."""
     all_reduces: float
     """Gradient all-reduces; each of a group's members counts its share of one."""
-    tensor_sums: int
+    tensor_all_reduces: int
     """All-reduces within layers, over this device's members."""
     memory: StepMemory
     """What was measured of it, where it was."""

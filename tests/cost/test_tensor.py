@@ -74,8 +74,8 @@ def test_sums_are_as_large_as_the_layers_make_them(dtype, index):
                 y = model.task.loss(layer(x), {"shift_labels": ids})
         there, group.bytes = group.bytes, []
         y.backward()
-    assert there == [SAMPLES * one for one in tensor_rank.forward_sums]
-    assert group.bytes == [SAMPLES * one for one in tensor_rank.backward_sums]
+    assert there == [SAMPLES * one for one in tensor_rank.forward_all_reduces]
+    assert group.bytes == [SAMPLES * one for one in tensor_rank.backward_all_reduces]
 
 
 def test_a_group_of_one_is_the_device():

@@ -82,7 +82,7 @@ class Order:
         return gains_ahead(self.whole(None).schedule, CostTable.even(self.schedule.stages))
 
     @cached_property
-    def sum_order(self) -> tuple[int, ...]:
+    def all_reduce_order(self) -> tuple[int, ...]:
         """Stages in the order in which ``place_gradient_sync`` has them summed: as they get ready at even costs."""
         costs = CostTable.even(self.schedule.stages)
         end = walk(self.graph, costs.durations(self.schedule, self.graph.tasks), 0.0).end

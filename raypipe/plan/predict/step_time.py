@@ -82,12 +82,12 @@ def step_time(order: Order, costs: CostTable, sync: Sync, around: Around, parts:
     done = walk(order.graph, costs.durations(bare, order.graph.tasks), costs.comm)
     check_ran(order.graph, done)
     compute = max(done.end)
-    summed = gradient_sums_end(order, done.end, costs, sync) if shared else compute
+    summed = all_reduces_end(order, done.end, costs, sync) if shared else compute
     update = max(sum(costs.update[s] for s, _ in pairs) for pairs in held(bare))
     return StepTime(max(compute, summed) + around.norm_s + update, compute, busy)
 
 
-def gradient_sums_end(order: Order, end: list[float], costs: CostTable, sync: Sync) -> float:
+def all_reduces_end(order: Order, end: list[float], costs: CostTable, sync: Sync) -> float:
     """When the last gradient sum is done, from the ends of the compute tasks.
 
     Sums run on the devices' network lanes, one after another in one global order, and no compute task waits for one;
@@ -100,7 +100,7 @@ def gradient_sums_end(order: Order, end: list[float], costs: CostTable, sync: Sy
     compute = [max(end[a:b], default=0.0) for a, b in zip(graph.first, graph.first[1:], strict=False)]
     last = order.last_gradients
     free = [0.0] * order.schedule.devices
-    for stage in order.sum_order:
+    for stage in order.all_reduce_order:
         start = 0.0
         for replica, row in enumerate(order.schedule.placement):  # one without a micro-batch takes part all the same
             ready = end[last[stage, replica]] if (stage, replica) in last else 0.0

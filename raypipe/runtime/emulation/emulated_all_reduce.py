@@ -13,7 +13,7 @@ import torch.distributed as dist
 from raypipe.runtime.shared_clock import SharedClock
 
 
-class SumLane:
+class AllReduceLane:
     """The network lane of one device, as the simulator has it: a sum begins when its last holder is there and free.
 
     A thread of its own asks the other holders; so sums go on while the device computes.

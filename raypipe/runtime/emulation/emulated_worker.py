@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from raypipe.runtime.cluster.host_check import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
-from raypipe.runtime.emulation.emulated_all_reduce import SumLane
+from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
 from raypipe.runtime.process import set_up_process
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.shared_clock import SharedClock
@@ -74,7 +74,7 @@ class EmulatedRunner(ProgramRunner):
         super().__init__(setup.microbatches, timeout_s=300.0, senders=senders, receivers=receivers, io_spec=io_spec)
         self.setup = setup
         self.run_clock = run_clock
-        self.sums = SumLane(groups, run_clock)
+        self.sums = AllReduceLane(groups, run_clock)
         self.shares = Shares(world)
         self._waits_for: int | None = None
         self._link_free: dict[int, float] = {}

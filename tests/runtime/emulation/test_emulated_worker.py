@@ -19,7 +19,7 @@ from raypipe.plan.online.calibrate import message_delays
 from raypipe.runtime.communicators import Topology
 from raypipe.runtime.emulation import emulated_all_reduce as emulated_sums
 from raypipe.runtime.emulation import emulated_worker as emulation
-from raypipe.runtime.emulation.emulated_all_reduce import SumLane
+from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
 from raypipe.runtime.emulation.emulated_run import PROCESS_BYTES, Links, check_processes, emulate
 from raypipe.runtime.emulation.emulated_worker import EmulatedRunner, EmulatedSetup, wait_until
 from raypipe.runtime.shared_clock import SharedClock
@@ -184,7 +184,7 @@ def test_sums_and_norms_of_several_hosts_are_on_one_clock(monkeypatch, offset_s)
         everybody[0], everybody[1] = own[0], began + 30 * MS + offset_s
 
     monkeypatch.setattr(emulated_sums.dist, "all_to_all_single", both)
-    lane = SumLane({"stage 0": SimpleNamespace(size=lambda: 2)}, clock)  # type: ignore[dict-item]
+    lane = AllReduceLane({"stage 0": SimpleNamespace(size=lambda: 2)}, clock)  # type: ignore[dict-item]
     lane.join(7, 0, 5 * MS)
     ((index, end),) = lane.finish()
     lane.close()
