@@ -165,11 +165,11 @@ def tensor_profile(
             there = exchanged("all_reduce", tensor_rank.forward_all_reduces, samples)
             there += exchanged("all_gather", tensor_rank.gathers, samples)
             back = exchanged("all_reduce", tensor_rank.backward_all_reduces, samples)
-            sums = {"forward": there, "recompute": there, "input_grad": back, "joint": back, "weight_grad": 0.0}
+            all_reduces = {"forward": there, "recompute": there, "input_grad": back, "joint": back, "weight_grad": 0.0}
             if sub_pipelined:
-                both = {name: 2 * max(getattr(t, name), added) for name, added in sums.items()}
+                both = {name: 2 * max(getattr(t, name), added) for name, added in all_reduces.items()}
             else:
-                both = {name: getattr(t, name) + added for name, added in sums.items()}
+                both = {name: getattr(t, name) + added for name, added in all_reduces.items()}
             times[samples * (1 + sub_pipelined)] = t.model_copy(update=both)
         return layer.model_copy(update={"times": times})
 

@@ -410,10 +410,10 @@ class Executor(ProgramRunner):
         self._fed = {at: held for at, held in self._fed.items() if at >= until}
         # Of several updates in a step (PipeDream), the mean square.
         square = sum(self._squares) / max(1, len(self._squares))
-        sums, group = 0, current_group()
+        all_reduces, group = 0, current_group()
         if isinstance(group, ProcessGroup):
-            sums, group.sums = group.sums, 0
+            all_reduces, group.all_reduces = group.all_reduces, 0
         return StepResult(
-            loss, samples, square, times, self.received, self.received_bytes, reduced, sums, memory,
+            loss, samples, square, times, self.received, self.received_bytes, reduced, all_reduces, memory,
             self.updates.optimistic,
         )  # fmt: skip

@@ -60,7 +60,7 @@ class ProcessGroup:
         """``wait(what, work)`` waits for a collective, and says what it was if it never comes."""
         self.rank, self.size = group.rank(), group.size()
         self._group, self._wait = group, wait
-        self.sums = 0
+        self.all_reduces = 0
         """All-reduces begun."""
 
     def start_all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Wait:
@@ -68,7 +68,7 @@ class ProcessGroup:
         op = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
         work = dist.all_reduce(x, op, group=self._group, async_op=True)
         assert work is not None
-        self.sums += 1
+        self.all_reduces += 1
         return lambda: self._wait("sum over the tensor group", work)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:

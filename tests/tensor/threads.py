@@ -51,12 +51,12 @@ class Meeting:
 class TensorRankWork:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
-        self.sums = 0
+        self.all_reduces = 0
 
     def start_all_reduce(self, x: Tensor, operation: str = "sum") -> Callable[[], object]:
         all_of_them = torch.stack(self.meeting.exchange(self.rank, x))
         x.copy_(all_of_them.sum(0) if operation == "sum" else all_of_them.amax(0))
-        self.sums += 1
+        self.all_reduces += 1
         return lambda: None
 
     def all_gather(self, x: Tensor) -> list[Tensor]:

@@ -60,8 +60,8 @@ def least_step_seconds(
         return max(float((busy + update).max()), average)
     summed, lane, ready = np.zeros(devices), np.zeros(devices), np.zeros(devices)
     if replicas * around.copies > 1:
-        sums = np.broadcast_to(np.array(costs.all_reduce), place.shape)
-        summed, lane = _least(place, sums, devices), _sums(place, sums, devices)
+        all_reduces = np.broadcast_to(np.array(costs.all_reduce), place.shape)
+        summed, lane = _least(place, all_reduces, devices), _sums(place, all_reduces, devices)
         ready = _least(place, np.broadcast_to((there + each * work).max(axis=0), place.shape), devices)
     if around.norm == "wait":
         begin = _least(place, there, devices)

@@ -67,11 +67,11 @@ def step_time(order: Order, costs: CostTable, sync: Sync, around: Around, parts:
     shared = bare.replicas * around.copies > 1
     busy = order.work(costs) / bare.devices
     if bare.versions != "flush":
-        sums = [sum(costs.all_reduce[s] for s, _ in pairs) if shared else 0.0 for pairs in held(bare)]
+        all_reduces = [sum(costs.all_reduce[s] for s, _ in pairs) if shared else 0.0 for pairs in held(bare)]
         updates = [sum(costs.update[s] for s, _ in pairs) for pairs in held(bare)]
         each = bare.microbatches if bare.versions == "stash" else 1
         compute = period(bare, costs, order.graph)
-        return StepTime(compute + max(each * u + a for u, a in zip(updates, sums, strict=True)), compute, busy)
+        return StepTime(compute + max(each * u + a for u, a in zip(updates, all_reduces, strict=True)), compute, busy)
     if not around.waits(order):
         whole = order.whole(sync if shared else None)
         norm: Literal["free", "ahead"] = "free" if around.norm == "free" else "ahead"

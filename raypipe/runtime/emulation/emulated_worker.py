@@ -74,7 +74,7 @@ class EmulatedRunner(ProgramRunner):
         super().__init__(setup.microbatches, timeout_s=300.0, senders=senders, receivers=receivers, io_spec=io_spec)
         self.setup = setup
         self.run_clock = run_clock
-        self.sums = AllReduceLane(groups, run_clock)
+        self.all_reduces = AllReduceLane(groups, run_clock)
         self.shares = Shares(world)
         self._waits_for: int | None = None
         self._link_free: dict[int, float] = {}
@@ -101,7 +101,7 @@ class EmulatedRunner(ProgramRunner):
             if not message.local:
                 del self.p2p_buffers[self._slot(message)]
         if action.task.kind == "AR":
-            self.sums.join(self._index, action.task.stage, duration)
+            self.all_reduces.join(self._index, action.task.stage, duration)
             return
         end = begin + duration
         stamps = []
@@ -182,13 +182,13 @@ class EmulatedRunner(ProgramRunner):
         self._ready.clear()
 
     def _finish(self, times: NDArray[np.float64]) -> None:
-        for index, end in self.sums.finish():
+        for index, end in self.all_reduces.finish():
             wait_until(end)
             times[index, 1] = time.monotonic()
 
     def close(self) -> None:
         """End what runs beside the programs."""
-        self.sums.close()
+        self.all_reduces.close()
 
 
 def wait_until(moment: float) -> None:
