@@ -122,7 +122,7 @@ class Driver:
         self._look_back(done)
         self._setup(workers, checkpoint)
         last = self._loop(workers, done)
-        self._tell(self._observe("the prediction", self.clock.predict, at_end=True), last)
+        self._report(self._observe("the prediction", self.clock.predict, at_end=True), last)
         self.memory_bytes = ray.get(workers.call("memory_bytes"))
 
     def _look_back(self, done: int) -> None:
@@ -226,7 +226,7 @@ class Driver:
                 self._raise(workers, self.raiser, step)
             if self.replanner is not None:
                 target = self._observe("planning again", self.replanner.take)
-                self._tell_news(self.replanner, step)
+                self._report_events(self.replanner, step)
                 if target is not None:
                     self._swap(workers, target)
             pending.append(_Ticket("step", step + 1, workers.call("run_step", step, part), self.clock, part))
@@ -369,14 +369,14 @@ class Driver:
             if raiser.done:
                 self._begin_replanning()
 
-    def _tell_news(self, replanner: Replanner, step: int) -> None:
+    def _report_events(self, replanner: Replanner, step: int) -> None:
         for news in replanner.news:
             self.log.event(news.event, step=step, **news.fields)
         if replanner.news:
             self._save_plan()
         replanner.news.clear()
 
-    def _tell(self, prediction: Prediction | None, step: int) -> None:
+    def _report(self, prediction: Prediction | None, step: int) -> None:
         if prediction is not None:
             self.log.event("predicted", step=step, step_s=prediction.step_s, bubble_ratio=prediction.bubble_ratio)
 
@@ -412,7 +412,7 @@ class Driver:
             }
         )
         prediction = self._observe("the prediction", ticket.clock.predict)
-        self._tell(prediction, step)
+        self._report(prediction, step)
         if self.raiser is not None and ticket.clock is self.clock:
             memory = [r.memory for r in results[:: self.plan.parallel.tensor]]
             self._observe("the search for parallel.alphas", self.raiser.saw, memory, step_s, self.clock.so_far)
@@ -420,7 +420,7 @@ class Driver:
             if ticket.clock is self.clock:  # not a step that was queued before the plan changed
                 costs = prediction.costs if prediction is not None else None
                 self._observe("planning again", self.replanner.saw, step_s, costs)
-            self._tell_news(self.replanner, step)
+            self._report_events(self.replanner, step)
 
 
 def tied_holders(plan: Plan, schedule: Schedule, model: LayeredModel) -> tuple[TiedHolders, ...]:

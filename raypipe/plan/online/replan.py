@@ -120,7 +120,7 @@ class Replanner:
         """Plan again, beside the step loop."""
         if self._planned_on is not None:
             kind, stage, ratio = largest_change(self._planned_on, costs)
-            self._tell("refitted", task=kind, stage=stage, ratio=ratio)
+            self._report("refitted", task=kind, stage=stage, ratio=ratio)
         self._planned_on = costs
         self._measured = self._steps[-WATCHED:]
         self.state = "searching"
@@ -138,7 +138,7 @@ class Replanner:
     def _decide(self) -> None:
         found, self._found = self._found, None
         if not isinstance(found, Swap):
-            self._tell("kept", gain=0.0, reason=f"planning again failed: {found}")
+            self._report("kept", gain=0.0, reason=f"planning again failed: {found}")
             self._settle()
             return
         measured = Times.of(self._measured)
@@ -148,10 +148,10 @@ class Replanner:
             reason = "nothing promises more"
             if found.gain > 0:
                 reason = f"{found.change} promises less than {least:.1%}, what a swap has to"
-            self._tell("kept", gain=found.gain, reason=reason, **times)
+            self._report("kept", gain=found.gain, reason=reason, **times)
             self._settle()
         else:
-            self._tell("replanned", change=found.change, gain=found.gain, **times)
+            self._report("replanned", change=found.change, gain=found.gain, **times)
             self._swap, self._before, self._next, self.state = found, self.present, found.target, "watching"
 
     def _judge(self, swap: Swap | None, before: Running | None) -> None:
@@ -162,13 +162,13 @@ class Replanner:
         gain = 1.0 - now.middle / was.middle
         if abs(gain) < 2.0 * math.hypot(was.doubt, now.doubt) and len(self._steps) <= UNSURE * WATCHED:
             return  # the next steps may tell
-        self._tell(
+        self._report(
             "realised", change=swap.change, gain=gain, predicted_gain=swap.gain, before_s=was.middle,
             after_s=now.middle, steps=now.number,
         )  # fmt: skip
         self._left -= 1
         if gain < 0:
-            self._tell("reverted", change=swap.change)
+            self._report("reverted", change=swap.change)
             self._tried.add(key(swap.target.plan))
             self._lost, self._next, self.state = (swap, now.middle), before, "returning"
         else:
@@ -182,7 +182,7 @@ class Replanner:
         self._lost = None
         gain = 1.0 - rival_s / now.middle
         if gain >= max(THRESHOLD, 2.0 * now.doubt):
-            self._tell("restored", change=swap.change, gain=gain, before_s=now.middle, after_s=rival_s)
+            self._report("restored", change=swap.change, gain=gain, before_s=now.middle, after_s=rival_s)
             self._tried.discard(key(swap.target.plan))
             self._tried.add(key(self.present.plan))
             self._next = swap.target
@@ -209,7 +209,7 @@ class Replanner:
             was, now = Times.of(self._steps[:WATCHED]), Times.of(self._steps[-WATCHED:])
             change = now.middle / was.middle - 1.0
             if abs(change) > max(DRIFT, 3.0 * math.hypot(was.doubt, now.doubt)):
-                self._tell("drifted", was_s=was.middle, now_s=now.middle)
+                self._report("drifted", was_s=was.middle, now_s=now.middle)
                 self._tried.clear()
                 self._calm = min(2 * self._calm, CALMEST)
                 self._measure()
@@ -222,7 +222,7 @@ class Replanner:
     def _measure(self) -> None:
         self._next, self.state, self._left = self.present, "measuring", SWAPS  # the same plan, measured anew
 
-    def _tell(self, event: str, **fields: Any) -> None:
+    def _report(self, event: str, **fields: Any) -> None:
         self.news.append(News(event, fields))
 
 
