@@ -1,6 +1,6 @@
 """The driver: starts the stage actors, keeps their queues filled, collects what they report, saves checkpoints.
 
-It never stands between two devices: every device has its whole step as a program, and at least ``AHEAD`` steps are
+It never stands between two devices: every device has its whole step as a program, and at least ``QUEUED_STEPS`` steps are
 queued with it, so that no device waits for the driver.
 """
 
@@ -45,7 +45,7 @@ from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.counted import check_counted
 from raypipe.schedule.lowering.programs import Program, edges, programs, step_programs
 
-AHEAD = 2
+QUEUED_STEPS = 2
 """Steps queued with the actors beyond the one being collected."""
 
 DISCARD_S = 60.0
@@ -246,7 +246,7 @@ class Driver:
             if saves:
                 save.refs = workers.call("save", self._checkpoint_path(step + 1))
                 pending.append(save)
-            while sum(t.kind == "step" for t in pending) > AHEAD:
+            while sum(t.kind == "step" for t in pending) > QUEUED_STEPS:
                 self._collect(pending.popleft())
             through = step + 1
         self._collect_all(pending)

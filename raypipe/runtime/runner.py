@@ -26,11 +26,11 @@ from raypipe.runtime.cast_messages import MessageCast
 from raypipe.runtime.clock import clock_for
 from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, StageIOSpec, TensorSpec
 from raypipe.runtime.transport.waiting import Progress
-from raypipe.schedule.lowering.programs import Action, Ahead, Message, Program
+from raypipe.schedule.lowering.programs import Action, Message, Program, RunAhead
 
 Payload = tuple[Tensor, ...]
 """The tensors one stage hands to another for one micro-batch."""
-NOTHING_AHEAD = Ahead(0, {})
+NO_RUN_AHEAD = RunAhead(0, {})
 CPU = torch.device("cpu")
 
 
@@ -112,7 +112,7 @@ class ProgramRunner(ABC):
 
     def _run_head(self, times: NDArray[np.float64]) -> int:
         """Run ahead of the last update, then settle it; returns the task to go on with."""
-        head = self.program.ahead or NOTHING_AHEAD
+        head = self.program.ahead or NO_RUN_AHEAD
         for source, count in head.arrivals.items():
             self._announce(source, 0, count)
         ran, stands = 0, None
@@ -133,7 +133,7 @@ class ProgramRunner(ABC):
         self._post({})
         return 0
 
-    def _break_off(self, ran: int, head: Ahead) -> None:
+    def _break_off(self, ran: int, head: RunAhead) -> None:
         """Leave nothing of attempt 0 in any channel: send what is still expected, read what is still due."""
         actions = self.program.actions
         for message in (m for action in actions[ran : head.tasks] for m in action.sends if not m.local):

@@ -17,7 +17,7 @@ from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
 from raypipe.runtime.communicators import Topology, rendezvous_of
-from raypipe.runtime.driver import AHEAD
+from raypipe.runtime.driver import QUEUED_STEPS
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup, EmulatedStage
 from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule.costs import CostTable
@@ -248,7 +248,7 @@ def _steps(workers: WorkerGroup, clock: StepClock, schedule: Schedule, steps: in
     for step in range(steps):
         part = WHOLE if schedule.versions == "flush" else (step == 0, step == steps - 1)
         pending.append((part, workers.call("run_step", step, part)))
-        if len(pending) > AHEAD:
+        if len(pending) > QUEUED_STEPS:
             collect()
     while pending:
         collect()

@@ -40,7 +40,7 @@ class Action(NamedTuple):
     sends: tuple[Message, ...]
 
 
-class Ahead(NamedTuple):
+class RunAhead(NamedTuple):
     """The head of a program: what may run before the last step's update is certain (``schedule.ahead``)."""
 
     tasks: int
@@ -62,7 +62,7 @@ class Program:
     """(stage, micro-batch) whose W comes before its B (out of order)."""
     drains: bool = True
     """Nothing is in flight at its end; an asynchronous step's program may leave the next step's forwards."""
-    ahead: Ahead | None = None
+    ahead: RunAhead | None = None
     """None: an update is certain before the next step begins."""
 
 
@@ -112,7 +112,7 @@ def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> li
     return [
         Program(
             d, actions, {src: tuple(m) for src, m in arrivals[d].items()}, recomputed, weights_first, drains,
-            Ahead(heads[d], early[d]) if ahead else None,
+            RunAhead(heads[d], early[d]) if ahead else None,
         )
         for d, (actions, recomputed, weights_first) in enumerate(lowered)
     ]  # fmt: skip
