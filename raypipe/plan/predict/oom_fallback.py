@@ -157,7 +157,7 @@ class OOMFallback:
         costs = self.judge.costs(c)
         recomputed = tuple((1 - a) * t for a, t in zip(share, costs.recompute, strict=True))
         bound = least_step_seconds(
-            form, c.microbatches, replace(costs, recompute=recomputed), self.judge.around(c), frozenset(range(form.stages))
+            form, c.microbatches, replace(costs, recompute=recomputed), self.judge.overheads(c), frozenset(range(form.stages))
         )  # fmt: skip
         return bound * (1 - 1e-9), c._replace(recompute="stage-aware")
 
@@ -190,7 +190,7 @@ class OOMFallback:
         remade = stages_of(cut, recomputed)
         if remade:
             costs = self.judge.costs_with_recompute(c, form, recomputed)
-        bound = least_step_seconds(form, c.microbatches, costs, self.judge.around(c), remade)
+        bound = least_step_seconds(form, c.microbatches, costs, self.judge.overheads(c), remade)
         return bound * (1 - 1e-9), c._replace(recompute="layers")
 
     def _largest(self, p: Prediction) -> list[float]:

@@ -23,7 +23,7 @@ from raypipe.plan.predict.oom_fallback import OOMFallback, shares_kept
 from raypipe.plan.predict.orders import Keep, Order, Orders
 from raypipe.plan.predict.prediction import Prediction, stages_of
 from raypipe.plan.predict.step_bound import least_step_seconds
-from raypipe.plan.predict.step_time import Around, StepTime, step_time
+from raypipe.plan.predict.step_time import StepOverheads, StepTime, step_time
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes.sync import Sync
@@ -117,15 +117,15 @@ class Predictor:
             size=float(form.size), split=not form.joint, recomputed=recomputed,
         )  # fmt: skip
 
-    def around(self, c: Candidate) -> Around:
+    def overheads(self, c: Candidate) -> StepOverheads:
         """What its step has besides tasks."""
         if self.train.clip is None:
-            return Around(copies=c.replicas)
+            return StepOverheads(copies=c.replicas)
         key = (c.stages, c.replicas)
         if key not in self._norms:
             everyone = Layout.of(range(c.groups), self.profile.devices_per_host)
             self._norms[key] = collective_seconds(self.profile, "all_reduce", 8.0, everyone)
-        return Around(copies=c.replicas, norm=c.update, norm_s=self._norms[key])
+        return StepOverheads(copies=c.replicas, norm=c.update, norm_s=self._norms[key])
 
     def on(self, grid: Grid) -> Iterator[Candidate]:
         """See ``Judge``."""
@@ -173,7 +173,7 @@ class Predictor:
         form = c.form
         if self._static(c.stages / form.replicas) > self.profile.memory_bytes:
             return float("inf")
-        return least_step_seconds(form, c.microbatches, self.costs(c), self.around(c)) * (1 - 1e-9)
+        return least_step_seconds(form, c.microbatches, self.costs(c), self.overheads(c)) * (1 - 1e-9)
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
         """See ``Judge``."""
@@ -222,16 +222,16 @@ class Predictor:
         No placement ends a step sooner than eager sums do, so a search needs no other. ``final``: the simplest that is
         as good and whose buffers fit, and the parts of the step.
         """
-        c, costs, around = p.candidate, p.costs, self.around(p.candidate)
+        c, costs, overheads = p.candidate, p.costs, self.overheads(p.candidate)
         shared = p.form.replicas * c.replicas > 1
 
         def timed(sync: Sync) -> StepTime:
             if p.order is not None:
-                return step_time(Order(p.order), costs, sync, around, parts=final)
+                return step_time(Order(p.order), costs, sync, overheads, parts=final)
 
             def figures(count: int, unit: int | None) -> Figures:
                 order = self._orders.of(c._replace(unit=unit), count, p.keep, p.remade)
-                return np.array(step_time(order, costs, sync, around, parts=final))
+                return np.array(step_time(order, costs, sync, overheads, parts=final))
 
             return StepTime(*map(float, self._at_scale(c, figures, FINAL if final else None)))
 
@@ -279,7 +279,7 @@ class Predictor:
     def _order_memory(
         self, c: Candidate, order: Order, recomputed: frozenset[int] | None = None
     ) -> tuple[DeviceMemory, ...]:  # fmt: skip
-        ahead = self.train.clip is not None and not self.around(c).waits(order)
+        ahead = self.train.clip is not None and not self.overheads(c).waits(order)
         return device_memory(
             self.profile, self.cut(order.schedule.stages, c.microbatch), order.schedule, c.microbatch,
             copies=c.replicas, optimizer=self.train.optimizer, momentum=self.train.momentum > 0, ahead=ahead,

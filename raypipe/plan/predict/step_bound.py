@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.plan.predict.form import Form
-from raypipe.plan.predict.step_time import Around
+from raypipe.plan.predict.step_time import StepOverheads
 from raypipe.schedule.costs import CostTable
 
 Times = NDArray[np.float64]
 
 
 def least_step_seconds(
-    form: Form, microbatches: int, costs: CostTable, around: Around, recompute: frozenset[int] = frozenset()
+    form: Form, microbatches: int, costs: CostTable, overheads: StepOverheads, recompute: frozenset[int] = frozenset()
 ) -> float:
     """No step of this form takes less.
 
@@ -59,21 +59,21 @@ def least_step_seconds(
     if form.versions != "flush":
         return max(float((busy + update).max()), average)
     summed, lane, ready = np.zeros(devices), np.zeros(devices), np.zeros(devices)
-    if replicas * around.copies > 1:
+    if replicas * overheads.copies > 1:
         all_reduces = np.broadcast_to(np.array(costs.all_reduce), place.shape)
         summed, lane = _least(place, all_reduces, devices), _sums(place, all_reduces, devices)
         ready = _least(place, np.broadcast_to((there + each * work).max(axis=0), place.shape), devices)
-    if around.norm == "wait":
+    if overheads.norm == "wait":
         begin = _least(place, there, devices)
         end = _least(place, home, devices) if form.joint else np.zeros(devices)
         one = there[:, -1] + forward[-1] + returning[-1] + home[:, -1]
         after = float((begin + busy + np.maximum(end, summed)).max())
         done = max(after, average, float(one.min()), float((ready + lane).max()))
-        return done + around.norm_s + float(update.max())
+        return done + overheads.norm_s + float(update.max())
     # Stage 0 of each replica: its next forward waits for its own last backward, its sum and its update.
     stage = each * (forward + (back + weight if form.joint else back) + recomputed)
     round_trip = float((there + stage + home).max()) if each else 0.0
-    if replicas * around.copies > 1:
+    if replicas * overheads.copies > 1:
         round_trip += costs.all_reduce[0]
     return max(float((busy + update).max()), average, float(lane.max()), round_trip + costs.update[0])
 

@@ -20,7 +20,7 @@ Norm = Literal["free", "wait", "auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Around:
+class StepOverheads:
     """What a step has besides its compute tasks."""
 
     copies: int = 1
@@ -45,7 +45,7 @@ class StepTime(NamedTuple):
     """Mean time that a device computes."""
 
 
-def step_time(order: Order, costs: CostTable, sync: Sync, around: Around, parts: bool = True) -> StepTime:
+def step_time(order: Order, costs: CostTable, sync: Sync, overheads: StepOverheads, parts: bool = True) -> StepTime:
     """Time a step.
 
     Where updates wait for the norm: every device's compute and gradient sums, the norm, then the longest update. Where
@@ -64,7 +64,7 @@ def step_time(order: Order, costs: CostTable, sync: Sync, around: Around, parts:
         ScheduleError: the order cannot run.
     """
     bare = order.schedule
-    shared = bare.replicas * around.copies > 1
+    shared = bare.replicas * overheads.copies > 1
     busy = order.work(costs) / bare.devices
     if bare.versions != "flush":
         all_reduces = [sum(costs.all_reduce[s] for s, _ in pairs) if shared else 0.0 for pairs in held(bare)]
@@ -72,9 +72,9 @@ def step_time(order: Order, costs: CostTable, sync: Sync, around: Around, parts:
         each = bare.microbatches if bare.versions == "stash" else 1
         compute = period(bare, costs, order.graph)
         return StepTime(compute + max(each * u + a for u, a in zip(updates, all_reduces, strict=True)), compute, busy)
-    if not around.waits(order):
+    if not overheads.waits(order):
         whole = order.whole(sync if shared else None)
-        norm: Literal["free", "ahead"] = "free" if around.norm == "free" else "ahead"
+        norm: Literal["free", "ahead"] = "free" if overheads.norm == "free" else "ahead"
         step = period(whole.schedule, costs, whole.graph, norm)
         nothing = (0.0,) * costs.stages
         alone = replace(costs, all_reduce=nothing, update=nothing)
@@ -84,7 +84,7 @@ def step_time(order: Order, costs: CostTable, sync: Sync, around: Around, parts:
     compute = max(done.end)
     summed = all_reduces_end(order, done.end, costs, sync) if shared else compute
     update = max(sum(costs.update[s] for s, _ in pairs) for pairs in held(bare))
-    return StepTime(max(compute, summed) + around.norm_s + update, compute, busy)
+    return StepTime(max(compute, summed) + overheads.norm_s + update, compute, busy)
 
 
 def all_reduces_end(order: Order, end: list[float], costs: CostTable, sync: Sync) -> float:

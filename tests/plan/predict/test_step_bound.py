@@ -12,7 +12,7 @@ from raypipe.plan.candidate import SYNCS
 from raypipe.plan.predict.form import Form, form_of
 from raypipe.plan.predict.orders import Order
 from raypipe.plan.predict.step_bound import least_step_seconds
-from raypipe.plan.predict.step_time import Around, Norm, step_time
+from raypipe.plan.predict.step_time import Norm, StepOverheads, step_time
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.shape import Concat, Shape
@@ -52,10 +52,10 @@ def test_no_step_is_faster_than_its_bound(name: str) -> None:
         costs = random_costs(schedule.stages, rng)
         copies = rng.choice([1, 3])
         norm = rng.choice(get_args(Norm))
-        around = Around(copies=copies, norm=norm, norm_s=0.1 if norm == "wait" else 0.0)
+        overheads = StepOverheads(copies=copies, norm=norm, norm_s=0.1 if norm == "wait" else 0.0)
         for sync in SYNCS:
-            step = step_time(Order(schedule), costs, sync, around).step
-            assert least_step_seconds(form, count, costs, around) <= step * (1 + 1e-9)
+            step = step_time(Order(schedule), costs, sync, overheads).step
+            assert least_step_seconds(form, count, costs, overheads) <= step * (1 + 1e-9)
         checked += 1
     assert checked > 5
 
@@ -74,6 +74,6 @@ def test_bounds_that_the_closed_forms_reach(name: str, makespan: str) -> None:
     depth, count = 4, 8
     form = form_of(name, depth)
     assert isinstance(form, Form)
-    bound = least_step_seconds(form, count, CostTable.even(depth), Around(norm="wait"))
+    bound = least_step_seconds(form, count, CostTable.even(depth), StepOverheads(norm="wait"))
     exact = eval(makespan, {"N": count, "D": depth})
     assert bound == exact if name != "chimera-tight" else bound <= exact

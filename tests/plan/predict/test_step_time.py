@@ -10,7 +10,7 @@ import pytest
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import SYNCS
 from raypipe.plan.predict.orders import Order
-from raypipe.plan.predict.step_time import Around, step_time
+from raypipe.plan.predict.step_time import StepOverheads, step_time
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.shape import Shape
@@ -31,9 +31,9 @@ def test_one_copy_stands_for_all(name: str, copies: int) -> None:
     everywhere = replicate(schedule, copies)
     for sync in SYNCS:
         synced = place_gradient_sync(everywhere, sync)
-        free = step_time(Order(schedule), costs, sync, Around(copies=copies))
+        free = step_time(Order(schedule), costs, sync, StepOverheads(copies=copies))
         assert free.step == pytest.approx(period(add_updates(synced), costs), rel=1e-9)
-        barrier = step_time(Order(schedule), costs, sync, Around(copies=copies, norm="wait", norm_s=0.25))
+        barrier = step_time(Order(schedule), costs, sync, StepOverheads(copies=copies, norm="wait", norm_s=0.25))
         updates = max(
             sum(costs.update[s] for row in schedule.placement for s in range(len(row)) if row[s] == d)
             for d in range(schedule.devices)
@@ -49,17 +49,17 @@ def test_eager_sums_are_never_later_than_lazy_ones() -> None:
         rng = random.Random(seed)
         schedule = generate("chimera", Shape(devices=4, microbatches=rng.randint(2, 8)))
         costs = random_costs(4, rng)
-        steps = [step_time(Order(schedule), costs, s, Around(copies=2, norm="wait")).step for s in SYNCS]
+        steps = [step_time(Order(schedule), costs, s, StepOverheads(copies=2, norm="wait")).step for s in SYNCS]
         assert steps[2] <= steps[1] * (1 + 1e-12) <= steps[0] * (1 + 2e-12)
 
 
 def test_asynchronous_steps_add_what_lies_between_two_of_them() -> None:
     costs = replace(random_costs(4, random.Random(1)), comm=0.0, update=(0.5,) * 4, all_reduce=(2.0,) * 4)
     shape = Shape(devices=4, microbatches=8)
-    one = step_time(Order(generate("pipedream-2bw", shape)), costs, "lazy", Around())
-    two = step_time(Order(generate("pipedream-2bw", shape)), costs, "lazy", Around(copies=2))
+    one = step_time(Order(generate("pipedream-2bw", shape)), costs, "lazy", StepOverheads())
+    two = step_time(Order(generate("pipedream-2bw", shape)), costs, "lazy", StepOverheads(copies=2))
     assert (one.step - one.compute, two.step - two.compute) == pytest.approx((0.5, 2.5))
-    stashed = step_time(Order(generate("pipedream", shape)), costs, "lazy", Around())
+    stashed = step_time(Order(generate("pipedream", shape)), costs, "lazy", StepOverheads())
     assert stashed.step - stashed.compute == pytest.approx(4.0)
 
 
@@ -67,4 +67,4 @@ def test_an_order_that_cannot_run_is_an_error() -> None:
     schedule = generate("1f1b", Shape(devices=2, microbatches=2))
     broken = schedule.with_orders([schedule.orders[0][::-1], schedule.orders[1]])
     with pytest.raises(ScheduleError, match="wait"):
-        step_time(Order(broken), random_costs(2, random.Random(0)), "lazy", Around())
+        step_time(Order(broken), random_costs(2, random.Random(0)), "lazy", StepOverheads())
