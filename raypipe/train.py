@@ -237,7 +237,7 @@ def _planned(job: JobSpec, directory: Path, dashboard_port: int | None, say: Cal
     from raypipe.data import declared_fields
     from raypipe.models import build_model
     from raypipe.plan.decision_json import as_json
-    from raypipe.profiling.profile_and_plan import plan_here
+    from raypipe.profiling.profile_and_plan import profile_and_plan
 
     statistics = build_model(job, declared_fields(job.data)).batch_statistics
     if statistics and "microbatch" not in job.parallel.given:
@@ -245,7 +245,7 @@ def _planned(job: JobSpec, directory: Path, dashboard_port: int | None, say: Cal
             "note: this model's loss depends on the size of its micro-batches (batch norm, or a loss of its own), "
             "which the planner chooses; parallel.microbatch fixes it"
         )
-    decision = plan_here(job, directory, directory / "data", dashboard_port, say)
+    decision = profile_and_plan(job, directory, directory / "data", dashboard_port, say)
     told = as_json(decision)
     log = RunLog(directory)
     log.event("planned", **{key: told[key] for key in ("candidates", "searched", "timed", "seconds")})

@@ -118,8 +118,8 @@ def _costs(
         with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
             return job_profile(job, described), shared_profiles(job, described)
     from raypipe.observe.progress import stderr_console
-    from raypipe.profiling.profile_and_plan import profile_here
+    from raypipe.profiling.profile_and_plan import profile_this_machine
 
     console = stderr_console()
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
-        return profile_here(job, devices, None, None, lambda text: console.print(text, style="dim")), {}
+        return profile_this_machine(job, devices, None, None, lambda text: console.print(text, style="dim")), {}

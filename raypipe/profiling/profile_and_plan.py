@@ -25,7 +25,7 @@ SEARCH_S = 1.0
 """Seconds for searching orders: the run searches again on the times that it measures."""
 
 
-def profile_here(
+def profile_this_machine(
     job: JobSpec, devices: int | None, data: Path | None, dashboard_port: int | None, say: Callable[[str], None]
 ) -> Profile:  # fmt: skip
     """A short profile on the Ray cluster there is, or on this machine.
@@ -59,7 +59,7 @@ def _most_measured() -> int:
     return CORES if one_host and not ray.cluster_resources().get("GPU") else sys.maxsize
 
 
-def plan_here(
+def profile_and_plan(
     job: JobSpec, directory: Path, data: Path, dashboard_port: int | None, say: Callable[[str], None]
 ) -> Decision:  # fmt: skip
     """Choose the plan of a job that leaves it to the planner; the profile is kept in the run's directory.
@@ -68,7 +68,7 @@ def plan_here(
         SpecError: no plan fits, or nothing to measure on.
         RunError: a device died while measuring.
     """
-    profile = profile_here(job, None, data, dashboard_port, say)
+    profile = profile_this_machine(job, None, data, dashboard_port, say)
     (directory / PROFILE).write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
     if (warning := profile.noise.warning()) is not None:
         say(warning)

@@ -173,9 +173,9 @@ def update_seconds(found: Iterable[Samples]) -> float:
     return typical(spans)
 
 
-def overhead_seconds(found: Iterable[Samples], stages_here: Iterable[int]) -> float:
+def overhead_seconds(found: Iterable[Samples], own_stages: Iterable[int]) -> float:
     """Between two tasks of a device where the later one waits for no message."""
-    mine = frozenset(stages_here)
+    mine = frozenset(own_stages)
     gaps = []
     for one in found:
         for k, (a, b) in enumerate(zip(one.order, one.order[1:], strict=False)):

@@ -88,18 +88,18 @@ class ProcessGroup:
         return shares
 
 
-class _Here(threading.local):
+class _Current(threading.local):
     group: TensorGroup | None = None
     meanwhile: Callable[[], None] | None = None
 
 
-_here = _Here()
+_current = _Current()
 _everywhere: TensorGroup = Alone()
 
 
 def current_group() -> TensorGroup:
     """This thread's group, or else the process's; a group of one where none was set."""
-    return _here.group or _everywhere
+    return _current.group or _everywhere
 
 
 def set_group(group: TensorGroup) -> None:
@@ -111,27 +111,27 @@ def set_group(group: TensorGroup) -> None:
 @contextmanager
 def group_of_thread(group: TensorGroup) -> Iterator[None]:
     """Make this the group of what the calling thread does inside."""
-    before, _here.group = _here.group, group
+    before, _current.group = _current.group, group
     try:
         yield
     finally:
-        _here.group = before
+        _current.group = before
 
 
 @contextmanager
 def meanwhile(call: Callable[[], None]) -> Iterator[None]:
     """Have ``call`` made in this thread whenever a collective has begun and nothing else can be done before its end."""
-    before, _here.meanwhile = _here.meanwhile, call
+    before, _current.meanwhile = _current.meanwhile, call
     try:
         yield
     finally:
-        _here.meanwhile = before
+        _current.meanwhile = before
 
 
 def all_reduced(x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
     """``x`` combined over the group, in place; what ``meanwhile`` names goes on while it is under way."""
     wait = current_group().start_all_reduce(x, operation)
-    if _here.meanwhile is not None:
-        _here.meanwhile()
+    if _current.meanwhile is not None:
+        _current.meanwhile()
     wait()
     return x

@@ -10,7 +10,7 @@ import pytest
 from raypipe.errors import SpecError
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.plan import load_plan
-from raypipe.profiling import profile_and_plan as plan_here
+from raypipe.profiling import profile_and_plan as profile_and_plan
 from raypipe.runtime.driver import Driver
 from raypipe.train import prepare_run
 from tests.runtime.runs.plain_training import plain_losses
@@ -21,7 +21,7 @@ from tests.runtime.runs.test_exactness import STEPS, make_job
 def test_a_job_that_leaves_everything_to_the_planner(
     stage_pool, text_folder: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(plan_here, "connect_all", lambda *_: 2)
+    monkeypatch.setattr(profile_and_plan, "connect_all", lambda *_: 2)
     job = make_job(text_folder, {"auto": True})
     job = job.model_copy(update={"parallel": type(job.parallel).model_validate("auto")})
     said: list[str] = []
@@ -50,8 +50,8 @@ def test_a_job_that_leaves_everything_to_the_planner(
 
 
 def test_divided_layers_are_refused_before_anything_is_measured(text_folder: Path, monkeypatch) -> None:
-    monkeypatch.setattr(plan_here, "connect_all", lambda *_: pytest.fail("connected"))
+    monkeypatch.setattr(profile_and_plan, "connect_all", lambda *_: pytest.fail("connected"))
     job = make_job(text_folder, {"auto": True, "tensor": 2})
     job = job.model_copy(update={"parallel": type(job.parallel).model_validate({"auto": True, "tensor": 2})})
     with pytest.raises(SpecError, match="not measured"):
-        plan_here.profile_here(job, None, None, None, print)
+        profile_and_plan.profile_this_machine(job, None, None, None, print)
