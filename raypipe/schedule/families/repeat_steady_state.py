@@ -14,7 +14,7 @@ from raypipe.schedule.walk import walk
 _new = tuple.__new__  # a quarter of the time of Task(...), and long schedules are mostly this
 
 
-def stretch(schedule: Schedule, count: int, costs: CostTable, turn: int = 1) -> Schedule | None:
+def repeat_steady_state(schedule: Schedule, count: int, costs: CostTable, turn: int = 1) -> Schedule | None:
     """The schedule with ``count`` micro-batches, or None where it has no steady state to repeat.
 
     On every device the tasks from one forward to the one ``turn`` micro-batches later must be the same as the turn

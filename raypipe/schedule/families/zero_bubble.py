@@ -8,7 +8,7 @@ from collections.abc import Callable
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.greedy import Ordered, Policy, order_greedily, whole_step
-from raypipe.schedule.families.repeat_steady_state import stretch
+from raypipe.schedule.families.repeat_steady_state import repeat_steady_state
 from raypipe.schedule.ir import Kind, Schedule
 from raypipe.schedule.shape import Shape
 
@@ -101,7 +101,7 @@ def _search(
     for turn in (1, 2, 3):
         short = rounds + (count - rounds) % turn
         found = best[0] if short == rounds else order_greedily(whole_step(name, placement, short), costs, best[1])
-        longer = stretch(found.schedule, count, costs, turn) if found is not None else None
+        longer = repeat_steady_state(found.schedule, count, costs, turn) if found is not None else None
         if longer is not None:
             return longer
     whole = order_greedily(whole_step(name, placement, count), costs, best[1])

@@ -8,7 +8,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.greedy import Policy, order_greedily, whole_step
-from raypipe.schedule.families.repeat_steady_state import stretch
+from raypipe.schedule.families.repeat_steady_state import repeat_steady_state
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
@@ -95,11 +95,11 @@ def test_a_stretched_order_is_as_good_as_a_long_one(turn: int) -> None:
     policy = Policy(patience=0.5, limit=4, ahead=lambda s: 4 - s)
     short = order_greedily(whole_step("short", (0, 1, 2, 3), 20), costs, policy)
     assert short is not None
-    longer = stretch(short.schedule, 20 + 6 * turn, costs, turn)
+    longer = repeat_steady_state(short.schedule, 20 + 6 * turn, costs, turn)
     assert longer is not None
     verify(longer)
     assert simulate(longer, costs).makespan == short.makespan + 6 * turn * 30
 
 
 def test_nothing_to_stretch_in_a_step_without_a_steady_state() -> None:
-    assert stretch(whole_step("not in turn", (0, 1), 6), 12, CostTable.even(2)) is None
+    assert repeat_steady_state(whole_step("not in turn", (0, 1), 6), 12, CostTable.even(2)) is None
