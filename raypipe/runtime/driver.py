@@ -24,7 +24,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import Running, runs_ahead
-from raypipe.plan.online.measured_steps import Prediction, StepClock
+from raypipe.plan.online.measured_steps import StepClock, StepPrediction
 from raypipe.plan.online.raise_kept_share import Raiser, raises
 from raypipe.plan.online.replan import Replanner
 from raypipe.plan.plan import Plan, build_schedule, forward_only
@@ -376,7 +376,7 @@ class Driver:
             self._save_plan()
         replanner.news.clear()
 
-    def _report(self, prediction: Prediction | None, step: int) -> None:
+    def _report(self, prediction: StepPrediction | None, step: int) -> None:
         if prediction is not None:
             self.log.event("predicted", step=step, step_s=prediction.step_s, bubble_ratio=prediction.bubble_ratio)
 

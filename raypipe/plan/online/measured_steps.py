@@ -23,7 +23,7 @@ WARM_UP, CALIBRATION = 2, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class StepPrediction:
     """What the calibration steps say every later step takes."""
 
     costs: CostTable
@@ -37,7 +37,7 @@ class StepClock:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.prediction: Prediction | None = None
+        self.prediction: StepPrediction | None = None
         self._parts = parts(schedule)
         self._compute = {
             part: [np.array([t.kind in COMPUTE for t in order], dtype=bool) for order in one.orders]
@@ -91,7 +91,7 @@ class StepClock:
         """Costs from the few steps that have been measured, the very first one left out if there are others."""
         return fit_costs((self._early + self._calibration)[1:] or self._early)
 
-    def predict(self, at_end: bool = False) -> Prediction | None:
+    def predict(self, at_end: bool = False) -> StepPrediction | None:
         """The prediction, once, as soon as enough steps have been measured; ``at_end`` of a short run, from any."""
         if self.prediction is not None or (len(self._calibration) < CALIBRATION and not at_end):
             return None
@@ -109,7 +109,7 @@ class StepClock:
             step_s = steady(self.schedule, costs)
         step_s = max(step_s, *timeline.busy)  # a gap between clocks that disagree may be far below zero
         busy = sum(timeline.busy)
-        self.prediction = Prediction(costs, timeline, step_s, 1.0 - busy / (self.schedule.devices * step_s))
+        self.prediction = StepPrediction(costs, timeline, step_s, 1.0 - busy / (self.schedule.devices * step_s))
         self._calibration.clear()
         self._early.clear()
         return self.prediction
