@@ -178,7 +178,7 @@ def tensor_profile(
     between = plain.between.model_copy(update={"beta_s_per_byte": plain.between.beta_s_per_byte * crowd})
     return plain.model_copy(
         update={
-            "layers": tuple(timed(layer, tensor_rank) for layer, tensor_rank in zip(plain.layers, tensor_ranks, strict=True)),
+            "layers": tuple(timed(*pair) for pair in zip(plain.layers, tensor_ranks, strict=True)),
             "tied_parameters": tied,
             "devices": cluster.devices // size, "devices_per_host": max(1, cluster.devices_per_host // size),
             "host_links": max(1, cluster.host_links // size), "between": between,

@@ -39,7 +39,8 @@ Fields = Mapping[str, Field]
 def build_model(job: JobSpec, fields: Fields | None, tensor_rank: int | None = None) -> LayeredModel:
     """The layers of a job's model; ``fields`` are the raw inputs that the data's arrays give, None for text.
 
-    With ``tensor_rank``, that member's share of a model divided as the job says (``parallel.tensor``); else the whole one.
+    With ``tensor_rank``, that member's share of a model divided as the job says (``parallel.tensor``); else the whole
+    one.
     A model is captured once, and kept for other processes and runs: see ``partition/cache.py``.
 
     Raises:

@@ -1,6 +1,7 @@
 """The driver: starts the stage actors, keeps their queues filled, collects what they report, saves checkpoints.
 
-It never stands between two devices: every device has its whole step as a program, and at least ``QUEUED_STEPS`` steps are
+It never stands between two devices: every device has its whole step as a program, and at least ``QUEUED_STEPS`` steps
+are
 queued with it, so that no device waits for the driver.
 """
 

@@ -52,7 +52,8 @@ class Executor(ProgramRunner):
         versions: Mapping[StageKey, WeightVersions],
     ) -> None:
         super().__init__(
-            settings.microbatches, settings.timeout_s, senders, receivers, io_spec, settings.device, settings.message_cast
+            settings.microbatches, settings.timeout_s, senders, receivers, io_spec, settings.device,
+            settings.message_cast
         )  # fmt: skip
         self.io_specs = io_spec
         self.settings = settings

@@ -157,7 +157,8 @@ class OOMFallback:
         costs = self.judge.costs(c)
         recomputed = tuple((1 - a) * t for a, t in zip(share, costs.recompute, strict=True))
         bound = least_step_seconds(
-            form, c.microbatches, replace(costs, recompute=recomputed), self.judge.overheads(c), frozenset(range(form.stages))
+            form, c.microbatches, replace(costs, recompute=recomputed), self.judge.overheads(c),
+            frozenset(range(form.stages)),
         )  # fmt: skip
         return bound * (1 - 1e-9), c._replace(recompute="stage-aware")
 

@@ -111,7 +111,8 @@ class Predictor:
         return self._tables[key]
 
     def costs_with_recompute(self, c: Candidate, form: Form, recomputed: frozenset[int] | None = None) -> CostTable:
-        """Costs of the candidate's tasks in this form; ``recomputed`` are the layers that an R computes again, else all."""
+        """Costs of the candidate's tasks in this form; ``recomputed`` are the layers that an R computes again, else
+        all."""
         return stage_costs(
             self.profile, self.cut(form.stages, c.microbatch), c.microbatch, form.placement, copies=c.replicas,
             size=float(form.size), split=not form.joint, recomputed=recomputed,

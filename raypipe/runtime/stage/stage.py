@@ -53,7 +53,8 @@ class StageModule(nn.Module):
     A parameter's name is the same whatever the plan. Parameters tied inside the stage are one parameter under the
     group's first name; those tied across stages stay copies, kept equal by summed gradients.
 
-    ``recomputed`` are the layers that an R of this stage computes again; None for all of them. ``finest``: they may change.
+    ``recomputed`` are the layers that an R of this stage computes again; None for all of them. ``finest``: they may
+    change.
     """
 
     def __init__(
