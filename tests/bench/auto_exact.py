@@ -10,7 +10,8 @@ import argparse
 import time
 
 from raypipe.search.budget import Budget
-from tests.bench.auto_judge import judge, random_case
+from tests.search.conftest import random_case
+from tests.search.judge import judge
 
 
 def run(instances: int, budget: float, first: int) -> None:

@@ -21,7 +21,7 @@ import time
 
 from raypipe.schedule.costs import CostTable
 from raypipe.search import search
-from tests.bench.auto_judge import judge
+from tests.search.judge import judge
 
 DEPTH, COUNT, TIMES, LATENCY = 8, 16, (10, 12, 8), 1
 

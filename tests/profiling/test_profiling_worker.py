@@ -14,7 +14,7 @@ from tests.runtime.runs.small_runs import small_job
 
 def test_a_folder_is_made_only_for_data_that_is_elsewhere_and_removed(tmp_path, text_folder, monkeypatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr("raypipe.runtime.worker.settle", lambda _: None)  # that is for processes of their own
+    monkeypatch.setattr("raypipe.runtime.worker.set_up_process", lambda _: None)  # that is for processes of their own
     (tmp_path / "temporary").mkdir()
     stage = ProfilingStage(0, "profile · device 0")
     stage.clear()

@@ -1,17 +1,11 @@
 """Against exact optima by constraint programming: bounds below them, orders close to them."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from raypipe.schedule.verify import verify
 from raypipe.search.budget import Budget
 from raypipe.simulate.engine import simulate
-
-spec = importlib.util.spec_from_file_location("judge", Path(__file__).parent / "judge.py")
-judge = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(judge)
+from tests.search import judge
 
 
 def test_the_judge_knows_the_textbook():

@@ -1,8 +1,6 @@
 """The numbers of issue 4 that need no emulator; formulas where there are some, proven optima elsewhere."""
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +11,7 @@ from raypipe.search import search
 from raypipe.search.budget import Budget
 from raypipe.search.placements import placed
 from raypipe.simulate.engine import simulate
-
-spec = importlib.util.spec_from_file_location("judge", Path(__file__).parent / "judge.py")
-judge = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(judge)
+from tests.search import judge
 
 
 def checked(found, costs, memory):

@@ -1,8 +1,6 @@
 """Distances between packed profiles against a search through all whole-number packings; bounds against CP-SAT."""
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pytest
 
@@ -10,10 +8,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.search.bounds.order_bounds import lower_bound
 from raypipe.search.bounds.packing import distances, telling
 from raypipe.search.problem import build
-
-spec = importlib.util.spec_from_file_location("judge", Path(__file__).parent / "judge.py")
-judge = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(judge)
+from tests.search import judge
 
 
 def by_trying_all(ups, downs, room, k):
