@@ -8,11 +8,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from raypipe.capture.capture import Captured
 
 # The same examples in every CI run: what fails there fails here. Elsewhere each run looks at new ones. How long one
 # takes says something of the machine's load only.
@@ -85,3 +89,30 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for source in sources:
         (folder / source.name).write_bytes(source.read_bytes())
     return folder
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> Iterator[None]:
+    """These tensors are tiny: threads would only wait for one another."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def captured(one_thread: None) -> Callable[[str], Captured]:
+    """``captured("gpt2")``; each model is captured once a session."""
+
+    @cache
+    def one(name: str) -> Captured:
+        from raypipe.capture.capture import capture
+        from raypipe.capture.meta import build_without_memory
+        from tests.capture.models import CASES
+
+        case = CASES[name]
+        return capture(build_without_memory(case.build), case.data(2, 16))
+
+    return one
