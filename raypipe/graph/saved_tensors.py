@@ -16,7 +16,7 @@ KEEPS_RESULT = {
 KEEPS_NOTHING = {
     "add", "add_", "sub", "sub_", "rsub", "neg", "cat", "stack", "clone", "contiguous", "copy", "to", "_to_copy", "sum",
     "mean", "masked_fill", "where", "dropout", "constant_pad_nd", "pad", "roll", "index_select", "repeat",
-    "repeat_interleave", "embedding", "copy_to_group", "reduce_from_group", "gather_from_group", "rows_of_member",
+    "repeat_interleave", "embedding", "copy_to_group", "reduce_from_group", "gather_from_group", "rows_of_tensor_rank",
 }  # fmt: skip
 """Linear in what they read. What dropout and a look-up do keep is counted apart."""
 BILINEAR = {"mul", "mul_", "div", "div_", "matmul", "bmm", "mm", "baddbmm", "einsum", "linear", "addmm", "addbmm"}

@@ -165,11 +165,11 @@ class StageWorker:
 
     def _leave(self) -> None:
         """Close what an earlier setup opened, even one that failed; an actor may serve one plan after another."""
-        if hasattr(self, "links"):
+        if hasattr(self, "communicators"):
             self.communicators.close()
         for module in getattr(self, "modules", {}).values():
             module.give_up()
-        for name in ("links", "executor", "modules", "optimizers"):
+        for name in ("communicators", "executor", "modules", "optimizers"):
             self.__dict__.pop(name, None)
 
     @tells

@@ -40,7 +40,7 @@ def gather_from_group(x: Tensor, length: int) -> Tensor:
     return torch.cat(shares, -1)[..., :length].clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("raypipe::rows_of_member", mutates_args=())
+@torch.library.custom_op("raypipe::rows_of_tensor_rank", mutates_args=())
 def rows_of_tensor_rank(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Row numbers within this member's ``rows`` of a divided table, 0 for what others hold; and which are its own."""
     local = ids - current_group().rank * rows

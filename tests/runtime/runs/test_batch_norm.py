@@ -18,7 +18,7 @@ from raypipe.job import JobSpec
 from raypipe.job.load import job_from
 from raypipe.models import build_model
 from raypipe.models.task import Field
-from raypipe.profiling import profile_and_plan as profile_and_plan
+from raypipe.profiling import profile_and_plan
 from raypipe.train import prepare_run
 from tests.capture.models import Residual
 from tests.runtime.runs.eager_reference import with_values
@@ -196,7 +196,7 @@ def test_who_leaves_the_size_of_micro_batches_to_the_planner_is_told(rows: Path,
     def stop(*_: object) -> None:
         raise PlannedError
 
-    monkeypatch.setattr(profile_and_plan, "plan_here", stop)
+    monkeypatch.setattr(profile_and_plan, "profile_and_plan", stop)
     for name, parallel in (("open", {"auto": True}), ("fixed", {"auto": True, "microbatch": 4})):
         job = make_job(rows, {})
         job = job.model_copy(update={"parallel": type(job.parallel).model_validate(parallel)})
