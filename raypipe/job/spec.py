@@ -183,7 +183,7 @@ class ParallelSpec(Spec):
     sub_pipelined: bool = False
     """With ``tensor``: each micro-batch in two halves, of which one computes while the other's sums are under way."""
     tensor_table: str | None = None
-    """File that says which layers are divided (docs/tensor.md); null for the table of the model's family."""
+    """File that says which layers are divided (docs/guides/tensor.md); null for the table of the model's family."""
 
     def shape(self, batch: int) -> Shape:
         """The shape of one data-parallel copy's schedule, for mini-batches of ``batch`` sequences.
