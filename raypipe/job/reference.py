@@ -13,14 +13,13 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from raypipe.job import DataSpec, GptSpec, HfSpec, ImportSpec, JobSpec, ParallelSpec, TrainSpec
 from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, LinkModel
 from raypipe.job.field_types import MOST, Spec
-from raypipe.job.model_spec import GptSpec, HfSpec, ImportSpec
-from raypipe.job.spec import DataSpec, EarlyStopSpec, JobSpec, ParallelSpec, TrainSpec
 
 COMMAND = "python -m raypipe.job.reference docs/reference"
 JOBS = """\
@@ -36,6 +35,14 @@ A cluster file describes devices and links, so that `raypipe autoconfigure` and 
 cluster that is not at hand: `--cluster cluster/a100.yaml`. Every figure in the files under `cluster/` names its source
 or says that it is an estimate. [Planning](../guides/plan.md) describes how costs are computed from it.
 """
+
+
+def _optional(spec: type[Spec], key: str) -> type[Spec]:
+    """The spec of a section that may be left out."""
+    section: type[Spec] = get_args(spec.model_fields[key].annotation)[0]
+    return section
+
+
 JOB_SECTIONS: dict[str, type[Spec]] = {
     "The file": JobSpec,
     "model: the built-in GPT": GptSpec,
@@ -43,7 +50,7 @@ JOB_SECTIONS: dict[str, type[Spec]] = {
     "model: a function of your own": ImportSpec,
     "data": DataSpec,
     "train": TrainSpec,
-    "train.early_stop": EarlyStopSpec,
+    "train.early_stop": _optional(TrainSpec, "early_stop"),
     "parallel": ParallelSpec,
 }
 CLUSTER_SECTIONS: dict[str, type[Spec]] = {

@@ -47,7 +47,7 @@ class Grid(NamedTuple):
     def candidate(self, schedule: str, **options: Any) -> Candidate:
         """A schedule on these devices; ``options`` are further fields of ``Candidate``.
 
-        A group of devices waits for the global norm: that is all the runtime knows there (docs/tensor.md).
+        A group of devices waits for the global norm: that is all the runtime knows there (docs/guides/tensor.md).
         """
         update = "wait" if self.tensor > 1 else "auto"
         return Candidate(

@@ -87,10 +87,10 @@ def load_table(path: Path) -> FeatureTable:
     try:
         text = read_regular(path, MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise SpecError(str(path), f"is no text: {error}", "give a feature table; docs/tensor.md") from None
+        raise SpecError(str(path), f"is no text: {error}", "give a feature table; docs/guides/tensor.md") from None
     except OSError as error:
         raise SpecError(
-            str(path), f"cannot be read: {error.strerror}", "give a feature table; docs/tensor.md"
+            str(path), f"cannot be read: {error.strerror}", "give a feature table; docs/guides/tensor.md"
         ) from None
     try:
         return FeatureTable.model_validate(parse_yaml(text, str(path)))
@@ -99,7 +99,9 @@ def load_table(path: Path) -> FeatureTable:
         key = ".".join(str(part) for part in first["loc"])
         kinds = ", ".join(get_args(Kind))
         raise SpecError(
-            f"{path}: {key}" if key else str(path), first["msg"], f"kinds are {kinds}; docs/tensor.md shows a table"
+            f"{path}: {key}" if key else str(path),
+            first["msg"],
+            f"kinds are {kinds}; docs/guides/tensor.md shows a table",
         ) from None
 
 
@@ -122,7 +124,7 @@ def table_for(model_type: str, own: Path | None = None) -> FeatureTable:
     if model_type not in tables:
         raise SpecError(
             "parallel.tensor", f"there is no feature table for {model_type}; known: {', '.join(sorted(tables))}",
-            "write one (docs/tensor.md) and give it as parallel.tensor_table, or use tensor: 1",
+            "write one (docs/guides/tensor.md) and give it as parallel.tensor_table, or use tensor: 1",
         )  # fmt: skip
     return tables[model_type]
 

@@ -1,6 +1,6 @@
 """What the papers measured beside what their configurations cost here: one machine description each for all rows.
 
-Run: ``python -m tests.bench.papers`` (``--write`` puts the tables into docs/planner.md). One core, seconds.
+Run: ``python -m tests.bench.papers`` (``--write`` puts the tables into docs/evidence/papers.md). One core, seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.bench import papers_chimera, papers_merak, papers_ooo, papers_speedups, papers_zeropp
 
-PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "papers.md"
 BEGIN, END = "<!-- tests.bench.papers: begin -->", "<!-- tests.bench.papers: end -->"
 
 SOURCES = {
@@ -34,7 +34,7 @@ def report() -> str:
 def main() -> None:
     """Print the report, and write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="replace the tables in docs/planner.md")
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/evidence/papers.md")
     text = report()
     print(text)
     if parser.parse_args().write:

@@ -55,7 +55,7 @@ def test_the_closed_model_prefers_the_deep_pipeline(gpt):
 
 
 def test_speed_ups_that_chose_nothing():
-    """As the table in docs/planner.md has them: 17 speed-ups and a parallel efficiency, 9.4 % off in the median."""
+    """As the table in docs/evidence/papers.md has them: 17 speed-ups and an efficiency, 9.4 % off in the median."""
     off = [row.off for row in speedups(step_seconds)]
     assert len(off) == 18
     assert median(off) < 0.1
