@@ -20,8 +20,9 @@ from raypipe.schedule.ir import Schedule
 
 START_S = 120.0
 """Time that the processes have to come up, once their devices are reserved."""
-CALLS = 4096
-"""References of calls that a fleet keeps, to find the cause of a failure among them."""
+CALLS = 64
+"""References that a group keeps of each worker's calls, to find the cause of a failure among them: more than are ever
+queued, few enough that a long run keeps no results."""
 
 
 @dataclass(slots=True)
@@ -35,8 +36,11 @@ class WorkerGroup:
     run_id: str
     held: bool = False
     """Whether the devices stay reserved for the run's next attempt."""
-    calls: deque[Any] = field(default_factory=lambda: deque(maxlen=CALLS))
+    calls: deque[Any] = field(init=False)
     """References of the newest calls."""
+
+    def __post_init__(self) -> None:
+        self.calls = deque(maxlen=CALLS * max(1, len(self.actors)))
 
     def call(self, method: str, *args: object) -> list[Any]:
         """Queue one call on every actor, in rank order; returns the references."""
