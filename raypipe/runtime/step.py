@@ -1,13 +1,16 @@
-"""What a step needs beyond its program, and what a device reports of it."""
+"""What a step needs beyond its program, what a device reports of it, and what the reports come to together."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raypipe.errors import SampleCountError
 from raypipe.plan.online.step_memory import StepMemory
 from raypipe.runtime.cast_messages import MessageCast
 from raypipe.runtime.update.norm import UpdateRule
@@ -39,6 +42,32 @@ class StepResult:
     """What was measured of it, where it was."""
     optimistic: bool
     """The update was made before the global norm was known; undone and made again if that turned out too large."""
+
+
+def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:
+    """Every sample is in the loss once: a part of a mini-batch would train all the same, and worse.
+
+    Raises:
+        SampleCountError: there are more or fewer than ``due``.
+    """
+    counted = sum(r.samples for r in results)
+    if counted != due:
+        raise SampleCountError(
+            where, f"its loss is of {counted} samples instead of {due}",
+            "this is a fault of raypipe: report it with the run's plan.json",
+        )  # fmt: skip
+
+
+def communication_counts(results: Sequence[StepResult], tensor: int) -> dict[str, int]:
+    """Messages, their bytes and all-reduces of a step, over all workers; ``tensor`` of them are one device."""
+    counts = {
+        "p2p": sum(r.received for r in results),
+        "p2p_bytes": sum(r.received_bytes for r in results),
+        "all_reduce": round(math.fsum(r.all_reduces for r in results)),
+    }
+    if tensor > 1:
+        counts["tensor_all_reduce"] = sum(r.tensor_all_reduces for r in results) // tensor
+    return counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

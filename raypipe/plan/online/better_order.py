@@ -71,6 +71,16 @@ def runs_ahead(parallel: ParallelSpec, clips: bool, schedule: Schedule, costs: C
     return parallel.update == "optimistic" or gains_ahead(schedule, costs)
 
 
+def running_of(plan: Plan, batch: int, clips: bool) -> Running:
+    """A plan as devices begin to run it, before any cost has been measured; its schedule is a new object.
+
+    Raises:
+        ScheduleError: the plan does not suit ``train.batch``.
+    """
+    schedule = build_schedule(plan, batch)
+    return Running(plan, schedule, runs_ahead(plan.parallel, clips, schedule, CostTable.even(schedule.stages)))
+
+
 def step_seconds(schedule: Schedule, costs: CostTable, clips: bool, ahead: bool) -> float:
     """Predicted time from step to step of a whole schedule, with its updates."""
     schedule = as_run(schedule)

@@ -10,13 +10,13 @@ Source: Lai et al. 2022 (Merak), section 5.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.spec import ParallelSpec
-from raypipe.plan.online.better_order import runs_ahead, step_seconds
+from raypipe.plan.online.better_order import Running, running_of, runs_ahead, step_seconds
+from raypipe.plan.online.controller import Event, MeasuredStep
 from raypipe.plan.online.step_memory import StepMemory
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule.alphas import alphas
@@ -33,7 +33,7 @@ def raises(parallel: ParallelSpec) -> bool:
 
 
 class Raiser:
-    """Decides which share runs next. The driver tells it of every step and asks it before each."""
+    """The Controller that decides which share runs next."""
 
     def __init__(self, plan: Plan, batch: int, clips: bool) -> None:
         assert plan.parallel.memory_cap_mb is not None, "checked with the job"
@@ -46,9 +46,11 @@ class Raiser:
         """The share that runs, and the largest that is known to fit."""
         self.bad = len(self.levels)
         """The smallest that is known not to."""
-        self.done = False
-        self.news: list[dict[str, Any]] = []
-        self._next: int | None = None
+        self._found = False
+        """The share is found: the next plan is the last one."""
+        self._events: list[Event] = []
+        self._next: tuple[int, Event] | None = None
+        """The share to take up, maybe the same one without measuring, and the decision to log with it."""
         self._seen: list[Sequence[StepMemory]] = []
         self._steps: list[float] = []
         self._promised: tuple[float, float] | None = None
@@ -60,26 +62,42 @@ class Raiser:
         return self.plan.model_copy(update={"parallel": parallel})
 
     @property
-    def safe(self) -> Plan:
+    def proven(self) -> Plan:
         """What a restart should run: nothing that has not been seen to fit."""
         return self._plan(self.good)
 
-    def take(self) -> Plan | None:
-        """The plan to run from the next step on, if it is another."""
-        level, self._next = self._next, None
-        if level is None:
+    @property
+    def measures_memory(self) -> bool:
+        """Until the share is found."""
+        return not self._found
+
+    @property
+    def done(self) -> bool:
+        """Whether the share is found and taken up."""
+        return self._found and self._next is None
+
+    def drain(self) -> list[Event]:
+        """What has happened since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events
+
+    def next_plan(self) -> Running | None:
+        """The plan to run from the next step on, if a share was decided on; the last one may be the present one."""
+        if self._next is None:
             return None
-        self.at = level
+        (self.at, event), self._next = self._next, None
+        self._events.append(event)
         self._seen.clear()
         self._steps.clear()
-        return self._plan(level)
+        return running_of(self._plan(self.at), self.batch, self.clips)
 
-    def saw(self, devices: Sequence[StepMemory], step_s: float, costs: Callable[[], CostTable]) -> None:
-        """A step of the present share was measured: per device, as a whole, and ``costs`` of all so far."""
-        if self.done or self._next is not None:
+    def observe(self, measured: MeasuredStep) -> None:
+        """Take note of one finished step of the present share."""
+        if self._found or self._next is not None:
             return
+        devices = measured.memory
         self._seen.append(devices)
-        self._steps.append(step_s)
+        self._steps.append(measured.step_s)
         if len(self._seen) <= WATCHED:
             return
         peaks = [max(step[d].peak for step in self._seen[1:]) for d in range(len(devices))]
@@ -94,7 +112,6 @@ class Raiser:
             self.bad = min(self.bad, self.at)
         candidates = [k for k in range(self.good + 1, self.bad) if max(self._expected(peaks, k)) <= self.cap]
         chosen = max(candidates, default=self.good)
-        self.done = chosen == self.good
         now_s = min(self._steps[1:])  # of so few, what disturbed one would count most
         fields = {
             "alpha": self.levels[self.at], "peak_mb": max(peaks) / 2**20, "fits": fits, "next": self.levels[chosen],
@@ -103,10 +120,10 @@ class Raiser:
         if self._promised is not None:
             fields |= {"predicted_gain": self._promised[0], "realised_gain": 1.0 - now_s / self._promised[1]}
         if chosen != self.at:
-            self._next = chosen
-            self._promised = self._gain(costs(), chosen), now_s
+            self._promised = self._gain(measured.clock.so_far(), chosen), now_s
             fields |= {"next_gain": self._promised[0]}
-        self.news.append(fields)
+        self._next = chosen, Event("recompute", fields)
+        self._found = chosen == self.good
 
     def _gain(self, costs: CostTable, level: int) -> float:
         """Predicted share of the step that another share of layers saves."""

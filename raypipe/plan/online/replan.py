@@ -16,11 +16,11 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from raypipe.plan.online.better_order import Running, Swap, better_plan, key
+from raypipe.plan.online.controller import Event, MeasuredStep
 from raypipe.plan.plan import Plan
 from raypipe.schedule.costs import CostTable
 
@@ -46,22 +46,13 @@ State = Literal["measuring", "searching", "watching", "returning", "settled"]
 KINDS = ("F", "B", "W", "R", "AR", "U", "message")
 
 
-@dataclass(frozen=True, slots=True)
-class News:
-    """Something to log."""
-
-    event: str
-    fields: dict[str, Any]
-
-
 class Replanner:
-    """Decides when to plan again and what becomes of it. The driver tells it of every step and asks it before each."""
+    """The Controller that decides when to plan again and what becomes of it."""
 
     def __init__(self, present: Running, batch: int, clips: bool) -> None:
         self.present, self.batch, self.clips = present, batch, clips
         self.state: State = "measuring"
-        self.news: list[News] = []
-        """For the driver to log."""
+        self._events: list[Event] = []
         self._next: Running | None = None
         """To be taken up before the next step."""
         self._swap: Swap | None = None
@@ -91,10 +82,26 @@ class Replanner:
         trying = self.state in ("watching", "returning") and self._before is not None
         return self._before.plan if trying and self._before is not None else self.present.plan
 
-    def saw(self, step_s: float, costs: CostTable | None) -> None:
-        """A step of the present plan was measured; ``costs`` if they could be fitted just now."""
+    @property
+    def measures_memory(self) -> bool:
+        """Never: no plan that it takes up holds more activations than the first one."""
+        return False
+
+    @property
+    def done(self) -> bool:
+        """Never: costs may change as long as the run goes on."""
+        return False
+
+    def drain(self) -> list[Event]:
+        """What has happened since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events
+
+    def observe(self, measured: MeasuredStep) -> None:
+        """Take note of one finished step of the present plan; a search begins once there are costs to plan with."""
+        costs = measured.costs
         self._costs = costs or self._costs
-        self._steps.append(step_s)
+        self._steps.append(measured.step_s)
         if self.state == "measuring" and costs is not None:
             self._search(costs)
         elif self.state == "watching" and len(self._steps) > WATCHED:  # the first one took up the programs
@@ -104,8 +111,8 @@ class Replanner:
         elif self.state == "settled":
             self._look_again()
 
-    def take(self) -> Running | None:
-        """What to run from the next step on, if it is not the same; asked before every step."""
+    def next_plan(self) -> Running | None:
+        """What to run from the next step on; None to go on as before."""
         if self.state == "searching" and self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._decide()
@@ -223,7 +230,7 @@ class Replanner:
         self._next, self.state, self._left = self.present, "measuring", SWAPS  # the same plan, measured anew
 
     def _report(self, event: str, **fields: Any) -> None:
-        self.news.append(News(event, fields))
+        self._events.append(Event(event, fields))
 
 
 class Times(NamedTuple):

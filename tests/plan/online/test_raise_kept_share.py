@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.spec import ParallelSpec
 from raypipe.observe.run_log import EVENTS, read_rows
+from raypipe.plan.online.controller import MeasuredStep
+from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.raise_kept_share import Raiser, levels
 from raypipe.plan.online.step_memory import StepMemory
 from raypipe.plan.plan import Plan, build_schedule
@@ -55,11 +59,15 @@ def settle(search: Raiser, more: float = 1.0) -> list[int]:
     """Run until it has decided; returns the levels that ran."""
     ran = [0]
     for _ in range(400):
-        if search.done and search.take() is None:
-            return ran
-        search.saw(devices(search, search.at, more), step_seconds(search), lambda: costs(search))
-        if search.take() is not None:
+        before = search.at
+        clock = cast("StepClock", SimpleNamespace(so_far=lambda: costs(search)))
+        search.observe(MeasuredStep(step_seconds(search), devices(search, before, more), clock))
+        measures = search.measures_memory
+        if search.next_plan() is not None and search.at != before:
             ran.append(search.at)
+        if search.done:
+            assert not measures, "what it offers last is to run without measuring"
+            return ran
     raise AssertionError("never decides")
 
 
@@ -76,7 +84,7 @@ def test_time_saved_is_predicted_and_held_against_the_steps() -> None:
     """Memory decides alone, so every share is followed by what it really saved."""
     search = raiser(150)
     settle(search)
-    first, *rest = search.news
+    first, *rest = (event.fields for event in search.drain())
     assert "realised_gain" not in first
     assert first["next_gain"] > 0.01
     assert rest[0]["predicted_gain"] == first["next_gain"]
@@ -94,7 +102,7 @@ def test_it_backs_off_where_more_is_needed_than_expected() -> None:
 def test_a_cap_below_full_recomputation_keeps_nothing() -> None:
     search = raiser(90)
     assert settle(search) == [0]
-    assert search.news[-1]["fits"] is False
+    assert search.drain()[-1].fields["fits"] is False
 
 
 def test_levels_add_layers() -> None:

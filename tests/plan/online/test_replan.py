@@ -11,8 +11,10 @@ import pytest
 from raypipe.data import prepare
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.online import better_order as better_plan_module
-from raypipe.plan.online import replan
-from raypipe.plan.online.better_order import Running, Swap, better_plan, key, runs_ahead, step_seconds
+from raypipe.plan.online import replan, sequence
+from raypipe.plan.online.better_order import Running, Swap, better_plan, key, running_of, step_seconds
+from raypipe.plan.online.controller import Event, MeasuredStep
+from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.replan import Replanner
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.runtime.driver import Driver
@@ -42,8 +44,7 @@ def uneven(stages: int, all_reduce: float = 0.0) -> CostTable:
 
 
 def running(plan: Plan, batch: int, clips: bool = True) -> Running:
-    schedule = build_schedule(plan, batch)
-    return Running(plan, schedule, runs_ahead(plan.parallel, clips, schedule, CostTable.even(schedule.stages)))
+    return running_of(plan, batch, clips)
 
 
 def without(schedule: Schedule, *kinds: str) -> list[list[Task]]:
@@ -119,15 +120,18 @@ class Scripted:
 
         monkeypatch.setattr(replan, "better_plan", search)
         self.replanner = Replanner(self.first, job.train.batch, True)
+        self.clock = StepClock(self.first.schedule)
+        self.log: list[Event] = []
         self.since = 0
 
     def step(self, seconds: float) -> Running | None:
         """One step of the present plan, whose costs are known after ten."""
         self.since += 1
-        self.replanner.saw(seconds, uneven(4) if self.since == 10 else None)
+        self.replanner.observe(MeasuredStep(seconds, [], self.clock, uneven(4) if self.since == 10 else None))
         if self.replanner._thread is not None:
             self.replanner._thread.join()
-        target = self.replanner.take()
+        target = self.replanner.next_plan()
+        self.log += self.replanner.drain()
         if target is not None:
             self.since = 0
         return target
@@ -136,7 +140,7 @@ class Scripted:
         return [target for _ in range(count) if (target := self.step(seconds)) is not None]
 
     def events(self) -> list[str]:
-        return [news.event for news in self.replanner.news]
+        return [event.name for event in self.log]
 
 
 def test_what_gains_stays_and_is_planned_on(text_folder: Path, monkeypatch) -> None:
@@ -147,7 +151,7 @@ def test_what_gains_stays_and_is_planned_on(text_folder: Path, monkeypatch) -> N
     loop.found = replace(loop.found, predicted_s=loop.found.current_s)  # nothing more to gain
     assert loop.steps(20, 0.9) == []
     assert loop.events() == ["replanned", "realised", "refitted", "kept"]
-    realised = loop.replanner.news[1].fields
+    realised = loop.log[1].fields
     assert realised["gain"] == pytest.approx(0.1)
     assert realised["predicted_gain"] == pytest.approx(0.2)
     assert loop.replanner.present == loop.found.target
@@ -172,7 +176,7 @@ def test_no_swap_is_blamed_for_a_machine_that_became_slower(text_folder: Path, m
     assert loop.steps(11, 1.3) == [loop.first]  # undone, as if the swap had been the cause
     assert loop.steps(11, 1.6) == [loop.found.target]
     assert loop.events() == ["replanned", "realised", "reverted", "restored"]
-    assert loop.replanner.news[-1].fields["gain"] == pytest.approx(1 - 1.3 / 1.6)
+    assert loop.log[-1].fields["gain"] == pytest.approx(1 - 1.3 / 1.6)
     assert loop.replanner.proven == loop.found.target.plan
     assert loop.steps(30, 1.3) == []
 
@@ -190,7 +194,7 @@ def test_within_the_noise_more_steps_decide(text_folder: Path, monkeypatch) -> N
     loop.found = replace(loop.found, predicted_s=loop.found.current_s)
     noisy(25, 0.99)
     assert loop.events()[:2] == ["replanned", "realised"]
-    realised = loop.replanner.news[1].fields
+    realised = loop.log[1].fields
     assert realised["steps"] == replan.UNSURE * replan.WATCHED
     assert realised["gain"] == pytest.approx(0.01, abs=0.001)
     loop = Scripted(text_folder, monkeypatch, gain=0.02)  # less than the noise of what was measured
@@ -270,13 +274,13 @@ class Eager(Replanner):
 
     by = 1.0
 
-    def saw(self, step_s, costs):
-        super().saw(step_s * (self.by if self.state == "watching" else 1.0), costs)
+    def observe(self, measured):
+        super().observe(replace(measured, step_s=measured.step_s * (self.by if self.state == "watching" else 1.0)))
 
-    def take(self):
+    def next_plan(self):
         if self._thread is not None:
             self._thread.join()
-        return super().take()
+        return super().next_plan()
 
 
 @pytest.mark.runs
@@ -294,16 +298,15 @@ def test_swaps_between_two_steps_change_no_loss(
     expected = plain_losses(job, tmp_path / "data", steps)
     log = RunLog(tmp_path)
     saved: dict[int, Path] = {}
+    monkeypatch.setattr(sequence, "Replanner", Eager)
+    monkeypatch.setattr(Eager, "by", 1e-3 if stays else 1e3)
     driver = Driver(job, make_plan(job), tmp_path, log, lambda step, path, _: saved.update({step: path}))
-    driver.plan.save(tmp_path / "plan.json")
-    before = driver.schedule
-    present = Running(driver.plan, before, driver.ahead)
+    present, before = driver.running, driver.schedule
+    present.plan.save(tmp_path / "plan.json")
     other = better_plan(present, job.train.batch, True, uneven(before.stages, all_reduce=2.0))
     assert other.target.schedule.orders != before.orders
     promised = replace(other, predicted_s=0.0)  # more than any noise
     monkeypatch.setattr(replan, "better_plan", lambda now, *_: promised if now is present else Swap(now, "", 1.0, 1.0))
-    driver.replanner = Eager(present, job.train.batch, job.train.clip is not None)
-    driver.replanner.by = 1e-3 if stays else 1e3
     driver.run(stage_pool(4), None, 0)
     log.close()
     losses = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row]
@@ -313,7 +316,7 @@ def test_swaps_between_two_steps_change_no_loss(
     assert events[0]["step"] == 12  # ten to measure, two that were queued by then
     assert (driver.schedule.orders != before.orders) == stays
     kept = load_plan(tmp_path / "plan.json")
-    assert kept == driver.plan == (other.target.plan if stays else present.plan)
+    assert kept == driver.running.plan == (other.target.plan if stays else present.plan)
     assert json.loads((tmp_path / "plan.json").read_text())["parallel"]["schedule"] == parallel["schedule"]
     if stays:
         log = RunLog(tmp_path)

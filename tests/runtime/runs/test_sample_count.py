@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import SampleCountError, ScheduleError
+from raypipe.plan.online import better_order
 from raypipe.plan.plan import build_schedule, forward_only
-from raypipe.runtime import driver as driver_module
+from raypipe.runtime import set_up_workers
 from raypipe.schedule.ir import Schedule
 from tests.runtime.runs.small_runs import drive, new_driver, small_job
 
@@ -24,7 +25,7 @@ def half_forward(schedule: Schedule) -> Schedule:
 def test_a_schedule_of_another_batch_ends_the_first_step(
     replicas: int, stage_pool, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_module, "build_schedule", lambda plan, batch: build_schedule(plan, batch // 2))
+    monkeypatch.setattr(better_order, "build_schedule", lambda plan, batch: build_schedule(plan, batch // 2))
     job = small_job(text_folder, {"schedule": "1f1b", "stages": 2, "replicas": replicas}, batch=16)
     with pytest.raises(SampleCountError) as caught:
         drive(job, stage_pool, tmp_path)
@@ -37,8 +38,8 @@ def test_a_schedule_of_another_batch_ends_the_first_step(
 def test_a_validation_of_a_part_of_its_batch_is_no_result(
     stage_pool, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_module, "forward_only", half_forward)
-    monkeypatch.setattr(driver_module, "check_counted", lambda *_: None)
+    monkeypatch.setattr(set_up_workers, "forward_only", half_forward)
+    monkeypatch.setattr(set_up_workers, "check_counted", lambda *_: None)
     job = small_job(text_folder, {"schedule": "1f1b", "stages": 2}, steps=1, eval_batches=2)
     with pytest.raises(SampleCountError, match="validation after step 1: its loss is of 8 samples instead of 16"):
         drive(job, stage_pool, tmp_path)
@@ -48,7 +49,7 @@ def test_programs_are_held_against_the_micro_batches_before_they_run(
     text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = new_driver(small_job(text_folder, {"schedule": "1f1b", "stages": 2}), tmp_path)
-    made._lower()
-    monkeypatch.setattr(driver_module, "forward_only", half_forward)
+    set_up_workers.lower(made.running)
+    monkeypatch.setattr(set_up_workers, "forward_only", half_forward)
     with pytest.raises(ScheduleError, match="in validation, the forward of micro-batch 2 on stage 0 runs 0 times"):
-        made._lower()
+        set_up_workers.lower(made.running)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from raypipe.observe.run_log import RunLog
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Observing:
-    """Runs what looks at training; where that fails, the log gets one notice and it is left out from then on."""
+class Guard:
+    """Runs what looks at training; where that fails, it tells so once and leaves it out from then on."""
 
-    def __init__(self, log: RunLog) -> None:
-        self._log = log
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._left_out: set[str] = set()
 
     def __call__(self, what: str, look: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -27,6 +25,5 @@ class Observing:
         except Exception as error:
             self._left_out.add(what)
             why = (str(error).splitlines() or [""])[0]
-            message = f"{what} failed and is left out from now on; training goes on: {type(error).__name__}: {why}"
-            self._log.event("notice", message=message)
+            self._tell(f"{what} failed and is left out from now on; training goes on: {type(error).__name__}: {why}")
             return None

@@ -1,0 +1,131 @@
+"""What the driver tells the workers: everything before the first step, and other programs when the plan changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+
+from raypipe.data import known_fields
+from raypipe.job.recompute_layers import layers_to_recompute
+from raypipe.job.spec import JobSpec
+from raypipe.models import LayeredModel, build_model
+from raypipe.plan.online.better_order import Running
+from raypipe.plan.plan import Plan, forward_only
+from raypipe.runtime.cluster.host_check import check_hosts
+from raypipe.runtime.cluster.worker_group import WorkerGroup
+from raypipe.runtime.communicators import Topology, rendezvous_of
+from raypipe.runtime.setup import Setup
+from raypipe.runtime.tensor_ranks import tensor_rank_edges, tensor_rank_groups, tensor_rank_of
+from raypipe.runtime.update.gradients import TiedHolders, shared_groups
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.lowering.asynchronous import Part
+from raypipe.schedule.lowering.counted import check_counted
+from raypipe.schedule.lowering.programs import Program, edges, programs, step_programs
+
+
+def set_up(
+    workers: WorkerGroup, job: JobSpec, running: Running, directory: Path, checkpoint: Path | None,
+    search_recompute: bool,
+) -> list[tuple[int, list[str]]]:  # fmt: skip
+    """Make every worker ready for the first step.
+
+    Args:
+        workers: at least one per rank of the plan.
+        job: whose ``parallel`` the plan's takes the place of.
+        running: the plan to begin with.
+        directory: the run's, with the prepared data.
+        checkpoint: where to read parameters and optimizer state from; None to start afresh.
+        search_recompute: which layers are recomputed will change, and memory is measured.
+
+    Returns:
+        Per rank, the parameters it holds, and the names of those whose weight gradients cannot wait for W.
+
+    Raises:
+        ClusterError: the nodes cannot run the job together.
+        ScheduleError: a program would not count every micro-batch once.
+    """
+    check_hosts(workers, directory)
+    plan, schedule, _ = running
+    tensor = plan.parallel.tensor
+    job = job.model_copy(update={"parallel": plan.parallel})
+    fields = known_fields(directory / "data")
+    tied = tied_holders(plan, schedule, build_model(job, fields, tensor_rank=0))
+    train, evaluate = lower(running)
+    setup = Setup(
+        device=0,
+        tensor_rank=0,
+        job=job,
+        cut=plan.cut,
+        recomputed=layers_to_recompute(plan.parallel, plan.cut),
+        search_recompute=search_recompute,
+        placement=schedule.placement,
+        topology=Topology(
+            peers=tuple(x.peer for x in workers.locations),
+            rendezvous=rendezvous_of(workers.locations),
+            edges=tensor_rank_edges(edges(schedule), tensor),
+            groups=tensor_rank_groups(shared_groups(schedule.placement, tied), schedule.devices, tensor),
+            transport=plan.parallel.transport,
+            run_id=workers.run_id,
+            timeout_s=job.train.message_timeout_s,
+        ),
+        tied=tied,
+        samples_per_microbatch=int(plan.parallel.microbatch * schedule.size),
+        microbatches=schedule.microbatches,
+        versions=schedule.versions,
+        train={},
+        evaluate=evaluate[0],
+        data=directory / "data",
+        fields=fields,
+        checkpoint=checkpoint,
+    )
+    calls = []
+    for rank, actor in enumerate(workers.actors):
+        device, tensor_rank = tensor_rank_of(rank, tensor)
+        own = {part: rows[device] for part, rows in train.items()}
+        calls.append(
+            actor.setup.remote(
+                replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device])
+            )
+        )
+    return list(ray.get(workers.note(calls)))
+
+
+def install(workers: WorkerGroup, running: Running, measures_memory: bool) -> None:
+    """Run another plan from the next step on: every device gets its new programs between two steps."""
+    train, evaluate = lower(running)
+    parallel, cut = running.plan.parallel, running.plan.cut
+    recomputed = layers_to_recompute(parallel, cut)
+    for rank, actor in enumerate(workers.actors):
+        device, _ = tensor_rank_of(rank, parallel.tensor)
+        own = {part: rows[device] for part, rows in train.items()}
+        workers.note([actor.install.remote(own, evaluate[device], recomputed, measures_memory)])
+
+
+def lower(running: Running) -> tuple[dict[Part, list[Program]], list[Program]]:
+    """Every device's programs: of training steps, by how they begin and end, and of validation.
+
+    Raises:
+        ScheduleError: one of them would not count every micro-batch once.
+    """
+    schedule = running.schedule
+    train, evaluate = step_programs(schedule, running.ahead), programs(forward_only(schedule))
+    check_counted(train, evaluate, schedule.stages, schedule.microbatches)
+    return train, evaluate
+
+
+def tied_holders(plan: Plan, schedule: Schedule, model: LayeredModel) -> tuple[TiedHolders, ...]:
+    """Tied groups of the model with the devices that hold them under a plan."""
+    stage_of = {layer: stage for stage, layers in enumerate(plan.cut) for layer in layers}
+    return tuple(
+        TiedHolders(
+            name=group.name,
+            parameters=tuple(dict.fromkeys(name for _, name in group.parameters)),
+            layer=group.parameters[0][0],
+            ranks=tuple(
+                sorted({held[stage_of[layer]] for held in schedule.placement for layer, _ in group.parameters})
+            ),
+        )
+        for group in model.tied
+    )
