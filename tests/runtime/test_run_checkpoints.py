@@ -1,0 +1,59 @@
+"""What becomes of the folders that workers save in, and of what a diverging run is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raypipe.checkpoint import LOSS, open_checkpoint, step_directory, write_shard
+from raypipe.errors import DivergenceError
+from raypipe.observe.run_log import EVENTS, RunLog, read_rows
+from raypipe.runtime.run_checkpoints import RunCheckpoints
+from tests.runtime.runs.small_runs import small_job
+
+
+def checkpoints(text_folder: Path, tmp_path: Path, log: RunLog, saved: list[Any]) -> RunCheckpoints:
+    job = small_job(text_folder, {"schedule": "1f1b", "stages": 2})
+    return RunCheckpoints(job, tmp_path, log, lambda *told: saved.append(told))
+
+
+def test_what_a_dead_attempt_left_is_cleared_and_what_is_whole_is_kept(text_folder: Path, tmp_path: Path) -> None:
+    log, saved = RunLog(tmp_path), []
+    mine = checkpoints(text_folder, tmp_path, log, saved)
+    folder = mine.folder(4)
+    (folder / "torn").write_text("half a shard")
+    assert mine.folder(4) == folder
+    assert not list(folder.iterdir())
+    shard = write_shard(folder, "rank-00000", {"param/0.weight": torch.ones(2)})
+    mine.commit(4, [(shard, None), (None, None)], {"loss": 1.5}, 2.5, is_best=False)
+    before = sorted(folder.iterdir())
+    assert sorted(mine.folder(4).iterdir()) == before
+    assert open_checkpoint(folder).meta[LOSS] == 2.5
+    assert saved == [(4, folder, {"step": 4, "loss": 1.5})]
+    log.close()
+    (event,) = read_rows(tmp_path / EVENTS)
+    assert (event["event"], event["step"], event["best"]) == ("checkpoint", 4, False)
+
+
+def test_parameters_that_are_not_finite_leave_nothing(text_folder: Path, tmp_path: Path) -> None:
+    """The error says what a resume goes on from: the last whole one."""
+    log, saved = RunLog(tmp_path), []
+    mine = checkpoints(text_folder, tmp_path, log, saved)
+    mine.resume(step_directory(tmp_path / "checkpoints", 2), 2)
+    folder = mine.folder(4)
+    shard = write_shard(folder, "rank-00000", {"param/0.weight": torch.ones(2)})
+    with pytest.raises(DivergenceError, match=r"(?s)step 4: param/0.weight is not finite.*goes on from step 2"):
+        mine.commit(4, [(shard, "param/0.weight")], {}, None, is_best=False)
+    log.close()
+    assert not folder.exists()
+    assert saved == []
+
+
+def test_only_a_lower_loss_is_better(text_folder: Path, tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    mine = checkpoints(text_folder, tmp_path, log, [])
+    log.close()
+    assert [mine.improves(loss) for loss in (3.0, 3.0, 2.0, 2.5, 1.0)] == [True, False, True, False, True]
