@@ -74,6 +74,7 @@ def test_what_ray_carries_is_small(stage_pool, text_folder, tmp_path) -> None:
 
         def __init__(self, actor: object) -> None:
             self.actor = actor
+            self.report = actor.report
             self.setup = self
 
         def remote(self, setup: object) -> object:
