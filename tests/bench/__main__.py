@@ -22,10 +22,10 @@ import ray
 import torch
 from rich.console import Console
 
-from tests.bench.cases import CASES, SHARED
-from tests.bench.raypipe_side import RaypipeSide
-from tests.bench.rounds import rivals, run_case
-from tests.bench.table import show, summarise
+from tests.bench.head_to_head.cases import CASES, SHARED
+from tests.bench.head_to_head.raypipe_side import RaypipeSide
+from tests.bench.head_to_head.rounds import rivals, run_case
+from tests.bench.head_to_head.table import show, summarise
 
 
 def arguments() -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """A profile notices what disturbed it: on made-up measurements, so that no test depends on how busy a machine is.
 
-``python -m tests.bench.noisy_profile`` shows the same with processes that take the cores.
+``python -m tests.bench.accuracy.noisy_profile`` shows the same with processes that take the cores.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def test_the_judge_keeps_the_memory():
 
 
 def test_within_one_per_cent_on_average(make_case):
-    """24 random instances; tests/bench/auto_exact.py does the same with hundreds."""
+    """24 random instances; ``python -m tests.bench.search exact`` does the same with hundreds."""
     gaps = []
     for seed in range(24):
         case = make_case(seed)

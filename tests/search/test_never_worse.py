@@ -12,7 +12,7 @@ from raypipe.search import search
 from raypipe.search.recompute_stages import search_recompute
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
-from tests.bench.zero_bubble_heuristic import shortest
+from tests.bench.search.zero_bubble_heuristic import shortest
 
 NAMES = sorted(set(SCHEDULES) - {"dapple", "pipedream", "pipedream-2bw"})
 """Of steps with one version of the weights, each once."""

@@ -43,7 +43,7 @@ def test_even_line_in_1f1bs_memory(depth, times, rounds):
 
 @pytest.mark.parametrize(("memory", "at_most"), [(6, 704), (4, 916)])
 def test_tight_line(memory, at_most):
-    """Optima by constraint programming: 700 and 912 (``python -m tests.bench.auto_tight`` proves them)."""
+    """Optima by constraint programming: 700 and 912 (``python -m tests.bench.search tight`` proves them)."""
     costs = CostTable.even(8, 10, 12, 8, comm=1)
     found = search(line(8), 16, costs, memory_limit=memory, enough=at_most)
     assert checked(found, costs, memory).value <= at_most

@@ -1,0 +1,136 @@
+"""Whether a profile notices that it was disturbed.
+
+Run: ``python -m tests.bench.accuracy.noisy_profile``. Wants a quiet machine.
+
+The same profile is measured alone, beside a process that computes all the time on every core, and beside such processes
+that begin when it is half through. The first must bring no warning, the other two must. Shown beside: how far the
+disturbed profiles' times are from the quiet one's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import ray
+from rich.console import Console
+from rich.table import Table
+
+from raypipe.cost.profile import Profile
+from raypipe.data import prepare
+from raypipe.job.load import job_from
+from raypipe.job.spec import JobSpec
+from raypipe.profiling.profile_job import measure_profile
+from raypipe.runtime.cluster.connect import connect
+
+MODEL = {"type": "gpt", "layers": 8, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": 256, "dropout": 0.0}
+SIZES = (2, 4, 8)
+
+
+class Burners:
+    """Processes that compute for ever, ``after_s`` seconds after the measuring began.
+
+    Not before: Ray starts actors at low priority, which would then never come up.
+    """
+
+    def __init__(self, count: int, after_s: float) -> None:
+        self.code = f"import time; time.sleep({after_s})\nwhile True: pass"
+        self.count = count
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.began = 0.0
+
+    def heard(self, text: str) -> None:
+        """Begin when the profile says that it measures."""
+        if text.startswith("micro-batches of") and not self.began:
+            self.began = time.monotonic()
+            self.processes = [subprocess.Popen([sys.executable, "-c", self.code]) for _ in range(self.count)]
+
+    def stop(self) -> None:
+        """End them."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def job() -> JobSpec:
+    """Of the other benches' size."""
+    return job_from(
+        {
+            "name": "noisy", "model": {**MODEL, "tie_embeddings": False}, "data": {"type": "bytes", "path": "stdlib"},
+            "train": {"steps": 1, "batch": 32}, "parallel": {"microbatch": 4},
+        }
+    )  # fmt: skip
+
+
+def furthest(profile: Profile, quiet: Profile) -> float:
+    """The largest relative difference of a layer's forward or backward."""
+    pairs = [
+        (getattr(a.times[n], task), getattr(b.times[n], task))
+        for a, b in zip(profile.layers, quiet.layers, strict=True)
+        for n in b.times
+        for task in ("forward", "joint", "input_grad", "weight_grad")
+        if b.times[n].forward > 1e-3  # an embedding is a few microseconds
+    ]
+    return max((a / b - 1 for a, b in pairs), key=abs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.accuracy.noisy_profile", description=__doc__)
+    parser.add_argument("--thorough", action="store_true", help="as `raypipe profile` does, not `parallel: auto`")
+    args = parser.parse_args()
+    os.environ.setdefault("RAY_ADDRESS", "local")
+    out, progress = Console(width=120), Console(stderr=True)
+    cores = os.cpu_count() or 1
+    found: dict[str, tuple[Profile, float]] = {}
+    with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory(prefix="raypipe-noisy-") as name:
+        data = Path(name)
+        prepare(job().data, MODEL["sequence"], data)
+        connect(2)
+
+        def say(text: str) -> None:
+            progress.print(text, style="dim")
+
+        def measure(label: str, count: int, after_s: float) -> None:
+            say(label)
+            burners = Burners(count, after_s)
+
+            def heard(text: str) -> None:
+                say(text)
+                burners.heard(text)
+
+            try:
+                profile = measure_profile(job(), SIZES, 2, quick=not args.thorough, data=data, say=heard)
+            finally:
+                burners.stop()
+            found[label] = profile, time.monotonic() - burners.began
+
+        measure("quiet", 0, 0.0)
+        took = found["quiet"][1]
+        measure("a burner on every core", cores, 0.0)
+        measure("burners from the middle on", cores, took / 2)
+        measure("quiet again", 0, 0.0)
+        ray.shutdown()
+    table = Table(title="one profile, disturbed", title_justify="left")
+    for heading in ("while measuring", "stolen", "drift", "again", "seconds", "times off by up to", "warning"):
+        table.add_column(heading, justify="left" if heading in ("while measuring", "warning") else "right")
+    quiet = found["quiet"][0]
+    wrong = False
+    for label, (profile, seconds) in found.items():
+        noise = profile.noise
+        table.add_row(
+            label, f"{noise.stolen:.1%}", f"{noise.drift:.1%}", str(noise.again), f"{seconds:.1f}",
+            f"{furthest(profile, quiet):+.0%}", noise.warning() or "",
+        )  # fmt: skip
+        wrong |= (noise.warning() is None) != ("quiet" in label)
+    out.print(table)
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""A rival's process: waits for orders on a socket, asleep, and runs one block for each.
+
+Started by torchrun for several processes, or alone: ``python -m tests.bench.head_to_head.worker SOCKET``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from multiprocessing.connection import Client
+
+import torch
+import torch.distributed as dist
+
+from tests.bench.head_to_head.blocks import Order, RankReport
+from tests.bench.head_to_head.plain import accumulate_steps, data_parallel_steps
+
+
+def run(order: Order) -> RankReport:
+    gc.collect()  # what the block before left is not collected in this one's time
+    if order.kind == "pipeline":
+        from tests.bench.head_to_head.torch_pipeline import pipeline_steps
+
+        return pipeline_steps(order)
+    if order.kind == "ddp":
+        return data_parallel_steps(order)
+    return accumulate_steps(order)
+
+
+def main() -> None:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo")
+    with Client(sys.argv[1], family="AF_UNIX") as link:
+        link.send(rank)
+        while (order := link.recv()) is not None:
+            try:
+                link.send(run(order))
+            except Exception as error:
+                link.send(error)
+                raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What the papers measured beside what their configurations cost here: one machine description each for all rows.
+
+Run: ``python -m tests.bench.papers`` (``--write`` puts the tables into docs/evidence/papers.md). One core, seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tests.bench.papers import chimera, merak, out_of_order, speedups, zeropp
+
+PAGE = Path(__file__).parents[3] / "docs" / "evidence" / "papers.md"
+BEGIN, END = "<!-- tests.bench.papers: begin -->", "<!-- tests.bench.papers: end -->"
+
+SOURCES = {
+    "Chimera on Piz Daint (`cluster/piz-daint.yaml`)": (chimera, speedups),
+    "ZeroPP on A800 (`cluster/a800.yaml`)": (zeropp,),
+    "Merak on RTX 3090 (`cluster/rtx3090.yaml`)": (merak,),
+    "Out-of-order backprop on V100 (`cluster/v100.yaml`)": (out_of_order,),
+}
+
+
+def report() -> str:
+    """All tables as Markdown."""
+    parts = []
+    for heading, modules in SOURCES.items():
+        parts.append(f"### {heading}")
+        for title, body in (section for module in modules for section in module.sections()):
+            parts += [f"**{title}.**", body]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    """Print the report, and write it where asked."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.papers", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/evidence/papers.md")
+    text = report()
+    print(text)
+    if parser.parse_args().write:
+        page = PAGE.read_text(encoding="utf-8")
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Kill the driver, then Ray Train's controller, in the middle of runs on a cluster without a CPU to spare.
+
+    python -m tests.bench.runtime.kill_driver [--trials 10] [--json FILE]
+
+Every trial is a run of its own on two CPUs, one after another on the same Ray: what one leaves behind, the next one
+lacks. Prints the seconds from each kill to the next step done; exit status 1 if a run fails or its losses differ from
+the undisturbed run's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import ray
+
+from tests.runtime.runs.killing import CONTROLLER, DRIVER, JOB, run_killing
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.runtime.kill_driver", description=__doc__)
+    parser.add_argument("--trials", type=int, default=10, help="kills of each of the two processes")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds as JSON")
+    args = parser.parse_args()
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+        configure_logging=False, _node_ip_address="127.0.0.1",
+    )  # fmt: skip
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    seconds: dict[str, list[float]] = {DRIVER: [], CONTROLLER: []}
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="raypipe-kill-") as folder:
+        job = Path(folder) / "job.yaml"
+        job.write_text(JOB.format(path=text_in(Path(folder)), steps=args.steps))
+        undisturbed = run_killing(None, job, Path(folder) / "undisturbed", root=os.getpid())
+        if undisturbed.status != 0:
+            print(undisturbed.said, file=sys.stderr)
+            return 1
+        for trial in range(args.trials):
+            for title, found in seconds.items():
+                directory = Path(folder) / f"{title.partition('::')[2]}-{trial}"
+                done = run_killing(title, job, directory, root=os.getpid())
+                same = done.result.get("losses") == undisturbed.result["losses"]
+                found.append(done.seconds)
+                print(
+                    f"{title} {trial + 1}: status {done.status}, same losses: {same}, {done.seconds:.1f} s", flush=True
+                )
+                if not same:
+                    failed += 1
+                    print(done.said, file=sys.stderr)
+    for title, found in seconds.items():
+        print(f"{title}: {len(found)} kills, next step after {statistics.median(found):.1f} s, most {max(found):.1f} s")
+    if args.json is not None:
+        args.json.write_text(json.dumps(seconds) + "\n")
+    print(f"{failed} of {sum(map(len, seconds.values()))} runs failed or lost something")
+    return 1 if failed else 0
+
+
+def text_in(folder: Path) -> Path:
+    """A little text to train on: some of this Python's own modules."""
+    text = folder / "text"
+    text.mkdir()
+    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:24]:
+        (text / source.name).write_bytes(source.read_bytes())
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
