@@ -208,7 +208,7 @@ def predicted(job: JobSpec, profile: Profile) -> list[DeviceMemory]:
     schedule = build_schedule(plan, job.train.batch)
     found = device_memory(
         profile, plan.cut, schedule, plan.parallel.microbatch, optimizer=job.train.optimizer,
-        momentum=job.train.momentum > 0, again=layers_to_recompute(plan.parallel, plan.cut),
+        momentum=job.train.momentum > 0, recomputed=layers_to_recompute(plan.parallel, plan.cut),
         ahead=runs_ahead(plan.parallel, job.train.clip is not None, schedule, CostTable.even(schedule.stages)),
     )  # fmt: skip
     return [replace(device, base=device.base - profile.base_bytes) for device in found]

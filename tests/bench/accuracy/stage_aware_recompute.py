@@ -65,11 +65,11 @@ class Choice:
             recompute="stage-aware",
             alphas=share,
         )
-        again = layers_to_recompute(parallel, cut)
+        recomputed = layers_to_recompute(parallel, cut)
         self.share = share
         self.schedule: Schedule = build_schedule(Plan(parallel=parallel, cut=cut), BATCH)
-        self.costs = costs_of(profile, cut, MICROBATCH, self.schedule, again=again)
-        self.memory = [m.total for m in device_memory(profile, cut, self.schedule, MICROBATCH, again=again)]
+        self.costs = costs_of(profile, cut, MICROBATCH, self.schedule, recomputed=recomputed)
+        self.memory = [m.total for m in device_memory(profile, cut, self.schedule, MICROBATCH, recomputed=recomputed)]
 
 
 def largest(profile: Profile, cut: Cut, cap: float) -> Choice:

@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.plan.online.measured_steps import StepClock
+from raypipe.plan.online.measured_steps import Part, StepClock
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.programs import programs
 
@@ -37,8 +37,8 @@ class RecordingClock(StepClock):
         self.driver_cpu: list[float] = []
         """Processor seconds of the driver's process, all threads, at the moment each step was collected."""
 
-    def add(self, step: int, times: Times) -> tuple[float, float]:
-        result = super().add(step, times)
+    def add(self, part: Part, times: Times) -> tuple[float, float]:
+        result = super().add(part, times)
         self.steps.append(times)
         self.step_s.append(result[0])
         self.driver_cpu.append(time.process_time())

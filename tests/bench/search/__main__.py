@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from tests.bench.search import against_bounds, against_others, emulated, speed
@@ -74,12 +75,12 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    wanted = {key: getattr(args, key) for key in Effort._fields if getattr(args, key) is not None}
+    wanted = {key: getattr(args, key) for key in ("count", "seconds", "first") if getattr(args, key) is not None}
     failed = []
     for name in args.names or CASES:
         case = CASES[name]
         print(f"{name}: {case.about}", flush=True)
-        for line in case.run(case.effort._replace(**wanted)):
+        for line in case.run(replace(case.effort, **wanted)):
             print(f"  {line.text}{'  <- over the limit' if line.fails else ''}", flush=True)
             failed += [name] if line.fails else []
     for name in dict.fromkeys(failed):

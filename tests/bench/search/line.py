@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Effort(NamedTuple):
+@dataclass(frozen=True)
+class Effort:
     """How much of a case is run; every case has its own default."""
 
     count: int
