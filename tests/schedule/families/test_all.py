@@ -1,5 +1,8 @@
 """Every named schedule, on any shape and costs: a valid step or one clear error."""
 
+from collections.abc import Iterator
+from dataclasses import fields
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,32 +16,38 @@ from raypipe.simulate.engine import simulate
 from raypipe.simulate.lower_bound import lower_bound
 from raypipe.simulate.period import period
 
-NAMES = [
-    "gpipe", "1f1b", "dapple", "interleaved-1f1b", "bfs", "chimera", "chimera-tight", "gems", "pipedream",
-    "pipedream-2bw", "zb-h1", "zb-h2", "zb-v", "zeropp", "early-recompute", "shifted-critical-path", "model-parallel",
-    "fast-forward", "modulo",
-]  # fmt: skip
+VALUES: dict[str, st.SearchStrategy[object]] = {
+    "chunks": st.integers(1, 3), "unit": st.integers(1, 14), "pipelines": st.sampled_from([2, 4, 6]),
+    "concat": st.sampled_from(["direct", "doubling", "halving"]), "memory_limit": st.integers(1, 12),
+}  # fmt: skip
+"""What is tried for each option of a Shape."""
+WRONG: dict[str, st.SearchStrategy[object]] = {
+    **VALUES, "unit": st.integers(0, 15), "pipelines": st.sampled_from([1, 3]), "memory_limit": st.integers(0, 12),
+}  # fmt: skip
+"""What is tried now and then beside them: values that no shape may have, and options that the family does not read."""
 
 
-def test_the_names_of_the_contract() -> None:
-    assert set(NAMES) <= set(SCHEDULES)
+def test_every_option_of_a_shape_is_tried() -> None:
+    assert set(VALUES) == {field.name for field in fields(Shape)} - {"devices", "microbatches"}
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> dict[str, object]:
+def shapes(draw: st.DrawFn, name: str) -> dict[str, object]:
+    """Devices, micro-batches, about half of the family's own options, and seldom one that it has no use for."""
     found: dict[str, object] = {"devices": draw(st.integers(1, 6)), "microbatches": draw(st.integers(1, 14))}
-    for key, values in {
-        "chunks": st.integers(1, 3), "unit": st.integers(1, 15), "pipelines": st.sampled_from([2, 3, 4, 6]),
-        "concat": st.sampled_from(["direct", "doubling", "halving"]), "memory_limit": st.integers(0, 12),
-    }.items():  # fmt: skip
-        if draw(st.integers(0, 3)) == 0:
+    for key, values in VALUES.items():
+        if key in SCHEDULES[name].options and draw(st.booleans()):
             found[key] = draw(values)
+        elif draw(st.integers(0, 9)) == 0:
+            found[key] = draw(WRONG[key])
     return found
 
 
-@settings(max_examples=250, deadline=None)
-@given(name=st.sampled_from(NAMES), shape=shapes(), data=st.data())
-def test_valid_or_refused(name: str, shape: dict[str, object], data: st.DataObject) -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_valid_or_refused(name: str, data: st.DataObject) -> None:
+    shape = data.draw(shapes(name))
     try:
         made = Shape(**shape)  # type: ignore[arg-type]
         n = stages_of(name, made)
@@ -68,7 +77,34 @@ def test_valid_or_refused(name: str, shape: dict[str, object], data: st.DataObje
     verify(add_updates(place_gradient_sync(replicate(schedule, 2), "eager-opt", costs)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+def shapes_of(name: str, option: str) -> Iterator[Shape]:
+    """Small shapes in which only one option is set."""
+    some = {"chunks": (2, 3), "unit": (2, 3), "pipelines": (2, 4), "concat": ("doubling", "halving")}
+    for devices, count in ((2, 4), (4, 8)):
+        for value in some.get(option, (devices - 1, 2 * devices)):
+            yield Shape(devices=devices, microbatches=count, **{option: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "option"), [(n, o) for n, f in SCHEDULES.items() for o in sorted(f.options)])
+def test_an_option_that_a_family_reads_changes_its_schedule(name: str, option: str) -> None:
+    changed = set()
+    for shape in shapes_of(name, option):
+        try:
+            made = generate(name, shape)
+        except ScheduleError:
+            continue
+        verify(made, memory_limit=shape.memory_limit)
+        plain = generate(name, Shape(devices=shape.devices, microbatches=shape.microbatches))
+        changed.add((made.placement, made.orders) != (plain.placement, plain.orders))
+    assert True in changed
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_family_exists_for_a_plain_shape(name: str) -> None:
+    verify(generate(name, Shape(devices=4, microbatches=8)))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_costs_of_the_wrong_length_are_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match="give 1 or"):
         generate(name, Shape(devices=4, microbatches=4), CostTable.even(5))
