@@ -43,6 +43,17 @@ def test_json_is_one_object_and_nothing_else(command):
     assert from_json(found)[0].orders[0][0].kind == "F"
 
 
+def test_a_file_whose_stages_make_no_chain_is_timed(command, tmp_path):
+    """Stage 2 needs the outputs of stages 0 and 1, which run side by side; stage 0's gradient waits for both others."""
+    path = tmp_path / "dag.txt"
+    path.write_text(
+        "microbatches 1\nplacement 0 1 2\nedges 0>2 1>2\ndevice 0: 0F0 0BW0\ndevice 1: 1F0 1BW0\ndevice 2: 2F0 2BW0\n"
+    )
+    status, out, err = command("schedule", "--load", path, "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["makespan"] == 2 * (1 + 2)  # a chain of three would take 9
+
+
 @pytest.mark.parametrize("place", ["before", "after", "equals"])
 def test_json_takes_an_optional_file(command, tmp_path, place):
     path = tmp_path / "out"

@@ -371,6 +371,36 @@ def test_an_order_that_was_searched_for_another_batch(refused, job, tmp_path) ->
     assert refused("--plan", str(path)).startswith(f"{path}: order: microbatches: ")
 
 
+SKIP = "edges 0>1 0>2 1>2\n"
+"""Stage 2 reads stage 0's output too: a graph of stages that is no chain."""
+THREE = """microbatches 4
+placement 0 1 1
+{edges}device 0: 0F0 0F1 0F2 0F3 0BW0 0BW1 0BW2 0BW3
+device 1: 1F0 2F0 2BW0 1BW0 1F1 2F1 2BW1 1BW1 1F2 2F2 2BW2 1BW2 1F3 2F3 2BW3 1BW3
+"""
+
+
+def test_a_schedule_file_whose_stages_make_no_chain(refused, job, tmp_path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(THREE.format(edges=SKIP))
+    said = refused("--set", f"parallel.schedule={path}")
+    assert "edges" in said
+    assert "make no chain" in said
+    path.write_text(THREE.format(edges=""))
+    assert len(make_plan(load_job(job, [f"parallel.schedule={path}"])).cut) == 3
+
+
+def test_a_plan_whose_order_makes_no_chain_of_its_stages(refused, job, tmp_path) -> None:
+    path, own = tmp_path / "plan.json", tmp_path / "mine.txt"
+    own.write_text(THREE.format(edges=""))
+    make_plan(load_job(job, [f"parallel.schedule={own}"])).save(path)
+    plan = json.loads(path.read_text())
+    path.write_text(json.dumps(plan | {"order": plan["order"].replace("device 0:", SKIP + "device 0:")}))
+    said = refused("--plan", str(path))
+    assert said.startswith(f"{path}: ")
+    assert "make no chain" in said
+
+
 def test_a_resumed_search_is_made_anew_for_another_batch(job, tmp_path) -> None:
     made = make_plan(load_job(job, ["parallel.schedule=auto"]))
     made.save(tmp_path / "plan.json")

@@ -25,6 +25,7 @@ from raypipe.runtime.emulation.emulated_worker import EmulatedRunner, EmulatedSe
 from raypipe.runtime.shared_clock import SharedClock
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import programs
 
@@ -35,6 +36,19 @@ EXACT = 1 - 1e-6
 
 SUMS = Links(bytes_per_s=1e9, message_bytes=1e6, gradient_bytes=2e6)
 """Messages of 1 ms, sums over two holders of 2 ms."""
+
+
+@pytest.mark.runs
+def test_stages_that_make_no_chain_are_emulated(local_ray) -> None:
+    """Two branches that one stage joins: no kernel runs, so a task waits for its messages and nothing else."""
+    joined = from_text(
+        "microbatches 2\nplacement 0 1 2\nedges 0>2 1>2\n"
+        "device 0: 0F0 0F1 0BW0 0BW1\ndevice 1: 1F0 1F1 1BW0 1BW1\ndevice 2: 2F0 2BW0 2F1 2BW1\n"
+    )
+    found = emulate(joined, CostTable.even(3, 2 * MS, 2 * MS, 2 * MS), Links(), 2, 1)
+    assert found.predicted_steps_s[0] == pytest.approx(18 * MS)  # F, two turns of device 2, BW
+    for k in (1, 2):
+        assert sum(found.measured_s[:k]) >= sum(found.predicted_steps_s[:k]) * EXACT
 
 
 @pytest.mark.runs
