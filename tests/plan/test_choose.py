@@ -114,11 +114,25 @@ def test_memory_decides_and_the_faster_plan_says_what_would_fit() -> None:
     assert too_large
     for row in too_large:
         assert re.match(r"does not fit: [\d.]+ [GM]iB over on device \d, \w+ [\d.]+ [GM]iB", row.why)
-    # What would fit does fit.
-    remedies = {m.group(1): row for row in too_large if (m := re.search(r"(microbatch \d+) would fit", row.why))}
-    for words, row in remedies.items():
-        smaller = int(words.split()[1])
-        assert smaller < row.prediction.candidate.microbatch
+
+
+def test_the_smaller_micro_batch_that_is_said_to_fit_does_and_the_next_larger_does_not() -> None:
+    job = make_job(batch=16)
+    need = max(choose(job, make_profile(), search_s=0).best.memory_bytes)
+    said: list[tuple[int, int]] = []
+    for part in (0.8, 0.5):
+        profile = make_profile(memory_bytes=part * need)
+        judge = Predictor(profile, job.train, 4)
+        for row in choose(job, profile, search_s=0).rows:
+            if not (more := re.search(r"; microbatch (\d+) would fit$", row.why)):
+                continue
+            c, size = row.prediction.candidate, int(more[1])
+            said.append((c.microbatch, size))
+            samples = c.microbatch * c.microbatches
+            for n in (n for n in (1, 2, 4, 8, 16) if size <= n <= c.microbatch):
+                made = judge.predict(c._replace(microbatch=n, microbatches=samples // n))
+                assert made.fits == (n == size), (c, n)
+    assert {(4, 2), (4, 1)} <= set(said)  # of the second, 2 does not fit either
 
 
 def test_recomputation_keeps_as_much_as_memory_holds() -> None:
@@ -227,6 +241,17 @@ def test_everything_that_is_said_to_help_helps(cause: str) -> None:
             own, train = (own, {key: meant}) if section == "train" else ({**own, key: meant}, {})
         tried = profile.model_copy(update={"memory_bytes": size})
         assert choose(make_job(layers=4, parallel=own, **train), tried, devices, search_s=0).best.fits, way
+        # One step less does not help; a key that is changed or not has no smaller step than the job itself.
+        if size > profile.memory_bytes:
+            tried = profile.model_copy(update={"memory_bytes": size - 0.1 * GIB})
+        elif devices is not None:
+            devices -= 1
+        elif key == "microbatch":
+            own = {**own, key: 2 * meant}
+        else:
+            continue
+        with pytest.raises(SpecError, match="no plan fits"):
+            choose(make_job(layers=4, parallel=own), tried, devices, search_s=0)
 
 
 def test_a_described_device_keeps_a_share_of_itself_free() -> None:
