@@ -26,10 +26,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# What starts no Ray and takes no longer than a few seconds a test.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not runs and not slow"
 
-test: lint unit
+test: lint
+	$(BIN)/python -m pytest
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.bench

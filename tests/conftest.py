@@ -33,6 +33,13 @@ os.environ["RAYPIPE_CACHE_DIR"] = tempfile.mkdtemp(prefix="raypipe-tests-")
 atexit.register(shutil.rmtree, os.environ["RAYPIPE_CACHE_DIR"], ignore_errors=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``make unit`` starts no Ray: a test that takes the session's must have the marker."""
+    for item in items:
+        if "local_ray" in getattr(item, "fixturenames", ()) and item.get_closest_marker("runs") is None:
+            raise pytest.UsageError(f"{item.nodeid} takes local_ray: mark it with @pytest.mark.runs")
+
+
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     import ray

@@ -16,6 +16,10 @@ SCRIPT = Path(__file__).with_name("scenarios.py")
 NAMES = runpy.run_path(str(SCRIPT))["NAMES"]
 
 
+pytestmark = pytest.mark.slow
+"""Two processes import torch for each kind."""
+
+
 def pair(kind: str, what: str) -> list[dict[str, str] | str]:
     """What the two ranks report; the error output of one that reports nothing."""
     with socket.socket() as probe:

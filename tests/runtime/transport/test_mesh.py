@@ -20,6 +20,7 @@ from raypipe.runtime.transport.same_host.shared_memory import cleanup
 A, B = Peer(0, "n", "cpu", "stage 0"), Peer(1, "n", "cpu", "stage 1")
 
 
+@pytest.mark.slow
 def test_four_ranks_all_to_all_over_two_kinds_of_channel() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
