@@ -4,11 +4,10 @@ checkpoint (with ``train.load_best_at_end``, the best), the configuration, and t
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
+from raypipe.atomic_write import whole
 from raypipe.errors import SpecError
 from raypipe.files import is_url
 from raypipe.job import HfSpec
@@ -48,28 +47,12 @@ def export(directory: Path, out: Path) -> Path:
     setattr(source.config, TOKENS, None if job.data.type == "arrays" else "bytes")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(
-            tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent)
-        )  # nobody else's, whatever is there
-        try:
+        with whole(out, folder=True) as partial:
             module.save_pretrained(partial)  # type: ignore[operator]
             began = Path(job.model.hf)
             if began.is_dir():
                 for file in {path for pattern in BESIDE for path in began.glob(pattern) if path.is_file()}:
                     shutil.copy2(file, partial / file.name)
-            partial.chmod(0o777 & ~_umask())
-            if out.exists():
-                out.rmdir()
-            partial.replace(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise SpecError("--output", f"{out} can't be written: {error.strerror}", "give another directory") from None
     return given
-
-
-def _umask() -> int:
-    """What a new folder is not to allow; can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

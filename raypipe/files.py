@@ -6,6 +6,7 @@ A device such as ``/dev/zero`` never ends, and a named pipe waits for whoever wr
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import stat
@@ -38,6 +39,19 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
         size = said(max(about.st_size, len(content)))
         raise OSError(errno.EFBIG, f"has {size}, and such a file at most {said(most)}", str(path))
     return content
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's content, read a mebibyte at a time.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as content:
+        while block := content.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def said(size: int) -> str:

@@ -7,12 +7,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
-    "errors", "files", "installation", "schedule", "simulate", "search", "job", "cost", "graph", "plan", "checkpoint",
-    "tensor", "capture", "models", "data", "partition", "observe", "runtime", "profiling", "train", "trained", "sample",
-    "export", "arguments", "trainer", "cli", "__main__",
+    "errors", "files", "atomic_write", "installation", "schedule", "simulate", "search", "job", "cost", "graph", "plan",
+    "checkpoint", "tensor", "capture", "models", "data", "partition", "observe", "runtime", "profiling", "train",
+    "trained", "sample", "export", "arguments", "trainer", "cli", "__main__",
 ]  # fmt: skip
 """The rooms, in the order that data flows through them."""
-PLANNING = {"errors", "files", "schedule", "simulate", "search", "cost", "graph", "plan", "job", "observe"}
+PLANNING = {
+    "errors", "files", "atomic_write", "schedule", "simulate", "search", "cost", "graph", "plan", "job", "observe",
+}  # fmt: skip
 HEAVY = {"torch", "ray"}
 MOST = 16
 """Files side by side in one folder, ``__init__.py`` not counted."""

@@ -10,6 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
+from raypipe.atomic_write import whole
 from raypipe.checkpoint.read import Checkpoint, latest, open_checkpoint
 from raypipe.errors import CheckpointError
 
@@ -27,15 +28,13 @@ def keep_best(root: Path, path: Path) -> None:
         CheckpointError: the disk refuses.
     """
     kept = root / path.name.replace("step-", f"{POINTER}-", 1)
-    moved = root / f".{POINTER}"
     try:
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir()
         for file in path.iterdir():
             _link(file, kept / file.name)
-        moved.unlink(missing_ok=True)
-        moved.symlink_to(kept.name)
-        moved.replace(root / POINTER)
+        with whole(root / POINTER) as moved:
+            moved.symlink_to(kept.name)
     except OSError as error:
         raise CheckpointError(str(kept), f"can't be written: {error}", "free or change the storage path") from None
     _drop(root, but=kept)

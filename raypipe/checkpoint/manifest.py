@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from raypipe.checkpoint.atomic_files import put
+from safetensors import SafetensorError
+
+from raypipe.atomic_write import whole
 from raypipe.errors import CheckpointError
 from raypipe.files import read_regular, short
 
@@ -27,12 +30,26 @@ def save_manifest(directory: Path, body: dict[str, Any]) -> Path:
     Raises:
         ValueError: a number in ``body`` is not finite, which JSON has no word for.
     """
-    whole = {"format": FORMAT, "version": VERSION, **body}
-    whole["sha256"] = _digest(whole)
-    text = json.dumps(whole, indent=1, allow_nan=False)
+    everything = {"format": FORMAT, "version": VERSION, **body}
+    everything["sha256"] = _digest(everything)
+    text = json.dumps(everything, indent=1, allow_nan=False)
     path = directory / NAME
-    put(path, lambda partial: _write_text(partial, text))
+    put(path, lambda partial: partial.write_text(text, encoding="utf-8"))
     return path
+
+
+def put(path: Path, write: Callable[[Path], object]) -> None:
+    """Have ``write`` fill a file of a checkpoint, whole or not at all, so that it survives a power cut.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path, synced=True) as partial:
+            write(partial)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(str(path), f"can't be written: {error}", "free or change the storage path") from None
 
 
 def load_manifest(directory: Path) -> dict[str, Any]:
@@ -107,7 +124,3 @@ def _wrong(body: dict[str, Any]) -> str | None:
 def _digest(body: dict[str, Any]) -> str:
     # Through JSON once more, so that what is hashed is what a reader will see (tuples are lists there).
     return hashlib.sha256(json.dumps(json.loads(json.dumps(body)), sort_keys=True).encode()).hexdigest()
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

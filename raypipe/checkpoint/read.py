@@ -11,9 +11,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from raypipe.checkpoint.atomic_files import sha256
 from raypipe.checkpoint.manifest import load_manifest
 from raypipe.errors import CheckpointError, nearest
+from raypipe.files import sha256
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from raypipe.checkpoint.atomic_files import put, sha256
-from raypipe.checkpoint.manifest import save_manifest
+from raypipe.checkpoint.manifest import put, save_manifest
 from raypipe.errors import CheckpointError
+from raypipe.files import sha256
 
 
 @dataclass(frozen=True, slots=True)

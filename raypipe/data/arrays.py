@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raypipe.data.atomic import digest, replace_file
+from raypipe.atomic_write import whole, write_whole
 from raypipe.data.corpus import SPLITS, Split, order_key
 from raypipe.data.ragged import (
     FILL,
@@ -37,7 +37,7 @@ from raypipe.data.ragged import (
 )
 from raypipe.data.sample_order import permuted
 from raypipe.errors import SpecError
-from raypipe.files import expanded
+from raypipe.files import expanded, sha256
 from raypipe.job import DataSpec
 from raypipe.models.task import MASK, Field
 
@@ -194,11 +194,9 @@ def write_arrays(splits: Mapping[Split, Columns], directory: Path, source: str, 
             if name.endswith(FILL):
                 continue
             path = directory / f"{split}.{name}.npy"
-            partial = path.with_suffix(".partial")
-            with partial.open("wb") as out:
+            with whole(path) as partial, partial.open("wb") as out:
                 np.save(out, values, allow_pickle=False)
-            partial.replace(path)
-            digests[path.name] = digest(path)
+            digests[path.name] = sha256(path)
     train = splits["train"]
     about = {
         "source": source,
@@ -212,7 +210,7 @@ def write_arrays(splits: Mapping[Split, Columns], directory: Path, source: str, 
         },
         "sha256": digests,
     }
-    replace_file(directory / meta, json.dumps(about, indent=1).encode())
+    write_whole(directory / meta, json.dumps(about, indent=1).encode(), synced=True)
     return Arrays.open(directory, meta)
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from raypipe.data.atomic import digest, replace_file
+from raypipe.atomic_write import whole, write_whole
 from raypipe.data.corpus import META, SPLITS, Corpus
 from raypipe.data.text_files import Found, TextFile, find_text
 from raypipe.errors import SpecError
+from raypipe.files import sha256
 from raypipe.job import DataSpec
 
 HELD_OUT = 16
@@ -51,9 +52,9 @@ def prepare(data: DataSpec, sequence: int, directory: Path) -> Corpus:
         "bytes": dict(zip(SPLITS, lengths, strict=True)),
         "files": {name: len(parts[name]) for name in SPLITS},
         "skipped": {"binary": found.binary, "empty": found.empty},
-        "sha256": {name: digest(directory / f"{name}.npy") for name in SPLITS},
+        "sha256": {name: sha256(directory / f"{name}.npy") for name in SPLITS},
     }
-    replace_file(directory / META, json.dumps(meta, indent=1).encode())
+    write_whole(directory / META, json.dumps(meta, indent=1).encode(), synced=True)
     return Corpus.open(directory)
 
 
@@ -86,14 +87,12 @@ def _split(found: Found, sequence: int) -> dict[str, list[Piece]]:
 def _write(path: Path, pieces: Sequence[Piece]) -> int:
     """Write the pieces, each followed by ``END``, as one uint8 array, a file at a time; returns its length."""
     length = sum(stop - start + len(END) for _, start, stop in pieces)
-    partial = path.with_suffix(".partial")
     header = {"descr": "|u1", "fortran_order": False, "shape": (length,)}
-    with partial.open("wb") as out:
+    with whole(path) as partial, partial.open("wb") as out:
         np.lib.format.write_array_header_1_0(out, header)
         for file, start, stop in pieces:
             content = file.path.read_bytes()
             if len(content) != file.bytes:
                 raise SpecError("data.path", f"{file.path} changed while it was read", "start again")
             out.write(content[start:stop] + END)
-    partial.replace(path)
     return length

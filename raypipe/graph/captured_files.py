@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from raypipe.atomic_write import write_whole
 from raypipe.graph.calls import Call
 from raypipe.graph.document import from_document, to_document
 from raypipe.graph.operations import OperationGraph
@@ -77,20 +77,8 @@ def save(
     where = folder or cache_folder()
     document = to_document(graph, calls) | {"values": hashlib.sha256(values).hexdigest()}
     try:
-        write_file(where / f"{key}.safetensors", values)
-        write_file(where / f"{key}.json", json.dumps(document, separators=(",", ":")).encode())
+        where.mkdir(parents=True, exist_ok=True)
+        write_whole(where / f"{key}.safetensors", values)
+        write_whole(where / f"{key}.json", json.dumps(document, separators=(",", ":")).encode())
     except OSError as error:
         notify(f"the captured model is not kept: {where}: {error.strerror}")
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write all of a file or nothing of it, making its folder where there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

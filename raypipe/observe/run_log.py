@@ -10,10 +10,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from raypipe.atomic_write import write_whole
 from raypipe.observe.strict_json import strict_json
 
 METRICS = "metrics.jsonl"
@@ -71,7 +72,7 @@ def rewind(directory: Path, step: int) -> None:
     if text.startswith(kept):
         os.truncate(path, len(kept))
     else:
-        _replace(path, lines)
+        write_whole(path, kept)
 
 
 def mend(path: Path) -> tuple[int, ...]:
@@ -88,7 +89,7 @@ def mend(path: Path) -> tuple[int, ...]:
         if wrong != (len(lines),) or content.endswith(b"\n"):
             shutil.copy2(path, aside(path))
         left_out = set(wrong)
-        _replace(path, [line for n, line in enumerate(lines, 1) if n not in left_out])
+        write_whole(path, b"".join(line + b"\n" for n, line in enumerate(lines, 1) if n not in left_out))
     return wrong
 
 
@@ -99,12 +100,6 @@ def aside(path: Path) -> Path:
         number += 1
         found = path.with_name(f"{path.name}.damaged-{number}")
     return found
-
-
-def _replace(path: Path, lines: Sequence[bytes]) -> None:
-    replacement = path.with_suffix(".tmp")
-    replacement.write_bytes(b"".join(line + b"\n" for line in lines))
-    replacement.replace(path)
 
 
 def row_of(line: bytes, log: str) -> dict[str, Any] | None:

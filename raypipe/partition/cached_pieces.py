@@ -12,10 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from raypipe.atomic_write import write_whole
 from raypipe.cost.layer_work import Effort, LayerWork
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import RequestError
-from raypipe.graph.captured_files import Notify, cache_folder, to_stderr, write_file
+from raypipe.graph.captured_files import Notify, cache_folder, to_stderr
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
 from raypipe.job import HfSpec, JobSpec
 from raypipe.partition.report import Crossing, Piece
@@ -68,7 +69,8 @@ def save_pieces(
     """Keep them; a folder that can't be written is no error."""
     content = json.dumps([[asdict(p) for p in pieces], [[asdict(m.work), *m[1:]] for m in tensor_ranks]])
     try:
-        write_file(cache_folder() / f"{key}.pieces.json", content.encode())
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        write_whole(cache_folder() / f"{key}.pieces.json", content.encode())
     except OSError as error:
         notify(f"the pieces are not kept: {cache_folder()}: {error.strerror}")
 

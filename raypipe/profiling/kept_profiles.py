@@ -15,10 +15,11 @@ from pathlib import Path
 import ray
 import torch
 
+from raypipe.atomic_write import write_whole
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_file import load_profile
 from raypipe.errors import SpecError
-from raypipe.graph.captured_files import cache_folder, write_file
+from raypipe.graph.captured_files import cache_folder
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 
@@ -68,7 +69,8 @@ def read_kept(path: Path) -> tuple[Profile, str] | None:
 def keep(path: Path, profile: Profile) -> None:
     """Write it; a folder that can't be written is no error: then the next start measures again."""
     try:
-        write_file(path, (profile.model_dump_json(indent=1) + "\n").encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, (profile.model_dump_json(indent=1) + "\n").encode())
     except OSError:
         return
 
