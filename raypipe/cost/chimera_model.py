@@ -15,6 +15,7 @@ from typing import NamedTuple
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import BOOKKEEPING, JOINT
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.passes.sync import Sync, held
 from raypipe.simulate.critical import critical_path
@@ -71,7 +72,7 @@ def closed_form(schedule: Schedule, costs: CostTable, copies: int = 1) -> Closed
     path = critical_path(timeline).spans
     size = float(bare.size)
     forwards = sum(len(s.task.mbs) * size for s in path if s.task.kind == "F")
-    backwards = sum(len(s.task.mbs) * size for s in path if s.task.kind == "BW")
+    backwards = sum(len(s.task.mbs) * size for s in path if s.task.kind in JOINT)
     forward_s = fmean(costs.forward)
     summed = _sums(bare, costs, copies)
     return ClosedForm(
@@ -99,7 +100,7 @@ def unoverlapped(timeline: Timeline, device: int, sums: Sequence[tuple[int, int,
     spans = timeline.spans[device]
     ready = {
         (s, r): max(
-            (x.end for x in spans if x.task.kind == "BW" and (x.task.stage, x.task.replica) == (s, r)), default=0.0
+            (x.end for x in spans if x.task.kind in JOINT and (x.task.stage, x.task.replica) == (s, r)), default=0.0
         )
         for s, r, _ in sums
     }
@@ -178,7 +179,7 @@ def _bare(schedule: Schedule) -> Schedule:
         raise ScheduleError(
             "schedule", f"{schedule.name} has split backwards; Eq. 1 speaks of joint ones", "use the simulator"
         )
-    return schedule.with_orders([t for t in order if t.kind not in ("AR", "U")] for order in schedule.orders)
+    return schedule.with_orders([t for t in order if t.kind not in BOOKKEEPING] for order in schedule.orders)
 
 
 def _ratio(schedule: Schedule) -> float:

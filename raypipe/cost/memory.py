@@ -15,6 +15,7 @@ from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.stages import Cut, check_cut, gradient_width, parameters
 from raypipe.errors import SpecError, nearest
 from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
 from raypipe.schedule.live_activations import recomputed_pairs
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.passes.sync import held
@@ -360,14 +361,14 @@ class _Fullest:
                 self.hold(key, 0.0)
             else:
                 self.moment(stage.workspace, stage.messages)
-                if kind == "BW" or (kind == "W" and key not in self.with_b):
+                if kind in WEIGHT_GRADIENTS and key not in self.with_b:
                     self.hold(key, 0.0)
                 else:  # a W that ran the backward leaves B the gradient to send
                     self.hold(key, stage.waiting if kind == "B" else stage.arrived)
                     self.ran.add(key)
-            if kind in ("W", "BW"):
+            if kind in WEIGHT_GRADIENTS:
                 self.grade(s, replica)
-            if kind in ("B", "BW"):
+            if kind in BACKWARD:
                 self.moment(messages=stage.messages)
 
 

@@ -11,6 +11,7 @@ from raypipe.files import expanded
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.forms.schedule_file import load
 from raypipe.schedule.ir import Schedule, StageGraph
+from raypipe.schedule.kinds import BOOKKEEPING
 from raypipe.schedule.live_activations import check_memory, peak_activations
 from raypipe.schedule.passes import add_recompute, keep_activations
 from raypipe.schedule.shape import Shape
@@ -54,7 +55,7 @@ def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str)
         ScheduleError: it cannot run, or its devices, micro-batches or graph of stages are not the job's.
     """
     shape = parallel.shape(batch)
-    bare = schedule.with_orders([t for t in order if t.kind not in ("AR", "U")] for order in schedule.orders)
+    bare = schedule.with_orders([t for t in order if t.kind not in BOOKKEEPING] for order in schedule.orders)
     verify(bare)
     for what, have, want in (
         ("devices", schedule.devices, shape.devices),

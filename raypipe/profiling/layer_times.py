@@ -42,7 +42,8 @@ from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Topology
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
-from raypipe.schedule.ir import Kind, Schedule
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import Kind
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import Program, programs
 

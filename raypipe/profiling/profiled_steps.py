@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from raypipe.models import LayeredModel
 from raypipe.plan.online.calibrate import typical
-from raypipe.schedule.ir import Kind, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.kinds import Kind
 
 MICROBATCHES = 4
 """Of a measured step at most: the first one's gradients are new memory, the others' are added to it, as in training."""

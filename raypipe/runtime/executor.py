@@ -30,6 +30,7 @@ from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.updates import Updates
 from raypipe.runtime.update.weight_versions import Snapshot, WeightVersions, run_with
 from raypipe.schedule.ir import Task as PipelineTask
+from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Action, Program
 from raypipe.tensor import ProcessGroup, current_group
 
@@ -102,8 +103,8 @@ class Executor(ProgramRunner):
         kind = task.kind
         if kind == "F":
             self._forward(action)
-        elif kind in ("B", "BW"):
-            self._backward(action, also_weights=kind == "BW")
+        elif kind in BACKWARD:
+            self._backward(action, also_weights=kind in WEIGHT_GRADIENTS)
         elif kind == "W":
             self._weights(action)
         elif kind == "R":

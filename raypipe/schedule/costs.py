@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import JOINT, KINDS, TRAITS
 from raypipe.schedule.latency import Comm, latency
 
 LONGEST = 1e12
 """Of a time given by hand, in whatever unit: sums over a step of any size stay exact enough to compare."""
+_FIELDS: dict[str, tuple[str, ...]] = {kind: traits.cost for kind, traits in TRAITS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +51,11 @@ class CostTable:
         )  # fmt: skip
 
     def __post_init__(self) -> None:
-        lengths = {len(self.by_kind(k)) for k in ("F", "B", "W", "R", "AR", "U")}
+        single = [kind for kind, fields in _FIELDS.items() if len(fields) == 1]
+        lengths = {len(self.by_kind(k)) for k in single}
         if len(lengths) != 1:
             raise ScheduleError("costs", f"lists of different lengths {sorted(lengths)}", "give one value per stage")
-        for kind in ("F", "B", "W", "R", "AR", "U"):
+        for kind in single:
             for stage, value in enumerate(self.by_kind(kind)):
                 if not 0 <= value < float("inf"):
                     raise ScheduleError("costs", f"{kind} of stage {stage} is {value}", "use a finite number >= 0")
@@ -78,12 +81,8 @@ class CostTable:
 
     def by_kind(self, kind: str) -> tuple[float, ...]:
         """Times per stage of one kind; ``BW`` is B plus W."""
-        if kind == "BW":
-            return tuple(b + w for b, w in zip(self.input_grad, self.weight_grad, strict=True))
-        return {
-            "F": self.forward, "B": self.input_grad, "W": self.weight_grad,
-            "R": self.recompute, "AR": self.all_reduce, "U": self.update,
-        }[kind]  # fmt: skip
+        fields: list[tuple[float, ...]] = [getattr(self, name) for name in _FIELDS[kind]]
+        return fields[0] if len(fields) == 1 else tuple(map(sum, zip(*fields, strict=True)))
 
     def durations(self, schedule: Schedule, tasks: list[Task]) -> list[float]:
         """Time of each task: its stage's cost times the micro-batches it carries.
@@ -95,9 +94,10 @@ class CostTable:
             raise ScheduleError(
                 "costs", f"{self.stages} values for {schedule.stages} stages", f"give 1 or {schedule.stages} values"
             )
-        table = {k: self.by_kind(k) for k in ("F", "B", "W", "BW", "R", "AR", "U")}
+        table = {k: self.by_kind(k) for k in KINDS}
         if schedule.rules.skip_first_b:  # no input gradient there: a joint backward is W alone
-            table["BW"] = (self.weight_grad[0], *table["BW"][1:])
+            for joint in JOINT:
+                table[joint] = (self.weight_grad[0], *table[joint][1:])
         size = float(schedule.size)
         if size == 1.0:
             return [table[k][s] * len(mbs) if len(mbs) > 1 else table[k][s] for k, s, mbs, _ in tasks]

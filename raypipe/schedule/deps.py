@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from raypipe.errors import ScheduleError
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.grid import grid
-from raypipe.schedule.ir import Kind, Rules, Schedule, Task
+from raypipe.schedule.ir import Rules, Schedule, Task
+from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, KINDS, WEIGHT_GRADIENTS, Kind
 
 Need = tuple[tuple[Kind, ...], int]
 """Any one of these kinds, at this stage, for the same micro-batch."""
+_BACKWARD = tuple(kind for kind in KINDS if kind in BACKWARD)
 
 
 def dependencies(
@@ -25,13 +27,13 @@ def dependencies(
     ``inputs`` are the stages it reads, ``outputs`` the stages that read it; ``recomputed`` says whether this
     (stage, micro-batch) has an R task. A last stage (no outputs) starts its backward from its own forward.
     """
-    gradient: list[Need] = [(("B", "BW"), s) for s in outputs]
+    gradient: list[Need] = [(_BACKWARD, s) for s in outputs]
     own: list[Need] = [(("R",) if recomputed else ("F",), stage)]
     if kind == "F":
         return [(("F",), s) for s in inputs]
     if kind == "R":
         return [(("F",), stage), *(gradient if rules.recompute == "late" else [])]
-    if kind in ("B", "BW"):
+    if kind in BACKWARD:
         return own + gradient
     if kind == "W":
         if rules.w_dep == "grad" or (rules.skip_first_b and not inputs):
@@ -83,7 +85,7 @@ def link(schedule: Schedule) -> TaskGraph:
                 f"stage {stage} does not exist\n{grid(schedule, at)}",
                 f"use 0 to {schedule.stages - 1}",
             )  # fmt: skip
-        if kind == "AR" or kind == "U":
+        if kind in BOOKKEEPING:
             bookkeeping.append(i)
             continue
         done = where.get((kind, stage))
@@ -163,7 +165,7 @@ def _link_bookkeeping(tasks: list[Task], bookkeeping: list[int], preds: list[lis
     last: dict[int, dict[int, int]] = {}
     reduced: dict[tuple[int, int], int] = {}
     for i, task in enumerate(tasks):
-        if task.kind in ("W", "BW"):
+        if task.kind in WEIGHT_GRADIENTS:
             last.setdefault(task.stage, {})[task.replica] = i
         elif task.kind == "AR":
             reduced[(task.stage, task.replica)] = i

@@ -19,11 +19,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "W", "BW", "R", "AR", "U"]
-COMPUTE: frozenset[Kind] = frozenset({"F", "B", "W", "BW", "R"})
-"""Kinds that occupy a device and count as busy time in the bubble ratio."""
-BACKWARD: tuple[Kind, Kind] = ("B", "BW")
-"""Kinds that hand an input gradient to the stage before."""
+from raypipe.schedule.kinds import Kind
 
 
 class Task(NamedTuple):

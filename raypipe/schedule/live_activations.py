@@ -5,6 +5,7 @@ from __future__ import annotations
 from raypipe.errors import ScheduleError
 from raypipe.schedule.grid import grid
 from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import JOINT, WEIGHT_GRADIENTS
 
 
 def recomputed_pairs(schedule: Schedule) -> set[tuple[int, int]]:
@@ -21,7 +22,7 @@ def births(task: Task, again: set[tuple[int, int]]) -> int:
 
 def deaths(task: Task) -> int:
     """Activations whose last use is this task: weight gradients need them, so B alone frees nothing."""
-    return len(task.mbs) if task.kind in ("W", "BW") else 0
+    return len(task.mbs) if task.kind in WEIGHT_GRADIENTS else 0
 
 
 def live_counts(schedule: Schedule) -> list[list[int]]:
@@ -52,7 +53,8 @@ def in_flight(schedule: Schedule) -> dict[tuple[int, int], int]:
     most: dict[tuple[int, int], int] = {}
     for device, order in enumerate(schedule.orders):
         now: dict[int, int] = {}
-        ends = {"W"} if any(t.kind == "W" for t in order) else {"BW"}
+        split = any(t.kind == "W" for t in order)
+        ends = WEIGHT_GRADIENTS - JOINT if split else JOINT
         for task in order:
             step = len(task.mbs) * ((task.kind == "F") - (task.kind in ends))
             now[task.stage] = now.get(task.stage, 0) + step

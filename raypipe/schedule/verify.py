@@ -6,7 +6,8 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran, fault_at
 from raypipe.schedule.grid import grid
-from raypipe.schedule.ir import Kind, Schedule
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.live_activations import check_memory
 from raypipe.schedule.versions import check_versions
 from raypipe.schedule.walk import walk
@@ -85,7 +86,7 @@ def _check_tasks(graph: TaskGraph) -> None:
         if placement[replica][stage] != device[i]:
             home = placement[replica][stage]
             raise fault_at(graph, i, f"stage {stage} of replica {replica} is on device {home}", f"move it to {home}")
-        if kind in ("AR", "U"):
+        if kind in BOOKKEEPING:
             if mbs:
                 raise fault_at(graph, i, f"{kind} carries micro-batches", "leave them out")
             continue
@@ -102,22 +103,23 @@ def _check_tasks(graph: TaskGraph) -> None:
                 owner[mb] = replica
 
 
+_COMPLETE: dict[Kind, frozenset[Kind]] = {"F": frozenset({"F"}), "B": BACKWARD, "W": WEIGHT_GRADIENTS}
+"""What each stage does with each micro-batch: one of these."""
+
+
 def _check_complete(graph: TaskGraph) -> None:
     """Nothing missing; ``check_links`` has shown already that nothing is doubled."""
     schedule = graph.schedule
     count = schedule.microbatches
-    have: dict[str, list[int]] = {k: [0] * schedule.stages for k in ("F", "B", "W", "BW", "R")}
+    have: dict[Kind, list[int]] = {k: [0] * schedule.stages for k in COMPUTE}
     for kind, stage, mbs, _ in graph.tasks:
         if mbs:
             have[kind][stage] += len(mbs)
     inputs = schedule.graph.inputs()
     for s in range(schedule.stages):
         without_b = schedule.rules.skip_first_b and not inputs[s]
-        for kind, number in (
-            ("F", have["F"][s]), ("B", count if without_b else have["B"][s] + have["BW"][s]),
-            ("W", have["W"][s] + have["BW"][s]),
-        ):  # fmt: skip
-            if number != count:
+        for kind, alike in _COMPLETE.items():
+            if sum(have[k][s] for k in alike) != count and not (kind == "B" and without_b):
                 _report_missing(graph, kind, s)
         if without_b and have["B"][s]:
             i = next(i for i, t in enumerate(graph.tasks) if t.kind == "B" and t.stage == s)
@@ -126,9 +128,7 @@ def _check_complete(graph: TaskGraph) -> None:
 
 def _report_missing(graph: TaskGraph, kind: Kind, stage: int) -> None:
     schedule = graph.schedule
-    found = {
-        mb for t in graph.tasks if t.stage == stage and t.kind in (kind, "BW" if kind != "F" else "F") for mb in t.mbs
-    }
+    found = {mb for t in graph.tasks if t.stage == stage and t.kind in _COMPLETE[kind] for mb in t.mbs}
     mb = min(set(range(schedule.microbatches)) - found)
     near = [i for i, t in enumerate(graph.tasks) if t.stage == stage and mb in t.mbs]
     why, fix = f"no device runs {stage}{kind}{mb}", f"add {stage}{kind}{mb} to an order"
@@ -143,12 +143,12 @@ def _check_bookkeeping(graph: TaskGraph) -> None:
     last: dict[tuple[int, int, bool], int] = {}
     first: dict[tuple[Kind, int, int], int] = {}
     for i, (kind, stage, _, replica) in enumerate(graph.tasks):
-        if kind in ("AR", "U"):
+        if kind in BOOKKEEPING:
             if (kind, stage, replica) in first:
                 raise fault_at(graph, i, f"a second {kind} of this stage", "keep one")
             first[kind, stage, replica] = i
         else:
-            last[stage, replica, kind in ("W", "BW")] = i
+            last[stage, replica, kind in WEIGHT_GRADIENTS] = i
     for (kind, stage, replica), i in first.items():
         before = [last.get((stage, replica, True), -1)]
         if kind == "U":

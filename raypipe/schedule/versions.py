@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.schedule.unroll import unroll
 
 
@@ -31,7 +32,7 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
             if kind == "F":
                 stash.update(dict.fromkeys(mbs, now))
                 peak = max(peak, len({*stash.values(), now}))
-            elif kind in ("W", "BW"):
+            elif kind in WEIGHT_GRADIENTS:
                 peak = max(peak, len({*stash.values(), now}))
                 for mb in mbs:
                     stash.pop(mb, None)

@@ -7,6 +7,7 @@ activation at every stage it has not reached, and gives back all it holds when i
 
 from __future__ import annotations
 
+from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.search.problem import Problem
 
 
@@ -25,7 +26,7 @@ class Safety:
         for c, replica in enumerate(p.replica):
             if p.kind[c] == "F":
                 self.firsts[replica].append(c)
-            if p.kind[c] in ("W", "BW"):
+            if p.kind[c] in WEIGHT_GRADIENTS:
                 self.lasts[replica].append(c)
             if p.takes[c]:
                 self.claims[replica].append((p.device[c], c, p.takes[c], p.kind[c] == "R"))

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 
+from raypipe.schedule.kinds import BACKWARD, GRADIENTS
 from raypipe.search.list_scheduling import Reserve, Setting
 from raypipe.search.problem import Problem
 
@@ -60,7 +61,7 @@ def _keys(p: Problem, kinds: tuple[str, str, str]) -> Iterator[tuple[tuple[float
     big = 1e6
 
     def rank(c: int) -> float:
-        kind = "B" if p.kind[c] == "BW" else p.kind[c]
+        kind = "B" if p.kind[c] in BACKWARD else p.kind[c]
         return -big if kind == "R" else big * kinds.index(kind)
 
     # a backward of an early stage is the nearer to its end
@@ -119,7 +120,7 @@ def _until_backward(p: Problem) -> list[float]:
     for own in p.lanes_of:
         forwards = [c for c in own if p.kind[c] == "F"]
         for f in forwards:
-            back = [c for c in own if p.kind[c] in ("B", "BW", "W") and p.stage[c] == p.stage[f]]
+            back = [c for c in own if p.kind[c] in GRADIENTS and p.stage[c] == p.stage[f]]
             back = [c for c in back if p.replica[c] == p.replica[f]]
             start = {f: 0.0}
             for c in order:
@@ -177,6 +178,6 @@ def shaken(p: Problem, setting: Setting, rng: random.Random) -> Setting:
     if rng.random() < 0.3:  # micro-batches before kinds, each lane or each replica shifted by some of them
         shift = [rng.uniform(0.0, 4.0) for _ in lanes]
         by_replica = rng.random() < 0.5
-        key = tuple(shift[p.replica[c]] - (p.kind[c] in ("B", "BW")) if by_replica else shift[c] for c in lanes)
+        key = tuple(shift[p.replica[c]] - (p.kind[c] in BACKWARD) if by_replica else shift[c] for c in lanes)
         pace = 1.0
     return Setting(key, pace, patience, tuple(changed), setting.reserve if rng.random() < 0.8 else rng.choice(reserves))

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import dependencies
-from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.kinds import JOINT, Kind
 from raypipe.schedule.latency import delays
 
 Words = list[list[int]]
@@ -149,7 +150,7 @@ def build(
                 p.stage.append(s)
                 p.replica.append(replica)
                 p.device.append(row[s])
-                joint_time = costs.weight_grad[s] if kind == "BW" and no_b else costs.by_kind(kind)[s]
+                joint_time = costs.weight_grad[s] if kind in JOINT and no_b else costs.by_kind(kind)[s]
                 p.time.append(joint_time)
                 p.count.append(count)
                 p.base.append(len(p.lane))

@@ -10,6 +10,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, StageGraph
+from raypipe.schedule.kinds import JOINT
 from raypipe.schedule.passes import add_recompute, fuse_backward, split_backward
 from raypipe.schedule.shape import Concat, Shape
 from raypipe.search.problem import Problem, Words
@@ -25,7 +26,7 @@ def published(p: Problem, costs: CostTable) -> Iterator[Words]:
     """
     if p.graph != StageGraph.chain(p.graph.stages):
         return
-    split = "BW" not in p.kind
+    split = JOINT.isdisjoint(p.kind)
     recompute = {s for s, kind in zip(p.stage, p.kind, strict=True) if kind == "R"}
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for name, family in SCHEDULES.items():

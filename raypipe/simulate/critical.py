@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from raypipe.schedule.deps import TaskGraph, link
+from raypipe.schedule.kinds import BACKWARD
 from raypipe.schedule.latency import delays
 from raypipe.simulate.timeline import Span, Timeline
 
@@ -22,7 +23,7 @@ class CriticalPath(NamedTuple):
     @property
     def backwards(self) -> int:
         """C_b of Chimera's Eq. 1: backwards on the path; a split one counts by its input gradient."""
-        return sum(s.task.kind in ("B", "BW") for s in self.spans)
+        return sum(s.task.kind in BACKWARD for s in self.spans)
 
 
 def critical_path(timeline: Timeline, graph: TaskGraph | None = None) -> CriticalPath:

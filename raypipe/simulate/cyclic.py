@@ -12,7 +12,8 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.garbage_collection import no_collection
-from raypipe.schedule.ir import Kind, Schedule, Task
+from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import BOOKKEEPING, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.latency import Comm, delays
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.unroll import unroll
@@ -115,7 +116,7 @@ def _flushed(schedule: Schedule, costs: CostTable, graph: TaskGraph) -> CyclicGr
             lane.append(i)
             if kind == "F":
                 starts.setdefault((stage, replica), i)
-            elif kind in ("W", "BW", "AR", "U"):
+            elif kind in WEIGHT_GRADIENTS or kind in BOOKKEEPING:
                 ready[stage, replica] = (kind, i)
         for lane in lanes.values():
             if lane:
@@ -129,7 +130,7 @@ def _flushed(schedule: Schedule, costs: CostTable, graph: TaskGraph) -> CyclicGr
                 carried[i] = before
     for (stage, replica), i in starts.items():
         kind, own = ready[stage, replica]
-        sources = [own] if kind in ("AR", "U") else [j for (s, _), (_, j) in ready.items() if s == stage]
+        sources = [own] if kind in BOOKKEEPING else [j for (s, _), (_, j) in ready.items() if s == stage]
         carried.setdefault(i, []).extend((j, 0.0) for j in sources)
     return CyclicGraph(done.order, durations, local, remote, carried)
 

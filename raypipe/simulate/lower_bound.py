@@ -7,7 +7,8 @@ import heapq
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
-from raypipe.schedule.ir import COMPUTE, Schedule
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import COMPUTE
 from raypipe.schedule.latency import Comm, delays
 from raypipe.schedule.passes.backward import split_backward
 from raypipe.schedule.walk import walk

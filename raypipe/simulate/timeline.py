@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raypipe.schedule.ir import COMPUTE, Schedule, Task
+from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import COMPUTE
 from raypipe.schedule.latency import Comm
 from raypipe.schedule.live_activations import peak_activations
 

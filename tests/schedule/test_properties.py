@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import dependencies
-from raypipe.schedule.ir import COMPUTE, Rules, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.kinds import COMPUTE
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.passes import (
     add_recompute,

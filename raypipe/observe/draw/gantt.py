@@ -16,15 +16,13 @@ from matplotlib.patches import Patch, Rectangle
 
 from raypipe.observe.draw.caption import folded
 from raypipe.observe.draw.palette import colour, grey, ink
-from raypipe.schedule.ir import Kind, Schedule
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import TRAITS, Kind
 from raypipe.simulate.critical import critical_path
 from raypipe.simulate.timeline import Span, Timeline
 
 HATCHES = ("", "////", "\\\\\\\\", "xxxx", "----", "||||", "++++", "//")
-NAMES: dict[Kind, str] = {
-    "F": "F forward", "B": "B input gradient", "BW": "BW backward", "W": "W weight gradient",
-    "R": "R recompute", "AR": "AR all-reduce", "U": "U update",
-}  # fmt: skip
+NAMES: dict[Kind, str] = {kind: f"{kind} {traits.what}" for kind, traits in TRAITS.items()}
 MANY = 20_000
 """Above so many spans, boxes are drawn as an image inside an SVG."""
 IDLE, OUTLINE = "#f3f3f3", "#d00000"

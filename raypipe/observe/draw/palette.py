@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 
-from raypipe.schedule.ir import Kind, Schedule, Task
+from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import Kind
 
 SHADES: dict[Kind, tuple[float, float]] = {
     "F": (0.88, 0.075), "B": (0.74, 0.125), "BW": (0.68, 0.13), "W": (0.55, 0.13), "R": (0.95, 0.03),

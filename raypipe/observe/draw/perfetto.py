@@ -13,6 +13,7 @@ from typing import Any
 from raypipe.errors import RequestError
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.deps import TaskGraph, link
+from raypipe.schedule.kinds import BOOKKEEPING
 from raypipe.simulate.activations import live_activations
 from raypipe.simulate.timeline import Timeline
 
@@ -71,7 +72,7 @@ def _messages(timeline: Timeline, graph: TaskGraph) -> list[dict[str, Any]]:
     number = 0
     for receiver, preds in enumerate(graph.preds):
         target, to = graph.tasks[receiver], graph.device[receiver]
-        if target.kind in ("AR", "U"):
+        if target.kind in BOOKKEEPING:
             continue
         for sender in preds:
             source, by = graph.tasks[sender], graph.device[sender]

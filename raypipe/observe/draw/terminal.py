@@ -18,7 +18,8 @@ from rich.text import Text
 
 from raypipe.observe.draw.caption import caption
 from raypipe.observe.draw.raster import column_time, raster
-from raypipe.schedule.ir import Kind, Task
+from raypipe.schedule.ir import Task
+from raypipe.schedule.kinds import BACKWARD, Kind
 from raypipe.simulate.timeline import Span, Timeline
 
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
@@ -43,7 +44,7 @@ def glyph(task: Task) -> str:
         return RAISED[mb % 10]
     if task.kind == "W":
         return chr(ord("A") + mb % 26)
-    if task.kind in ("B", "BW"):
+    if task.kind in BACKWARD:
         return chr(ord("a") + mb % 26)
     return "~" if task.kind == "AR" else "="
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from raypipe.plan.online.calibrate import fit_costs
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
-from raypipe.schedule.ir import COMPUTE, Schedule
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import COMPUTE
 from raypipe.schedule.lowering.asynchronous import Part, parts
 from raypipe.schedule.walk import walk
 from raypipe.simulate.engine import simulate

@@ -12,6 +12,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Versions
+from raypipe.schedule.kinds import JOINT
 from raypipe.schedule.shape import Concat, Shape
 
 
@@ -38,7 +39,7 @@ class Form:
         """The form of a schedule."""
         tasks = list(schedule.tasks())
         return Form(
-            placement=schedule.placement, joint=any(t.kind == "BW" for t in tasks),
+            placement=schedule.placement, joint=any(t.kind in JOINT for t in tasks),
             recomputes=frozenset(t.stage for t in tasks if t.kind == "R"), versions=schedule.versions,
             size=schedule.size, skips_first_b=schedule.rules.skip_first_b, alias=alias,
         )  # fmt: skip

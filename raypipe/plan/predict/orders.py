@@ -14,6 +14,7 @@ from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import JOINT, WEIGHT_GRADIENTS
 from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import Shape
@@ -54,7 +55,7 @@ class Order:
         rules, size = self.schedule.rules, float(self.schedule.size)
         total = 0.0
         for (kind, stage), count in self.counts.items():
-            joint_first = kind == "BW" and stage == 0 and rules.skip_first_b  # W alone
+            joint_first = kind in JOINT and stage == 0 and rules.skip_first_b  # W alone
             total += count * size * costs.by_kind("W" if joint_first else kind)[stage]
         return total
 
@@ -71,7 +72,7 @@ class Order:
     def last_gradients(self) -> dict[tuple[int, int], int]:
         """(stage, replica) -> number of the task that completes its gradients."""
         return {
-            (t.stage, t.replica): i for i, t in enumerate(self.graph.tasks) if t.kind in ("W", "BW")
+            (t.stage, t.replica): i for i, t in enumerate(self.graph.tasks) if t.kind in WEIGHT_GRADIENTS
         }  # fmt: skip
 
     @cached_property

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
-from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.kinds import Kind
 from raypipe.schedule.latency import delays
 from raypipe.schedule.shape import Shape
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.greedy import Policy, order_greedily, ring, whole_step
-from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.kinds import Kind
 from raypipe.schedule.shape import Shape
 
 RULES = Rules(w_dep="grad", skip_first_b=True)

@@ -8,7 +8,8 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.families.greedy import KINDS, Policy, order_greedily, whole_step
-from raypipe.schedule.ir import Kind, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.kinds import Kind
 from raypipe.schedule.shape import Shape
 from raypipe.schedule.walk import walk
 

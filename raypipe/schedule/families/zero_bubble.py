@@ -9,7 +9,8 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.greedy import Ordered, Policy, order_greedily, whole_step
 from raypipe.schedule.families.repeat_steady_state import repeat_steady_state
-from raypipe.schedule.ir import Kind, Schedule
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import Kind
 from raypipe.schedule.shape import Shape
 
 Score = Callable[[Ordered], tuple[float, float]]

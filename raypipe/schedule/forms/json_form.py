@@ -16,8 +16,9 @@ from typing import Any
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.json_fields import Field
-from raypipe.schedule.forms.text import KINDS, RECOMPUTE, VERSIONS, W_DEP, infer_placement, parse_task
-from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task
+from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, infer_placement, parse_task
+from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.kinds import BOOKKEEPING, JOINT, KINDS, TRAITS, Kind
 from raypipe.schedule.latency import Comm
 
 RESULTS = (
@@ -30,7 +31,6 @@ KEYS = (
     "name", "placement", "orders", "durations", "comm", "microbatches",
     "recompute", "w_dep", "skip_first_B", "edges", "size", "versions",
 )  # fmt: skip
-_DEFAULT_TIMES: dict[Kind, float] = {"F": 1.0, "B": 1.0, "W": 1.0, "R": 0.0, "AR": 0.0, "U": 0.0}
 
 
 def to_json(
@@ -42,7 +42,7 @@ def to_json(
         ScheduleError: ``costs`` has another number of stages than ``schedule``.
     """
     durations = {kind: _short(costs.by_kind(kind)) for kind in KINDS}
-    for kind in ("AR", "U"):
+    for kind in BOOKKEEPING:
         if durations[kind] == 0:
             del durations[kind]
     lengths = iter(costs.durations(schedule, list(schedule.tasks())))
@@ -133,7 +133,7 @@ def _task(field: Field) -> Task:
         mbs: tuple[int, ...] = ()
     else:
         mbs = tuple(m.whole() for m in mb.items("micro-batches")) if isinstance(mb.value, list) else (mb.whole(),)
-    if (kind in ("AR", "U")) == bool(mbs):
+    if (kind in BOOKKEEPING) == bool(mbs):
         field.fail(f"{kind} {'carries no' if mbs else 'needs a'} micro-batch", '"mb" is a number or a list of numbers')
     return Task(kind, field.need("stage").whole(), mbs, 0 if replica is None else replica.whole())
 
@@ -159,15 +159,16 @@ def _rules(top: Field) -> Rules:
 
 def _costs(top: Field, stages: int) -> CostTable:
     given = top.get("durations")
-    times: dict[str, tuple[float, ...]] = {}
+    times: dict[Kind, tuple[float, ...]] = {}
     if given is not None:
         given.only(KINDS)
         times = {k: given.need(k).per_stage(stages) for k in KINDS if given.get(k) is not None}
     joint = times.pop("BW", None)
     if joint is not None and "B" not in times and "W" not in times:  # only ever run jointly: any split will do
         times["B"] = times["W"] = tuple(bw / 2 for bw in joint)
-    for kind, value in _DEFAULT_TIMES.items():
-        times.setdefault(kind, (value,) * stages)
+    for kind, traits in TRAITS.items():
+        if kind not in JOINT:
+            times.setdefault(kind, (traits.default_time,) * stages)
     if joint is not None and given is not None:
         for bw, b, w in zip(joint, times["B"], times["W"], strict=True):
             if abs(bw - b - w) > 1e-9 * max(1.0, bw):

@@ -22,9 +22,9 @@ from typing import Literal, NoReturn, TypeVar, get_args
 
 from raypipe.errors import ScheduleError, nearest
 from raypipe.files import short
-from raypipe.schedule.ir import Kind, Rules, Schedule, StageGraph, Task, Versions
+from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, Versions
+from raypipe.schedule.kinds import BOOKKEEPING, KINDS
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
 VERSIONS: tuple[Versions, ...] = get_args(Versions)
 RECOMPUTE: tuple[Literal["early", "late"], ...] = ("early", "late")
 W_DEP: tuple[Literal["B", "grad"], ...] = ("B", "grad")
@@ -85,7 +85,7 @@ def parse_task(text: str, where: str = "task") -> Task:
         raise ScheduleError(
             where, f'"{short(text)}" has the unknown kind "{short(letters)}"', f"kinds are {' '.join(KINDS)}"
         )
-    if (kind in ("AR", "U")) == bool(mbs):
+    if (kind in BOOKKEEPING) == bool(mbs):
         why = "carries no micro-batch" if mbs else "lacks its micro-batch"
         raise ScheduleError(where, f'"{text}" {why}', f"write {stage}{kind}" + ("" if mbs else "0"))
     return Task(kind, int(stage), tuple(map(int, mbs.split(","))) if mbs else (), int(replica or 0))

@@ -13,8 +13,7 @@ from typing import NoReturn
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule, StageGraph, Task
-
-TORCH_LETTER = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+from raypipe.schedule.kinds import BOOKKEEPING, TRAITS
 
 
 def to_torch_csv(schedule: Schedule) -> str:
@@ -33,7 +32,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     lines = []
     for device, order in enumerate(schedule.orders):
         end = len(order)
-        while end and order[end - 1].kind in ("AR", "U"):
+        while end and order[end - 1].kind in BOOKKEEPING:
             end -= 1
         had_b: set[tuple[int, int]] = set()
         cells = [_cell(schedule, device, task, had_b) for task in order[:end]]
@@ -44,10 +43,11 @@ def to_torch_csv(schedule: Schedule) -> str:
 
 
 def _cell(schedule: Schedule, device: int, task: Task, had_b: set[tuple[int, int]]) -> str:
-    if task.kind == "R":
-        _refuse(schedule, f"{task} on device {device} is a recompute task; torch has none")
-    if task.kind in ("AR", "U"):
+    if task.kind in BOOKKEEPING:
         _refuse(schedule, f"{task} on device {device} comes before the end of the step")
+    traits = TRAITS[task.kind]
+    if traits.torch_letter is None:
+        _refuse(schedule, f"{task} on device {device} is a {traits.what} task; torch has none")
     if len(task.mbs) > 1:
         _refuse(schedule, f"{task} on device {device} carries {len(task.mbs)} micro-batches")
     key = (task.stage, task.mbs[0])
@@ -55,7 +55,7 @@ def _cell(schedule: Schedule, device: int, task: Task, had_b: set[tuple[int, int
         had_b.add(key)
     elif task.kind == "W" and key not in had_b:
         _refuse(schedule, f"{task} on device {device} runs with no B of its own before it; torch's W needs one")
-    return f"{task.stage}{TORCH_LETTER[task.kind]}{task.mbs[0]}"
+    return f"{task.stage}{traits.torch_letter}{task.mbs[0]}"
 
 
 def _refuse(schedule: Schedule, why: str) -> NoReturn:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.schedule.passes.sync import held
 from raypipe.schedule.unroll import unroll
 
@@ -42,7 +43,7 @@ def parts(schedule: Schedule) -> dict[Part, Schedule]:
 
 def _cut(order: tuple[Task, ...], until: int) -> int:
     """Where a device has done the last weight gradient of the micro-batches below ``until``."""
-    return 1 + max(i for i, t in enumerate(order) if t.kind in ("W", "BW") and t.mbs[0] < until)
+    return 1 + max(i for i, t in enumerate(order) if t.kind in WEIGHT_GRADIENTS and t.mbs[0] < until)
 
 
 def _shift(order: tuple[Task, ...], by: int) -> list[Task]:
@@ -58,7 +59,7 @@ def _updated(schedule: Schedule, rows: list[list[Task]]) -> list[list[Task]]:
                 "use one replica, or pipedream-2bw",
             )  # fmt: skip
         return [
-            [u for t in row for u in ((t, Task("U", t.stage, (), t.replica)) if t.kind in ("W", "BW") else (t,))]
+            [u for t in row for u in ((t, Task("U", t.stage, (), t.replica)) if t.kind in WEIGHT_GRADIENTS else (t,))]
             for row in rows
         ]
     shared = schedule.replicas > 1

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from raypipe.errors import ScheduleError
+from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program
 
@@ -51,7 +52,7 @@ def _work(programs: Sequence[Program]) -> Work:
     for program in programs:
         for action in program.actions:
             kind = action.task.kind
-            what = "forward" if kind == "F" else "weight gradient" if kind in ("W", "BW") else None
+            what = "forward" if kind == "F" else "weight gradient" if kind in WEIGHT_GRADIENTS else None
             if what is not None:
                 found.setdefault((what, action.task.stage), Counter()).update(action.task.mbs)
     return found

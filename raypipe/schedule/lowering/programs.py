@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from raypipe.schedule.ir import BACKWARD, Schedule, Task
+from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import BACKWARD
 from raypipe.schedule.lowering.asynchronous import Part, parts
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 

@@ -12,6 +12,7 @@ forward of step t + 1 may come before the update.
 from __future__ import annotations
 
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import BOOKKEEPING
 
 
 def tasks_ahead(schedule: Schedule) -> list[int]:
@@ -50,7 +51,7 @@ def _before_newest(schedule: Schedule, device: int) -> int:
     return next(
         (
             i for i, task in enumerate(order)
-            if task.kind in ("AR", "U") or (task.kind == "F" and task.mbs[0] >= schedule.microbatches)
+            if task.kind in BOOKKEEPING or (task.kind == "F" and task.mbs[0] >= schedule.microbatches)
         ),
         len(order),
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import JOINT
 
 
 @no_collection()
@@ -19,7 +20,7 @@ def split_backward(schedule: Schedule) -> Schedule:
     for order in schedule.orders:
         new: list[Task] = []
         for task in order:
-            if task.kind != "BW":
+            if task.kind not in JOINT:
                 new.append(task)
                 continue
             if inputs[task.stage] or not schedule.rules.skip_first_b:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import GRADIENTS
 
 
 def add_recompute(
@@ -37,7 +38,7 @@ def add_recompute(
         for task in order:
             if task.kind == "R" and (task.stage in chosen or not chosen):
                 continue
-            if task.kind in ("B", "W", "BW") and task.stage in chosen:
+            if task.kind in GRADIENTS and task.stage in chosen:
                 fresh = [mb for mb in task.mbs if (task.stage, mb) not in rebuilt]
                 rebuilt.update((task.stage, mb) for mb in fresh)
                 new += [Task("R", task.stage, (mb,), task.replica) for mb in fresh]

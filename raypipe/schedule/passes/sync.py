@@ -9,6 +9,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.schedule.walk import walk
 
 Sync = Literal["lazy", "eager", "eager-opt"]
@@ -60,7 +61,7 @@ def place_gradient_sync(
     ready = dict.fromkeys(range(bare.stages), 0.0)
     last: dict[tuple[int, int], int] = {}
     for i, task in enumerate(graph.tasks):
-        if task.kind in ("W", "BW"):
+        if task.kind in WEIGHT_GRADIENTS:
             ready[task.stage] = max(ready[task.stage], done.end[i])
             last[task.stage, task.replica] = i
     turn = {stage: n for n, stage in enumerate(sorted(ready, key=lambda s: (ready[s], s)))}
