@@ -2,13 +2,21 @@
 
 Words, used the same way everywhere (the papers clash; these are ZeroPP's and zero-bubble's):
 
-    stage       a contiguous run of model layers        device   one worker of the pipeline (one GPU, one CPU thread)
-    micro-batch one forward + backward unit of a step   replica  one copy of the whole chain of stages
+    stage        a contiguous run of model layers      device    one entry of a placement
+    micro-batch  one forward + backward unit of a step replica   one chain of stages; ``placement[replica][stage]``
+    task         one unit of work of a device          order     a device's tasks, in the order it runs them
+    activation   what a stage keeps of a micro-batch from its F (its R, where recomputed) to its W or BW
+    flush        the end of a synchronous step, when every stage has all its gradients and updates its weights
+    version      a copy of a stage's weights that some micro-batch still needs; a flushed step has one
+
+Kinds of task (``kinds.py`` has a row of properties for each):
+
     F forward   B gradient of the input   W gradient of the weights   BW both at once   R recompute of a forward
     AR all-reduce of a stage's gradients over its holders             U optimizer update of a stage
 
-NB: PyTorch writes ``I`` for our ``B`` and ``B`` for our ``BW``. Task ``2F0`` is stage 2, forward, micro-batch 0;
-``2F0,1`` carries two micro-batches (Chimera's forward doubling); ``2F0@1`` belongs to replica 1.
+A replica here is Chimera's direction, or a data-parallel copy written out; a job's ``parallel.replicas`` counts copies
+of a whole placement. NB: PyTorch writes ``I`` for our ``B`` and ``B`` for our ``BW``. Task ``2F0`` is stage 2, forward,
+micro-batch 0; ``2F0,1`` carries two micro-batches (Chimera's forward doubling); ``2F0@1`` belongs to replica 1.
 Bookkeeping tasks carry no micro-batch: ``2AR``, ``2U``.
 """
 
