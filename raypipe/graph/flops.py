@@ -1,4 +1,4 @@
-"""Floating-point operations and bytes of an operation's forward, from shapes alone.
+"""Floating-point operations of an operation's forward, from shapes alone.
 
 Matrix products and convolutions count a multiply-add as two; everything else counts one per value written. The
 backward of a matrix product costs twice its forward: once for the input's gradient, once for the weight's.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from raypipe.graph.dims import Sizes, evaluate_all
-from raypipe.graph.operations import ITEM_BYTES, Operation, OperationGraph, TensorType
+from raypipe.graph.operations import Operation, OperationGraph, TensorType
 
 MOVES_NOTHING = {
     "view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t", "unsqueeze", "squeeze", "slice", "select",
@@ -71,17 +71,6 @@ def _einsum(equation: str, shapes: list[tuple[int, ...]]) -> float:
     return 2.0 * prod(length.values())
 
 
-def moved_bytes(graph: OperationGraph, number: int, sizes: Sizes) -> float:
-    """Bytes an operation reads and writes, views costing nothing."""
-    operation = graph.operations[number]
-    if short_name(operation.target) in MOVES_NOTHING:
-        return 0.0
-    types = [operation.type, *operand_types(graph, operation)]
-    if short_name(operation.target) == "embedding" and operation.type is not None:
-        types = [operation.type, operation.type]  # only the rows that are looked up
-    return float(sum(t.bytes(sizes) for t in types if t is not None))
-
-
 def operand_types(graph: OperationGraph, operation: Operation) -> list[TensorType | None]:
     """What each operand is."""
     return [
@@ -98,8 +87,3 @@ def short_name(target: str) -> str:
     """
     parts = target.split(".")
     return parts[1] if len(parts) > 1 else target
-
-
-def parameter_bytes(graph: OperationGraph, names: tuple[str, ...]) -> int:
-    """Bytes of these parameters."""
-    return sum(graph.parameters[name] * ITEM_BYTES[graph.sources[name].type.dtype] for name in names)
