@@ -15,7 +15,7 @@ from raypipe.errors import SpecError, nearest
 from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, LinkModel
 from raypipe.job.field_types import WIDTH
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.spec import TrainSpec
+from raypipe.job.train_spec import TrainSpec
 
 GIB = 2**30
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from raypipe.job.spec import Spec
+from raypipe.job.field_types import Spec
 
 LIMIT = 0.1
 """A larger disturbance is worth a warning: plans are told apart by less."""

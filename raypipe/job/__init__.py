@@ -1,9 +1,12 @@
 """What the user asks for: the job file and the cluster file, read and checked. Imports neither torch nor Ray."""
 
 from raypipe.job.cluster import ClusterSpec, load_cluster
+from raypipe.job.data_spec import DataSpec
 from raypipe.job.load import job_from, load_job
 from raypipe.job.model_spec import CapturedSpec, GptSpec, HfSpec, ImportSpec, ModelSpec
-from raypipe.job.spec import DataSpec, JobSpec, ParallelSpec, TrainSpec
+from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.spec import JobSpec
+from raypipe.job.train_spec import TrainSpec
 
 __all__ = [
     "CapturedSpec",

@@ -6,15 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from raypipe.errors import ScheduleError, nearest
+from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import WIDTH, WireDtype
-from raypipe.job.model_spec import CapturedSpec, GptSpec
+from raypipe.job.model_spec import CapturedSpec, GptSpec, ModelSpec
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.requested_schedule import is_file, looked_at
 from raypipe.job.size_limits import too_large, too_many
+from raypipe.job.train_spec import TrainSpec
 from raypipe.schedule import SCHEDULES
 from raypipe.search.placements import placed
 
 if TYPE_CHECKING:
-    from raypipe.job.spec import DataSpec, JobSpec, ParallelSpec, TrainSpec
     from raypipe.schedule.ir import Schedule
 
 AVAILABLE: dict[str, tuple[object, ...]] = {
@@ -37,26 +39,26 @@ class Problem(NamedTuple):
     fix: str
 
 
-def problems(job: JobSpec) -> Iterator[Problem]:
+def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     """All broken rules, the most basic first."""
-    yield from (Problem(*found) for found in too_many(job.parallel))
-    if isinstance(job.model, GptSpec):
-        yield from (Problem(*found) for found in too_large(job.model, job.parallel.microbatch))
-        yield from _gpt(job.model, job.data)
+    yield from (Problem(*found) for found in too_many(parallel))
+    if isinstance(model, GptSpec):
+        yield from (Problem(*found) for found in too_large(model, parallel.microbatch))
+        yield from _gpt(model, data)
     else:
-        yield from _captured(job.model, job.data)
-    if job.data.held_out is not None and job.data.type != "arrays":
+        yield from _captured(model, data)
+    if data.held_out is not None and data.type != "arrays":
         yield Problem("data.held_out", "text is split by file", "leave it out")
-    yield from _train(job.train)
-    yield from _available(job.parallel)
-    yield from _wire(job)
-    if job.parallel.auto:
-        yield from _wishes(job)
+    yield from _train(train)
+    yield from _available(parallel)
+    yield from _wire(train, parallel)
+    if parallel.auto:
+        yield from _wishes(model, train, parallel)
         return
-    yield from _alphas(job.parallel)
-    yield from _tensor(job)
-    yield from _batch(job)
-    yield from _schedule(job)
+    yield from _alphas(parallel)
+    yield from _tensor(model, parallel)
+    yield from _batch(train, parallel)
+    yield from _schedule(model, train, parallel)
 
 
 def _gpt(model: GptSpec, data: DataSpec) -> Iterator[Problem]:
@@ -104,8 +106,8 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
         yield Problem(f"train.{key}", "nothing to go by: nothing is validated before the end", "set train.eval_every")
 
 
-def _wire(job: JobSpec) -> Iterator[Problem]:
-    wire, crossing = job.parallel.wire_dtype, job.train.crossing_dtype
+def _wire(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
+    wire, crossing = parallel.wire_dtype, train.crossing_dtype
     if wire is not None and WIDTH[wire] >= WIDTH[crossing]:
         narrower = " or ".join(name for name in get_args(WireDtype) if WIDTH[name] < WIDTH[crossing])
         yield Problem(
@@ -122,16 +124,15 @@ def _available(parallel: ParallelSpec) -> Iterator[Problem]:
             yield Problem(f"parallel.{key}", f"{value} is not available yet", f"use {allowed}, or leave the key out")
 
 
-def _tensor(job: JobSpec) -> Iterator[Problem]:
+def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     """What sharing each layer between devices does not go with."""
-    parallel = job.parallel
     if parallel.tensor == 1:
         if parallel.tensor_table is not None:
             yield Problem("parallel.tensor_table", "nothing is divided with tensor: 1", "leave it out, or raise tensor")
         if parallel.sub_pipelined:
             yield Problem("parallel.sub_pipelined", "nothing is summed with tensor: 1", "leave it out, or raise tensor")
         return
-    if getattr(job.model, "loss", "task") == "model":
+    if getattr(model, "loss", "task") == "model":
         yield Problem("model.loss", "a model's own loss is not divided with its layers", "use tensor: 1, or loss: task")
     if parallel.update == "optimistic":
         yield Problem(
@@ -146,8 +147,7 @@ WISHES = (
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 
 
-def _wishes(job: JobSpec) -> Iterator[Problem]:
-    parallel = job.parallel
+def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     for key in parallel.given:
         if key not in WISHES and key not in AVAILABLE:
             yield Problem(
@@ -163,9 +163,9 @@ def _wishes(job: JobSpec) -> Iterator[Problem]:
     if "schedule" in parallel.given and parallel.schedule not in (*SCHEDULES, "auto"):
         fix = "give stages and microbatch too" if is_file(parallel.schedule) else nearest(parallel.schedule, SCHEDULES)
         yield Problem("parallel.schedule", f'"{parallel.schedule}" is none that the planner knows', fix)
-    yield from _batch(job)
-    if isinstance(job.model, GptSpec):
-        yield from _depth(parallel.stages * parallel.chunks, parallel.stages, job.model.layers)
+    yield from _batch(train, parallel)
+    if isinstance(model, GptSpec):
+        yield from _depth(parallel.stages * parallel.chunks, parallel.stages, model.layers)
 
 
 SHAPE_KEYS = ("schedule", "placement", "memory_limit", "chunks", "unit", "pipelines", "concat", "sync")
@@ -173,20 +173,19 @@ KEYS = {"devices": "stages", "microbatches": "microbatch"}
 """A shape's words that a job file has others for."""
 
 
-def _schedule(job: JobSpec) -> Iterator[Problem]:
+def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     """What the schedule itself refuses: its name, its shape, an option it has no use for."""
-    parallel = job.parallel
     # How many sub-graphs a captured model has is known once it is captured.
-    layers = job.model.layers if isinstance(job.model, GptSpec) else None
+    layers = model.layers if isinstance(model, GptSpec) else None
     if parallel.placement != "line" and parallel.schedule != "auto":
         yield Problem("parallel.placement", f"{parallel.schedule} has its own", "leave it out, or use schedule: auto")
     try:
         if parallel.schedule == "auto":
-            placement = placed(parallel.placement, parallel.shape(job.train.batch))
+            placement = placed(parallel.placement, parallel.shape(train.batch))
             yield from _depth(len(placement[0]), parallel.stages, layers)
             yield from _keep(parallel, placement)
             return
-        schedule = looked_at(parallel, job.train.batch)
+        schedule = looked_at(parallel, train.batch)
     except ScheduleError as error:
         key = KEYS.get(error.where, error.where)
         yield Problem(f"parallel.{key if key in type(parallel).model_fields else 'schedule'}", _why(error), error.fix)
@@ -210,24 +209,24 @@ def _schedule(job: JobSpec) -> Iterator[Problem]:
             f"use a multiple of {schedule.size.denominator}",
         )
     if parallel.sub_pipelined:
-        yield from _halves(job, schedule)
+        yield from _halves(parallel, schedule)
     if schedule.versions == "stash":
-        yield from stash(job)
+        yield from stash(model, train, parallel)
 
 
-def _halves(job: JobSpec, schedule: Schedule) -> Iterator[Problem]:
+def _halves(parallel: ParallelSpec, schedule: Schedule) -> Iterator[Problem]:
     """Sub-pipelined tensor parallelism runs a micro-batch in two halves, on one version of the weights."""
     unit = 2 * schedule.size.denominator
-    if job.parallel.microbatch % unit:
+    if parallel.microbatch % unit:
         yield Problem(
-            "parallel.microbatch", f"{job.parallel.microbatch} sequences do not divide into halves (sub_pipelined)",
+            "parallel.microbatch", f"{parallel.microbatch} sequences do not divide into halves (sub_pipelined)",
             f"use a multiple of {unit}",
         )  # fmt: skip
     if schedule.versions != "flush":
         yield Problem(
             "parallel.sub_pipelined", f"{schedule.name} keeps several versions of the weights", "use a schedule without"
         )
-    if job.parallel.recompute not in ("none", "full"):
+    if parallel.recompute not in ("none", "full"):
         yield Problem(
             "parallel.sub_pipelined", "halves are recomputed whole, not some of their layers", "use recompute: full"
         )
@@ -278,27 +277,27 @@ def _why(error: ScheduleError) -> str:
     return error.why if error.where in (*KEYS, *SHAPE_KEYS) else str(error).split("\n  fix:")[0]
 
 
-def stash(job: JobSpec) -> Iterator[Problem]:
+def stash(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     """PipeDream updates each stage after each micro-batch, with nobody to agree with."""
-    if job.parallel.replicas > 1:
+    if parallel.replicas > 1:
         yield Problem(
             "parallel.replicas", "pipedream updates after every micro-batch: replicas would drift apart",
             "use replicas: 1, or schedule: pipedream-2bw",
         )  # fmt: skip
-    if job.train.clip is not None:
+    if train.clip is not None:
         yield Problem(
             "train.clip", "pipedream never has all stages' gradients at one time, so there is no global norm",
             "set it to null, or use schedule: pipedream-2bw",
         )  # fmt: skip
-    if isinstance(job.model, GptSpec) and job.model.tie_embeddings and job.parallel.stages > 1:
+    if isinstance(model, GptSpec) and model.tie_embeddings and parallel.stages > 1:
         yield Problem(
             "model.tie_embeddings", "pipedream updates first and last stage at different times: copies would differ",
             "set it to false, or use schedule: pipedream-2bw",
         )  # fmt: skip
 
 
-def _batch(job: JobSpec) -> Iterator[Problem]:
-    parallel, batch = job.parallel, job.train.batch
+def _batch(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
+    batch = train.batch
     unit = parallel.microbatch * parallel.replicas
     if batch % unit:
         low, high = neighbours(batch, unit)

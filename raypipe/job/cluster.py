@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from raypipe.errors import SpecError
+from raypipe.job.field_types import Positive, Spec
 from raypipe.job.load import read_text
-from raypipe.job.spec import Positive, Spec
 from raypipe.job.validation_errors import describe, first_problem
 from raypipe.job.yaml_text import parse_yaml
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from math import floor
-from typing import TYPE_CHECKING
 
 from raypipe.errors import SpecError, nearest
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.schedule.alphas import alphas
-
-if TYPE_CHECKING:
-    from raypipe.job.spec import ParallelSpec
 
 Cut = Sequence[Sequence[int]]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raypipe.errors import ScheduleError
 from raypipe.files import expanded
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.forms.schedule_file import load
 from raypipe.schedule.ir import Schedule, StageGraph
@@ -16,9 +16,6 @@ from raypipe.schedule.live_activations import check_memory, peak_activations
 from raypipe.schedule.passes import add_recompute, keep_activations
 from raypipe.schedule.shape import Shape
 from raypipe.schedule.verify import verify
-
-if TYPE_CHECKING:
-    from raypipe.job.spec import ParallelSpec
 
 
 def is_file(name: str) -> bool:

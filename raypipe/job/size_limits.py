@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import isqrt
-from typing import TYPE_CHECKING
 
 from raypipe.job.model_spec import GptSpec
-
-if TYPE_CHECKING:
-    from raypipe.job.spec import ParallelSpec
+from raypipe.job.parallel_spec import ParallelSpec
 
 MOST_LAYERS = 4096
 """Plans list every layer and the planner weighs every cut between two: seconds for so many. The deepest published

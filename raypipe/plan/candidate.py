@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from raypipe.errors import ScheduleError
-from raypipe.job.spec import ParallelSpec
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.plan.predict.form import Form, form_of
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.passes.sync import Sync

@@ -14,7 +14,8 @@ from raypipe.cost.profile_check import check_profile
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.spec import SAME_AS, JobSpec
+from raypipe.job.parallel_spec import SAME_AS
+from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, rank_key, simplest
 from raypipe.plan.candidate import SYNCS, Asked, Candidate, Grid, grids
 from raypipe.plan.plan import JOBS_OWN, Plan
@@ -105,7 +106,7 @@ class _Chooser:
             why = "trains on stale weights; allow it with --allow asynchronous"
             return Problem("parallel.schedule", why, "allow it, or leave the schedule out")
         if c.form.versions == "stash":
-            return next(stash(self.job.model_copy(update={"parallel": c.parallel()})), None)
+            return next(stash(self.job.model, self.job.train, c.parallel()), None)
         return None
 
     def others(self, ranked: list[Prediction]) -> Iterator[Prediction]:

@@ -13,10 +13,12 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field
 
 from raypipe.errors import ScheduleError
+from raypipe.job.field_types import Spec
 from raypipe.job.json_file import load_json
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.recompute_layers import Cut, layers_to_recompute
 from raypipe.job.requested_schedule import base_schedule, fitting
-from raypipe.job.spec import JobSpec, ParallelSpec, Spec
+from raypipe.job.spec import JobSpec
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync, replicate

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypipe.job.spec import EarlyStopSpec
+from raypipe.job.train_spec import EarlyStopSpec
 from raypipe.observe.run_log import METRICS, read_rows
 
 

@@ -20,7 +20,7 @@ from raypipe.cli import run
 from raypipe.cli._go_on import resume_command
 from raypipe.errors import RunError
 from raypipe.job import load_job
-from raypipe.job.spec import DataSpec
+from raypipe.job.data_spec import DataSpec
 from raypipe.models.task import Labels, Values
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import load_plan

@@ -12,7 +12,7 @@ from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
 from raypipe.job.cluster import cluster_from
-from raypipe.job.spec import TrainSpec
+from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.inputs import Feed

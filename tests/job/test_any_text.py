@@ -15,9 +15,12 @@ from raypipe.cost.profile_file import load_profile
 from raypipe.errors import RaypipeError, SpecError
 from raypipe.job import job_from, load_cluster, load_job
 from raypipe.job.cluster import cluster_from
+from raypipe.job.data_spec import DataSpec
 from raypipe.job.load import EXAMPLE
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.size_limits import MOST_LAYERS
-from raypipe.job.spec import DataSpec, JobSpec, ParallelSpec, TrainSpec
+from raypipe.job.spec import JobSpec
+from raypipe.job.train_spec import TrainSpec
 from raypipe.job.yaml_text import parse_yaml
 from raypipe.plan.plan import build_schedule, load_plan
 

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import RequestError, ScheduleError
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.requested_schedule import base_schedule
-from raypipe.job.spec import ParallelSpec
 from raypipe.plan.plan import Plan, build_schedule, forward_only
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.ir import Schedule

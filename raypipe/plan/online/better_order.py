@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from raypipe.errors import ScheduleError
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.requested_schedule import is_file
-from raypipe.job.spec import ParallelSpec
 from raypipe.plan.online.measured_steps import as_run
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule import generate

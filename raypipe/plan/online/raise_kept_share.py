@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.recompute_layers import recomputed_after
-from raypipe.job.spec import ParallelSpec
 from raypipe.plan.online.better_order import Running, running_of, runs_ahead, step_seconds
 from raypipe.plan.online.controller import Event, MeasuredStep
 from raypipe.plan.online.step_memory import StepMemory

@@ -14,7 +14,7 @@ from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import crowding, gradient_width, stage_costs
 from raypipe.errors import ScheduleError
 from raypipe.job.recompute_layers import recomputed_after
-from raypipe.job.spec import TrainSpec
+from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import NOTHING, SYNCS, Asked, Candidate, Grid, candidates
 from raypipe.plan.cut.bottleneck import Cut, balanced_cut, bottlenecks
 from raypipe.plan.predict.at_scale import Figures, at_scale

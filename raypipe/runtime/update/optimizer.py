@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from raypipe.job.spec import TrainSpec
+from raypipe.job.train_spec import TrainSpec
 
 
 def make_optimizer(train: TrainSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

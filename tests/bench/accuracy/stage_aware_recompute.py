@@ -27,8 +27,8 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.stages import costs_of
 from raypipe.job import GptSpec
 from raypipe.job.cluster import load_cluster
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.recompute_layers import layers_to_recompute
-from raypipe.job.spec import ParallelSpec
 from raypipe.plan.cut.balance import contiguous_split
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.emulation.emulated_run import Links, rehearsal, run_rehearsal

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.recompute_layers import recomputed_after
-from raypipe.job.spec import ParallelSpec
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.plan.online.controller import MeasuredStep
 from raypipe.plan.online.measured_steps import StepClock

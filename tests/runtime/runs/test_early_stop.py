@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from raypipe.checkpoint import best, forget_best, keep_best, latest, open_checkpoint, outcome
 from raypipe.errors import SpecError
-from raypipe.job.spec import EarlyStopSpec
+from raypipe.job.train_spec import EarlyStopSpec
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
 from raypipe.observe.summary import summarise, summary_lines
 from raypipe.runtime.early_stop import Patience, patience_of

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from raypipe.checkpoint import open_checkpoint
 from raypipe.data import Corpus
-from raypipe.job.spec import JobSpec, TrainSpec
+from raypipe.job.spec import JobSpec
+from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers, random_keys
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from tests.runtime.runs.small_runs import drive, small_job

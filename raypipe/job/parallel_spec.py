@@ -1,0 +1,131 @@
+"""How to cut the work over devices: the ``parallel`` section of a job file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from raypipe.job.field_types import Positive, Spec, WireDtype
+from raypipe.schedule.shape import Shape
+
+Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]
+Again = Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)]
+SHAPE = {"schedule", "stages", "replicas", "microbatch", "chunks", "unit", "pipelines", "concat"}
+"""Keys of ``parallel`` that a plan keeps as they were given to the planner."""
+SAME_AS = {"dapple": "1f1b"}
+"""Another name of a schedule."""
+DECIDED = {"schedule", "stages", "microbatch"}
+"""Keys of ``parallel`` without which there is something left to choose."""
+
+
+class ParallelSpec(Spec):
+    """How to cut the work over devices. ``stages * replicas * tensor`` devices in all."""
+
+    auto: bool = False
+    """What is not given here is chosen by the planner when the run starts; ``parallel: auto`` gives nothing. Giving
+    schedule, stages and microbatch leaves it nothing to choose, unless ``recompute`` is ``auto``."""
+    schedule: str = "1f1b"
+    """Name of a pipeline schedule (``raypipe schedule --list`` describes them), a file that holds one, or ``auto``."""
+    placement: Literal["line", "ring", "v", "bidirectional"] = "line"
+    """Where ``auto`` puts the stages; ``ring`` and ``v`` with ``chunks``, ``bidirectional`` with ``pipelines``."""
+    memory_limit: Annotated[float, Field(gt=0)] | None = None
+    """Activations a device may hold at once, in units of one stage's for one micro-batch; null for no limit."""
+    stages: Positive = 1
+    """Devices along one pipeline."""
+    replicas: Positive = 1
+    """Data-parallel copies of the pipeline."""
+    microbatch: Positive = 1
+    """Sequences per micro-batch."""
+    chunks: Positive = 1
+    """Stages a device holds (interleaved schedules); the model is cut into ``stages * chunks``."""
+    unit: Positive | None = None
+    """ZeroPP's scheduling unit, in micro-batches."""
+    pipelines: Positive = 2
+    """Chimera's number of directed pipelines, half of them each way; an even number."""
+    concat: Literal["direct", "doubling", "halving"] = "direct"
+    """How Chimera goes past one micro-batch a device."""
+    shard: Literal["none", "zero1", "zero2", "zero3"] = "none"
+    """What the replicas split between them instead of each holding it."""
+    sync: Literal["lazy", "eager", "eager-opt", "wait-free", "prioritised", "reverse-first-k"] = "lazy"
+    """When gradients are summed over replicas. ``lazy``: after the device's last backward;
+    ``eager``: as soon as the stage's own gradients are complete; ``eager-opt``: so where the device would idle."""
+    update: Literal["auto", "wait", "optimistic"] = "auto"
+    """What a weight update does about ``train.clip``'s global norm. ``wait``: wait for it; ``optimistic``: made at
+    once, and undone should the norm turn out too large; ``auto``: optimistic where steps follow one another
+    faster for it and the last norm was within the limit. The results are the same."""
+    replan: bool | None = None
+    """Plan again on measured task times while the job runs, and keep what makes steps shorter: another order where it
+    was searched for, else where weight gradients go and when gradients are summed. null: where it was searched."""
+    transport: Literal["auto", "shm", "gloo", "nccl", "ray-collective"] = "auto"
+    """What carries activations. ``auto`` picks per edge what is fastest there."""
+    wire_dtype: WireDtype | None = None
+    """What floating-point activations and gradients are cast to on their way between devices, and back on arrival:
+    fewer bytes, rounded values. null: they go as they are, and the plan does not change the result."""
+    recompute: Literal["none", "full", "stage-aware", "auto"] | Again = "none"
+    """Activations to compute again instead of keeping, while the device waits for the gradient; beside what the
+    schedule recomputes by itself. ``full``: all of them. ``stage-aware``: those of a share of each stage's layers, see
+    ``alphas``. A list: those of these layers alone, by number, name or pattern (``block.*``). ``auto``: the planner
+    decides when the run starts, with all else as given: nothing, some layers or some micro-batches of each stage, as
+    its memory asks for."""
+    alphas: Annotated[float, Field(ge=0, le=1)] | Shares | None = None
+    """With ``recompute: stage-aware``: the share of a stage's layers that keeps its activations. A list has one per
+    stage; a number is the first stage's, from which the others follow so that all use the same memory (Merak). null:
+    the run raises it between steps as far as ``memory_cap_mb`` allows."""
+    memory_cap_mb: Annotated[float, Field(gt=0)] | None = None
+    """MiB that a device may have allocated at its fullest moment, up to where a run raises ``alphas``: of its process's
+    heap, on GPUs of torch's allocator."""
+    keep: Shares | None = None
+    """Where activations are recomputed: per stage, the share of its micro-batches that keep them all the same."""
+    tensor: Positive = 1
+    """Devices that share each layer."""
+    sub_pipelined: bool = False
+    """With ``tensor``: each micro-batch in two halves, of which one computes while the other's sums are under way."""
+    tensor_table: str | None = None
+    """File that says which layers are divided (docs/guides/tensor.md); null for the table of the model's family."""
+
+    def shape(self, batch: int) -> Shape:
+        """The shape of one data-parallel copy's schedule, for mini-batches of ``batch`` sequences.
+
+        Raises:
+            ScheduleError: an impossible one.
+        """
+        return Shape(
+            devices=self.stages, microbatches=batch // (self.microbatch * self.replicas), chunks=self.chunks,
+            unit=self.unit, pipelines=self.pipelines, concat=self.concat, memory_limit=self.memory_limit,
+        )  # fmt: skip
+
+    @property
+    def replans(self) -> bool:
+        """Whether a running job plans again."""
+        return self.schedule == "auto" if self.replan is None else self.replan
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that are set, whatever their value, without ``auto``."""
+        return {key: getattr(self, key) for key in sorted(self.model_fields_set - {"auto"})}
+
+    def allows(self, plan: ParallelSpec) -> bool:
+        """Whether a plan has the shape that is given here beside ``auto``."""
+        return all(
+            getattr(plan, key) == (SAME_AS.get(wish, wish) if key == "schedule" else wish)
+            for key, wish in self.given.items()
+            if key in SHAPE
+        )
+
+    @property
+    def devices(self) -> int:
+        """Devices of the whole job."""
+        return self.stages * self.replicas * self.tensor
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled_out(cls, data: object) -> object:
+        if data == "auto":
+            return {"auto": True}
+        if isinstance(data, Mapping) and data.get("recompute") == "auto":
+            return {**data, "auto": True}
+        if isinstance(data, Mapping) and data.get("auto") is True and data.keys() >= DECIDED:
+            return {**data, "auto": False}
+        return data
