@@ -21,7 +21,7 @@ from raypipe.data import open_data
 from raypipe.models import DTYPES, build_model
 from raypipe.runtime.cast_messages import message_cast_of
 from raypipe.runtime.cluster.failure import tells
-from raypipe.runtime.cluster.host_check import HostQuestion, HostReport, report_host
+from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.process import heap_bytes, set_up_process

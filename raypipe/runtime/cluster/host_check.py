@@ -1,66 +1,25 @@
 """Whether the nodes of a run can work together, looked at before training: storage, network, versions.
 
-One process of each node says what it finds, all at the same time; the driver compares. What is wrong is an error that
-names the node, and no restart would mend it.
+One process of each node says what it finds (``host_report``), all at the same time; the driver compares. What is wrong
+is an error that names the node, and no restart would mend it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
-import platform
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import raypipe
-from raypipe.data import is_prepared
+import ray
+
 from raypipe.errors import ClusterError, RunError
+from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, versions
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Location
-from raypipe.runtime.transport.interfaces import use_interface
-
-if TYPE_CHECKING:
-    from raypipe.runtime.cluster.worker_group import WorkerGroup
 
 ANSWER_S = 60.0
 """Time that a node has to look at its own state; a network file system that hangs takes for ever."""
-LOOKS, LOOK_AGAIN_S = 5, 0.5
-"""Some network file systems show a new file a moment late."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostQuestion:
-    """What a node is asked."""
-
-    directory: Path | None
-    """Of the run; None where nothing is written."""
-    token: str
-    """Name of a file in it, and what it holds."""
-    rendezvous: str
-    """Address of rank 0's node."""
-    one_host: bool
-    """All devices are on one node."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostReport:
-    """What a node answers."""
-
-    address: str
-    versions: Mapping[str, str]
-    shared: bool
-    """It finds the driver's token in the run's directory."""
-    has_data: bool
-    refusal: str
-    """Why it cannot write there; empty if it can."""
-    network: ClusterError | None
-    """Why the other nodes cannot reach it."""
 
 
 def check_hosts(workers: WorkerGroup, directory: Path | None = None) -> None:
@@ -72,8 +31,6 @@ def check_hosts(workers: WorkerGroup, directory: Path | None = None) -> None:
         ClusterError: a node does not share the run's directory, cannot be reached, or runs other versions.
         RunError: a node did not answer.
     """
-    import ray
-
     leaders = {at.peer.node: rank for rank, at in reversed(list(enumerate(workers.locations)))}
     with _token(directory) as token:
         question = HostQuestion(directory, token, workers.locations[0].address, len(leaders) == 1)
@@ -131,25 +88,6 @@ def judge(reports: Sequence[HostReport], directory: Path | None, own: Mapping[st
             )  # fmt: skip
 
 
-def report_host(question: HostQuestion, address: str) -> HostReport:
-    """What this node has to say; ``address`` is its own in Ray."""
-    network = None
-    try:
-        use_interface(address, question.rendezvous, question.one_host)
-    except ClusterError as error:
-        network = error
-    directory = question.directory
-    shared = directory is not None and _finds(directory / question.token, question.token)
-    return HostReport(
-        address=address,
-        versions=versions(),
-        shared=shared,
-        has_data=directory is not None and is_prepared(directory / "data"),
-        refusal=_refusal(directory) if directory is not None and shared else "",
-        network=network,
-    )
-
-
 @contextmanager
 def _token(directory: Path | None) -> Iterator[str]:
     """A file that only this storage has."""
@@ -162,46 +100,3 @@ def _token(directory: Path | None) -> Iterator[str]:
         yield name
     finally:
         (directory / name).unlink(missing_ok=True)
-
-
-def _finds(path: Path, content: str) -> bool:
-    for look in range(LOOKS):
-        if look:
-            time.sleep(LOOK_AGAIN_S)
-        with contextlib.suppress(OSError):
-            if path.read_text(encoding="utf-8") == content:
-                return True
-    return False
-
-
-def _refusal(directory: Path) -> str:
-    probe = directory / f".write-{uuid.uuid4().hex}"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-@cache
-def versions() -> dict[str, str]:
-    """What has to be the same everywhere. Of torch not the kind of build: CPU and GPU nodes may work together."""
-    import ray
-    import torch
-
-    return {
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-        "ray": ray.__version__,
-        "torch": torch.__version__.partition("+")[0],
-        "raypipe": f"{raypipe.__version__} (source {_source_digest()})",
-    }
-
-
-def _source_digest() -> str:
-    """Of raypipe's own files: two checkouts of one version may differ."""
-    root = Path(raypipe.__file__).parent
-    whole = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        whole.update(os.fsencode(path.relative_to(root)) + b"\0" + path.read_bytes())
-    return whole.hexdigest()[:8]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from raypipe.runtime.cluster.host_check import HostQuestion, HostReport, report_host
+from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
 from raypipe.runtime.process import set_up_process

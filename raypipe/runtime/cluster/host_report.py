@@ -1,0 +1,113 @@
+"""What a node says of itself when the driver asks whether it can work with the others: storage, network, versions."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import raypipe
+from raypipe.data import is_prepared
+from raypipe.errors import ClusterError
+from raypipe.runtime.transport.interfaces import use_interface
+
+LOOKS, LOOK_AGAIN_S = 5, 0.5
+"""Some network file systems show a new file a moment late."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostQuestion:
+    """What a node is asked."""
+
+    directory: Path | None
+    """Of the run; None where nothing is written."""
+    token: str
+    """Name of a file in it, and what it holds."""
+    rendezvous: str
+    """Address of rank 0's node."""
+    one_host: bool
+    """All devices are on one node."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """What a node answers."""
+
+    address: str
+    versions: Mapping[str, str]
+    shared: bool
+    """It finds the driver's token in the run's directory."""
+    has_data: bool
+    refusal: str
+    """Why it cannot write there; empty if it can."""
+    network: ClusterError | None
+    """Why the other nodes cannot reach it."""
+
+
+def report_host(question: HostQuestion, address: str) -> HostReport:
+    """What this node has to say; ``address`` is its own in Ray."""
+    network = None
+    try:
+        use_interface(address, question.rendezvous, question.one_host)
+    except ClusterError as error:
+        network = error
+    directory = question.directory
+    shared = directory is not None and _finds(directory / question.token, question.token)
+    return HostReport(
+        address=address,
+        versions=versions(),
+        shared=shared,
+        has_data=directory is not None and is_prepared(directory / "data"),
+        refusal=_refusal(directory) if directory is not None and shared else "",
+        network=network,
+    )
+
+
+def _finds(path: Path, content: str) -> bool:
+    for look in range(LOOKS):
+        if look:
+            time.sleep(LOOK_AGAIN_S)
+        with contextlib.suppress(OSError):
+            if path.read_text(encoding="utf-8") == content:
+                return True
+    return False
+
+
+def _refusal(directory: Path) -> str:
+    probe = directory / f".write-{uuid.uuid4().hex}"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+@cache
+def versions() -> dict[str, str]:
+    """What has to be the same everywhere. Of torch not the kind of build: CPU and GPU nodes may work together."""
+    import ray
+    import torch
+
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "ray": ray.__version__,
+        "torch": torch.__version__.partition("+")[0],
+        "raypipe": f"{raypipe.__version__} (source {_source_digest()})",
+    }
+
+
+def _source_digest() -> str:
+    """Of raypipe's own files: two checkouts of one version may differ."""
+    root = Path(raypipe.__file__).parent
+    whole = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        whole.update(os.fsencode(path.relative_to(root)) + b"\0" + path.read_bytes())
+    return whole.hexdigest()[:8]
