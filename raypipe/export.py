@@ -11,7 +11,7 @@ from raypipe.atomic_write import whole
 from raypipe.errors import SpecError
 from raypipe.files import is_url
 from raypipe.job import HfSpec
-from raypipe.train import saved_job
+from raypipe.launch.run_directory import saved_job
 from raypipe.trained import TOKENS, last_checkpoint, load_hugging_face
 
 BESIDE = (

@@ -15,11 +15,12 @@ from raypipe.data import known_fields
 from raypipe.errors import SpecError
 from raypipe.installation import install
 from raypipe.job import GptSpec, HfSpec, JobSpec
+from raypipe.launch.run_directory import saved_job
 from raypipe.models import random_keys
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.imported import Imported
 from raypipe.models.task import BYTES, NextToken
-from raypipe.train import JOB_FILE, saved_job
+from raypipe.observe.run_dir import RECORD
 from raypipe.trained import TOKENS, load_body, load_hugging_face
 
 CONFIG = "config.json"
@@ -42,7 +43,7 @@ class Writer:
         self.directory = directory
         self.end: int | None = None
         """Token after which nothing follows."""
-        if not (directory / JOB_FILE).exists() and (directory / CONFIG).is_file():
+        if not (directory / RECORD).exists() and (directory / CONFIG).is_file():
             module = _exported(directory)
             self.tokenizer = _tokenizer(tokenizer or _with_tokenizer(directory))
             self.bytes = self.tokenizer is None and getattr(module.config, TOKENS, None) == "bytes"

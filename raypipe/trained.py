@@ -12,10 +12,10 @@ from raypipe.checkpoint import Checkpoint, buffer_key, open_checkpoint, outcome
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
 from raypipe.job import CapturedSpec, HfSpec, JobSpec
+from raypipe.launch.run_directory import saved_job
 from raypipe.models import StageBody, build_model
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.start_values import Constructed
-from raypipe.train import saved_job
 
 TOKENS = "raypipe_tokens"
 """Key of the exported config.json: ``bytes`` where the model was trained on them and so has no tokenizer. transformers

@@ -17,7 +17,7 @@ from raypipe.errors import SpecError
 from raypipe.export import export
 from raypipe.job.load import job_from
 from raypipe.models import build_model, random_keys
-from raypipe.train import JOB_FILE
+from raypipe.observe.run_dir import RECORD
 from tests.runtime.runs.small_runs import drive
 
 transformers = pytest.importorskip("transformers")
@@ -71,7 +71,7 @@ def validation(model: torch.nn.Module, data: Path) -> float:
 def test_fine_tuning_a_local_checkpoint(checkpoint, stage_pool, text_folder, tmp_path, capsys) -> None:
     job = make_job(checkpoint, text_folder)
     done = drive(job, stage_pool, tmp_path / "run")
-    (tmp_path / "run" / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json")))
+    (tmp_path / "run" / RECORD).write_text(json.dumps(job.model_dump(mode="json")))
     before = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     assert run(["export", str(tmp_path / "run"), "-o", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip().endswith("out")
@@ -115,7 +115,7 @@ def test_running_statistics_are_exported(tmp_path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
     commit(checkpoint, 1, [write_shard(checkpoint, "rank-00000", tensors)], {})
-    (tmp_path / "run" / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json")))
+    (tmp_path / "run" / RECORD).write_text(json.dumps(job.model_dump(mode="json")))
     after = transformers.AutoModelForImageClassification.from_pretrained(export(tmp_path / "run", tmp_path / "out"))
     held = dict(after.named_buffers())
     assert {key.removeprefix("buffer/") for key in tensors if key.startswith("buffer/")} == held.keys()

@@ -19,8 +19,8 @@ from raypipe.errors import SpecError
 from raypipe.export import export
 from raypipe.job.load import job_from
 from raypipe.models import build_model
+from raypipe.observe.run_dir import RECORD
 from raypipe.sample import Writer
-from raypipe.train import JOB_FILE
 from tests.capture.models import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -53,7 +53,7 @@ def finished(directory: Path, model: dict[str, Any], data: dict[str, Any]) -> Pa
     checkpoint = directory / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
     commit(checkpoint, 1, [write_shard(checkpoint, "rank-00000", tensors)], {})
-    (directory / JOB_FILE).write_text(json.dumps(job.model_dump(mode="json")))
+    (directory / RECORD).write_text(json.dumps(job.model_dump(mode="json")))
     return directory
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +20,13 @@ from raypipe.cli._go_on import resume_command
 from raypipe.errors import RunError
 from raypipe.job import load_job
 from raypipe.job.data_spec import DataSpec
+from raypipe.launch.plan_file import kept_plan
+from raypipe.launch.prepared import units_of
 from raypipe.models.task import Labels, Values
+from raypipe.observe.run_dir import RECORD
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import load_plan
-from raypipe.train import JOB_FILE, Prepared, _chosen_before, _units, make_plan, prepare_run
+from raypipe.train import Prepared, make_plan, prepare_run
 from tests.runtime.cluster.answering import GRPC, answering
 
 JOB = """
@@ -179,7 +181,7 @@ def stopped(job: Path, tmp_path: Path) -> Path:
     checkpoint = step_directory(directory / "checkpoints", 2)
     tensors = {f"param/{i}.weight": torch.arange(64.0) for i in range(6)}
     commit(checkpoint, 2, [write_shard(checkpoint, "rank-00000", tensors)], {})
-    (directory / JOB_FILE).write_text(json.dumps(load_job(job).model_dump(mode="json")))
+    (directory / RECORD).write_text(json.dumps(load_job(job).model_dump(mode="json")))
     (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 1.0}\n')
     return directory
 
@@ -229,10 +231,10 @@ def test_resuming_what_does_not_fit(refused, stopped) -> None:
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": 3}'])
 def test_a_damaged_record_of_the_job(refused, stopped, content, capsys) -> None:
-    (stopped / JOB_FILE).write_text(content)
-    assert str(stopped / JOB_FILE) in refused("--resume", run_dir=stopped)
+    (stopped / RECORD).write_text(content)
+    assert str(stopped / RECORD) in refused("--resume", run_dir=stopped)
     assert run(["sample", str(stopped)]) == 2
-    assert str(stopped / JOB_FILE) in capsys.readouterr().err
+    assert str(stopped / RECORD) in capsys.readouterr().err
 
 
 def test_damaged_run_files_are_set_aside_where_the_checkpoints_are_whole(job: Path, stopped: Path) -> None:
@@ -405,9 +407,11 @@ def test_a_resumed_search_is_made_anew_for_another_batch(job, tmp_path) -> None:
     made = make_plan(load_job(job, ["parallel.schedule=auto"]))
     made.save(tmp_path / "plan.json")
     said: list[str] = []
-    assert _chosen_before(load_job(job, ["parallel.schedule=auto"]), tmp_path, said.append) == made
+    kept = kept_plan(load_job(job, ["parallel.schedule=auto"]), tmp_path, said.append)
+    assert kept is not None
+    assert kept.plan == made
     assert said == []
-    assert _chosen_before(load_job(job, ["parallel.schedule=auto", "train.batch=32"]), tmp_path, said.append) is None
+    assert kept_plan(load_job(job, ["parallel.schedule=auto", "train.batch=32"]), tmp_path, said.append) is None
     (note,) = said
     assert "does not fit this job and is made anew" in note
     assert "train.batch is 32" in note
@@ -531,8 +535,7 @@ def test_figures_have_the_units_of_the_task_and_the_data(job, tmp_path, monkeypa
     assert prepared.units == ("nats per token", "tokens")
     images = load_job(job).model_copy(update={"data": DataSpec(type="arrays", path=str(tmp_path))})
     for task, unit in ((Labels(), "nats per label"), (Values(), "squared error per value")):
-        monkeypatch.setattr("raypipe.models.build_model", lambda *_, task=task: SimpleNamespace(task=task))
-        assert _units(images, tmp_path) == (unit, "samples")
+        assert units_of(task, images, tmp_path) == (unit, "samples")
 
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed(job, tmp_path, monkeypatch, capsys) -> None:

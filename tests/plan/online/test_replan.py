@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.data import prepare
+from raypipe.launch.plan_file import kept_plan
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.online import better_order as better_plan_module
 from raypipe.plan.online import replan, sequence
@@ -21,7 +22,7 @@ from raypipe.runtime.driver import Driver
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.live_activations import in_flight, peak_activations
-from raypipe.train import _chosen_before, make_plan
+from raypipe.train import make_plan
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.test_exactness import make_job
 
@@ -264,9 +265,11 @@ def test_a_resumed_run_begins_with_the_plan_that_was_found(text_folder: Path, tm
     found = better_plan(present, job.train.batch, True, uneven(4)).target.plan
     assert found.order != present.plan.order
     found.save(tmp_path / "plan.json")
-    assert _chosen_before(job, tmp_path) == found
-    assert _chosen_before(make_job(text_folder, {"schedule": "zb-h2", **NAMED}), tmp_path) is None
-    assert _chosen_before(make_job(text_folder, {"schedule": "zb-h1", "stages": 4, "microbatch": 1}), tmp_path) is None
+    kept = kept_plan(job, tmp_path)
+    assert kept is not None
+    assert kept.plan == found
+    assert kept_plan(make_job(text_folder, {"schedule": "zb-h2", **NAMED}), tmp_path) is None
+    assert kept_plan(make_job(text_folder, {"schedule": "zb-h1", "stages": 4, "microbatch": 1}), tmp_path) is None
 
 
 class Eager(Replanner):

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from raypipe.checkpoint import best, forget_best, keep_best, latest, open_checkpoint, outcome
 from raypipe.errors import SpecError
 from raypipe.job.train_spec import EarlyStopSpec
+from raypipe.launch.resume import check_resume
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
 from raypipe.observe.summary import summarise, summary_lines
 from raypipe.runtime.early_stop import Patience, patience_of
-from raypipe.train import _check_resume
 from tests.runtime.runs.small_runs import drive, small_job
 
 LOSSES = st.lists(st.sampled_from([1.0, 1.5, 2.0, 2.25, 3.0, math.nan]), min_size=1, max_size=12)
@@ -127,7 +127,7 @@ def test_a_run_stops_with_the_parameters_that_were_validated(schedule, stage_poo
     log.event("run", resume=False)
     log.close()
     with pytest.raises(SpecError, match=f"(?s)has stopped, after {stop} steps.*it is finished"):
-        _check_resume(job, directory)
+        check_resume(job, directory)
 
     # Begun again from an earlier checkpoint, it stops at the same step: it remembers what it had waited.
     again = tmp_path / "again"

@@ -1,0 +1,118 @@
+"""The plan of a job that brings none: made as its ``parallel`` keys say, searched, or chosen by measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raypipe.errors import SpecError
+from raypipe.job.recompute_layers import named_layers
+from raypipe.job.requested_schedule import base_schedule, is_file
+from raypipe.job.spec import JobSpec
+from raypipe.launch.job_model import JobModel
+from raypipe.launch.prepared import Planned
+from raypipe.observe.run_log import RunLog
+from raypipe.plan.plan import Plan, build_schedule
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.forms.text import to_text
+from raypipe.schedule.ir import Schedule
+from raypipe.search import search
+from raypipe.search.placements import placed
+
+if TYPE_CHECKING:
+    from raypipe.models import LayeredModel
+
+
+def make_plan(job: JobSpec) -> Plan:
+    """The plan of a job that leaves nothing to the planner; as ``planned_as_asked``."""
+    return planned_as_asked(job, JobModel(job)).plan
+
+
+def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
+    """Cut the model for the job's schedule and check the whole step.
+
+    Raises:
+        SpecError: more stages than layers.
+        ScheduleError: the schedule does not exist for this shape.
+    """
+    from raypipe.models import split_layers
+
+    layers = model.declared
+    parallel = job.parallel
+    if isinstance(parallel.recompute, tuple):
+        numbers = named_layers(parallel.recompute, layers.names)
+        parallel = parallel.model_copy(update={"recompute": numbers})
+    order: str | None
+    if parallel.schedule == "auto":
+        placement = placed(parallel.placement, parallel.shape(job.train.batch))
+        cut = split_layers(layers, len(placement[0]))
+        order = to_text(_searched(job, placement, [sum(layers.flops[i] for i in part) for part in cut]))
+    else:
+        schedule = base_schedule(parallel, job.train.batch)
+        cut = split_layers(layers, schedule.stages)
+        if schedule.versions == "stash":
+            _refuse_copies(layers, cut)
+        order = to_text(schedule) if is_file(parallel.schedule) else None
+    plan = Plan(parallel=parallel, cut=tuple(tuple(part) for part in cut), order=order)
+    return Planned(job, model, plan, build_schedule(plan, job.train.batch))
+
+
+def _refuse_copies(layers: LayeredModel, cut: list[range]) -> None:
+    """PipeDream updates each stage by itself: a parameter that two stages hold would become two."""
+    stage_of = {layer: stage for stage, part in enumerate(cut) for layer in part}
+    for group in layers.tied:
+        if len({stage_of[layer] for layer, _ in group.parameters}) > 1:
+            raise SpecError(
+                "model", f"pipedream updates stages at different times: copies of {group.name} would differ",
+                "use schedule: pipedream-2bw, or a model that ties nothing",
+            )  # fmt: skip
+
+
+def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: list[float]) -> Schedule:
+    """The order that ``auto`` runs: searched on the stages' analytic costs, B and W as long as F each."""
+    largest = max(flops)
+    times = tuple(f / largest for f in flops)
+    zeros = (0.0,) * len(times)
+    costs = CostTable(
+        forward=times, input_grad=times, weight_grad=times, recompute=zeros, all_reduce=zeros, update=zeros
+    )
+    shape = job.parallel.shape(job.train.batch)
+    found = search(placement, shape.microbatches, costs, memory_limit=shape.memory_limit)
+    return replace(found.schedule, name="auto")
+
+
+def with_plan(job: JobSpec, plan: Plan) -> JobSpec:
+    """The job with a plan's ``parallel`` keys.
+
+    Raises:
+        SpecError: the job's rules refuse them.
+    """
+    return JobSpec.model_validate({**job.model_dump(), "parallel": plan.parallel.model_dump()})
+
+
+def planned_by_measuring(
+    job: JobSpec, model: JobModel, directory: Path, dashboard_port: int | None, say: Callable[[str], None]
+) -> Planned:  # fmt: skip
+    """Start Ray, measure, and choose; the decision goes to the run's events.
+
+    Raises:
+        SpecError: no plan fits, or there is nothing to measure on.
+        RunError: a device died while it was measured.
+    """
+    from raypipe.plan.decision_json import as_json
+    from raypipe.profiling.profile_and_plan import profile_and_plan
+
+    if model.declared.batch_statistics and "microbatch" not in job.parallel.given:
+        say(
+            "note: this model's loss depends on the size of its micro-batches (batch norm, or a loss of its own), "
+            "which the planner chooses; parallel.microbatch fixes it"
+        )
+    decision = profile_and_plan(job, directory, directory / "data", dashboard_port, say)
+    told = as_json(decision)
+    log = RunLog(directory)
+    log.event("planned", **{key: told[key] for key in ("candidates", "searched", "timed", "seconds")})
+    log.close()
+    plan = decision.plan
+    return Planned(with_plan(job, plan), model, plan, build_schedule(plan, job.train.batch))

@@ -1,0 +1,56 @@
+"""What resuming a run needs: a checkpoint to go on from, logs that can be read, and steps left to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from raypipe.errors import CheckpointError, SpecError
+from raypipe.job.spec import JobSpec
+from raypipe.launch.run_directory import saved_job
+from raypipe.observe.run_dir import CHECKPOINTS, RECORD, mend_logs
+
+
+def check_resume(job: JobSpec, directory: Path) -> None:
+    """Refuse to resume without a whole checkpoint of the same model, or where nothing is left to train.
+
+    Raises:
+        SpecError: there is none, the model differs, the run has stopped early, or has done all its steps.
+    """
+    from raypipe.checkpoint import latest, open_checkpoint
+    from raypipe.runtime.early_stop import patience_of
+
+    root = directory / CHECKPOINTS
+    found, notices = latest(root)
+    if found is None:
+        newest = max(root.glob("step-*"), default=None)
+        if newest is not None:
+            try:
+                open_checkpoint(newest)
+            except CheckpointError as error:
+                raise SpecError(error.where, error.why, error.fix) from None
+        why = "; ".join(notices) if notices else "holds no checkpoint"
+        raise SpecError(str(root), why, "start without --resume, in a new --run-dir")
+    saved = directory / RECORD
+    if saved.exists() and saved_job(directory).model != job.model:
+        raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
+    step = open_checkpoint(found, verify=False).step
+    if job.train.early_stop is not None:
+        patience = patience_of(directory, job.train.early_stop, step)
+        if patience.exhausted:
+            raise SpecError(
+                "train.early_stop", f"the run has stopped, after {step} steps: {patience}",
+                "it is finished; to train on, raise train.early_stop.patience or set train.early_stop to null",
+            )  # fmt: skip
+    if step >= job.train.steps:
+        raise SpecError(
+            "train.steps", f"is {job.train.steps}, and the run has done {step}", "raise train.steps to train on"
+        )
+
+
+def mend(directory: Path, say: Callable[[str], None]) -> None:
+    """Repair what a run that was killed may have left half written: its logs, and Ray Train's own state."""
+    from raypipe.runtime.cluster.ray_snapshot import check_snapshot
+
+    mend_logs(directory, say)
+    check_snapshot(directory, say)

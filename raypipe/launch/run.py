@@ -1,0 +1,137 @@
+"""Run a prepared job: start Ray Train, follow the logs that its driver writes, and say how it ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypipe.errors import RunError, SpecError
+from raypipe.launch.prepared import Prepared
+from raypipe.observe.run_dir import CHECKPOINTS, hold
+from raypipe.observe.run_log import EVENTS, RunLog, read_rows
+from raypipe.observe.summary import summarise
+
+if TYPE_CHECKING:
+    from ray.train import Result
+
+    from raypipe.runtime.cluster.ray_train import RunRequest
+
+
+def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]) -> dict[str, Any]:
+    """Run to the end and return CONTRACT.md's result; as ``run`` otherwise."""
+    return run(prepared, dashboard_port, watch)[1]
+
+
+def run(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]) -> tuple[Result, dict[str, Any]]:
+    """Run to the end and return Ray Train's result and CONTRACT.md's; ``watch`` is called twice a second meanwhile.
+
+    Raises:
+        SpecError: the cluster can never give what the plan needs.
+        DevicesError: the devices were not free within ``train.wait_for_devices_s``.
+        RunError: the run failed for good; the message is the last attempt's.
+    """
+    with hold(prepared.directory):
+        return _run_held(prepared, dashboard_port, watch)
+
+
+def _run_held(
+    prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]
+) -> tuple[Result, dict[str, Any]]:
+    from raypipe.runtime.cluster.connect import connect
+    from raypipe.runtime.cluster.cores import cores_of_one_host, warning
+    from raypipe.runtime.cluster.ray_train import RunRequest
+    from raypipe.runtime.cluster.reserve import reserve
+
+    directory = prepared.directory
+    count = prepared.schedule.devices * prepared.plan.parallel.tensor
+    devices = connect(count, dashboard_port)
+    cores = cores_of_one_host(devices)
+    log = RunLog(directory)
+    log.event("run", resume=prepared.resume, devices=count, cores=cores)
+    if (message := warning(count, cores)) is not None:
+        log.event("notice", message=message)
+
+    def waiting(message: str) -> None:
+        log.event("waiting", message=message)
+        watch()
+
+    try:
+        held = reserve(count, devices, prepared.job.train.wait_for_devices_s, waiting)
+    finally:
+        log.close()
+    request = RunRequest(prepared.job, directory, prepared.resume, devices, held)
+    try:
+        ended = _ended(request, watch)
+    finally:
+        held.give_back()
+    result = _result(ended, directory)
+    p = prepared.plan.parallel
+    plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
+    made_for = prepared.plan.made_for
+    promised = (prepared.plan.predicted_step_s, made_for.device if made_for is not None else None)
+    return _outcome(result, prepared), summarise(directory, plan, *promised, prepared.units)
+
+
+def _ended(request: RunRequest, watch: Callable[[], None]) -> Result | BaseException:
+    """What Ray Train returns at the end, or raises."""
+    from raypipe.runtime.cluster.ray_train import start_run
+
+    ended: list[Result | BaseException] = []
+
+    def work() -> None:
+        try:
+            ended.append(start_run(request))
+        except BaseException as error:
+            ended.append(error)
+
+    # Ray Train's fit() blocks; the main thread follows the run's logs meanwhile.
+    thread = threading.Thread(target=work, name="raypipe-fit", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.5)
+        watch()
+    return ended[0]
+
+
+def _result(ended: Result | BaseException, directory: Path) -> Result:
+    """Ray Train's result, unless the run failed for good: what its events say of that, or else what Ray Train raised.
+
+    Raises:
+        SpecError: an error whose exit status is that of a wrong request.
+        RunError: any other.
+    """
+    from raypipe.runtime.cluster.failure import describe
+    from raypipe.runtime.cluster.ray_train import DRIVER_DIED
+
+    failed = isinstance(ended, BaseException)
+    events = read_rows(directory / EVENTS)
+    begun = max(i for i, e in enumerate(events) if e["event"] == "run")
+    goes_on = f"see {directory / EVENTS}; --resume goes on from its checkpoint"
+    for event in reversed(events[begun:]):
+        if event["event"] == "error":
+            error = SpecError if event["exit_status"] == 2 else RunError
+            raise error("", event["message"])
+        if event["event"] == "failed" and failed:
+            raise RunError("run", event["message"], goes_on)
+        if event["event"] == "restarted" and failed:
+            break
+    if isinstance(ended, BaseException):
+        from ray.train import WorkerGroupError
+
+        # Of the last attempt nothing is known: its process was killed.
+        died = isinstance(ended, WorkerGroupError)
+        raise RunError("run", DRIVER_DIED if died else describe(ended), goes_on)
+    return ended
+
+
+def _outcome(result: Result, prepared: Prepared) -> Result:
+    """Ray Train's result, whose checkpoint is the last one it was told of; the best one where the job wants that."""
+    from ray.train import Checkpoint
+
+    from raypipe.checkpoint import best
+
+    held = best(prepared.directory / CHECKPOINTS) if prepared.job.train.load_best_at_end else None
+    return result if held is None else replace(result, checkpoint=Checkpoint.from_directory(str(held.path)))
