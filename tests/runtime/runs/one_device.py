@@ -16,14 +16,14 @@ from raypipe.models import LayeredModel
 from raypipe.plan.cut.balance import contiguous_split
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.inputs import Feed
-from raypipe.runtime.update.gradients import GradientSync, TiedHolders
-from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.step import StepSettings
+from raypipe.runtime.update.gradients import GradientSync, TiedHolders
+from raypipe.runtime.update.norm import Shares
+from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates
-from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.verify import verify
 
 LR = 1.0

@@ -12,8 +12,8 @@ from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
-from raypipe.runtime.driver import Driver
 from raypipe.runtime.cluster.worker_group import WorkerGroup
+from raypipe.runtime.driver import Driver
 from raypipe.train import make_plan
 
 Pool = Callable[[int], WorkerGroup]
