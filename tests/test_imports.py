@@ -132,13 +132,9 @@ def circles(files: Iterable[Path]) -> list[list[str]]:
     return sorted(sorted(str(file.relative_to(ROOT)) for file in group) for group in groups)
 
 
-# TODO: remove this exception once oom_fallback and predictor no longer import each other.
-KNOWN_CIRCLES = [["plan/predict/oom_fallback.py", "plan/predict/predictor.py"]]
-
-
 def test_no_files_import_each_other() -> None:
     """Type-checking imports count: two files that need each other's types are one idea, or three."""
-    found = [circle for circle in circles([ROOT / "__init__.py", *FILES]) if circle not in KNOWN_CIRCLES]
+    found = circles([ROOT / "__init__.py", *FILES])
     assert not found, f"circles of imports: {found}"
 
 

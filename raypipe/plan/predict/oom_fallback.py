@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.cost.memory import STATES
+from raypipe.cost.profile import Profile
 from raypipe.cost.stages import gradient_width, parameters
 from raypipe.job.recompute_layers import recomputed_after
+from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate
+from raypipe.plan.cut.bottleneck import Cut
 from raypipe.plan.predict.at_scale import Figures
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.orders import Keep
 from raypipe.plan.predict.prediction import Prediction, stages_of
 from raypipe.plan.predict.step_bound import least_step_seconds
+from raypipe.plan.predict.step_time import StepOverheads
 from raypipe.schedule import SCHEDULES
-
-if TYPE_CHECKING:
-    from raypipe.plan.predict.predictor import Predictor
+from raypipe.schedule.costs import CostTable
 
 LIMITS = 4
 """Memory limits that are tried with recomputation."""
@@ -44,11 +46,35 @@ class _Held(NamedTuple):
     """From B to W."""
 
 
+class Costs(Protocol):
+    """What the fallbacks ask of the predictor."""
+
+    profile: Profile
+    train: TrainSpec
+    recompute: bool
+    partly: bool
+
+    def cut(self, stages: int, microbatch: int) -> Cut:
+        """The layers of each stage."""
+
+    def costs(self, c: Candidate) -> CostTable:
+        """Seconds of each stage's tasks, for a full micro-batch."""
+
+    def costs_with_recompute(self, c: Candidate, form: Form, recomputed: frozenset[int] | None = None) -> CostTable:
+        """The same where an R computes these layers again."""
+
+    def overheads(self, c: Candidate) -> StepOverheads:
+        """What a step has besides its tasks."""
+
+    def least(self, c: Candidate) -> float:
+        """A lower bound on its step, in seconds."""
+
+
 @dataclass(slots=True)
 class OOMFallback:
     """Other candidates for one that is too large, each with a time that it takes at least."""
 
-    judge: Predictor
+    judge: Costs
     _stage_bytes: dict[tuple[int, int], _Held] = field(default_factory=dict)
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
