@@ -433,6 +433,7 @@ def test_more_devices_than_the_cluster_has(refused, monkeypatch) -> None:
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1.0})
+    monkeypatch.setattr("raypipe.runtime.cluster.connect.autoscales", lambda: False)
     said = refused()
     assert "asks for 2 devices (stages x replicas x tensor), but the cluster has 1 CPUs and no GPU" in said
 

@@ -83,7 +83,7 @@ def order(stages: int, microbatches: int, split: bool, recompute: bool = False, 
 def run_step(
     model: LayeredModel, cut: list[range], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
     *, split: bool = False, recompute: bool = False, pairs: bool = False, seed: int = 3, step: int = 5,
-    autocast: torch.dtype | None = None, again: set[int] | None = None, finest: bool = False,
+    autocast: torch.dtype | None = None, recomputed: set[int] | None = None, finest: bool = False,
     lengths: Mapping[str, NDArray[np.int64]] | None = None,
 ) -> Outcome:  # fmt: skip
     """One training step over all rows; gradients are read off a plain SGD update."""
@@ -92,7 +92,7 @@ def run_step(
     count = batch // microbatch
     schedule = add_updates(from_text(order(len(cut), count, split, recompute, pairs)))
     verify(schedule)
-    stages = [StageModule(model, part, seed, device, split, again, finest) for part in cut]
+    stages = [StageModule(model, part, seed, device, split, recomputed, finest) for part in cut]
     modules = {(s, 0): stage for s, stage in enumerate(stages)}
     optimizers: dict[Any, torch.optim.Optimizer] = {
         key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR) for key, m in modules.items()
