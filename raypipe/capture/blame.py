@@ -38,7 +38,7 @@ def blame(model: nn.Module, error: BaseException) -> Blame:
         if isinstance(called, nn.Module) and id(called) in paths:
             module, place, code = paths[id(called)], "", ""
         name = frame.f_code.co_filename
-        if "/torch/" not in name and not name.endswith(("partition/export.py", "partition/capture.py")):
+        if "/torch/" not in name and not name.endswith(("capture/torch_export.py", "capture/capture.py")):
             place, code = f"{name}:{line}", linecache.getline(name, line).strip()
     kind = type(model.get_submodule(module)).__name__
     where = ", ".join(part for part in (f"{kind} {module}".strip(), place) if part)

@@ -57,7 +57,7 @@ def kept_plan(job: JobSpec, directory: Path, say: Callable[[str], None] = lambda
     except SpecError as error:  # the checkpoints, which no plan enters, are what a run goes on from
         say(f"note: {error.where} {error.why}; it is now {set_aside(path).name}, and the run is planned again")
         return None
-    # When gradients are summed may have changed with the order (runtime.better_plan).
+    # When gradients are summed may have changed with the order (plan.online.better_order).
     asked = plan.parallel.model_copy(update={"sync": job.parallel.sync})
     if not (job.parallel.allows(plan.parallel) if job.parallel.auto else asked == job.parallel):
         return None

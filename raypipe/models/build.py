@@ -41,7 +41,7 @@ def build_model(job: JobSpec, fields: Fields | None, tensor_rank: int | None = N
 
     With ``tensor_rank``, that member's share of a model divided as the job says (``parallel.tensor``); else the whole
     one.
-    A model is captured once, and kept for other processes and runs: see ``partition/cache.py``.
+    A model is captured once, and kept for other processes and runs: see ``graph/captured_files.py``.
 
     Raises:
         SpecError: the model does not exist, does not fit its data, or does not divide.

@@ -117,7 +117,7 @@ def start_actors(
         request: what each reserves.
         actor_class: the class of all actors.
         timeout_s: seconds to wait for free devices; None for as long as it takes.
-        held: devices that the run has reserved already; they stay reserved when the fleet stops.
+        held: devices that the run has reserved already; they stay reserved when the workers stop.
         tell: called with a sentence now and then while the devices are not free.
 
     Raises:
