@@ -162,7 +162,9 @@ def fields(rows: dict[str, Tensor]) -> dict[str, Field]:
 
 
 @pytest.mark.parametrize(
-    "way", [{}, {"recompute": True}, {"split": True}, {"pairs": True, "recompute": True}, {"again": {0, 2}}], ids=str
+    "way",
+    [{}, {"recompute": True}, {"split": True}, {"pairs": True, "recompute": True}, {"recomputed": {0, 2}}],
+    ids=str,
 )
 def test_running_a_forward_again_moves_nothing_twice(way: dict[str, Any], rows: Path) -> None:
     job = make_job(rows, {"schedule": "1f1b", "stages": 2})
@@ -170,8 +172,8 @@ def test_running_a_forward_again_moves_nothing_twice(way: dict[str, Any], rows: 
     data = {"image": torch.randn(6, 3, 8, 8, generator=draw, dtype=torch.float64), "labels": torch.arange(6) % 3}
     model = build_model(job, fields(data))
     assert model.batch_statistics
-    if "again" in way:
-        way = {"recompute": True, "again": way["again"], "finest": True}
+    if "recomputed" in way:
+        way = {"recompute": True, "finest": True, **way}
     outcome = run_step(model, even_cut(model, 2), data, torch.float64, 2, **way)
     whole = model.build_stage(range(model.count), 3).named()
     module = with_values(Net().double(), {name: p.detach() for name, p in whole.items()})
