@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raypipe.cli._files import check_writable, output, write
-from raypipe.cli._values import DAY_S
+from raypipe.cli._shared.files import check_writable, output, write
+from raypipe.cli._shared.values import DAY_S
 from raypipe.errors import RequestError, nearest
 from raypipe.observe.strict_json import strict_json
 

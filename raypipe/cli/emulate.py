@@ -13,9 +13,9 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from raypipe.cli._files import check_writable, output, write
-from raypipe.cli._make import ABOUT, load_one, make
-from raypipe.cli._options import (
+from raypipe.cli._shared.files import check_writable, output, write
+from raypipe.cli._shared.make import ABOUT, load_one, make
+from raypipe.cli._shared.options import (
     Backward,
     Budget,
     Chunks,
@@ -31,7 +31,7 @@ from raypipe.cli._options import (
     Text,
     Unit,
 )
-from raypipe.cli._values import STANDARD_OUTPUT, optional_value
+from raypipe.cli._shared.values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError, nearest
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.costs import CostTable

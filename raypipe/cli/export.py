@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raypipe.cli._files import output as named
+from raypipe.cli._shared.files import output as named
 
 
 def export(

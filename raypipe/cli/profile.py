@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from raypipe.cli._files import check_writable, output, write
-from raypipe.cli._values import comma_list
+from raypipe.cli._shared.files import check_writable, output, write
+from raypipe.cli._shared.values import comma_list
 from raypipe.errors import RequestError
 
 WIDTH = 110

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from raypipe.cli._files import check_writable, output
-from raypipe.cli._make import ABOUT, Made, load_one, make
-from raypipe.cli._options import (
+from raypipe.cli._shared.files import check_writable, output
+from raypipe.cli._shared.make import ABOUT, Made, load_one, make
+from raypipe.cli._shared.options import (
     Backward,
     Budget,
     Chunks,
@@ -27,7 +27,7 @@ from raypipe.cli._options import (
     Text,
     Unit,
 )
-from raypipe.cli._values import STANDARD_OUTPUT, optional_value
+from raypipe.cli._shared.values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule import SCHEDULES
@@ -174,7 +174,7 @@ def _show(
         show(timelines)
         for each in made:
             if each.found is not None:
-                from raypipe.cli._auto import sentence
+                from raypipe.cli._shared.auto import sentence
 
                 print(sentence(each.found))
 
@@ -183,7 +183,7 @@ def _proof(made: Made) -> dict[str, Any]:
     """What the JSON says of a search."""
     if made.found is None:
         return {}
-    from raypipe.cli._auto import report
+    from raypipe.cli._shared.auto import report
 
     return report(made.found)
 

@@ -45,7 +45,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model as the job file says, through Ray."""
-    from raypipe.cli._go_on import advice, resume_command
+    from raypipe.cli._shared.go_on import advice, resume_command
     from raypipe.errors import InterruptionError, RunError
     from raypipe.installation import shortest
     from raypipe.job import GptSpec, load_job

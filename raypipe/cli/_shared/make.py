@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypipe.cli._values import comma_list
+from raypipe.cli._shared.values import comma_list
 from raypipe.errors import RequestError, ScheduleError, nearest
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import LONGEST, CostTable
@@ -94,7 +94,7 @@ def _own_options(name: str, search: Mapping[str, str]) -> frozenset[str]:
 def _searched(
     own: Mapping[str, Any], costs: Mapping[str, str | None], search: Mapping[str, str], compare: bool
 ) -> Made:
-    from raypipe.cli._auto import search_auto
+    from raypipe.cli._shared.auto import search_auto
 
     chunks = 2 if search.get("placement") in ("ring", "v") else 1  # with one chunk, both are a line
     wanted = Shape(**{**DEFAULT_SHAPE, "chunks": chunks, **own})
