@@ -1,6 +1,8 @@
 # Everything a developer runs. PYTHON picks the interpreter that creates .venv.
 PYTHON ?= python3
 VENV := .venv
+# Processes that the suite is divided between; 0: this one. Each has a Ray of its own, so two cores take no more than two.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: train test bench lint unit clean
@@ -31,7 +33,7 @@ unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not runs and not slow"
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.bench

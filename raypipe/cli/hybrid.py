@@ -1,0 +1,54 @@
+"""``raypipe hybrid EPOCHS.yaml``: when splitting the model beats adding data-parallel copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raypipe.cli._shared.files import check_writable, output
+from raypipe.cli._shared.options import File, Text
+from raypipe.cli._shared.values import comma_list
+from raypipe.errors import RequestError
+from raypipe.observe.strict_json import strict_json
+
+
+def hybrid(
+    epochs: Annotated[Path, typer.Argument(help="Epochs table, such as jobs/epochs-inception-v3.yaml.")],
+    devices: Annotated[
+        Text, typer.Option(metavar="P,P,..", help="Numbers of devices to compare at [those of the table].")
+    ] = None,
+    plot: Annotated[
+        File,
+        typer.Option(parser=output("--plot"), metavar="FILE", help="Speed-up against devices: .svg, .png or .pdf."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the comparison as one JSON object.")] = False,
+) -> None:
+    """Compare data parallelism with hybrids of data and model parallelism by time to accuracy."""
+    from raypipe.plan.hybrid import compare, load_epochs
+
+    counts = None if devices is None else comma_list("--devices", devices, int)
+    if counts is not None and min(counts) < 1:
+        raise RequestError("--devices", f"{min(counts)} devices train nothing", "give numbers from 1 up")
+    if plot is not None:
+        from raypipe.observe.draw.figure_file import check_format
+
+        check_format(plot)
+        check_writable(plot)
+    found = compare(load_epochs(epochs), counts)
+    if plot is not None:
+        from raypipe.observe.draw.figure_file import save
+        from raypipe.observe.draw.hybrid_plot import hybrid_plot
+
+        save(hybrid_plot(found, epochs.stem), plot)
+    if json:
+        from raypipe.observe.hybrid_table import hybrid_document
+
+        print(strict_json(hybrid_document(found)))
+        return
+    from rich.console import Console
+
+    from raypipe.observe.hybrid_table import hybrid_table
+
+    Console(highlight=False).print(hybrid_table(found))
