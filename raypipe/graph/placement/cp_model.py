@@ -1,0 +1,309 @@
+"""The placement problem as a constraint program for OR-tools' CP-SAT, with a bound that holds for the exact times.
+
+Times become whole numbers of ticks. Where all of them are multiples of one unit that is not too small, a tick is that
+unit and nothing is rounded. Else they are rounded down, so the optimum of the rounded problem is a lower bound for the
+exact one; the order of work that it finds is then timed exactly (``placement.timed``).
+
+Source: Pal et al. 2019, section 6, Equations 7 to 13; symmetry breaking, redundant bounds and contention are ours.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import pairwise, permutations
+from math import gcd
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from raypipe.graph.placement.placement import Event, Placement, Transfer
+from raypipe.graph.placement.problem import HardwareGraph, OperationGraph
+from raypipe.graph.placement.routes import Route, Routes
+
+TICKS = 1 << 26
+"""Ticks in the longest makespan that is searched, where times are rounded."""
+MOST_TICKS = 1 << 36
+"""Ticks in it where they are not."""
+MOST_ROUTES = 4
+"""With contention, routes tried between two nodes, the shortest first."""
+
+
+@dataclass
+class Found:
+    """What the solver says: ``node`` is None where it found no placement."""
+
+    status: str
+    """``optimal``, ``feasible``, ``infeasible`` or ``unknown``."""
+    bound_s: float
+    node: dict[str, str] | None = None
+    order: list[Event] = field(default_factory=list)
+    routes: dict[int, Route] | None = None
+    """With contention, the route of each edge that crosses nodes."""
+
+
+def solve(
+    graph: OperationGraph, hardware: HardwareGraph, routes: Routes, horizon_s: float, budget_s: float,
+    hint: Placement | None = None, contention: bool = False,
+) -> Found:  # fmt: skip
+    """Search for the placement and order of the least makespan.
+
+    Args:
+        graph, hardware, routes: the problem.
+        horizon_s: some placement takes no longer than this.
+        budget_s: when to stop; the best so far and the bound are returned.
+        hint: where to start.
+        contention: links carry one tensor at a time in each direction.
+    """
+    program = _Program(graph, hardware, routes, horizon_s, contention)
+    if hint is not None:
+        program.add_hint(hint)
+    return program.run(budget_s)
+
+
+class _Program:
+    def __init__(
+        self, graph: OperationGraph, hardware: HardwareGraph, routes: Routes, horizon_s: float, contention: bool
+    ) -> None:
+        self.graph, self.hardware, self.routes = graph, hardware, routes
+        self.model: Any = cp_model.CpModel()
+        self.names = hardware.names
+        self.tick_s, self.exact = _tick(self._times(contention), horizon_s)
+        self.size = {
+            op.name: {node: self._ticks(op.seconds_on(node)) for node in self.names} for op in graph.operations
+        }
+        self.horizon = int(horizon_s / self.tick_s * (1 + 1e-9)) + 1
+        self.on: dict[str, dict[str, Any]] = {}
+        self.start: dict[str, Any] = {}
+        self.end: dict[str, Any] = {}
+        self.makespan = self.model.new_int_var(0, self.horizon, "makespan")
+        self.hops: dict[tuple[int, int, str], Any] = {}  # start of a transfer: edge, link, its source
+        self.taken: dict[int, list[tuple[Any, Route]]] = {}
+        self.complete = True
+        self._place()
+        self._bound_by_paths()
+        self._limit_memory()
+        self._break_symmetry()
+        for number in range(len(graph.edges)):
+            self._connect(number)
+        if contention:
+            self._share_links()
+        self.model.minimize(self.makespan)
+
+    def _times(self, contention: bool) -> set[float]:
+        """All times that the program is made of, in seconds."""
+        times = {op.seconds_on(node) for op in self.graph.operations for node in self.names}
+        for size in {size for _, _, size in self.graph.edges}:
+            if contention:
+                for link in self.routes.links:
+                    times |= {link.seconds(size), size / (link.bandwidth_gb_s * 1e9)}
+            else:
+                times |= {self.routes.seconds(a, b, size) for a, b in permutations(self.names, 2)}
+        return times
+
+    def _ticks(self, seconds: float) -> int:
+        return round(seconds / self.tick_s) if self.exact else int(seconds / self.tick_s)
+
+    def _place(self) -> None:
+        """Every operation on one node, and no two on one node at the same time."""
+        intervals: dict[str, list[Any]] = {name: [] for name in self.names}
+        for name, sizes in self.size.items():
+            self.start[name] = self.model.new_int_var(0, self.horizon, f"start {name}")
+            self.on[name] = {node: self.model.new_bool_var(f"{name} on {node}") for node in self.names}
+            self.model.add_exactly_one(self.on[name].values())
+            length = (
+                sum(self.on[name][node] * size for node, size in sizes.items())
+                if len(set(sizes.values())) > 1
+                else next(iter(sizes.values()))
+            )
+            self.end[name] = self.start[name] + length
+            self.model.add(self.makespan >= self.end[name])
+            for node, size in sizes.items():
+                intervals[node].append(
+                    self.model.new_optional_fixed_size_interval_var(
+                        self.start[name], size, self.on[name][node], f"{name} runs on {node}"
+                    )
+                )
+        for node, rows in intervals.items():
+            self.model.add_no_overlap(rows)
+            # Implied, and what the bound rests on where the graph is wide.
+            self.model.add(self.makespan >= sum(self.on[name][node] * self.size[name][node] for name in self.size))
+
+    def _bound_by_paths(self) -> None:
+        """No operation starts before its predecessors could be done, nor so late that its successors could not be."""
+        least = {name: min(sizes.values()) for name, sizes in self.size.items()}
+        head = dict.fromkeys(least, 0)
+        tail = dict(least)
+        position = {name: i for i, name in enumerate(self.graph.order)}
+        edges = sorted(self.graph.edges, key=lambda edge: position[edge[0]])
+        for source, target, _ in edges:
+            head[target] = max(head[target], head[source] + least[source])
+        for source, target, _ in sorted(edges, key=lambda edge: -position[edge[1]]):
+            tail[source] = max(tail[source], least[source] + tail[target])
+        for name in least:
+            self.model.add(self.start[name] >= head[name])
+            self.model.add(self.makespan >= self.start[name] + tail[name])
+
+    def _limit_memory(self) -> None:
+        for node in self.hardware.nodes:
+            if node.memory_bytes is not None:
+                needs = [(self.on[op.name][node.name], -int(-op.memory_bytes // 1)) for op in self.graph.operations]
+                self.model.add(sum(var * need for var, need in needs if need) <= int(node.memory_bytes))
+
+    def _break_symmetry(self) -> None:
+        """Of nodes that can be exchanged, the first is used by the first operation that uses any of them."""
+        for group in self._exchangeable():
+            for earlier, later in pairwise(group):
+                opened = None
+                for name in self.graph.order:
+                    # ``later`` may hold an operation only if ``earlier`` holds one before it.
+                    if opened is None:
+                        self.model.add(self.on[name][later] == 0)
+                    else:
+                        self.model.add(self.on[name][later] <= opened)
+                    now = self.model.new_bool_var("")
+                    before = self.on[name][earlier] if opened is None else opened + self.on[name][earlier]
+                    self.model.add(now <= before)
+                    opened = now
+
+    def _exchangeable(self) -> list[list[str]]:
+        """Groups of nodes with the same memory, times and links to everything."""
+        sizes = {size for _, _, size in self.graph.edges}
+        memory = {node.name: node.memory_bytes for node in self.hardware.nodes}
+
+        def same(a: str, b: str) -> bool:
+            if memory[a] != memory[b] or any(rows[a] != rows[b] for rows in self.size.values()):
+                return False
+            swap = {a: b, b: a}
+            return all(
+                self.routes.seconds(x, y, size) == self.routes.seconds(swap.get(x, x), swap.get(y, y), size)
+                for x, y in permutations(self.names, 2)
+                for size in sizes
+            )
+
+        groups: list[list[str]] = []
+        for name in self.names:
+            home = next((g for g in groups if all(same(other, name) for other in g)), None)
+            if home is None:
+                groups.append([name])
+            else:
+                home.append(name)
+        return groups
+
+    def _connect(self, number: int) -> None:
+        """An operation starts when what it reads has come, over the fastest route if links are never busy."""
+        source, target, size = self.graph.edges[number]
+        start, end = self.start[target], self.end[source]
+        delays = {(a, b): self._ticks(self.routes.seconds(a, b, size)) for a, b in permutations(self.names, 2)}
+        self.model.add(start >= end)
+        if not any(delays.values()):
+            return
+        crosses = self.model.new_bool_var(f"edge {number} crosses")
+        for node in self.names:
+            self.model.add(crosses >= self.on[source][node] - self.on[target][node])
+        self.model.add(start >= end + min(delays.values()) * crosses)
+        if len(set(delays.values())) > 1:
+            for (a, b), delay in delays.items():
+                if delay > min(delays.values()):
+                    self.model.add(start >= end + delay).only_enforce_if(self.on[source][a], self.on[target][b])
+
+    def _share_links(self) -> None:
+        """Contention: each edge takes one route, link by link, and a link carries one tensor at a time."""
+        candidates: dict[tuple[str, str], list[Route]] = {}
+        for pair in permutations(self.names, 2):
+            found = sorted(self.routes.simple(*pair), key=len)
+            self.complete &= len(found) <= MOST_ROUTES
+            candidates[pair] = found[:MOST_ROUTES]
+        busy: dict[tuple[int, str], list[Any]] = {}
+        for number, (source, target, size) in enumerate(self.graph.edges):
+            used: dict[tuple[int, str], list[Any]] = {}
+            rows: list[tuple[Any, Route]] = []
+            for (a, b), options in candidates.items():
+                literals = []
+                for route in options:
+                    literal = self.model.new_bool_var("")
+                    literals.append(literal)
+                    rows.append((literal, route))
+                    self.model.add_implication(literal, self.on[source][a])
+                    self.model.add_implication(literal, self.on[target][b])
+                    for hop in route:
+                        used.setdefault((hop.link, hop.source), []).append(literal)
+                self.model.add_bool_or([*literals, ~self.on[source][a], ~self.on[target][b]])
+            self.model.add_at_most_one(literal for literal, _ in rows)
+            self.taken[number] = rows
+            for (link, place), literals in used.items():
+                begin = self.hops[(number, link, place)] = self.model.new_int_var(0, self.horizon, "")
+                present = self.model.new_bool_var("")
+                self.model.add_max_equality(present, literals)
+                length = self._ticks(size / (self.routes.links[link].bandwidth_gb_s * 1e9))
+                interval = self.model.new_optional_fixed_size_interval_var(begin, length, present, "")
+                busy.setdefault((link, place), []).append(interval)
+            for literal, route in rows:
+                reached: Any = self.end[source]
+                for hop in route:
+                    begin = self.hops[(number, hop.link, hop.source)]
+                    self.model.add(begin >= reached).only_enforce_if(literal)
+                    reached = begin + self._ticks(self.routes.links[hop.link].seconds(size))
+                self.model.add(self.start[target] >= reached).only_enforce_if(literal)
+        for intervals in busy.values():
+            self.model.add_no_overlap(intervals)
+
+    def add_hint(self, hint: Placement) -> None:
+        """Start from a known placement."""
+        for name, node in hint.node.items():
+            self.model.add_hint(self.start[name], self._ticks(hint.start_s[name]))
+            for other in self.names:
+                self.model.add_hint(self.on[name][other], node == other)
+
+    def run(self, budget_s: float) -> Found:
+        solver: Any = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = budget_s
+        solver.parameters.num_workers = max(4, os.cpu_count() or 1)
+        solver.parameters.random_seed = 0
+        status = solver.solve(self.model)
+        bound_s = max(0.0, solver.best_objective_bound) * self.tick_s
+        names = {
+            cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible",
+        }  # fmt: skip
+        found = Found(names.get(status, "unknown"), bound_s)
+        if found.status not in ("optimal", "feasible"):
+            return found
+        if not self.complete:
+            found.bound_s = 0.0  # a route that was not tried may be better
+        found.node = {
+            name: next(node for node, var in row.items() if solver.boolean_value(var)) for name, row in self.on.items()
+        }
+        position = {name: i for i, name in enumerate(self.graph.order)}
+        events: list[tuple[tuple[int, int, int], Event]] = [
+            ((solver.value(self.start[name]), position[name], -1), name) for name in self.on
+        ]
+        if self.taken:
+            found.routes = {}
+            for number, rows in self.taken.items():
+                for literal, route in rows:
+                    if solver.boolean_value(literal):
+                        found.routes[number] = route
+                        # A transfer of no ticks starts with its producer's end: it comes after the producer.
+                        after = position[self.graph.edges[number][0]]
+                        events += [
+                            ((solver.value(self.hops[(number, hop.link, hop.source)]), after, h), Transfer(number, h))
+                            for h, hop in enumerate(route)
+                        ]
+        found.order = [event for _, event in sorted(events, key=lambda each: each[0])]
+        return found
+
+
+def _tick(times: set[float], horizon_s: float) -> tuple[float, bool]:
+    """Length of a tick in seconds, and whether all times are multiples of it."""
+    unit = Fraction(0)
+    for seconds in times:
+        # Sums and quotients of decimals differ from the decimal that is meant in the last digits only.
+        value = Fraction(f"{seconds:.12g}")
+        unit = Fraction(
+            gcd(unit.numerator * value.denominator, value.numerator * unit.denominator),
+            unit.denominator * value.denominator,
+        )
+    if unit and horizon_s / unit <= MOST_TICKS:
+        return float(unit), True
+    return horizon_s / TICKS or 1.0, False

@@ -1,0 +1,80 @@
+"""A quick placement by list scheduling, which the exact search starts from.
+
+Source: Topcuoglu, Hariri, Wu 2002, "Performance-effective and low-complexity task scheduling for heterogeneous
+computing" (HEFT): operations by upward rank, each to the node on which it ends first.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from raypipe.graph.placement.problem import HardwareGraph, OperationGraph
+from raypipe.graph.placement.routes import Routes
+
+
+def list_schedule(
+    graph: OperationGraph, hardware: HardwareGraph, routes: Routes
+) -> tuple[dict[str, str], list[str]] | None:
+    """Node of every operation, and the operations in the order they were placed; None if memory ran out.
+
+    Operations fill gaps between those already placed, so the order of work is by start time: the second result.
+    """
+    names = hardware.names
+    mean = {op.name: sum(op.seconds_on(n) for n in names) / len(names) for op in graph.operations}
+    rank = _upward_ranks(graph, routes, mean, names)
+    incoming: dict[str, list[tuple[str, float]]] = {name: [] for name in mean}
+    for source, target, size in graph.edges:
+        incoming[target].append((source, size))
+    free_bytes = {n.name: n.memory_bytes for n in hardware.nodes}
+    busy: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    node: dict[str, str] = {}
+    start: dict[str, float] = {}
+    end: dict[str, float] = {}
+    position = {name: i for i, name in enumerate(graph.order)}
+    for name in sorted(mean, key=lambda op: (-rank[op], position[op])):
+        op = graph.by_name[name]
+        best: tuple[float, float, str] | None = None
+        for place in names:
+            left = free_bytes[place]
+            if left is not None and op.memory_bytes > left:
+                continue
+            ready = max((end[s] + routes.seconds(node[s], place, size) for s, size in incoming[name]), default=0.0)
+            begin = _first_gap(busy[place], ready, op.seconds_on(place))
+            if best is None or begin + op.seconds_on(place) < best[0]:
+                best = (begin + op.seconds_on(place), begin, place)
+        if best is None:
+            return None
+        end[name], start[name], node[name] = best
+        left = free_bytes[node[name]]
+        if left is not None:
+            free_bytes[node[name]] = left - op.memory_bytes
+        busy[node[name]].append((start[name], end[name]))
+        busy[node[name]].sort()
+    return node, sorted(mean, key=lambda op: (start[op], position[op]))
+
+
+def _upward_ranks(
+    graph: OperationGraph, routes: Routes, mean: dict[str, float], names: tuple[str, ...]
+) -> dict[str, float]:
+    """Mean length of the longest path from an operation to the end, transfers included."""
+    pairs = list(combinations(names, 2))
+    outgoing: dict[str, list[tuple[str, float]]] = {name: [] for name in mean}
+    for source, target, size in graph.edges:
+        outgoing[source].append((target, size))
+
+    def transfer(size: float) -> float:
+        return sum(routes.seconds(a, b, size) for a, b in pairs) / len(pairs) if pairs else 0.0
+
+    rank: dict[str, float] = {}
+    for name in reversed(graph.order):
+        rank[name] = mean[name] + max((transfer(size) + rank[t] for t, size in outgoing[name]), default=0.0)
+    return rank
+
+
+def _first_gap(busy: list[tuple[float, float]], ready: float, length: float) -> float:
+    begin = ready
+    for taken, until in busy:
+        if begin + length <= taken:
+            return begin
+        begin = max(begin, until)
+    return begin

@@ -1,0 +1,99 @@
+"""Place an operation graph on a hardware graph so that a step is as short as can be, and say how short it could be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raypipe.errors import RunError, SpecError
+from raypipe.graph.placement.cp_model import solve
+from raypipe.graph.placement.list_schedule import list_schedule
+from raypipe.graph.placement.placement import Event, Placement, Transfer, timed
+from raypipe.graph.placement.problem import HardwareGraph, OperationGraph
+from raypipe.graph.placement.routes import Route, Routes
+
+EXACT = 1e-12
+"""Relative difference that summing times in another order makes."""
+
+
+def place(
+    graph: OperationGraph, hardware: HardwareGraph, budget_s: float = 60.0, contention: bool = False
+) -> Placement:
+    """The placement of the least makespan that can be found in the time given.
+
+    Args:
+        graph, hardware: checked specs (``load_problem``).
+        budget_s: longest search, in seconds.
+        contention: a link carries one tensor at a time in each direction, and routes may differ from the fastest; else,
+            as in the paper, transfers never wait for each other.
+
+    Raises:
+        SpecError: no placement keeps every node within its memory.
+        RunError: none was found in the time given, and none was proven impossible.
+    """
+    routes = Routes(hardware)
+    bound_s = _bound(graph, hardware)
+    first = list_schedule(graph, hardware, routes)
+    best: Placement | None = None
+    if first is not None:
+        best = Placement(*_started(graph, routes, *first, contention), bound_s)
+        if best.makespan_s <= bound_s * (1 + EXACT):
+            return replace(best, bound_s=best.makespan_s)
+    horizon_s = best.makespan_s if best is not None else _serial(graph, hardware, routes)
+    found = solve(graph, hardware, routes, horizon_s, budget_s, best, contention)
+    if found.status == "infeasible":
+        needed = sum(op.memory_bytes for op in graph.operations)
+        raise SpecError(
+            "memory_bytes", "no placement keeps every node within its memory: the operations, "
+            f"{needed:g} bytes in all, cannot be divided that way",
+            "give a node more memory, or split large operations",
+        )  # fmt: skip
+    bound_s = max(bound_s, found.bound_s)
+    if found.node is not None:
+        starts, taken, makespan_s = timed(graph, routes, found.node, found.order, found.routes)
+        if best is None or makespan_s <= best.makespan_s:
+            best = Placement(found.node, starts, taken, makespan_s, bound_s)
+    if best is None:
+        raise RunError("raypipe place", f"found no placement within {budget_s:g} s", "give a longer --budget")
+    # Rounding times down makes the solver's bound a little lower than its own optimum.
+    proven = found.status == "optimal" and best.makespan_s - bound_s <= 1e-5 * best.makespan_s
+    final = best.makespan_s if proven else min(bound_s, best.makespan_s)
+    return Placement(best.node, best.start_s, best.routes, best.makespan_s, final)
+
+
+def _started(
+    graph: OperationGraph, routes: Routes, node: dict[str, str], order: list[str], contention: bool
+) -> tuple[dict[str, str], dict[str, float], dict[int, Route], float]:
+    """Time an order of operations; with contention, tensors leave over the fastest route as they are made."""
+    if not contention:
+        return node, *timed(graph, routes, node, order)
+    chosen = {
+        n: routes.fastest(node[a], node[b], size) for n, (a, b, size) in enumerate(graph.edges) if node[a] != node[b]
+    }
+    events: list[Event] = []
+    for name in order:
+        events.append(name)
+        for n, route in chosen.items():
+            if graph.edges[n][0] == name:
+                events += [Transfer(n, hop) for hop in range(len(route))]
+    return node, *timed(graph, routes, node, events, chosen)
+
+
+def _bound(graph: OperationGraph, hardware: HardwareGraph) -> float:
+    """No placement is shorter than the longest path, nor than all work divided over all nodes."""
+    names = hardware.names
+    least = {op.name: min(op.seconds_on(node) for node in names) for op in graph.operations}
+    longest = dict(least)
+    after: dict[str, list[str]] = {name: [] for name in least}
+    for source, target, _ in graph.edges:
+        after[source].append(target)
+    for name in reversed(graph.order):
+        longest[name] = least[name] + max((longest[t] for t in after[name]), default=0.0)
+    return max(max(longest.values()), sum(least.values()) / len(names))
+
+
+def _serial(graph: OperationGraph, hardware: HardwareGraph, routes: Routes) -> float:
+    """Everything one after the other, with every tensor sent along the slowest of the fastest routes."""
+    names = hardware.names
+    work = sum(max(op.seconds_on(node) for node in names) for op in graph.operations)
+    sent = sum(max(routes.seconds(a, b, size) for a in names for b in names) for _, _, size in graph.edges)
+    return work + sent

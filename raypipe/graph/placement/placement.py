@@ -1,0 +1,112 @@
+"""A placement with its schedule: every operation on a node, started as early as the order of work allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from raypipe.graph.placement.problem import OperationGraph
+from raypipe.graph.placement.routes import Route, Routes, places
+
+
+class Transfer(NamedTuple):
+    """One hop of one edge's tensor."""
+
+    edge: int
+    hop: int
+
+
+Event = str | Transfer
+"""An operation by its name, or a transfer."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A feasible solution, and how far from the best it may be."""
+
+    node: Mapping[str, str]
+    """Node of every operation."""
+    start_s: Mapping[str, float]
+    routes: Mapping[int, Route]
+    """Route of every edge whose ends are on different nodes, by the edge's number."""
+    makespan_s: float
+    bound_s: float
+    """No placement takes less."""
+
+    @property
+    def gap(self) -> float:
+        """Share of the makespan that a better placement could save at most."""
+        return 1 - self.bound_s / self.makespan_s if self.makespan_s else 0.0
+
+    @property
+    def optimal(self) -> bool:
+        """Whether no placement is shorter, up to the rounding of times to the solver's whole numbers."""
+        return self.gap <= 1e-6
+
+    def document(self, graph: OperationGraph) -> dict[str, Any]:
+        """The JSON of ``raypipe place``."""
+        return {
+            "placement": dict(self.node), "start_s": dict(self.start_s),
+            "routes": [{"edge": list(graph.edges[n][:2]), "route": places(r)} for n, r in sorted(self.routes.items())],
+            "makespan_s": self.makespan_s, "bound_s": self.bound_s, "optimal": self.optimal, "gap": self.gap,
+        }  # fmt: skip
+
+
+def timed(
+    graph: OperationGraph,
+    routes: Routes,
+    node: Mapping[str, str],
+    order: Sequence[Event],
+    chosen: Mapping[int, Route] | None = None,
+) -> tuple[dict[str, float], dict[int, Route], float]:
+    """Start everything as early as possible in a given order of work.
+
+    Args:
+        graph: the operations.
+        routes: of the hardware.
+        node: node of every operation.
+        order: all operations, each after its predecessors: the order of work on every node. With contention, every
+            transfer stands in it too, after its producer and the hops before it: the order of work on every link.
+        chosen: with contention, the route of each edge that crosses nodes; a link then carries one tensor at a time in
+            each direction, each link of a route in turn. None: links are never busy, and the fastest route is taken.
+
+    Returns:
+        Starts by operation, the routes taken, and the makespan, all in seconds.
+    """
+    incoming: dict[str, list[int]] = {}
+    for n, (_, target, _) in enumerate(graph.edges):
+        incoming.setdefault(target, []).append(n)
+    if chosen is None:
+        taken = {
+            n: routes.fastest(node[a], node[b], size)
+            for n, (a, b, size) in enumerate(graph.edges) if node[a] != node[b]
+        }  # fmt: skip
+    else:
+        taken = dict(chosen)
+    starts: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    arrived: dict[int, float] = {}  # by edge, how far its tensor has come
+    free: dict[object, float] = {}
+    for event in order:
+        if isinstance(event, Transfer):
+            source, _, size = graph.edges[event.edge]
+            hop = taken[event.edge][event.hop]
+            link = routes.links[hop.link]
+            begin = max(arrived.get(event.edge, ends[source]), free.get((hop.link, hop.source), 0.0))
+            busy = size / (link.bandwidth_gb_s * 1e9)
+            free[(hop.link, hop.source)] = begin + busy
+            arrived[event.edge] = begin + busy + link.latency_us * 1e-6
+            continue
+        begin = free.get(node[event], 0.0)
+        for n in incoming.get(event, ()):
+            source, _, size = graph.edges[n]
+            if n not in taken:
+                begin = max(begin, ends[source])
+            elif chosen is None:
+                begin = max(begin, ends[source] + routes.seconds(node[source], node[event], size))
+            else:
+                begin = max(begin, arrived[n])
+        starts[event] = begin
+        ends[event] = free[node[event]] = begin + graph.by_name[event].seconds_on(node[event])
+    return starts, taken, max(ends.values())

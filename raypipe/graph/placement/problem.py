@@ -1,0 +1,200 @@
+"""The placement problem as typed data: an operation graph, and the hardware graph it is placed on.
+
+Source: Pal et al. 2019, "Optimizing Multi-GPU Parallelization Strategies for Deep Learning Training", section 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from raypipe.errors import SpecError, nearest
+from raypipe.job.field_types import Spec
+from raypipe.job.json_file import load_json
+
+Name = Annotated[str, Field(min_length=1)]
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[float, Field(ge=0)]
+
+
+class OperationSpec(Spec):
+    """One operation of the graph."""
+
+    name: Name
+    seconds: Seconds | Annotated[dict[Name, Seconds], Field(min_length=1)]
+    """Execution time: the same on every node, or by node name."""
+    memory_bytes: Bytes = 0.0
+    """What it occupies on its node during the whole step."""
+
+    def seconds_on(self, node: str) -> float:
+        """Execution time on a node."""
+        return self.seconds[node] if isinstance(self.seconds, dict) else self.seconds
+
+
+class OperationGraph(Spec):
+    """Operations and what flows between them: a whole graph file."""
+
+    operations: Annotated[tuple[OperationSpec, ...], Field(min_length=1)]
+    edges: tuple[tuple[Name, Name, Bytes], ...] = ()
+    """(producer, consumer, bytes), one for each tensor."""
+
+    @cached_property
+    def by_name(self) -> Mapping[str, OperationSpec]:
+        """Operations by name."""
+        return {op.name: op for op in self.operations}
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Names in a topological order.
+
+        Raises:
+            SpecError: the graph has a cycle; names it.
+        """
+        sorter = TopologicalSorter({op.name: () for op in self.operations})
+        for source, target, _ in self.edges:
+            sorter.add(target, source)
+        try:
+            return tuple(sorter.static_order())
+        except CycleError as error:
+            cycle = " -> ".join(error.args[1])
+            raise SpecError("edges", f"the operations form a cycle: {cycle}", "remove one of these edges") from None
+
+    def check(self) -> None:
+        """Check what single fields cannot say.
+
+        Raises:
+            SpecError: two operations have one name, an edge names an unknown operation, or there is a cycle.
+        """
+        _refuse_twins("operations", (op.name for op in self.operations))
+        for n, (source, target, _) in enumerate(self.edges):
+            for name in (source, target):
+                if name not in self.by_name:
+                    raise SpecError(f"edges.{n}", f'there is no operation "{name}"', nearest(name, list(self.by_name)))
+        _ = self.order
+
+
+class NodeSpec(Spec):
+    """One compute node."""
+
+    name: Name
+    memory_bytes: Bytes | None = None
+    """What the operations placed on it may occupy together; null: any amount."""
+
+
+class LinkSpec(Spec):
+    """A link: a tensor of n bytes takes ``n / bandwidth + latency``."""
+
+    bandwidth_gb_s: Annotated[float, Field(gt=0)]
+    """In 10^9 bytes per second, in each direction."""
+    latency_us: Annotated[float, Field(ge=0)] = 0.0
+
+    def seconds(self, size: float) -> float:
+        """Time of a tensor of ``size`` bytes."""
+        return size / (self.bandwidth_gb_s * 1e9) + self.latency_us * 1e-6
+
+
+class HardwareGraph(Spec):
+    """Compute nodes, routers and links between them: a whole hardware file."""
+
+    nodes: Annotated[tuple[NodeSpec, ...], Field(min_length=1)]
+    routers: tuple[Name, ...] = ()
+    """Switches: tensors pass through, nothing runs there."""
+    links: tuple[tuple[Name, Name, LinkSpec], ...] = ()
+    """Links go both ways."""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the compute nodes."""
+        return tuple(node.name for node in self.nodes)
+
+    def check(self) -> None:
+        """Check what single fields cannot say.
+
+        Raises:
+            SpecError: two things have one name, a link ends nowhere, or a node cannot be reached from the others.
+        """
+        known = [*self.names, *self.routers]
+        _refuse_twins("nodes and routers", known)
+        neighbours: dict[str, set[str]] = {name: set() for name in known}
+        for n, (a, b, _) in enumerate(self.links):
+            for name in (a, b):
+                if name not in neighbours:
+                    raise SpecError(f"links.{n}", f'there is no node or router "{name}"', nearest(name, known))
+            if a == b:
+                raise SpecError(f"links.{n}", f"joins {a} with itself", "give its two ends")
+            neighbours[a].add(b)
+            neighbours[b].add(a)
+        reached, todo = {self.names[0]}, [self.names[0]]
+        while todo:
+            new = neighbours[todo.pop()] - reached
+            reached |= new
+            todo += new
+        lost = [name for name in self.names if name not in reached]
+        if lost:
+            raise SpecError(
+                "links", f"node {lost[0]} cannot be reached from node {self.names[0]}", "add a link between them"
+            )
+
+
+def load_problem(graph: Path, hardware: Path) -> tuple[OperationGraph, HardwareGraph]:
+    """Read and check both files.
+
+    Raises:
+        SpecError: a file cannot be read, holds a wrong key or value, or the two do not fit together; names the file.
+    """
+    operations = load_json(graph, OperationGraph, "raypipe graph MODEL -o FILE")
+    machine = load_json(hardware, HardwareGraph, "an editor, after cluster/placement/two-v100.json")
+    for path, checked in ((graph, operations.check), (hardware, machine.check)):
+        try:
+            checked()
+        except SpecError as error:
+            raise SpecError(f"{path}: {error.where}", error.why, error.fix) from None
+    try:
+        check_fit(operations, machine)
+    except SpecError as error:
+        raise SpecError(f"{graph}: {error.where}", error.why, error.fix) from None
+    return operations, machine
+
+
+def check_fit(graph: OperationGraph, hardware: HardwareGraph) -> None:
+    """Check that operation times name this hardware's nodes, and that memory is not too small from the outset.
+
+    Raises:
+        SpecError: naming the operation, or the limit that nothing can meet.
+    """
+    limits = [node.memory_bytes for node in hardware.nodes]
+    largest = None if None in limits else max(limit for limit in limits if limit is not None)
+    for op in graph.operations:
+        if isinstance(op.seconds, dict):
+            for name in op.seconds:
+                if name not in hardware.names:
+                    raise SpecError(
+                        f"{op.name}.seconds", f'there is no node "{name}"', nearest(name, list(hardware.names))
+                    )
+            missing = [name for name in hardware.names if name not in op.seconds]
+            if missing:
+                raise SpecError(f"{op.name}.seconds", f"has no time on node {missing[0]}", "give one for every node")
+        if largest is not None and op.memory_bytes > largest:
+            raise SpecError(
+                f"{op.name}.memory_bytes", f"needs {op.memory_bytes:g} bytes, the largest node has {largest:g}",
+                "use a node with more memory, or split the operation",
+            )  # fmt: skip
+    needed = sum(op.memory_bytes for op in graph.operations)
+    if largest is not None and needed > sum(limit or 0.0 for limit in limits):
+        raise SpecError(
+            "memory_bytes", f"all operations need {needed:g} bytes, all nodes together have "
+            f"{sum(limit or 0.0 for limit in limits):g}", "add nodes or memory",
+        )  # fmt: skip
+
+
+def _refuse_twins(where: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise SpecError(where, f'the name "{name}" is given twice', "give each its own")
+        seen.add(name)

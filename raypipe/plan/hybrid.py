@@ -1,0 +1,188 @@
+"""When to split the model instead of adding data-parallel copies: speed-up in time to accuracy, and the tipping point.
+
+The time to converge is C = T * S * E: time of a step, steps of an epoch, epochs. N data-parallel workers shorten an
+epoch N-fold at best, but their larger global batch may need more epochs. Workers of M devices each keep the global
+batch M times smaller, at the price that M devices make a worker only ``SU^M`` times as fast.
+
+Source: Pal et al. 2019, "Optimizing Multi-GPU Parallelization Strategies for Deep Learning Training", section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, ValidationError, field_validator
+
+from raypipe.errors import SpecError
+from raypipe.job.field_types import Positive, Spec
+from raypipe.job.load import read_text
+from raypipe.job.validation_errors import describe, first_problem
+from raypipe.job.yaml_text import parse_yaml
+
+Above = Annotated[float, Field(gt=0)]
+Efficiency = Annotated[float, Field(gt=0, le=1)]
+EXAMPLE = "jobs/epochs-inception-v3.yaml"
+"""A whole table, for whoever wonders how one looks."""
+
+
+class EpochsTable(Spec):
+    """What is known about a model's convergence and about splitting it: the whole file of ``raypipe hybrid``."""
+
+    mp_speedup: Annotated[dict[Annotated[int, Field(ge=2)], Above], Field(min_length=1)]
+    """Speed-up of a step when M devices share one copy of the model, by M."""
+    epochs: Annotated[dict[Positive, Above], Field(min_length=1)]
+    """Epochs until the target accuracy, by the number of data-parallel workers. Below the smallest number given, they
+    are what they are there."""
+    scaling_efficiency: Efficiency | Annotated[dict[Positive, Efficiency], Field(min_length=1)] = 1.0
+    """T_1 / T_N, the share of the ideal throughput that N data-parallel workers reach: one number for all N, or a
+    table by N as for ``epochs``. A single worker's is 1."""
+    step_s: Above | None = None
+    """Time of a step on one device, T_1. With ``steps_per_epoch``, times to converge are reported as well."""
+    steps_per_epoch: Above | None = None
+    """Steps of an epoch on one device, S_1."""
+
+    @field_validator("mp_speedup", "epochs", "scaling_efficiency", mode="before")
+    @classmethod
+    def _whole_number_keys(cls, value: Any) -> Any:
+        """JSON has only text for keys."""
+        if not isinstance(value, Mapping):
+            return value
+        return {int(k) if isinstance(k, str) and k.isascii() and k.isdecimal() else k: v for k, v in value.items()}
+
+    def epochs_at(self, workers: int, asked_by: str) -> float:
+        """Epochs to the target with this many data-parallel workers.
+
+        Raises:
+            SpecError: the table has numbers above and none for this one; ``asked_by`` says what it was needed for.
+        """
+        return _look_up(self.epochs, workers, "epochs", asked_by)
+
+    def efficiency_at(self, workers: int, asked_by: str) -> float:
+        """T_1 / T_N for N workers.
+
+        Raises:
+            SpecError: as ``epochs_at``.
+        """
+        if workers == 1:
+            return 1.0
+        if isinstance(self.scaling_efficiency, float):
+            return self.scaling_efficiency
+        return _look_up(self.scaling_efficiency, workers, "scaling_efficiency", asked_by)
+
+
+class Row(NamedTuple):
+    """Speed-ups over one device of every strategy that uses ``devices`` devices."""
+
+    devices: int
+    dp: float
+    hybrid: dict[int, float | None]
+    """By M; None where M does not divide the devices."""
+
+    @property
+    def best(self) -> str:
+        """``dp`` or ``hybrid-M``; of equally fast ones the one that splits less."""
+        known = {"dp": self.dp, **{f"hybrid-{m}": su for m, su in sorted(self.hybrid.items()) if su is not None}}
+        return max(known, key=lambda name: known[name])
+
+    @property
+    def gain(self) -> float:
+        """Speed-up of the best hybrid over data parallelism, minus 1; -1 where none is possible."""
+        return max((su for su in self.hybrid.values() if su is not None), default=0.0) / self.dp - 1
+
+
+class Comparison(NamedTuple):
+    """All rows, by devices."""
+
+    rows: tuple[Row, ...]
+    single_device_s: float | None
+    """Time to converge on one device, C_1, if the table says how long a step and an epoch take."""
+
+    @property
+    def tipping_point(self) -> int | None:
+        """The smallest number of devices at which a hybrid is faster than data parallelism; None if there is none."""
+        return next((row.devices for row in self.rows if row.best != "dp"), None)
+
+
+def compare(table: EpochsTable, devices: Iterable[int] | None = None) -> Comparison:
+    """Compare data parallelism with every hybrid of the table.
+
+    Args:
+        table: epochs, speed-ups and efficiencies.
+        devices: numbers of devices to compare at; None: the widths of ``table.epochs``, and halves of the smallest.
+
+    Raises:
+        SpecError: the table does not say how many epochs, or which efficiency, one of the widths takes.
+    """
+    counts = _default_devices(table) if devices is None else sorted(set(devices))
+    single = None
+    if table.step_s is not None and table.steps_per_epoch is not None:
+        single = table.step_s * table.steps_per_epoch * table.epochs_at(1, "one device")
+    return Comparison(tuple(_row(table, count) for count in counts), single)
+
+
+def hybrid_wins(table: EpochsTable, split: int, workers: int) -> bool:
+    """Whether N workers of M devices beat M * N workers of one device: ``SU^M > M * SE_MN / SE_N * E_N / E_MN``.
+
+    Source: Pal et al. 2019, Equation 6.
+    """
+    wide, where = split * workers, f"{split * workers} workers"
+    efficiencies = table.efficiency_at(wide, where) / table.efficiency_at(workers, where)
+    epochs = table.epochs_at(workers, where) / table.epochs_at(wide, where)
+    return table.mp_speedup[split] > split * efficiencies * epochs
+
+
+def load_epochs(path: str | Path) -> EpochsTable:
+    """Read and check an epochs table, YAML or JSON.
+
+    Raises:
+        SpecError: the file cannot be read, or holds a wrong key or value; names the file and the key.
+    """
+    return epochs_from(parse_yaml(read_text(Path(path), "epochs", EXAMPLE), str(path)), str(path))
+
+
+def epochs_from(mapping: object, where: str = "epochs table") -> EpochsTable:
+    """Check a table given as plain data (as YAML gives it); ``where`` names its origin in errors."""
+    if not isinstance(mapping, Mapping):
+        raise SpecError(where, f"holds {describe(mapping)} instead of keys and values", f"see {EXAMPLE}")
+    try:
+        return EpochsTable.model_validate(dict(mapping))
+    except ValidationError as invalid:
+        key, why, fix = first_problem(invalid, EpochsTable, EXAMPLE)
+        raise SpecError(f"{where}: {key}", why, fix) from None
+
+
+def _row(table: EpochsTable, devices: int) -> Row:
+    first = table.epochs_at(1, "one device")
+
+    def speedup(workers: int, name: str) -> float:
+        asked_by = f"{name} on {devices} devices"
+        return table.efficiency_at(workers, asked_by) * workers * first / table.epochs_at(workers, asked_by)
+
+    hybrid = {
+        split: None if devices % split else su * speedup(devices // split, f"hybrid-{split}")
+        for split, su in sorted(table.mp_speedup.items())
+    }
+    return Row(devices, speedup(devices, "data parallelism"), hybrid)
+
+
+def _default_devices(table: EpochsTable) -> Sequence[int]:
+    counts = set(table.epochs)
+    below = min(counts)
+    while below % 2 == 0:
+        below //= 2
+        counts.add(below)
+    return sorted(counts)
+
+
+def _look_up(by_workers: Mapping[int, float], workers: int, key: str, asked_by: str) -> float:
+    if workers <= min(by_workers):
+        return by_workers[min(by_workers)]
+    if workers not in by_workers:
+        given = ", ".join(map(str, sorted(by_workers)))
+        raise SpecError(
+            f"{key}", f"says nothing about {workers} workers, which {asked_by} needs; it has {given}",
+            f"measure and add {workers}, or ask for other device counts with --devices",
+        )  # fmt: skip
+    return by_workers[workers]

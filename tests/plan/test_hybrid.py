@@ -1,0 +1,110 @@
+"""Data parallelism against hybrids: the published figures, the inequality, and tables that do not say enough."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypipe.cli import run
+from raypipe.errors import SpecError
+from raypipe.plan.hybrid import compare, epochs_from, hybrid_wins, load_epochs
+
+INCEPTION = Path(__file__).parents[2] / "jobs" / "epochs-inception-v3.yaml"
+
+
+def test_inception_as_published() -> None:
+    """Pal et al. 2019, section 5: +15.5 % at 64 GPUs, +26.5 % at 256."""
+    found = compare(load_epochs(INCEPTION))
+    gains = {row.devices: row.gain for row in found.rows}
+    assert gains[64] == pytest.approx(0.155, abs=5e-4)
+    assert gains[256] == pytest.approx(0.265, abs=5e-4)
+    assert found.tipping_point == 64
+    assert [row.best for row in found.rows if row.devices < 64] == ["dp"] * 6
+
+
+def test_gnmt_as_published() -> None:
+    """8 % at 256 GPUs and no gain before: what 256 workers' epochs must be for that, by Equation 5."""
+    epochs = {64: 4, 128: 4.2}
+    at_256 = 1.08 * 256 * 4.2 / (1.15 * 128)
+    found = compare(epochs_from({"mp_speedup": {2: 1.15}, "epochs": {**epochs, 256: at_256}}))
+    assert found.tipping_point == 256
+    assert found.rows[-1].gain == pytest.approx(0.08)
+
+
+def test_biglstm_as_published() -> None:
+    """At 32 GPUs the hybrid is 1.22 times the best data parallelism, which is that of 16."""
+    found = compare(epochs_from({"mp_speedup": {2: 1.22}, "epochs": {16: 5, 32: 16}}))
+    rows = {row.devices: row for row in found.rows}
+    assert found.tipping_point == 32
+    assert rows[32].hybrid[2] == pytest.approx(1.22 * max(row.dp for row in found.rows))
+
+
+@given(
+    su=st.floats(0.5, 4), first=st.floats(1, 50), growth=st.lists(st.floats(0.5, 4), min_size=5, max_size=5),
+    lost=st.lists(st.floats(0.5, 1), min_size=5, max_size=5), split=st.sampled_from([2, 4]),
+)  # fmt: skip
+def test_a_hybrid_is_best_where_the_inequality_says_so(su, first, growth, lost, split) -> None:
+    epochs, efficiency, share = {}, {}, 1.0
+    for n, (more, less) in enumerate(zip(growth, lost, strict=True)):
+        first, share = first * more, share * less
+        epochs[4 * 2**n], efficiency[4 * 2**n] = first, share
+    table = epochs_from({"mp_speedup": {split: su}, "epochs": epochs, "scaling_efficiency": efficiency})
+    for row in compare(table).rows:
+        if row.devices % split == 0 and abs(row.gain) > 1e-9:
+            assert (row.gain > 0) == hybrid_wins(table, split, row.devices // split)
+            assert (row.best != "dp") == (row.gain > 0)
+
+
+def test_time_to_converge_is_the_product() -> None:
+    table = {"mp_speedup": {2: 1.5}, "epochs": {2: 3, 4: 10}, "step_s": 0.5, "steps_per_epoch": 100}
+    found = compare(epochs_from(table), [4])
+    assert found.single_device_s == 0.5 * 100 * 3
+    assert found.rows[0].hybrid[2] == 1.5 * 2  # two workers, each half as fast again, no more epochs
+
+
+@pytest.mark.parametrize(
+    ("table", "devices", "where", "why"),
+    [
+        ({"mp_speedup": {2: 1.3}, "epochs": {32: 4, 256: 9}}, None, "epochs", "says nothing about 128 workers"),
+        ({"mp_speedup": {2: 1.3}, "epochs": {32: 4}}, [64], "epochs", "data parallelism on 64 devices"),
+        (
+            {"mp_speedup": {2: 1.3}, "epochs": {2: 4, 4: 5}, "scaling_efficiency": {2: 0.9}},
+            None, "scaling_efficiency", "4 workers",
+        ),
+        ({"mp_speedup": {1: 1.3}, "epochs": {32: 4}}, None, "mp_speedup", ""),
+        ({"mp_speedup": {2: 0}, "epochs": {32: 4}}, None, "mp_speedup.2", "is 0"),
+        ({"mp_speedup": {2: 1.3}, "epochs": {32: -4}}, None, "epochs.32", "is -4"),
+        ({"mp_speedup": {2: 1.3}, "epochs": {}}, None, "epochs", ""),
+        ({"mp_speedup": {2: 1.3}, "epoch": {32: 4}}, None, "epoch", "unknown key"),
+        ({"mp_speedup": {2: 1.3}, "epochs": {32: 4}, "scaling_efficiency": 1.2}, None, "scaling_efficiency", "1.2"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_error(table, devices, where: str, why: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        compare(epochs_from(table), devices)
+    assert where in caught.value.where
+    assert why in caught.value.why
+    assert caught.value.fix
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "speedup.svg"
+    assert run(["hybrid", str(INCEPTION), "--json", "--plot", str(picture)]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["tipping_point"] == 64
+    row = next(row for row in said["rows"] if row["devices"] == 256)
+    assert row["best"] == "hybrid-2"
+    assert row["hybrid"]["2"] / row["dp"] == pytest.approx(1.265, abs=5e-4)
+    assert "tipping point: 64 devices" in picture.read_text()
+    assert run(["hybrid", str(INCEPTION), "--devices", "64,x"]) == 2
+    assert run(["hybrid", str(INCEPTION), "--devices", "0"]) == 2
+    assert run(["hybrid", str(INCEPTION)]) == 0
+    assert "from 64 devices on" in capsys.readouterr().out
+
+
+def test_json_tables_have_text_for_keys(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"mp_speedup": {"2": 1.32}, "epochs": {"32": 4, "64": 7}}))
+    assert compare(load_epochs(path)).tipping_point == 64
