@@ -8,27 +8,29 @@ from rich.table import Table
 from rich.text import Text
 
 from raypipe.graph.placement.placement import Placement
-from raypipe.graph.placement.problem import HardwareGraph, OperationGraph
+from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
 
-LANE = 60
+LANE = 40
 """Characters of the makespan."""
 MOST_ROWS = 24
 """Operations listed; a larger graph shows its lanes only."""
 
 
-def placement_view(graph: OperationGraph, hardware: HardwareGraph, found: Placement) -> RenderableType:
+def placement_view(graph: PlacementGraph, hardware: HardwareGraph, found: Placement) -> RenderableType:
     """The makespan with its bound, the busy times of every node, and the operations of a small graph."""
     state = "optimal" if found.optimal else f"at most {found.gap:.1%} above the best"
     head = Text(f"makespan {found.makespan_s:.6g} s, {state}; {len(found.routes)} of {len(graph.edges)} tensors travel")
     lanes = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("node", "operations", "busy", "memory", "time"):
+    for heading in ("node", "runs", "busy", "memory", "time"):
         lanes.add_column(heading, justify="left" if heading in ("node", "time") else "right", no_wrap=True)
     for node in hardware.nodes:
         names = [name for name in graph.order if found.node[name] == node.name]
         spans = [(found.start_s[name], graph.by_name[name].seconds_on(node.name)) for name in names]
         busy = sum(length for _, length in spans) / found.makespan_s if found.makespan_s else 0.0
         memory = sum(graph.by_name[name].memory_bytes for name in names)
-        lanes.add_row(node.name, str(len(names)), f"{busy:.0%}", f"{memory:.4g} B", _lane(spans, found.makespan_s))
+        lanes.add_row(
+            node.name, str(len(names)), f"{busy:.0%}", f"{memory / 2**30:.2f} GiB", _lane(spans, found.makespan_s)
+        )
     parts: list[RenderableType] = [head, lanes]
     if len(graph.operations) <= MOST_ROWS:
         parts.append(_operations(graph, found))
@@ -45,7 +47,7 @@ def _lane(spans: list[tuple[float, float]], makespan_s: float) -> str:
     return "".join(cells)
 
 
-def _operations(graph: OperationGraph, found: Placement) -> Table:
+def _operations(graph: PlacementGraph, found: Placement) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("operation", "node", "start", "end"):
         table.add_column(heading, justify="left" if heading in ("operation", "node") else "right")

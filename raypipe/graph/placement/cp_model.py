@@ -10,16 +10,17 @@ Source: Pal et al. 2019, section 6, Equations 7 to 13; symmetry breaking, redund
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise, permutations
-from math import gcd
+from math import ceil, gcd
 from typing import Any
 
 from ortools.sat.python import cp_model
 
 from raypipe.graph.placement.placement import Event, Placement, Transfer
-from raypipe.graph.placement.problem import HardwareGraph, OperationGraph
+from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
 from raypipe.graph.placement.routes import Route, Routes
 
 TICKS = 1 << 26
@@ -44,8 +45,8 @@ class Found:
 
 
 def solve(
-    graph: OperationGraph, hardware: HardwareGraph, routes: Routes, horizon_s: float, budget_s: float,
-    hint: Placement | None = None, contention: bool = False,
+    graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, horizon_s: float, budget_s: float,
+    hint: Placement | None = None, contention: bool = False, fixed: Mapping[str, str] | None = None,
 ) -> Found:  # fmt: skip
     """Search for the placement and order of the least makespan.
 
@@ -55,8 +56,9 @@ def solve(
         budget_s: when to stop; the best so far and the bound are returned.
         hint: where to start.
         contention: links carry one tensor at a time in each direction.
+        fixed: nodes of some operations.
     """
-    program = _Program(graph, hardware, routes, horizon_s, contention)
+    program = _Program(graph, hardware, routes, horizon_s, contention, fixed or {})
     if hint is not None:
         program.add_hint(hint)
     return program.run(budget_s)
@@ -64,8 +66,9 @@ def solve(
 
 class _Program:
     def __init__(
-        self, graph: OperationGraph, hardware: HardwareGraph, routes: Routes, horizon_s: float, contention: bool
-    ) -> None:
+        self, graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, horizon_s: float, contention: bool,
+        fixed: Mapping[str, str],
+    ) -> None:  # fmt: skip
         self.graph, self.hardware, self.routes = graph, hardware, routes
         self.model: Any = cp_model.CpModel()
         self.names = hardware.names
@@ -84,7 +87,9 @@ class _Program:
         self._place()
         self._bound_by_paths()
         self._limit_memory()
-        self._break_symmetry()
+        for name, node in fixed.items():
+            self.model.add(self.on[name][node] == 1)
+        self._break_symmetry(frozenset(fixed.values()))
         for number in range(len(graph.edges)):
             self._connect(number)
         if contention:
@@ -107,11 +112,13 @@ class _Program:
 
     def _place(self) -> None:
         """Every operation on one node, and no two on one node at the same time."""
+        for together in self.graph.together:
+            row = {node: self.model.new_bool_var(f"{together[0]} on {node}") for node in self.names}
+            self.model.add_exactly_one(row.values())
+            self.on.update(dict.fromkeys(together, row))
         intervals: dict[str, list[Any]] = {name: [] for name in self.names}
         for name, sizes in self.size.items():
             self.start[name] = self.model.new_int_var(0, self.horizon, f"start {name}")
-            self.on[name] = {node: self.model.new_bool_var(f"{name} on {node}") for node in self.names}
-            self.model.add_exactly_one(self.on[name].values())
             length = (
                 sum(self.on[name][node] * size for node, size in sizes.items())
                 if len(set(sizes.values())) > 1
@@ -148,15 +155,18 @@ class _Program:
     def _limit_memory(self) -> None:
         for node in self.hardware.nodes:
             if node.memory_bytes is not None:
-                needs = [(self.on[op.name][node.name], -int(-op.memory_bytes // 1)) for op in self.graph.operations]
+                needs = [
+                    (self.on[names[0]][node.name], ceil(self.graph.memory_of(names))) for names in self.graph.together
+                ]
                 self.model.add(sum(var * need for var, need in needs if need) <= int(node.memory_bytes))
 
-    def _break_symmetry(self) -> None:
+    def _break_symmetry(self, fixed: frozenset[str]) -> None:
         """Of nodes that can be exchanged, the first is used by the first operation that uses any of them."""
-        for group in self._exchangeable():
-            for earlier, later in pairwise(group):
+        first = {name: names[0] for names in self.graph.together for name in names}
+        for group in exchangeable(self.graph, self.hardware, self.routes):
+            for earlier, later in pairwise([node for node in group if node not in fixed]):
                 opened = None
-                for name in self.graph.order:
+                for name in dict.fromkeys(first[name] for name in self.graph.order):
                     # ``later`` may hold an operation only if ``earlier`` holds one before it.
                     if opened is None:
                         self.model.add(self.on[name][later] == 0)
@@ -167,34 +177,13 @@ class _Program:
                     self.model.add(now <= before)
                     opened = now
 
-    def _exchangeable(self) -> list[list[str]]:
-        """Groups of nodes with the same memory, times and links to everything."""
-        sizes = {size for _, _, size in self.graph.edges}
-        memory = {node.name: node.memory_bytes for node in self.hardware.nodes}
-
-        def same(a: str, b: str) -> bool:
-            if memory[a] != memory[b] or any(rows[a] != rows[b] for rows in self.size.values()):
-                return False
-            swap = {a: b, b: a}
-            return all(
-                self.routes.seconds(x, y, size) == self.routes.seconds(swap.get(x, x), swap.get(y, y), size)
-                for x, y in permutations(self.names, 2)
-                for size in sizes
-            )
-
-        groups: list[list[str]] = []
-        for name in self.names:
-            home = next((g for g in groups if all(same(other, name) for other in g)), None)
-            if home is None:
-                groups.append([name])
-            else:
-                home.append(name)
-        return groups
-
     def _connect(self, number: int) -> None:
         """An operation starts when what it reads has come, over the fastest route if links are never busy."""
         source, target, size = self.graph.edges[number]
         start, end = self.start[target], self.end[source]
+        if self.on[source] is self.on[target]:
+            self.model.add(start >= end)
+            return
         delays = {(a, b): self._ticks(self.routes.seconds(a, b, size)) for a, b in permutations(self.names, 2)}
         self.model.add(start >= end)
         if not any(delays.values()):
@@ -217,6 +206,8 @@ class _Program:
             candidates[pair] = found[:MOST_ROUTES]
         busy: dict[tuple[int, str], list[Any]] = {}
         for number, (source, target, size) in enumerate(self.graph.edges):
+            if self.on[source] is self.on[target]:
+                continue
             used: dict[tuple[int, str], list[Any]] = {}
             rows: list[tuple[Any, Route]] = []
             for (a, b), options in candidates.items():
@@ -251,10 +242,11 @@ class _Program:
 
     def add_hint(self, hint: Placement) -> None:
         """Start from a known placement."""
-        for name, node in hint.node.items():
+        for name in hint.node:
             self.model.add_hint(self.start[name], self._ticks(hint.start_s[name]))
+        for names in self.graph.together:
             for other in self.names:
-                self.model.add_hint(self.on[name][other], node == other)
+                self.model.add_hint(self.on[names[0]][other], hint.node[names[0]] == other)
 
     def run(self, budget_s: float) -> Found:
         solver: Any = cp_model.CpSolver()
@@ -292,6 +284,32 @@ class _Program:
                         ]
         found.order = [event for _, event in sorted(events, key=lambda each: each[0])]
         return found
+
+
+def exchangeable(graph: PlacementGraph, hardware: HardwareGraph, routes: Routes) -> list[list[str]]:
+    """Groups of nodes with the same memory, times and links to everything."""
+    sizes = {size for _, _, size in graph.edges}
+    memory = {node.name: node.memory_bytes for node in hardware.nodes}
+    by_node = [op.seconds for op in graph.operations if isinstance(op.seconds, dict)]
+
+    def same(a: str, b: str) -> bool:
+        if memory[a] != memory[b] or any(seconds[a] != seconds[b] for seconds in by_node):
+            return False
+        swap = {a: b, b: a}
+        return all(
+            routes.seconds(x, y, size) == routes.seconds(swap.get(x, x), swap.get(y, y), size)
+            for x, y in permutations(hardware.names, 2)
+            for size in sizes
+        )
+
+    groups: list[list[str]] = []
+    for name in hardware.names:
+        home = next((g for g in groups if all(same(other, name) for other in g)), None)
+        if home is None:
+            groups.append([name])
+        else:
+            home.append(name)
+    return groups
 
 
 def _tick(times: set[float], horizon_s: float) -> tuple[float, bool]:

@@ -6,18 +6,20 @@ computing" (HEFT): operations by upward rank, each to the node on which it ends 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import combinations
 
-from raypipe.graph.placement.problem import HardwareGraph, OperationGraph
+from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
 from raypipe.graph.placement.routes import Routes
 
 
 def list_schedule(
-    graph: OperationGraph, hardware: HardwareGraph, routes: Routes
+    graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, fixed_nodes: Mapping[str, str] | None = None
 ) -> tuple[dict[str, str], list[str]] | None:
     """Node of every operation, and the operations in the order they were placed; None if memory ran out.
 
-    Operations fill gaps between those already placed, so the order of work is by start time: the second result.
+    ``fixed_nodes`` says where some operations are. Operations fill gaps between those already placed, so the order of
+    work is by start time: the second result.
     """
     names = hardware.names
     mean = {op.name: sum(op.seconds_on(n) for n in names) / len(names) for op in graph.operations}
@@ -31,12 +33,15 @@ def list_schedule(
     start: dict[str, float] = {}
     end: dict[str, float] = {}
     position = {name: i for i, name in enumerate(graph.order)}
+    group = {name: names for names in graph.together for name in names}
+    home = {group[name]: place for name, place in (fixed_nodes or {}).items()}
     for name in sorted(mean, key=lambda op: (-rank[op], position[op])):
         op = graph.by_name[name]
         best: tuple[float, float, str] | None = None
-        for place in names:
+        fixed = home.get(group[name])
+        for place in names if fixed is None else (fixed,):
             left = free_bytes[place]
-            if left is not None and op.memory_bytes > left:
+            if fixed is None and left is not None and graph.memory_of(group[name]) > left:
                 continue
             ready = max((end[s] + routes.seconds(node[s], place, size) for s, size in incoming[name]), default=0.0)
             begin = _first_gap(busy[place], ready, op.seconds_on(place))
@@ -46,15 +51,16 @@ def list_schedule(
             return None
         end[name], start[name], node[name] = best
         left = free_bytes[node[name]]
-        if left is not None:
-            free_bytes[node[name]] = left - op.memory_bytes
+        if fixed is None and left is not None:
+            free_bytes[node[name]] = left - graph.memory_of(group[name])
+        home[group[name]] = node[name]
         busy[node[name]].append((start[name], end[name]))
         busy[node[name]].sort()
     return node, sorted(mean, key=lambda op: (start[op], position[op]))
 
 
 def _upward_ranks(
-    graph: OperationGraph, routes: Routes, mean: dict[str, float], names: tuple[str, ...]
+    graph: PlacementGraph, routes: Routes, mean: dict[str, float], names: tuple[str, ...]
 ) -> dict[str, float]:
     """Mean length of the longest path from an operation to the end, transfers included."""
     pairs = list(combinations(names, 2))

@@ -8,15 +8,16 @@ from raypipe.errors import RunError, SpecError
 from raypipe.graph.placement.cp_model import solve
 from raypipe.graph.placement.list_schedule import list_schedule
 from raypipe.graph.placement.placement import Event, Placement, Transfer, timed
-from raypipe.graph.placement.problem import HardwareGraph, OperationGraph
+from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
 from raypipe.graph.placement.routes import Route, Routes
+from raypipe.graph.placement.segments import solve_by_segments
 
 EXACT = 1e-12
 """Relative difference that summing times in another order makes."""
 
 
 def place(
-    graph: OperationGraph, hardware: HardwareGraph, budget_s: float = 60.0, contention: bool = False
+    graph: PlacementGraph, hardware: HardwareGraph, budget_s: float = 60.0, contention: bool = False
 ) -> Placement:
     """The placement of the least makespan that can be found in the time given.
 
@@ -38,6 +39,10 @@ def place(
         best = Placement(*_started(graph, routes, *first, contention), bound_s)
         if best.makespan_s <= bound_s * (1 + EXACT):
             return replace(best, bound_s=best.makespan_s)
+    if not contention:
+        best, bound_s, done = _by_segments(graph, hardware, routes, budget_s / 2, best, bound_s)
+        if done and best is not None:
+            return best
     horizon_s = best.makespan_s if best is not None else _serial(graph, hardware, routes)
     found = solve(graph, hardware, routes, horizon_s, budget_s, best, contention)
     if found.status == "infeasible":
@@ -60,8 +65,29 @@ def place(
     return Placement(best.node, best.start_s, best.routes, best.makespan_s, final)
 
 
+def _by_segments(
+    graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, budget_s: float, best: Placement | None,
+    bound_s: float,
+) -> tuple[Placement | None, float, bool]:  # fmt: skip
+    """The better of ``best`` and what solving piece by piece finds, the bound, and whether the two meet."""
+    joined = solve_by_segments(graph, hardware, routes, budget_s)
+    if joined is None:
+        return best, bound_s, False
+    bound_s = max(bound_s, joined.bound_s)
+    loads = {node.name: 0.0 for node in hardware.nodes}
+    for name, place_of in joined.node.items():
+        loads[place_of] += graph.by_name[name].memory_bytes
+    if all(node.memory_bytes is None or loads[node.name] <= node.memory_bytes for node in hardware.nodes):
+        starts, taken, makespan_s = timed(graph, routes, joined.node, joined.order)
+        if best is None or makespan_s < best.makespan_s:
+            best = Placement(joined.node, starts, taken, makespan_s, bound_s)
+    if best is None or best.makespan_s > bound_s * (1 + 1e-9):
+        return best, bound_s, False
+    return replace(best, bound_s=best.makespan_s), bound_s, True
+
+
 def _started(
-    graph: OperationGraph, routes: Routes, node: dict[str, str], order: list[str], contention: bool
+    graph: PlacementGraph, routes: Routes, node: dict[str, str], order: list[str], contention: bool
 ) -> tuple[dict[str, str], dict[str, float], dict[int, Route], float]:
     """Time an order of operations; with contention, tensors leave over the fastest route as they are made."""
     if not contention:
@@ -78,7 +104,7 @@ def _started(
     return node, *timed(graph, routes, node, events, chosen)
 
 
-def _bound(graph: OperationGraph, hardware: HardwareGraph) -> float:
+def _bound(graph: PlacementGraph, hardware: HardwareGraph) -> float:
     """No placement is shorter than the longest path, nor than all work divided over all nodes."""
     names = hardware.names
     least = {op.name: min(op.seconds_on(node) for node in names) for op in graph.operations}
@@ -91,7 +117,7 @@ def _bound(graph: OperationGraph, hardware: HardwareGraph) -> float:
     return max(max(longest.values()), sum(least.values()) / len(names))
 
 
-def _serial(graph: OperationGraph, hardware: HardwareGraph, routes: Routes) -> float:
+def _serial(graph: PlacementGraph, hardware: HardwareGraph, routes: Routes) -> float:
     """Everything one after the other, with every tensor sent along the slowest of the fastest routes."""
     names = hardware.names
     work = sum(max(op.seconds_on(node) for node in names) for op in graph.operations)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raypipe.graph.placement.problem import OperationGraph
+from raypipe.graph.placement.problem import PlacementGraph
 from raypipe.graph.placement.routes import Route, Routes, places
 
 
@@ -44,7 +44,7 @@ class Placement:
         """Whether no placement is shorter, up to the rounding of times to the solver's whole numbers."""
         return self.gap <= 1e-6
 
-    def document(self, graph: OperationGraph) -> dict[str, Any]:
+    def document(self, graph: PlacementGraph) -> dict[str, Any]:
         """The JSON of ``raypipe place``."""
         return {
             "placement": dict(self.node), "start_s": dict(self.start_s),
@@ -54,7 +54,7 @@ class Placement:
 
 
 def timed(
-    graph: OperationGraph,
+    graph: PlacementGraph,
     routes: Routes,
     node: Mapping[str, str],
     order: Sequence[Event],

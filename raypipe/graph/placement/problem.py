@@ -22,7 +22,7 @@ Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[float, Field(ge=0)]
 
 
-class OperationSpec(Spec):
+class PlacementOperation(Spec):
     """One operation of the graph."""
 
     name: Name
@@ -30,23 +30,39 @@ class OperationSpec(Spec):
     """Execution time: the same on every node, or by node name."""
     memory_bytes: Bytes = 0.0
     """What it occupies on its node during the whole step."""
+    colocate: Name | None = None
+    """Operations with the same word here are on the same node: a layer's forward and its gradients share weights."""
 
     def seconds_on(self, node: str) -> float:
         """Execution time on a node."""
         return self.seconds[node] if isinstance(self.seconds, dict) else self.seconds
 
 
-class OperationGraph(Spec):
+class PlacementGraph(Spec):
     """Operations and what flows between them: a whole graph file."""
 
-    operations: Annotated[tuple[OperationSpec, ...], Field(min_length=1)]
+    operations: Annotated[tuple[PlacementOperation, ...], Field(min_length=1)]
     edges: tuple[tuple[Name, Name, Bytes], ...] = ()
     """(producer, consumer, bytes), one for each tensor."""
 
     @cached_property
-    def by_name(self) -> Mapping[str, OperationSpec]:
+    def by_name(self) -> Mapping[str, PlacementOperation]:
         """Operations by name."""
         return {op.name: op for op in self.operations}
+
+    @cached_property
+    def together(self) -> tuple[tuple[str, ...], ...]:
+        """Operations that share a node, most of them alone, in the order of their first operation."""
+        groups: dict[str, list[str]] = {}
+        for op in self.operations:
+            groups.setdefault(f"colocate {op.colocate}" if op.colocate is not None else f"op {op.name}", []).append(
+                op.name
+            )
+        return tuple(map(tuple, groups.values()))
+
+    def memory_of(self, names: Iterable[str]) -> float:
+        """Bytes that operations occupy together."""
+        return sum(self.by_name[name].memory_bytes for name in names)
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -141,13 +157,13 @@ class HardwareGraph(Spec):
             )
 
 
-def load_problem(graph: Path, hardware: Path) -> tuple[OperationGraph, HardwareGraph]:
+def load_problem(graph: Path, hardware: Path) -> tuple[PlacementGraph, HardwareGraph]:
     """Read and check both files.
 
     Raises:
         SpecError: a file cannot be read, holds a wrong key or value, or the two do not fit together; names the file.
     """
-    operations = load_json(graph, OperationGraph, "raypipe graph MODEL -o FILE")
+    operations = load_json(graph, PlacementGraph, "raypipe graph MODEL -o FILE")
     machine = load_json(hardware, HardwareGraph, "an editor, after cluster/placement/two-v100.json")
     for path, checked in ((graph, operations.check), (hardware, machine.check)):
         try:
@@ -161,7 +177,7 @@ def load_problem(graph: Path, hardware: Path) -> tuple[OperationGraph, HardwareG
     return operations, machine
 
 
-def check_fit(graph: OperationGraph, hardware: HardwareGraph) -> None:
+def check_fit(graph: PlacementGraph, hardware: HardwareGraph) -> None:
     """Check that operation times name this hardware's nodes, and that memory is not too small from the outset.
 
     Raises:
@@ -179,10 +195,12 @@ def check_fit(graph: OperationGraph, hardware: HardwareGraph) -> None:
             missing = [name for name in hardware.names if name not in op.seconds]
             if missing:
                 raise SpecError(f"{op.name}.seconds", f"has no time on node {missing[0]}", "give one for every node")
-        if largest is not None and op.memory_bytes > largest:
+    for names in graph.together:
+        if largest is not None and graph.memory_of(names) > largest:
             raise SpecError(
-                f"{op.name}.memory_bytes", f"needs {op.memory_bytes:g} bytes, the largest node has {largest:g}",
-                "use a node with more memory, or split the operation",
+                f"{names[0]}.memory_bytes",
+                f"{'with what shares its node ' if len(names) > 1 else ''}needs {graph.memory_of(names):g} bytes, "
+                f"the largest node has {largest:g}", "use a node with more memory, or split the operation",
             )  # fmt: skip
     needed = sum(op.memory_bytes for op in graph.operations)
     if largest is not None and needed > sum(limit or 0.0 for limit in limits):

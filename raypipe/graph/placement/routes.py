@@ -20,6 +20,8 @@ class Hop(NamedTuple):
 
 
 Route = tuple[Hop, ...]
+ORDER_ONLY = -1.0
+"""Size of an edge that only orders two operations: nothing travels."""
 
 
 class Routes:
@@ -36,6 +38,8 @@ class Routes:
 
     def _fastest(self, source: str, target: str, size: float) -> Route:
         """The route that takes a tensor of ``size`` bytes there first (Dijkstra); empty if the nodes are the same."""
+        if size == ORDER_ONLY:
+            size = 0.0  # any route will do
         best = {source: 0.0}
         towards: dict[str, Hop] = {}
         queue = [(0.0, source)]
@@ -59,6 +63,8 @@ class Routes:
 
     def _seconds(self, source: str, target: str, size: float) -> float:
         """How long the fastest route takes: the sum over its links."""
+        if size == ORDER_ONLY:
+            return 0.0
         return sum(self.links[hop.link].seconds(size) for hop in self.fastest(source, target, size))
 
     def simple(self, source: str, target: str) -> Iterator[Route]:

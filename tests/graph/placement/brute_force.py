@@ -46,6 +46,9 @@ def best_makespan(graph: dict[str, Any], hardware: dict[str, Any]) -> float:
         return float(given[nodes[n]["name"]] if isinstance(given, dict) else given)
 
     for where in product(range(len(nodes)), repeat=count):
+        homes = [(op["colocate"], n) for op, n in zip(ops, where, strict=True) if "colocate" in op]
+        if len({n for n in homes}) > len({word for word, _ in homes}):
+            continue
         loads = [sum(ops[i].get("memory_bytes", 0) for i in range(count) if where[i] == n) for n in range(len(nodes))]
         if any("memory_bytes" in node and load > node["memory_bytes"] for node, load in zip(nodes, loads, strict=True)):
             continue

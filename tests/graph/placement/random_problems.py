@@ -34,6 +34,9 @@ def random_problem(seed: int, operations: int = 6) -> tuple[dict[str, Any], dict
         need = sum(op["memory_bytes"] for op in ops)
         for node in nodes:
             node["memory_bytes"] = max(1, round(need * draw.uniform(0.3, 1.1)))
+    if draw.random() < 0.3:
+        for op in draw.sample(ops, min(count, 3)):
+            op["colocate"] = "layer"
     edges = [
         [f"op{i}", f"op{j}", draw.choice([0, 1e9, 2.5e9])]
         for j in range(count) for i in range(j) if draw.random() < 0.35

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,21 @@ import pytest
 
 from raypipe.cli import run
 from raypipe.errors import SpecError
+from raypipe.graph.placement.cp_model import solve
 from raypipe.graph.placement.place import place
-from raypipe.graph.placement.placement import Placement
-from raypipe.graph.placement.problem import HardwareGraph, OperationGraph, check_fit
+from raypipe.graph.placement.placement import Placement, timed
+from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph, check_fit
+from raypipe.graph.placement.routes import Routes
+from raypipe.graph.placement.segments import solve_by_segments
 from tests.graph.placement.brute_force import best_makespan
 from tests.graph.placement.random_problems import random_problem
 
 TWO = {"nodes": [{"name": "g0"}, {"name": "g1"}], "links": [["g0", "g1", {"bandwidth_gb_s": 1.0}]]}
 
 
-def checked(graph: dict[str, Any], hardware: dict[str, Any]) -> tuple[OperationGraph, HardwareGraph]:
+def checked(graph: dict[str, Any], hardware: dict[str, Any]) -> tuple[PlacementGraph, HardwareGraph]:
     found = (
-        OperationGraph.model_validate_json(json.dumps(graph)),
+        PlacementGraph.model_validate_json(json.dumps(graph)),
         HardwareGraph.model_validate_json(json.dumps(hardware)),
     )
     found[0].check()
@@ -29,7 +33,7 @@ def checked(graph: dict[str, Any], hardware: dict[str, Any]) -> tuple[OperationG
     return found
 
 
-def assert_obeys(graph: OperationGraph, hardware: HardwareGraph, found: Placement, contention: bool = False) -> None:
+def assert_obeys(graph: PlacementGraph, hardware: HardwareGraph, found: Placement, contention: bool = False) -> None:
     """Every constraint of the problem, from the answer alone."""
     ends = {n: found.start_s[n] + graph.by_name[n].seconds_on(found.node[n]) for n in found.node}
     links = {frozenset((a, b)): link for a, b, link in hardware.links}
@@ -45,6 +49,8 @@ def assert_obeys(graph: OperationGraph, hardware: HardwareGraph, found: Placemen
         spent += sum(hardware.links[h.link][2].latency_us * 1e-6 for h in route)
         assert all(frozenset((h.source, h.target)) in links for h in route)
         assert found.start_s[b] >= ends[a] + spent - 1e-9
+    for names in graph.together:
+        assert len({found.node[name] for name in names}) == 1
     for node in hardware.nodes:
         mine = sorted((found.start_s[n], ends[n]) for n in found.node if found.node[n] == node.name)
         assert all(first[1] <= second[0] + 1e-9 for first, second in itertools.pairwise(mine))
@@ -68,6 +74,65 @@ def test_as_short_as_the_best_of_all(base: int) -> None:
         assert_obeys(*checked(graph, hardware), found)
         assert found.makespan_s == pytest.approx(best, rel=1e-9), seed
         assert found.optimal
+
+
+def blocks(seed: int, count: int, backward: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A chain of small blocks of two branches, as deep networks are, whose backward runs where the forward did."""
+    draw = random.Random(seed)
+    ops: list[dict[str, Any]] = []
+    edges: list[list[Any]] = []
+    inner: list[tuple[str, str, str]] = []
+    for block in range(count):
+        gate, after = f"join{block}", f"join{block + 1}"
+        inner += [(gate, f"b{block}.{branch}", after) for branch in range(2)]
+    names = list(dict.fromkeys([*(f"join{b}" for b in range(count + 1)), *(name for _, name, _ in inner)]))
+    for name in names:
+        for kind in ("F", "B") if backward else ("F",):
+            op = {"name": f"{name} {kind}", "seconds": draw.randint(1, 6)}
+            ops.append({**op, "colocate": name} if backward else op)
+    for gate, name, after in inner:
+        size = draw.choice([0, 5e8, 1e9, 2e9])
+        edges += [[f"{gate} F", f"{name} F", size], [f"{name} F", f"{after} F", size]]
+        if backward:
+            edges += [[f"{after} B", f"{name} B", size], [f"{name} B", f"{gate} B", size]]
+    if backward:
+        edges += [[f"{name} F", f"{name} B", 0] for name in names]
+    hardware = {"nodes": [{"name": f"g{n}"} for n in range(draw.choice([2, 2, 3]))], "routers": ["s"], "links": []}
+    alike = draw.random() < 0.5
+    for node in hardware["nodes"]:
+        link = {"bandwidth_gb_s": 1.0 if alike else draw.choice([0.5, 1.0, 2.0]), "latency_us": 2e5}
+        hardware["links"].append([node["name"], "s", link])
+    return {"operations": ops, "edges": edges}, hardware
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+def test_blocks_between_gates_are_solved_one_by_one(seed: int) -> None:
+    """The same optimum as by trying everything, and as the whole program's."""
+    graph, machine = blocks(seed, 1 + seed % 2, backward=seed % 3 > 0 and seed % 2 == 0)
+    best = best_makespan(graph, machine)
+    operations, hardware = checked(graph, machine)
+    joined = solve_by_segments(operations, hardware, Routes(hardware), 30.0)
+    assert joined is not None
+    assert joined.bound_s == pytest.approx(best, rel=1e-6)
+    found = place(operations, hardware)
+    assert_obeys(operations, hardware, found)
+    assert found.makespan_s == pytest.approx(best, rel=1e-9)
+    assert found.optimal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_several_blocks_as_the_whole_program(seed: int) -> None:
+    operations, hardware = checked(*blocks(seed, 2, backward=True))
+    routes = Routes(hardware)
+    joined = solve_by_segments(operations, hardware, routes, 30.0)
+    assert joined is not None
+    whole = solve(operations, hardware, routes, sum(op.seconds_on("g0") for op in operations.operations), 60.0)
+    assert whole.status == "optimal"
+    assert joined.bound_s == pytest.approx(whole.bound_s, rel=1e-5)
+    _, _, makespan_s = timed(operations, routes, joined.node, joined.order)
+    assert makespan_s == pytest.approx(joined.bound_s, rel=1e-6)
 
 
 def chain(*seconds: float) -> dict[str, Any]:

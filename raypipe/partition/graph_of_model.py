@@ -1,0 +1,79 @@
+"""The placement graph of a model that a function builds: captured, and costed for one kind of device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from raypipe.capture.capture import capture
+from raypipe.capture.meta import build_without_memory
+from raypipe.errors import RequestError, SpecError
+from raypipe.graph.placement.from_model import Backward, Rates, placement_graph
+from raypipe.graph.placement.problem import PlacementGraph
+from raypipe.job.cluster import load_cluster
+from raypipe.job.model_spec import ImportSpec
+from raypipe.models.sources.imported import Imported
+from raypipe.partition.this_machine import this_machine
+
+TYPES = {"float": torch.float32, "int": torch.int64}
+LARGEST = 2**31
+
+
+def graph_of_model(
+    function: str, inputs: Sequence[str], batch: int, cluster: Path | None, dtype: str, backward: Backward,
+    bytes_per_parameter: float, merge: bool,
+) -> PlacementGraph:  # fmt: skip
+    """Capture the module that ``function`` returns and cost one step of it.
+
+    Args:
+        function: ``package.module:function``.
+        inputs: ``name=SHAPE`` without the batch, as ``image=3x299x299``; ``tokens=128:int`` for whole numbers.
+        batch: samples of a step.
+        cluster: file that describes the device; None for this machine.
+        dtype: arithmetic, of those that the device has a peak for.
+        backward, bytes_per_parameter, merge: as ``placement_graph``.
+
+    Raises:
+        SpecError, RequestError: no such function, an input that cannot be read, or no such peak.
+        CaptureError: the model cannot be captured.
+    """
+    machine = this_machine(dtype, 1) if cluster is None else load_cluster(cluster)
+    device = machine.device
+    peaks = {str(k): v for k, v in device.peak_tflops.items()}
+    if dtype not in peaks:
+        raise SpecError("--dtype", f"{device.name} has no peak_tflops for {dtype}", f"use {' or '.join(peaks)}")
+    shares = {str(k): v for k, v in device.efficiency_by_dtype.items()}
+    rates = Rates(
+        peaks[dtype] * 1e12 * shares.get(dtype, device.efficiency), device.memory_gb_s * 1e9,
+        device.layer_overhead_us * 1e-6,
+    )  # fmt: skip
+    build = Imported(ImportSpec.model_validate({"import": function})).build
+    read = dict(map(_input, inputs))
+    module = build_without_memory(build)
+    try:
+        inspect.signature(module.forward).bind(**read)
+    except TypeError as error:
+        taken = ", ".join(inspect.signature(module.forward).parameters)
+        raise RequestError("--input", f"{function}'s forward has {error}", f"its arguments are {taken}") from None
+    captured = capture(module, {name: torch.zeros(2, *shape, dtype=kind) for name, (shape, kind) in read.items()})
+    one = captured.graph.sizes(
+        {name: (1, *shape) for name, (shape, _) in read.items() if name in captured.graph.inputs}
+    )
+    return placement_graph(captured.graph, one, batch, rates, bytes_per_parameter, backward, merge)
+
+
+def _input(text: str) -> tuple[str, tuple[tuple[int, ...], torch.dtype]]:
+    name, _, rest = text.partition("=")
+    shape, _, kind = rest.partition(":")
+    sizes = shape.split("x") if shape else []
+    if not name or kind not in ("", *TYPES) or not all(s.isascii() and s.isdecimal() and int(s) > 0 for s in sizes):
+        raise RequestError(
+            f"--input {text}", "is not NAME=SHAPE", "write for example image=3x299x299 or tokens=128:int"
+        )
+    found = tuple(map(int, sizes))
+    if torch.Size(found).numel() > LARGEST:
+        raise RequestError(f"--input {text}", "is larger than any sample", "check the shape")
+    return name, (found, TYPES[kind or "float"])
