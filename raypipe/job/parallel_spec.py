@@ -58,7 +58,7 @@ class ParallelSpec(Spec):
     replan: bool | None = None
     """Plan again on measured task times while the job runs, and keep what makes steps shorter: another order where it
     was searched for, else where weight gradients go and when gradients are summed. null: where it was searched."""
-    transport: Literal["auto", "shm", "gloo", "nccl", "ray-collective"] = "auto"
+    transport: Literal["auto", "shm", "gloo", "nccl", "pinned", "ray-collective"] = "auto"
     """What carries activations. ``auto`` picks per edge what is fastest there."""
     wire_dtype: WireDtype | None = None
     """What floating-point activations and gradients are cast to on their way between devices, and back on arrival:

@@ -18,7 +18,9 @@ from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.framed.gloo import FOREVER
 from raypipe.runtime.transport.interfaces import use_interface
 from raypipe.runtime.transport.mesh import open_channels
+from raypipe.runtime.transport.registry import TRANSPORTS
 from raypipe.runtime.transport.replica_groups import create_groups
+from raypipe.runtime.transport.transport import Ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,11 @@ class Communicators:
         address, port = _address_of(topology.rendezvous)
         use_interface(own_address(), address, one_host=len(set(nodes)) == 1)
         store = _meet(rank, topology, address, port)
-        # Ray's Gloo group passes its messages over the world's own group, posted long before anybody waits for them.
-        messages = topology.transport == "ray-collective"
+        transport = TRANSPORTS.get(topology.transport)
+        posted_ahead = transport is not None and transport.over_world_group
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=len(topology.peers),
-            timeout=FOREVER if messages else timedelta(seconds=topology.timeout_s),
+            timeout=FOREVER if posted_ahead else timedelta(seconds=topology.timeout_s),
         )  # fmt: skip
         try:
             self.world = dist.group.WORLD
@@ -85,10 +87,7 @@ class Communicators:
     def close(self) -> None:
         """Close every channel and leave every group."""
         self.clock.close()
-        for sender in self.senders.values():
-            sender.close()
-        for receiver in self.receivers.values():
-            receiver.close()
+        Ends(self.senders, self.receivers).close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -127,7 +126,9 @@ def locate(rank: int, title: str, device: torch.device) -> Location:
     door = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = door.getsockname()[1]
     _doors[port] = door
-    return Location(Peer(rank, ray.get_runtime_context().get_node_id(), name, title), address, port, os.getpid())
+    lacks = tuple(name for name, transport in TRANSPORTS.items() if not transport.available())
+    peer = Peer(rank, ray.get_runtime_context().get_node_id(), name, title, lacks)
+    return Location(peer, address, port, os.getpid())
 
 
 def own_address() -> str:

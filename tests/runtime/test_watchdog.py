@@ -11,6 +11,7 @@ import ray
 
 from raypipe.errors import TransportError
 from tests.runtime.runs.small_runs import drive, new_driver, small_job
+from tests.runtime.transport.kinds import BETWEEN_CPUS
 
 pytestmark = pytest.mark.runs
 
@@ -24,7 +25,7 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo", "ray-collective"])
+@pytest.mark.parametrize("transport", BETWEEN_CPUS)
 @pytest.mark.parametrize("waits_for", WAITS)
 def test_a_peer_that_never_sends(waits_for, transport, stage_pool, text_folder, tmp_path) -> None:
     rank, task, peer, message = WAITS[waits_for]

@@ -82,6 +82,8 @@ class Peer:
     """``cpu`` or ``cuda:UUID``; two stages may share one GPU."""
     name: str = ""
     """How errors call it, e.g. ``stage 2 · replica 0``."""
+    lacks: tuple[str, ...] = ()
+    """Transports that its process can't use at all, e.g. ``nccl`` where torch was built without it."""
 
 
 class Sender(Protocol):

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport import message_header as wire
 from raypipe.runtime.transport.channel import Expected, Label, Peer
+
+Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Makes the tensor that a message is received into."""
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised CPU tensor."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised CPU tensor in pinned memory, from which a GPU copies by itself.
+
+    torch keeps freed blocks, so this is cheap after the first steps. It needs CUDA.
+    """
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def who(peer: Peer) -> str:

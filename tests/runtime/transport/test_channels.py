@@ -1,9 +1,8 @@
-"""The same properties for every implementation: scenarios.py in two processes per kind of channel."""
+"""The same properties for every transport of the registry: scenarios.py in two processes per kind of channel."""
 
 from __future__ import annotations
 
 import json
-import runpy
 import socket
 import subprocess
 import sys
@@ -12,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("scenarios.py")
-NAMES = runpy.run_path(str(SCRIPT))["NAMES"]
+from tests.runtime.transport.kinds import BETWEEN_CPUS, IN_ACTORS
+from tests.runtime.transport.scenarios import NAMES
+
+IN_PROCESSES = [kind for kind in BETWEEN_CPUS if kind not in IN_ACTORS]
+ROOT = Path(__file__).parents[3]
+SCENARIOS = "tests.runtime.transport.scenarios"
 
 
 pytestmark = pytest.mark.slow
@@ -25,11 +28,15 @@ def pair(kind: str, what: str) -> list[dict[str, str] | str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, str(SCRIPT), kind]
+    command = [sys.executable, "-m", SCENARIOS, kind]
     run_id = f"test-{uuid.uuid4().hex[:8]}"
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(port), run_id, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, str(rank), str(port), run_id, what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         for rank in (0, 1)
     ]
@@ -44,7 +51,7 @@ def pair(kind: str, what: str) -> list[dict[str, str] | str]:
     return reports
 
 
-@pytest.fixture(scope="module", params=["shm", "gloo"])
+@pytest.fixture(scope="module", params=IN_PROCESSES)
 def outcomes(request: pytest.FixtureRequest) -> list[dict[str, str] | str]:
     return pair(request.param, "all")
 
@@ -56,7 +63,7 @@ def test_channel(outcomes: list[dict[str, str] | str], name: str) -> None:
         assert report[name] == "ok", f"rank {rank}:\n{report[name]}"
 
 
-@pytest.mark.parametrize("kind", ["shm", "gloo"])
+@pytest.mark.parametrize("kind", IN_PROCESSES)
 def test_death_of_the_peer_is_noticed_at_once(kind: str) -> None:
     survivor = pair(kind, "dies")[0]
     assert survivor == {"dies": "ok"}, survivor

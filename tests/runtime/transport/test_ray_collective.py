@@ -1,4 +1,4 @@
-"""The common channel properties over ray.util.collective's Gloo groups, between two small actors."""
+"""The shared properties of channels for the transports that work only inside Ray actors, between two small actors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import ray
+
+from tests.runtime.transport.kinds import IN_ACTORS
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
 NAMES = runpy.run_path(str(SCRIPT))["NAMES"]
@@ -33,14 +35,14 @@ def ray_here() -> Iterator[None]:
 class Rank:
     """One side; joins torch's world first, as stage actors do, so that Ray's groups must live beside it."""
 
-    def run(self, what: str, script: str, rank: int, port: int, run_id: str) -> dict[str, str]:
+    def run(self, kind: str, what: str, script: str, rank: int, port: int, run_id: str) -> dict[str, str]:
         scenarios = runpy.run_path(script)
         scenarios["join_world"](rank, port)
-        outcome: dict[str, str] = scenarios[what]("ray-collective", rank, run_id)
+        outcome: dict[str, str] = scenarios[what](kind, rank, run_id)
         return outcome
 
 
-def pair(what: str, survivors: int) -> list[dict[str, str]]:
+def pair(kind: str, what: str, survivors: int) -> list[dict[str, str]]:
     """What the first ranks report."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -49,7 +51,7 @@ def pair(what: str, survivors: int) -> list[dict[str, str]]:
     actor = ray.remote(num_cpus=0, runtime_env={"env_vars": env})(Rank)
     ranks = [actor.remote() for _ in range(2)]
     run_id = f"test-{uuid.uuid4().hex[:8]}"
-    calls = [r.run.remote(what, str(SCRIPT), rank, port, run_id) for rank, r in enumerate(ranks)]
+    calls = [r.run.remote(kind, what, str(SCRIPT), rank, port, run_id) for rank, r in enumerate(ranks)]
     try:
         reports: list[dict[str, str]] = ray.get(calls[:survivors], timeout=120)
         return reports
@@ -58,9 +60,9 @@ def pair(what: str, survivors: int) -> list[dict[str, str]]:
             ray.kill(r)
 
 
-@pytest.fixture(scope="module")
-def outcomes(ray_here: None) -> list[dict[str, str]]:
-    return pair("run_all", survivors=2)
+@pytest.fixture(scope="module", params=sorted(IN_ACTORS))
+def outcomes(request: pytest.FixtureRequest, ray_here: None) -> list[dict[str, str]]:
+    return pair(request.param, "run_all", survivors=2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,8 +71,9 @@ def test_channel(outcomes: list[dict[str, str]], name: str) -> None:
         assert report[name] == "ok", f"rank {rank}:\n{report[name]}"
 
 
-def test_death_of_the_peer_is_noticed_at_once(ray_here: None) -> None:
-    assert pair("dies", survivors=1) == [{"dies": "ok"}]
+@pytest.mark.parametrize("kind", sorted(IN_ACTORS))
+def test_death_of_the_peer_is_noticed_at_once(kind: str, ray_here: None) -> None:
+    assert pair(kind, "dies", survivors=1) == [{"dies": "ok"}]
 
 
 def test_outside_an_actor_says_what_to_do() -> None:

@@ -20,8 +20,7 @@ from raypipe.errors import TransportError
 from raypipe.runtime.transport import message_header as wire
 from raypipe.runtime.transport.channel import Expected, Label, Peer
 from raypipe.runtime.transport.framed import frames
-from raypipe.runtime.transport.inbox import Inbox, gone, who
-from raypipe.runtime.transport.receive_buffers import Allocate, empty
+from raypipe.runtime.transport.inbox import Allocate, Inbox, empty, gone, who
 from raypipe.runtime.transport.waiting import Progress
 
 T = TypeVar("T")

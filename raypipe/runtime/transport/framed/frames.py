@@ -19,8 +19,7 @@ from torch import Tensor
 from raypipe.errors import TransportError
 from raypipe.runtime.transport import message_header as wire
 from raypipe.runtime.transport.channel import Expected
-from raypipe.runtime.transport.inbox import Inbox
-from raypipe.runtime.transport.receive_buffers import Allocate, empty
+from raypipe.runtime.transport.inbox import Allocate, Inbox, empty
 
 FRAME_BYTES = (4 << 20) + 4096
 """Capacity of a frame: 4 MiB and room for a header. Both ends must use the same; only what is used takes memory."""

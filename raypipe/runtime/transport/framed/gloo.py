@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,13 +24,29 @@ from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.framed import frames
 from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
-from raypipe.runtime.transport.inbox import gone, who
-from raypipe.runtime.transport.receive_buffers import Allocate, empty
+from raypipe.runtime.transport.inbox import Allocate, empty, gone, who
+from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 from raypipe.runtime.transport.waiting import PUSH_EVERY_S, Progress
 
 FOREVER = timedelta(days=365)
 """For groups whose messages are posted ahead: our own deadline, from the wait on, is the one that counts."""
 _FRAMES_AHEAD = 4
+
+
+class Gloo(Transport):
+    """CPU tensors between any two devices."""
+
+    def refusal(self, src: Peer, dst: Peer) -> str:
+        """See Transport.refusal."""
+        return "" if src.device == dst.device == "cpu" else "Gloo carries CPU tensors, and a GPU is involved"
+
+    def open(self, edges: Sequence[Edge], opening: Opening, ends: Ends) -> None:
+        """See Transport.open."""
+        group = open_group(dist.get_world_size())
+        for peer in opening.destinations(edges):
+            ends.out[peer.rank] = gloo_sender(peer, group)
+        for peer in opening.sources(edges):
+            ends.into[peer.rank] = GlooReceiver(peer, group, opening.progress, opening.allocate)
 
 
 def open_group(world_size: int) -> dist.ProcessGroup:

@@ -17,17 +17,57 @@ import contextlib
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.framed import frames
 from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
-from raypipe.runtime.transport.receive_buffers import Allocate, empty
+from raypipe.runtime.transport.gpu.nccl import put_on_top
+from raypipe.runtime.transport.gpu.side_stream import SideStream, current_gpu
+from raypipe.runtime.transport.inbox import Allocate, empty
+from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 from raypipe.runtime.transport.waiting import PUSH_EVERY_S, Progress
+
+
+class RayCollective(Transport):
+    """Ray's groups: Gloo between CPU devices, NCCL between different GPUs; no edge joins a CPU device and a GPU."""
+
+    over_world_group = True
+
+    def refusal(self, src: Peer, dst: Peer) -> str:
+        """See Transport.refusal."""
+        if (src.device == "cpu") != (dst.device == "cpu"):
+            return "its groups can't join a GPU and a CPU device"
+        if src.device == dst.device != "cpu":
+            return "its groups use NCCL, which can't connect two stages on one GPU"
+        return ""
+
+    def over_cpu_channel(self, src: Peer, dst: Peer) -> bool:
+        """See Transport.over_cpu_channel."""
+        return src.device != "cpu"
+
+    def open(self, edges: Sequence[Edge], opening: Opening, ends: Ends) -> None:
+        """See Transport.open."""
+        on_cpus = [edge for edge in edges if opening.peers[edge[0]].device == "cpu"]
+        if on_cpus:
+            name = open_gloo_group(dist.get_world_size(), opening.me.rank, opening.run_id)
+            for peer in opening.destinations(on_cpus):
+                ends.out[peer.rank] = ray_sender(peer, name)
+            for peer in opening.sources(on_cpus):
+                ends.into[peer.rank] = RayReceiver(peer, name, opening.progress, opening.allocate)
+        for edge in edges:
+            if edge not in on_cpus and opening.me.rank in edge:
+                side = SideStream(current_gpu())
+                name = f"raypipe-{opening.run_id}-{edge[0]}-{edge[1]}"
+                link = RayLink(name, opening.me.rank == edge[0], side.device)
+                put_on_top(edge, link, side, opening, ends)
+                link.adopt(side.stream)
 
 
 def open_gloo_group(world_size: int, rank: int, run_id: str) -> str:

@@ -24,11 +24,40 @@ from torch import Tensor
 from raypipe.errors import TransportError
 from raypipe.runtime.transport import message_header as wire
 from raypipe.runtime.transport.channel import Expected, Label, Peer, Receiver, Sender, TensorSpec
-from raypipe.runtime.transport.gpu.side_stream import Mark, Side, snapshot
+from raypipe.runtime.transport.gpu.side_stream import Mark, Side, SideStream, current_gpu, snapshot
 from raypipe.runtime.transport.inbox import Inbox, who
+from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 
 _ENVELOPE = TensorSpec((1024,), torch.uint8)
 _LENGTH = struct.Struct("<I")
+
+
+class Nccl(Transport):
+    """CUDA tensors between two different GPUs."""
+
+    needs = "a build of torch with NCCL"
+
+    def available(self) -> bool:
+        """See Transport.available."""
+        return dist.is_nccl_available()
+
+    def refusal(self, src: Peer, dst: Peer) -> str:
+        """See Transport.refusal."""
+        if "cpu" in (src.device, dst.device):
+            return "NCCL needs a GPU at both ends"
+        return "NCCL can't connect two stages on one GPU" if src.device == dst.device else ""
+
+    def over_cpu_channel(self, src: Peer, dst: Peer) -> bool:
+        """See Transport.over_cpu_channel."""
+        return True
+
+    def open(self, edges: Sequence[Edge], opening: Opening, ends: Ends) -> None:
+        """See Transport.open."""
+        for edge in edges:
+            group = dist.new_group(list(edge), backend="nccl")
+            if opening.me.rank in edge:
+                peer = sum(edge) - opening.me.rank
+                put_on_top(edge, TorchLink(peer, group), SideStream(current_gpu()), opening, ends)
 
 
 class Link(Protocol):
@@ -72,6 +101,17 @@ def warm_up(link: Link, sends: bool, device: torch.device) -> None:
     link.send(tensor) if sends else link.recv(tensor)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def put_on_top(edge: Edge, link: Link, side: Side, opening: Opening, ends: Ends) -> None:
+    """Replace this device's end of the edge, a CPU channel, by one that sends or receives over ``link``."""
+    src, dst = edge
+    sends = opening.me.rank == src
+    warm_up(link, sends, side.device)
+    if sends:
+        ends.out[dst] = NcclSender(opening.peers[dst], link, ends.out[dst], side)
+    else:
+        ends.into[src] = NcclReceiver(opening.peers[src], link, ends.into[src], side)
 
 
 class NcclSender:

@@ -15,9 +15,30 @@ from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Peer, Receiver, Sender
-from raypipe.runtime.transport.gpu.side_stream import Mark, Side, snapshot
-from raypipe.runtime.transport.inbox import who
-from raypipe.runtime.transport.receive_buffers import Allocate, empty_pinned
+from raypipe.runtime.transport.gpu.side_stream import Mark, Side, SideStream, current_gpu, snapshot
+from raypipe.runtime.transport.inbox import Allocate, empty_pinned, who
+from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
+
+
+class Pinned(Transport):
+    """Wherever there is a GPU at one end or at both."""
+
+    def refusal(self, src: Peer, dst: Peer) -> str:
+        """See Transport.refusal."""
+        return "pinned memory serves GPUs, and there is none at either end" if src.device == dst.device == "cpu" else ""
+
+    def over_cpu_channel(self, src: Peer, dst: Peer) -> bool:
+        """See Transport.over_cpu_channel."""
+        return True
+
+    def open(self, edges: Sequence[Edge], opening: Opening, ends: Ends) -> None:
+        """See Transport.open."""
+        if opening.me.device == "cpu":
+            return
+        for peer in opening.destinations(edges):
+            ends.out[peer.rank] = PinnedSender(peer, ends.out[peer.rank], SideStream(current_gpu()))
+        for peer in opening.sources(edges):
+            ends.into[peer.rank] = PinnedReceiver(ends.into[peer.rank], SideStream(current_gpu()))
 
 
 class PinnedSender:

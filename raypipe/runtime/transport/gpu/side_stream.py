@@ -79,6 +79,11 @@ class SideStream:
             tensor.record_stream(compute)
 
 
+def current_gpu() -> torch.device:
+    """The GPU that this process has made its current device."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def snapshot(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Dense copies made by the compute stream, so that the caller may overwrite its tensors at once.
 

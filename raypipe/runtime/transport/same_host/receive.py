@@ -13,8 +13,7 @@ from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Peer
-from raypipe.runtime.transport.inbox import Inbox, gone, who
-from raypipe.runtime.transport.receive_buffers import Allocate, empty
+from raypipe.runtime.transport.inbox import Allocate, Inbox, empty, gone, who
 from raypipe.runtime.transport.same_host.ring import Ring
 from raypipe.runtime.transport.same_host.shared_memory import (
     FRAME,

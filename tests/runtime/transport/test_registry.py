@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from raypipe.errors import SpecError
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.runtime.transport.channel import Peer
-from raypipe.runtime.transport.channel_kind import choose
+from raypipe.runtime.transport.inbox import who
+from raypipe.runtime.transport.registry import TRANSPORTS, choose
 
 CPU, SAME, FAR = Peer(0, "a", "cpu", "stage 0"), Peer(1, "a", "cpu", "stage 1"), Peer(2, "b", "cpu")
 GPU, TWIN, OTHER, FAR_GPU = (
@@ -31,8 +35,8 @@ GPU, TWIN, OTHER, FAR_GPU = (
     ],
 )
 def test_auto(src: Peer, dst: Peer, nccl: bool, kind: str) -> None:
-    assert choose(src, dst, "auto", nccl=nccl) == kind
-    assert choose(dst, src, "auto", nccl=nccl) == kind
+    assert choose(src, dst, "auto", lacking=() if nccl else ("nccl",)) == kind
+    assert choose(dst, src, "auto", lacking=() if nccl else ("nccl",)) == kind
 
 
 @pytest.mark.parametrize(
@@ -72,5 +76,23 @@ def test_a_request_that_cannot_be_met_says_why(src: Peer, dst: Peer, requested: 
 
 
 def test_nccl_without_nccl() -> None:
-    with pytest.raises(SpecError, match=r"no NCCL(.|\n)*takes pinned here"):
-        choose(GPU, OTHER, "nccl", nccl=False)
+    with pytest.raises(SpecError, match=r"not every device of the run has .*NCCL(.|\n)*takes pinned here"):
+        choose(GPU, OTHER, "nccl", lacking=["nccl"])
+
+
+@pytest.mark.parametrize("requested", TRANSPORTS)
+def test_every_pair_of_devices_is_served_or_refused_with_what_auto_takes(requested: str) -> None:
+    pairs = [(src, dst) for src in (CPU, SAME, FAR, GPU, TWIN, OTHER, FAR_GPU) for dst in (CPU, GPU) if src != dst]
+    refusals = {(src, dst): TRANSPORTS[requested].refusal(src, dst) for src, dst in pairs}
+    assert "" in refusals.values()
+    for (src, dst), why in refusals.items():
+        if why:
+            with pytest.raises(SpecError, match=f"takes {choose(src, dst)} here") as caught:
+                choose(src, dst, requested)
+            assert caught.value.why.endswith(f"from {who(src)} to {who(dst)}: {why}")
+        else:
+            assert choose(src, dst, requested) == requested
+
+
+def test_a_job_can_ask_for_every_transport() -> None:
+    assert get_args(ParallelSpec.model_fields["transport"].annotation) == ("auto", *TRANSPORTS)
