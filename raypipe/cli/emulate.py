@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, cast, get_args
+from typing import Annotated
 
 import typer
 
@@ -35,7 +35,7 @@ from raypipe.cli._shared.values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError, nearest
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.costs import CostTable
-from raypipe.simulate.cyclic import Norm
+from raypipe.schedule.lowering.norm_policy import NORM_POLICIES, parse_norm_policy
 
 MOST_DEVICES = 10_000
 """Far more than a cluster could run; refused before a schedule is made for them."""
@@ -75,9 +75,9 @@ def emulate(
     message_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of an activation.")] = 0.0,
     grad_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of a stage's gradients.")] = 0.0,
     norm: Annotated[
-        Text, typer.Option(metavar="HOW", help="What updates do about a global norm: free, wait, ahead [free].")
-    ] = "free",
-    clip_every: Annotated[int, typer.Option(metavar="K", min=0, help="ahead: undo each K-th step's update.")] = 0,
+        Text, typer.Option(metavar="HOW", help="What updates do about a global norm: none, wait, optimistic [none].")
+    ] = "none",
+    clip_every: Annotated[int, typer.Option(metavar="K", min=0, help="optimistic: undo each K-th step's update.")] = 0,
     json_file: Annotated[
         File, typer.Option("--json", parser=output("--json"), metavar="[FILE]", help="The result as one JSON object.")
     ] = None,
@@ -100,10 +100,11 @@ def emulate(
     if devices is not None and devices.isdecimal() and int(devices[:20]) * replicas > MOST_DEVICES:
         why = f"{int(devices[:20]) * replicas} emulated devices are as many processes"
         raise RequestError("--devices", why, "use raypipe schedule, which needs none")
-    if norm not in get_args(Norm):
-        raise RequestError("--norm", f'"{norm}" is unknown', nearest(str(norm), get_args(Norm)))
-    if clip_every and norm != "ahead":
-        raise RequestError("--clip-every", "there is nothing to undo", "add --norm ahead")
+    policy = parse_norm_policy(str(norm))
+    if policy is None:
+        raise RequestError("--norm", f'"{norm}" is unknown', nearest(str(norm), NORM_POLICIES))
+    if clip_every and policy != "optimistic":
+        raise RequestError("--clip-every", "there is nothing to undo", "add --norm optimistic")
     shape = {
         "devices": devices, "microbatches": microbatches, "chunks": chunks, "unit": unit, "pipelines": pipelines,
         "concat": concat, "memory_limit": memory_limit,
@@ -129,7 +130,7 @@ def emulate(
         gradient_bytes=grad_mb * 1e6,
     )
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
-        found = emulate(made.schedule, _in_seconds(made.costs), links, steps, replicas, cast(Norm, norm), clip_every)
+        found = emulate(made.schedule, _in_seconds(made.costs), links, steps, replicas, policy, clip_every)
     if trace is not None:
         from raypipe.observe.draw.perfetto import write_trace
 

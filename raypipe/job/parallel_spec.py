@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from raypipe.job.field_types import Positive, Spec, WireDtype
+from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.shape import Shape
 
 Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]
@@ -51,7 +52,7 @@ class ParallelSpec(Spec):
     sync: Literal["lazy", "eager", "eager-opt", "wait-free", "prioritised", "reverse-first-k"] = "lazy"
     """When gradients are summed over replicas. ``lazy``: after the device's last backward;
     ``eager``: as soon as the stage's own gradients are complete; ``eager-opt``: so where the device would idle."""
-    update: Literal["auto", "wait", "optimistic"] = "auto"
+    update: RequestedNormPolicy = "auto"
     """What a weight update does about ``train.clip``'s global norm. ``wait``: wait for it; ``optimistic``: made at
     once, and undone should the norm turn out too large; ``auto``: optimistic where steps follow one another
     faster for it and the last norm was within the limit. The results are the same."""

@@ -14,6 +14,7 @@ from raypipe.errors import ScheduleError
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.plan.predict.form import Form, form_of
 from raypipe.schedule import SCHEDULES
+from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import MOST, Concat
 
@@ -75,7 +76,7 @@ class Candidate(NamedTuple):
     """Activations a device may hold, for families that can be told."""
     placement: str = "line"
     """Where a searched order's stages are; see ``auto.placements``."""
-    update: Literal["auto", "wait"] = "auto"
+    update: RequestedNormPolicy = "auto"
     """What updates do about the global norm, where the job clips."""
     tensor: int = 1
     sub_pipelined: bool = False

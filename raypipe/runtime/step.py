@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from raypipe.errors import SampleCountError
 from raypipe.plan.online.step_memory import StepMemory
 from raypipe.runtime.cast_messages import MessageCast
-from raypipe.runtime.update.norm import UpdateRule
+from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class StepSettings:
     """Micro-batch ids of a step, over all replicas."""
     samples_per_microbatch: int
     clip: float | None
-    update: UpdateRule
+    update: RequestedNormPolicy
     timeout_s: float
     autocast: torch.dtype | None
     device: torch.device

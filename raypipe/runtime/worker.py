@@ -47,6 +47,7 @@ from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
+from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.lowering.programs import Program
 from raypipe.tensor import Alone, ProcessGroup, TensorGroup, set_group
 
@@ -127,7 +128,7 @@ class StageWorker:
             own_channels(communicators.receivers, setup.tensor),
         )
         # An update that has to be undone is noticed by each process when it looks; members must do so in step.
-        update = "wait" if setup.tensor > 1 else job.parallel.update
+        update: RequestedNormPolicy = "wait" if setup.tensor > 1 else job.parallel.update
         settings = StepSettings(
             seed=job.train.seed, microbatches=setup.microbatches,
             samples_per_microbatch=setup.samples_per_microbatch,

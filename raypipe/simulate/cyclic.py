@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
@@ -15,13 +14,10 @@ from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import BOOKKEEPING, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.latency import Comm, delays
+from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.unroll import unroll
 from raypipe.schedule.walk import walk
-
-Norm = Literal["free", "wait", "ahead"]
-"""What an update has to do with the global gradient norm: nothing; it waits for it; or it is made at once, and the
-next step's first task that is no forward waits instead (``schedule.ahead``)."""
 
 
 @dataclass(slots=True)
@@ -42,12 +38,15 @@ class CyclicGraph:
 
 
 @no_collection()
-def cyclic(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None, norm: Norm = "free") -> CyclicGraph:
+def cyclic(
+    schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None, norm: NormPolicy = "none"
+) -> CyclicGraph:
     """Build the repeating graph of a schedule.
 
     Synchronous: a device starts its next step when its own order is done, and a stage's next forwards wait for its
     weights: for its update where there is one, else its all-reduce, else the last gradient on every replica.
     Asynchronous: the endless order of ``unroll``; forwards never wait for weights, nor (2BW) updates for the norm.
+    Where updates are optimistic, the next step's first task that is no forward waits for the norm instead.
 
     Raises:
         ScheduleError: the schedule cannot run; or ``norm`` where devices have no updates (``passes.add_updates``).
@@ -55,13 +54,13 @@ def cyclic(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None,
     if schedule.versions == "flush":
         graph = link(schedule) if graph is None else graph
         turn = _flushed(schedule, costs, graph)
-        if norm != "free":
+        if norm != "none":
             _await_norm(turn, graph, norm, max(costs.links, default=0.0))
         return turn
     return _endless(schedule, costs)
 
 
-def _await_norm(turn: CyclicGraph, graph: TaskGraph, norm: Norm, lag: float) -> None:
+def _await_norm(turn: CyclicGraph, graph: TaskGraph, norm: NormPolicy, lag: float) -> None:
     """Add the waits for the global norm, known ``lag`` after the last device's gradients are complete."""
     schedule, devices = graph.schedule, range(graph.schedule.devices)
     complete: list[list[int]] = []  # per device, the last tasks that its gradients wait for

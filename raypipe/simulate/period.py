@@ -15,7 +15,8 @@ from typing import NamedTuple
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule
-from raypipe.simulate.cyclic import CyclicGraph, Norm, cyclic
+from raypipe.schedule.lowering.norm_policy import NormPolicy
+from raypipe.simulate.cyclic import CyclicGraph, cyclic
 from raypipe.simulate.engine import simulate
 
 
@@ -29,7 +30,7 @@ class Steady(NamedTuple):
     starts every device ends within ``rate`` of its own."""
 
 
-def period(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None, norm: Norm = "free") -> float:
+def period(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None, norm: NormPolicy = "none") -> float:
     """Steady time per step, in the cost table's unit.
 
     A device begins its next step as soon as its own order is done; a stage's next forward waits for its weights (see
@@ -42,7 +43,7 @@ def period(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None,
     return steady(schedule, costs, graph, norm).rate
 
 
-def steady(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None, norm: Norm = "free") -> Steady:
+def steady(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None, norm: NormPolicy = "none") -> Steady:
     """The period, and where in it the devices begin.
 
     Raises:
@@ -94,7 +95,7 @@ def gains_ahead(schedule: Schedule, costs: CostTable) -> bool:
     if schedule.versions != "flush":
         return schedule.versions == "2bw"
     graph = link(schedule)
-    return period(schedule, costs, graph, "ahead") < simulate(schedule, costs, graph).makespan * (1 - 1e-9)
+    return period(schedule, costs, graph, "optimistic") < simulate(schedule, costs, graph).makespan * (1 - 1e-9)
 
 
 def _one_step(turn: CyclicGraph, state: dict[int, float]) -> tuple[dict[int, float], dict[int, int]]:

@@ -15,13 +15,13 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
+from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import Message, Program, step_programs
-from raypipe.simulate.cyclic import Norm
 from raypipe.simulate.period import period
 
 
 def series(
-    schedule: Schedule, costs: CostTable, steps: int, occupancy: float = 0.0, norm: Norm = "free"
+    schedule: Schedule, costs: CostTable, steps: int, occupancy: float = 0.0, norm: NormPolicy = "none"
 ) -> tuple[float, ...]:
     """When each of ``steps`` steps ends, counted from the start of the first, in the cost table's unit.
 
@@ -31,7 +31,7 @@ def series(
         steps: how many.
         occupancy: time that a message keeps its link for itself; the next one from the same device to the same
             device begins after it.
-        norm: what updates have to do with the global gradient norm (``simulate.cyclic``).
+        norm: what updates have to do with the global gradient norm (``schedule.lowering.norm_policy``).
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -39,7 +39,7 @@ def series(
     ways = parts(schedule)
     durations = {part: [costs.durations(one, list(order)) for order in one.orders] for part, one in ways.items()}
     order = [WHOLE if schedule.versions == "flush" else (k == 0, k == steps - 1) for k in range(steps)]
-    world = _World(schedule, costs, occupancy, norm, order, step_programs(schedule, norm == "ahead"), durations)
+    world = _World(schedule, costs, occupancy, norm, order, step_programs(schedule, norm == "optimistic"), durations)
     world.run()
     return tuple(world.ends)
 
@@ -48,7 +48,7 @@ SETTLED = 24
 """Steps after which a run of steps has its steady rate."""
 
 
-def steady(schedule: Schedule, costs: CostTable, occupancy: float = 0.0, norm: Norm = "free") -> float:
+def steady(schedule: Schedule, costs: CostTable, occupancy: float = 0.0, norm: NormPolicy = "none") -> float:
     """Time per step in the long run, in the cost table's unit; arguments as ``series``.
 
     ``period``, where that says it all; else, for links that carry one message at a time and for the updates of
@@ -72,7 +72,7 @@ class _World:
     schedule: Schedule
     costs: CostTable
     occupancy: float
-    norm: Norm
+    norm: NormPolicy
     order: list[Part]
     programs: dict[Part, list[Program]]
     durations: dict[Part, list[list[float]]]
@@ -110,7 +110,7 @@ class _World:
             program = self.programs[part][d]
             sums: list[Hashable] = []
             updates = False
-            settled = self.norm != "ahead" or step == 0
+            settled = self.norm != "optimistic" or step == 0
             for position, (action, duration) in enumerate(zip(program.actions, self.durations[part][d], strict=True)):
                 if not settled and program.ahead is not None and position >= program.ahead.tasks:
                     settled = True
@@ -126,7 +126,7 @@ class _World:
                     updates = True
                     for one in sums:
                         now = max(now, (yield from self._await(one)))
-                    if self.norm != "free":
+                    if self.norm != "none":
                         self._join_norm(step, d, now)
                     if self.norm == "wait":
                         now = max(now, (yield from self._await(("norm", step, d))))

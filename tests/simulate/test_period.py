@@ -9,14 +9,14 @@ from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, split_backward
-from raypipe.simulate.cyclic import Norm
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import gains_ahead, period
 
 
-def naive_period(schedule: Schedule, costs: CostTable, steps: int = 120, norm: Norm = "free") -> float:
+def naive_period(schedule: Schedule, costs: CostTable, steps: int = 120, norm: NormPolicy = "none") -> float:
     """Time per step late in a long run: sweep over the tasks until no start moves, step by step."""
     heads, complete = tasks_ahead(schedule), [0.0] * schedule.devices
     lag = max(costs.links)
@@ -42,7 +42,7 @@ def naive_period(schedule: Schedule, costs: CostTable, steps: int = 120, norm: N
                         needs = [end[p] + (late if graph.device[p] != d else 0.0) for p in graph.preds[i]]
                         if norm == "wait" and task.kind == "U":
                             needs += [e + lag * (graph.device[p] != d) for p, e in enumerate(end) if kinds[p] != "U"]
-                        if norm == "ahead" and i == graph.first[d] + heads[d]:
+                        if norm == "optimistic" and i == graph.first[d] + heads[d]:
                             needs += [c + lag for e, c in enumerate(complete) if e != d]
                         start = max([at, *needs])
                         if task.kind == "AR":
@@ -102,10 +102,10 @@ def test_period_agrees_with_a_long_run(
 @settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(["gpipe", "1f1b", "zb-h2", "zb-v", "zeropp", "chimera"]), depth=st.sampled_from([2, 4]),
-    count=st.integers(1, 5), copies=st.integers(1, 2), norm=st.sampled_from(["wait", "ahead"]), data=st.data(),
+    count=st.integers(1, 5), copies=st.integers(1, 2), norm=st.sampled_from(["wait", "optimistic"]), data=st.data(),
 )  # fmt: skip
 def test_period_with_a_global_norm_agrees_with_a_long_run(
-    name: str, depth: int, count: int, copies: int, norm: Norm, data: st.DataObject
+    name: str, depth: int, count: int, copies: int, norm: NormPolicy, data: st.DataObject
 ) -> None:
     shape = Shape(devices=depth, microbatches=count)
     stages = stages_of(name, shape)
@@ -124,7 +124,7 @@ def test_running_ahead_of_the_norm_takes_no_longer_than_needing_none(name: str) 
     """With even costs; waiting for it makes every step as long as its makespan, which is what zero-bubble avoids."""
     base = generate(name, Shape(devices=4, microbatches=8))
     schedule, costs = add_updates(place_gradient_sync(base, "lazy")), CostTable.even(base.stages)
-    free, wait, ahead = (period(schedule, costs, norm=norm) for norm in ("free", "wait", "ahead"))
+    free, wait, ahead = (period(schedule, costs, norm=norm) for norm in ("none", "wait", "optimistic"))
     assert wait == simulate(schedule, costs).makespan
     assert ahead == free
     gains = name in ("zb-h2", "zb-v", "zeropp", "fast-forward", "modulo")

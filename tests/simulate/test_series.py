@@ -48,7 +48,7 @@ def test_a_long_series_runs_at_the_period(name, copies) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "interleaved-1f1b", "chimera"])
 @pytest.mark.parametrize("sync", ["eager", "eager-opt"])
-@pytest.mark.parametrize("norm", ["wait", "ahead"])
+@pytest.mark.parametrize("norm", ["wait", "optimistic"])
 def test_with_a_global_norm(name, sync, norm) -> None:
     schedule, costs = step(name, 2, sync)
     assert rate(series(schedule, costs, STEPS, norm=norm)) == pytest.approx(

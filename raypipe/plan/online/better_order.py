@@ -21,6 +21,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import in_flight, peak_activations, recomputed_pairs
+from raypipe.schedule.lowering.norm_policy import resolve
 from raypipe.schedule.passes import insert_weights
 from raypipe.schedule.passes.sync import Sync
 from raypipe.search import Objective, search
@@ -66,9 +67,7 @@ class Swap:
 
 def runs_ahead(parallel: ParallelSpec, clips: bool, schedule: Schedule, costs: CostTable) -> bool:
     """Whether devices should run ahead of the global norm."""
-    if not clips or parallel.update == "wait":
-        return False
-    return parallel.update == "optimistic" or gains_ahead(schedule, costs)
+    return clips and resolve(parallel.update, lambda: gains_ahead(schedule, costs)) == "optimistic"
 
 
 def running_of(plan: Plan, batch: int, clips: bool) -> Running:
@@ -86,7 +85,7 @@ def step_seconds(schedule: Schedule, costs: CostTable, clips: bool, ahead: bool)
     schedule = as_run(schedule)
     if schedule.versions == "flush" and clips and not ahead:
         return simulate(schedule, costs).makespan
-    return period(schedule, costs, norm="ahead" if ahead and schedule.versions == "flush" else "free")
+    return period(schedule, costs, norm="optimistic" if ahead and schedule.versions == "flush" else "none")
 
 
 def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tried: Collection[str] = ()) -> Swap:

@@ -10,13 +10,10 @@ from typing import Literal, NamedTuple
 from raypipe.plan.predict.orders import Order
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.faults import check_ran
+from raypipe.schedule.lowering.norm_policy import NormPolicy, RequestedNormPolicy, resolve
 from raypipe.schedule.passes.sync import Sync, held
 from raypipe.schedule.walk import walk
 from raypipe.simulate.period import period
-
-Norm = Literal["free", "wait", "auto"]
-"""What updates have to do with the global gradient norm (``train.clip``): nothing, they wait for it, or as
-``parallel.update: auto`` does: they wait where waiting costs nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +22,14 @@ class StepOverheads:
 
     copies: int = 1
     """Data-parallel copies, W."""
-    norm: Norm = "free"
+    norm: RequestedNormPolicy | Literal["none"] = "none"
+    """What updates do about the global gradient norm; ``auto`` waits where waiting costs nothing."""
     norm_s: float = 0.0
     """Time of the sum over all devices that makes the norm."""
 
     def waits(self, order: Order) -> bool:
         """A barrier lies between two steps of this order."""
-        return self.norm == "wait" or (self.norm == "auto" and not order.gains_ahead)
+        return resolve(self.norm, lambda: order.gains_ahead) == "wait"
 
 
 class StepTime(NamedTuple):
@@ -74,7 +72,7 @@ def step_time(order: Order, costs: CostTable, sync: Sync, overheads: StepOverhea
         return StepTime(compute + max(each * u + a for u, a in zip(updates, all_reduces, strict=True)), compute, busy)
     if not overheads.waits(order):
         whole = order.whole(sync if shared else None)
-        norm: Literal["free", "ahead"] = "free" if overheads.norm == "free" else "ahead"
+        norm: NormPolicy = "none" if overheads.norm == "none" else "optimistic"
         step = period(whole.schedule, costs, whole.graph, norm)
         nothing = (0.0,) * costs.stages
         alone = replace(costs, all_reduce=nothing, update=nothing)

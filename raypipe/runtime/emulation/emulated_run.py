@@ -23,10 +23,10 @@ from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Versions
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
+from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import edges, step_programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.verify import verify
-from raypipe.simulate.cyclic import Norm
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.series import series, steady
 from raypipe.simulate.timeline import Timeline
@@ -72,7 +72,7 @@ class Rehearsal:
     """``comm`` is latency alone; what a message's bytes take is ``seconds_per_message``."""
     copies: int
     seconds_per_message: float = 0.0
-    norm: Norm = "free"
+    norm: NormPolicy = "none"
     clip_every: int = 0
 
     def step_ends(self, steps: int) -> tuple[float, ...]:
@@ -85,7 +85,7 @@ class Rehearsal:
 
 
 def rehearsal(
-    base: Schedule, costs: CostTable, links: Links, replicas: int, norm: Norm = "free", clip_every: int = 0
+    base: Schedule, costs: CostTable, links: Links, replicas: int, norm: NormPolicy = "none", clip_every: int = 0
 ) -> Rehearsal:
     """``replicas`` data-parallel copies of ``base``; stages with several holders sum gradients lazily, then update.
 
@@ -95,7 +95,7 @@ def rehearsal(
     schedule = add_updates(place_gradient_sync(replicate(as_run(base), replicas), "lazy", costs))
     verify(schedule)
     if norm not in NORMS[schedule.versions]:
-        raise ScheduleError("norm", f"{schedule.name}'s updates wait for none", "use free, or with 2BW ahead")
+        raise ScheduleError("norm", f"{schedule.name}'s updates wait for none", "use none, or with 2BW optimistic")
     holders = [len({held[s] for held in schedule.placement}) for s in range(schedule.stages)]
     return Rehearsal(
         schedule=schedule,
@@ -111,10 +111,10 @@ def rehearsal(
     )
 
 
-NORMS: dict[Versions, tuple[Norm, ...]] = {
-    "flush": ("free", "wait", "ahead"),
-    "2bw": ("free", "ahead"),
-    "stash": ("free",),
+NORMS: dict[Versions, tuple[NormPolicy, ...]] = {
+    "flush": ("none", "wait", "optimistic"),
+    "2bw": ("none", "optimistic"),
+    "stash": ("none",),
 }
 """What the updates of each kind of schedule can have to do with a global norm."""
 
@@ -137,7 +137,13 @@ class Emulated:
 
 
 def emulate(
-    base: Schedule, costs: CostTable, links: Links, steps: int, replicas: int, norm: Norm = "free", clip_every: int = 0
+    base: Schedule,
+    costs: CostTable,
+    links: Links,
+    steps: int,
+    replicas: int,
+    norm: NormPolicy = "none",
+    clip_every: int = 0,
 ) -> Emulated:
     """Run ``steps`` steps of ``replicas`` data-parallel copies of ``base`` on emulated devices.
 
@@ -214,7 +220,7 @@ def _setup(workers: WorkerGroup, what: Rehearsal) -> None:
         run_id=workers.run_id,
     )
     ways = parts(schedule)
-    lowered = step_programs(schedule, ahead=what.norm == "ahead")
+    lowered = step_programs(schedule, ahead=what.norm == "optimistic")
     times = {part: [tuple(costs.durations(one, list(order))) for order in one.orders] for part, one in ways.items()}
     ray.get(
         [

@@ -31,8 +31,8 @@ from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, StageI
 from raypipe.runtime.update.norm import Shares
 from raypipe.schedule.latency import Comm, latency
 from raypipe.schedule.lowering.asynchronous import Part
+from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import Action, Message, Program
-from raypipe.simulate.cyclic import Norm
 
 OVERSHOOT_S = 0.0002
 """``time.sleep`` comes back this late at times; the rest of a wait is spent giving up the processor."""
@@ -57,10 +57,10 @@ class EmulatedSetup:
     """Of messages between devices, beside their bytes; per link as in a cost table."""
     seconds_per_message: float
     """A message's bytes over the link's bandwidth; 0 for links without a limit."""
-    norm: Norm = "free"
+    norm: NormPolicy = "none"
     """What updates have to do with a global gradient norm."""
     clip_every: int = 0
-    """Every so many steps the norm is too large, and with ``norm="ahead"`` the update is undone; 0 for never."""
+    """Every so many steps the norm is too large, and with ``norm="optimistic"`` the update is undone; 0 for never."""
 
 
 class EmulatedRunner(ProgramRunner):
@@ -145,7 +145,7 @@ class EmulatedRunner(ProgramRunner):
     def before_updates(self, times: NDArray[np.float64]) -> None:
         """Wait for the all-reduces, then for the global norm or not."""
         self._finish(times)
-        if self.setup.norm == "free":
+        if self.setup.norm == "none":
             return
         self.shares.start(self.run_clock.shared(time.monotonic()))
         if self.program.ahead is None:

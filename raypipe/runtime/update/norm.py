@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from raypipe.runtime.update.collective import Push, wait_for
-
-UpdateRule = Literal["auto", "wait", "optimistic"]
-"""What an update does about the global norm: waits for it, or is made at once and undone should it have to be clipped
-after all; ``auto`` is optimistic where the schedule gains by it and the last norm was within the limit."""
+from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy, resolve
 
 
 def clip_factor(limit: float, norm: float) -> float:
@@ -75,11 +71,11 @@ class Forecast:
     """Whether the next update will probably need no clipping. Every device saw the same norms, so all agree.
 
     An optimistic update that is undone costs hardly more than a wait, since a device stops running ahead when the norm
-    comes. So there is no need for a safe distance: ``auto`` expects of a step what the one before turned out to be.
+    comes. So there is no need for a safe distance: ``auto`` expects a norm within the limit where the last one was.
     """
 
-    def __init__(self, limit: float, rule: UpdateRule) -> None:
-        self.limit, self.rule = limit, rule
+    def __init__(self, limit: float, requested: RequestedNormPolicy) -> None:
+        self.limit, self.requested = limit, requested
         self._calm = False
 
     def saw(self, norm: float) -> None:
@@ -88,4 +84,4 @@ class Forecast:
 
     def optimistic(self) -> bool:
         """Whether to make the next update before its norm is known."""
-        return self.rule == "optimistic" or (self.rule == "auto" and self._calm)
+        return resolve(self.requested, lambda: self._calm) == "optimistic"

@@ -1,31 +1,29 @@
 """The optimizer steps of one device, gradients clipped by their global norm, without a wait for it where that stalls.
 
-Three ways to come to the same weights, bit for bit:
+There are three ways to come to the same weights, bit for bit (``schedule.lowering.norm_policy``):
 
-``wait``        until the last device's gradients are complete, then clip and step.
-``optimistic``  step at once, as if nothing had to be clipped, and keep what the step overwrote. When the norm says
-                otherwise, put that back, clip and step again; what ran on the wrong weights is run again. It is zero
-                bubble's post-validation (Qi et al. 2024, section 4), with a copy in place of an inverted step, so that
-                nothing is lost to rounding and any optimizer will do. Costs a copy of the parameters and the optimizer
-                state from the update to the next step's first backward.
-``later``       PipeDream-2BW: the step after next is the first to use these weights, so the update itself can wait
-                until the norm is there. Costs nothing.
+``wait``        The update waits until the last device's gradients are complete, then clips and steps.
+``optimistic``  A synchronous schedule steps at once, as if nothing had to be clipped, and keeps what the step
+                overwrote. When the norm says otherwise, it puts that back, clips and steps again; what ran on the wrong
+                weights is run again. This is zero bubble's post-validation (Qi et al. 2024, section 4), with a copy in
+                place of an inverted step, so that nothing is lost to rounding and any optimizer will do. It costs a
+                copy of the parameters and the optimizer state from the update to the next step's first backward.
+                PipeDream-2BW defers the update until the norm is there, because the step after next is the first to
+                use these weights. That costs nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from raypipe.runtime.update.collective import Push
 from raypipe.runtime.update.gradients import GradientSync, StageKey
-from raypipe.runtime.update.norm import Forecast, Shares, UpdateRule, clip_factor, norm_of
+from raypipe.runtime.update.norm import Forecast, Shares, clip_factor, norm_of
 from raypipe.runtime.update.weight_versions import WeightVersions
-
-Way = Literal["wait", "optimistic", "later"]
+from raypipe.schedule.lowering.norm_policy import NormPolicy, RequestedNormPolicy
 
 
 class OptimizerSnapshot:
@@ -62,12 +60,12 @@ class Updates:
         sync: GradientSync,
         shares: Shares,
         clip: float | None,
-        rule: UpdateRule,
+        requested: RequestedNormPolicy,
     ) -> None:
         self.optimizers, self.versions = optimizers, versions
         self.sync, self.shares, self.limit = sync, shares, clip
-        self._forecast = Forecast(clip or 0.0, rule)
-        self._way: Way = "wait"
+        self._forecast = Forecast(clip or 0.0, requested)
+        self._policy: NormPolicy = "none"
         self._snapshots: list[OptimizerSnapshot] = []
         self.pending = False
         """The last updates are not certain yet: see ``commit``."""
@@ -82,24 +80,24 @@ class Updates:
             TransportError: a device did not hand in its share in time.
         """
         share = float(self.sync.norm_squared())
-        self._way = "wait"
+        self._policy = "none"
         if self.limit is None:
             return share
-        if may_run_ahead:
-            self._way = "later" if self.versions else "optimistic" if self._forecast.optimistic() else "wait"
+        ahead = may_run_ahead and (bool(self.versions) or self._forecast.optimistic())
+        self._policy = "optimistic" if ahead else "wait"
         # Where each device knows the norm by itself, nobody tells anybody: ``shares`` has this device alone. The share
         # of the one that counts for all is the whole already, those of the others are nothing.
         known = (share or float(self.sync.whole_norm_squared())) if self.sync.complete else share
         self.shares.start(known)
-        self.pending = self._way != "wait"
+        self.pending = self._policy == "optimistic"
         if not self.pending:
             self._clip(push)
         return share
 
     @property
     def optimistic(self) -> bool:
-        """The last updates were made before their norm was known."""
-        return self._way == "optimistic"
+        """Whether the last updates were made before their norm was known."""
+        return self._policy == "optimistic" and not self.versions
 
     def make(self, key: StageKey, lr: float) -> None:
         """The update of one stage replica, in the way ``begin`` chose."""
@@ -108,9 +106,9 @@ class Updates:
             group["lr"] = lr
         if key in self.versions:
             self.versions[key].expect()
-        if self._way == "wait":
+        if self._policy != "optimistic":
             self._step(key)
-        elif self._way == "optimistic":
+        elif self.optimistic:
             self._snapshots.append(OptimizerSnapshot(optimizer))
             optimizer.step()
 
@@ -128,7 +126,7 @@ class Updates:
             return None
         clipped = self._clip(push)
         self.pending = False
-        if self._way == "later":
+        if self.versions:
             for key in self.optimizers:
                 self._step(key)
             return True

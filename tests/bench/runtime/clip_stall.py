@@ -22,10 +22,10 @@ from raypipe.runtime.process import set_up_process
 from raypipe.runtime.update.updates import OptimizerSnapshot
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
-from raypipe.simulate.cyclic import Norm
+from raypipe.schedule.lowering.norm_policy import NormPolicy
 
 TASK_S = 0.010
-WAYS: dict[str, Norm] = {"no clip": "free", "wait": "wait", "ahead": "ahead", "undone": "ahead"}
+WAYS: dict[str, NormPolicy] = {"no clip": "none", "wait": "wait", "optimistic": "optimistic", "undone": "optimistic"}
 
 
 def stall(name: str, devices: int, microbatches: int, steps: int, rounds: int, undo: int) -> list[str]:

@@ -12,9 +12,10 @@ from raypipe.plan.candidate import SYNCS
 from raypipe.plan.predict.form import Form, form_of
 from raypipe.plan.predict.orders import Order
 from raypipe.plan.predict.step_bound import least_step_seconds
-from raypipe.plan.predict.step_time import Norm, StepOverheads, step_time
+from raypipe.plan.predict.step_time import StepOverheads, step_time
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.shape import Concat, Shape
 
 
@@ -51,7 +52,7 @@ def test_no_step_is_faster_than_its_bound(name: str) -> None:
         assert form.placement == schedule.placement
         costs = random_costs(schedule.stages, rng)
         copies = rng.choice([1, 3])
-        norm = rng.choice(get_args(Norm))
+        norm = rng.choice(("none", *get_args(RequestedNormPolicy)))
         overheads = StepOverheads(copies=copies, norm=norm, norm_s=0.1 if norm == "wait" else 0.0)
         for sync in SYNCS:
             step = step_time(Order(schedule), costs, sync, overheads).step

@@ -81,19 +81,19 @@ def test_no_step_is_faster_than_predicted(local_ray, name, shape, links, steps, 
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("norm", "clip_every", "period_ms"), [("wait", 0, 14), ("ahead", 2, 12)])
+@pytest.mark.parametrize(("norm", "clip_every", "period_ms"), [("wait", 0, 14), ("optimistic", 2, 12)])
 def test_no_step_that_clips_is_faster_than_predicted(local_ray, norm, clip_every, period_ms) -> None:
     """Two devices, three tasks of four micro-batches: 12 units busy, one more and the norm's latency if it waits."""
     base = generate("zb-h2", Shape(devices=2, microbatches=4))
     costs = CostTable.even(2, 1 * MS, 1 * MS, 1 * MS)
     found = emulate(base, costs, Links(latency_s=0.5 * MS), 5, 1, norm, clip_every)
-    assert found.predicted_s == pytest.approx((period_ms + (norm == "ahead")) * MS)
+    assert found.predicted_s == pytest.approx((period_ms + (norm == "optimistic")) * MS)
     assert sum(found.measured_s) >= 4 * found.predicted_s * EXACT
 
 
 def test_updates_that_know_no_norm_cannot_wait_for_it() -> None:
     costs = CostTable.even(2, MS, MS, MS)
-    for name, norm in (("pipedream", "ahead"), ("pipedream-2bw", "wait")):
+    for name, norm in (("pipedream", "optimistic"), ("pipedream-2bw", "wait")):
         with pytest.raises(ScheduleError, match="norm: "):
             emulate(generate(name, Shape(devices=2, microbatches=4)), costs, Links(), 2, 1, norm)
 
@@ -231,6 +231,8 @@ def test_more_processes_than_memory_are_refused() -> None:
         (["1f1b", "--devices", "0"], "is not a count"),
         (["1f1b", "--norm", "waits"], 'did you mean "wait"'),
         (["1f1b", "--clip-every", "2"], "nothing to undo"),
+        (["1f1b", "--clip-every", "2", "--norm", "free"], "nothing to undo"),
+        (["pipedream", "--clip-every", "2", "--norm", "ahead"], "updates wait for none"),
         (["1f2b"], 'did you mean "1f1b"'),
         (["1f1b", "--devices", "6000", "--replicas", "2"], "--devices: 12000 emulated devices are as many processes"),
         (["1f1b", "--steps", "1000000000"], "steps: 1000000000 steps of 68 tasks are too many to predict"),
