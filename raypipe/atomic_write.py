@@ -44,14 +44,25 @@ def whole(path: Path, *, folder: bool = False, synced: bool = False) -> Iterator
         raise
 
 
-def write_whole(path: Path, content: bytes, *, synced: bool = False) -> None:
-    """Write a file so that it is there whole or not at all; ``synced`` as in ``whole``.
+def write_whole(path: Path, content: bytes | str, *, synced: bool = False) -> None:
+    """Write a file so that it is there whole or not at all: a crash in the middle leaves what was there before.
+
+    What a link points to is replaced, not the link. A pipe or a terminal, which nothing can replace, is written to.
+
+    Args:
+        path: the file.
+        content: its bytes; a text is encoded as UTF-8.
+        synced: as in ``whole``.
 
     Raises:
         OSError: the disk refuses.
     """
-    with whole(path, synced=synced) as partial:
-        partial.write_bytes(content)
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    with whole(path.resolve() if path.is_symlink() else path, synced=synced) as partial:
+        partial.write_bytes(data)
 
 
 def _sync(path: Path) -> None:

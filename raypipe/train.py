@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from raypipe.atomic_write import write_whole
 from raypipe.job.spec import JobSpec
 from raypipe.launch.job_model import JobModel
 from raypipe.launch.plan_file import given_plan, kept_plan
@@ -65,7 +66,7 @@ def prepare_run(
             planned = planned_by_measuring(job, model, where, dashboard_port, say)
         planned.plan.save(where / "plan.json")
         record = json.dumps(planned.job.model_dump(mode="json"), indent=1) + "\n"
-        (where / RECORD).write_text(record, encoding="utf-8")
+        write_whole(where / RECORD, record)
     except OSError as error:
         raise unusable(where, error) from None
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.arguments import read_arguments, recomputes, train_keys
+from raypipe.atomic_write import whole
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from
 from raypipe.observe.run_dir import place
@@ -131,7 +132,7 @@ class PipelineTrainer:
         from raypipe.data import columns_of, flat
 
         columns = columns_of(rows, f"{name}_dataset", self._collator, int(self.arguments["seed"]))
-        with path.open("wb") as out:
+        with whole(path) as partial, partial.open("wb") as out:
             np.savez(out, **flat(columns))  # type: ignore[arg-type]
         return path
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from raypipe.atomic_write import write_whole
 from raypipe.cli import verbs
 
 COMMAND = "python -m raypipe.cli._reference docs/reference"
@@ -40,7 +41,7 @@ def write(folder: Path) -> Path:
     """Write ``commands.md`` into ``folder``; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "commands.md"
-    path.write_text(page(), encoding="utf-8")
+    write_whole(path, page())
     return path
 
 

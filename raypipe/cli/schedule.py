@@ -9,6 +9,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from raypipe.atomic_write import write_whole
 from raypipe.cli._shared.files import check_writable, output
 from raypipe.cli._shared.make import ABOUT, Made, load_one, make
 from raypipe.cli._shared.options import (
@@ -212,7 +213,7 @@ def _write(path: Path, text: str) -> None:
         sys.stdout.write(text)
         return
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise RequestError(str(path), error.strerror or str(error), "choose a place that can be written") from error
     _said(path)

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from raypipe.atomic_write import write_whole
 from raypipe.job import DataSpec, GptSpec, HfSpec, ImportSpec, JobSpec, ParallelSpec, TrainSpec
 from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, LinkModel
 from raypipe.job.field_types import MOST, Spec
@@ -97,7 +98,7 @@ def write(folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     pages = {"jobs.md": page(JOBS, JOB_SECTIONS), "cluster.md": page(CLUSTERS, CLUSTER_SECTIONS)}
     for name, text in pages.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_whole(folder / name, text)
     return [folder / name for name in pages]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from raypipe.atomic_write import write_whole
 from raypipe.observe.draw.perfetto import write_trace
 from raypipe.observe.strict_json import strict_json
 from raypipe.simulate.timeline import Timeline
@@ -15,7 +16,7 @@ FILE = "timeline.json"
 def save_timelines(directory: Path, predicted: Timeline | None, measured: Timeline | None) -> None:
     """Write both steps, in seconds from the start of the step; and the measured one as a trace."""
     both = {"predicted": _as_json(predicted), "measured": _as_json(measured)}
-    (directory / FILE).write_text(strict_json(both) + "\n", encoding="utf-8")
+    write_whole(directory / FILE, strict_json(both) + "\n")
     if measured is not None:
         write_trace(measured, directory / "trace.json")
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
+from raypipe.atomic_write import write_whole
 from raypipe.errors import ScheduleError
 from raypipe.job.field_types import Spec
 from raypipe.job.json_file import load_json
@@ -92,7 +93,7 @@ class Plan(Spec):
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
-        path.write_text(self.text(), encoding="utf-8")
+        write_whole(path, self.text())
 
 
 def _what(job: JobSpec) -> dict[str, dict[str, Any]]:

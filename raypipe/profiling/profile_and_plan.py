@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ray
 
+from raypipe.atomic_write import write_whole
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
@@ -69,7 +70,7 @@ def profile_and_plan(
         RunError: a device died while measuring.
     """
     profile = profile_this_machine(job, None, data, dashboard_port, say)
-    (directory / PROFILE).write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_whole(directory / PROFILE, profile.model_dump_json(indent=1) + "\n")
     if (warning := profile.noise.warning()) is not None:
         say(warning)
     decision = choose(job, profile, search_s=SEARCH_S)

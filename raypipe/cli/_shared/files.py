@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError
 from raypipe.files import is_url
 
@@ -43,7 +44,9 @@ def check_writable(path: Path) -> None:
         raise SpecError(str(path), "is a folder", "give the file's name too")
     if not path.parent.is_dir():
         raise SpecError(str(path), "there is no such folder", "make it, or give another file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    # A file is written beside its place and then moved there, which takes permission for both.
+    places = [path, path.parent] if path.is_file() else [path if path.exists() else path.parent]
+    if not all(os.access(place, os.W_OK) for place in places):
         raise SpecError(str(path), "can't be written: no permission", OTHER)
 
 
@@ -54,6 +57,6 @@ def write(path: Path, text: str) -> None:
         SpecError: the disk is full, or whatever else the system says.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise SpecError(str(path), f"can't be written: {error.strerror}", OTHER) from None

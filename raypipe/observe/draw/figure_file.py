@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from raypipe.atomic_write import write_whole
 from raypipe.errors import RequestError
 
 FORMATS = (".svg", ".png", ".pdf")
@@ -32,7 +33,7 @@ def save(figure: Figure, path: Path) -> None:
     if path.suffix.lower() == ".svg":
         data = slim(data.decode()).encode()
     try:
-        path.write_bytes(data)
+        write_whole(path, data)
     except OSError as error:
         raise RequestError(str(path), error.strerror or str(error), "choose a place that can be written") from error
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from raypipe.atomic_write import write_whole
 from raypipe.observe.draw.caption import folded
 from raypipe.observe.draw.figure_file import save
 from raypipe.observe.draw.gallery_entries import ENTRIES, MAKESPAN, MOST, PERIOD, SPAN, VERSIONS, Entry
@@ -123,7 +124,7 @@ def write(folder: Path) -> list[Path]:
         save(gantt([each.timeline]), pictures / each.file)
         written.append(pictures / each.file)
         page.append(section(each))
-    (folder / "schedules.md").write_text("\n".join(page), encoding="utf-8")
+    write_whole(folder / "schedules.md", "\n".join(page))
     return [*written, folder / "schedules.md"]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from raypipe.atomic_write import write_whole
 from raypipe.errors import RequestError
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.deps import TaskGraph, link
@@ -56,7 +57,7 @@ def write_trace(timeline: Timeline, path: Path) -> None:
         RequestError: the file cannot be written.
     """
     try:
-        path.write_text(strict_json(trace(timeline), separators=(",", ":")) + "\n", encoding="utf-8")
+        write_whole(path, strict_json(trace(timeline), separators=(",", ":")) + "\n")
     except OSError as error:
         raise RequestError(str(path), error.strerror or str(error), "choose a place that can be written") from error
 
