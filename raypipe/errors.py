@@ -21,7 +21,10 @@ RaypipeError
 from __future__ import annotations
 
 import difflib
+import shlex
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class RaypipeError(Exception):
@@ -117,3 +120,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f'did you mean "{close[0]}"?' if close else "known: " + ", ".join(names)
+
+
+CLONE = Path(__file__).resolve().parents[1]
+"""The folder that holds the package: a clone of the repository, or where pip puts packages."""
+
+
+def shortest(path: Path) -> str:
+    """The path as seen from the working directory, where it lies below."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def python() -> str:
+    """This interpreter, as a shell takes it."""
+    return shlex.quote(shortest(Path(sys.executable)))
+
+
+def install(extra: str) -> str:
+    """The command that installs what ``raypipe[extra]`` needs, for this interpreter."""
+    if (CLONE / "pyproject.toml").is_file():
+        return f"{python()} -m pip install -e {shlex.quote(f'{shortest(CLONE)}[{extra}]')}"
+    return f"{python()} -m pip install 'raypipe[{extra}]'"

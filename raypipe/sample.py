@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from raypipe.capture.transformers_models import configuration
 from raypipe.data import known_fields
-from raypipe.errors import SpecError
-from raypipe.installation import install
+from raypipe.errors import SpecError, install
 from raypipe.job import GptSpec, HfSpec, JobSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.models import random_keys

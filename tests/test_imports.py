@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
-    "errors", "files", "atomic_write", "installation", "schedule", "simulate", "search", "job", "cost", "graph", "plan",
+    "errors", "files", "atomic_write", "schedule", "simulate", "search", "job", "cost", "graph", "plan",
     "checkpoint", "tensor", "capture", "models", "data", "partition", "observe", "runtime", "profiling", "launch",
     "train", "trained", "sample", "export", "arguments", "trainer", "cli", "__main__",
 ]  # fmt: skip

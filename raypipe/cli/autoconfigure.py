@@ -105,7 +105,7 @@ def _costs(
     """The profile to plan with: the given one, one of the described cluster, or one measured now; and of a described
     cluster those whose devices are groups that share layers."""
     if profile is not None:
-        from raypipe.cost.profile_file import load_profile
+        from raypipe.cost.profile import load_profile
 
         return load_profile(profile), {}
     if cluster is not None:

@@ -46,8 +46,7 @@ def train(
 ) -> None:
     """Train a model as the job file says, through Ray."""
     from raypipe.cli._shared.go_on import advice, resume_command
-    from raypipe.errors import InterruptionError, RunError
-    from raypipe.installation import shortest
+    from raypipe.errors import InterruptionError, RunError, shortest
     from raypipe.job import GptSpec, load_job
     from raypipe.observe.progress import ProgressView, stderr_console
     from raypipe.observe.summary import summary_lines

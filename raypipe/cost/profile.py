@@ -6,12 +6,14 @@ of the machine. Times in seconds, sizes in bytes.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from raypipe.cost.noise import Noise
 from raypipe.job.field_types import Positive, Spec
+from raypipe.job.json_file import load_json
 from raypipe.job.spec import JobSpec
 
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
@@ -190,3 +192,16 @@ class Profile(Spec):
                 "task_overhead_s": factor * self.task_overhead_s,
             }
         )
+
+
+MADE_BY = "raypipe profile JOB.yaml -o PROFILE.json"
+"""The command that writes a profile."""
+
+
+def load_profile(path: Path) -> Profile:
+    """Read what ``raypipe profile -o`` wrote.
+
+    Raises:
+        SpecError: the file is missing, empty, no JSON, or not a profile; names the first wrong key.
+    """
+    return load_json(path, Profile, MADE_BY)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raypipe.cost.profile import Profile, TakenFor, TaskTimes
-from raypipe.cost.profile_file import MADE_BY
+from raypipe.cost.profile import MADE_BY, Profile, TakenFor, TaskTimes
 from raypipe.errors import SpecError
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import JobSpec

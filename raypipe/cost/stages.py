@@ -8,9 +8,10 @@ from itertools import pairwise
 from math import gcd
 
 from raypipe.cost.collectives import Layout, collective_seconds
-from raypipe.cost.profile import Profile
+from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.errors import SpecError
+from raypipe.job.field_types import WIDTH, WireDtype
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import recomputed_pairs
@@ -243,3 +244,16 @@ def _messages(profile: Profile, cut: Cut, placed: Placed, samples: float) -> tup
         )
         for part, found in zip(cut, seen, strict=False)
     )  # fmt: skip
+
+
+def with_cast_messages(profile: Profile, wire_dtype: WireDtype | None) -> Profile:
+    """The profile of a job that casts its messages (``parallel.wire_dtype``): layers send less, and keep the same."""
+    if wire_dtype is None:
+        return profile
+    share = 1 - min(1.0, WIDTH[wire_dtype] / gradient_width(profile.dtype))
+
+    def one(layer: LayerProfile) -> LayerProfile:
+        floats = layer.output_bytes if layer.output_floats is None else layer.output_floats
+        return layer.model_copy(update={"message_bytes": layer.output_bytes - share * floats})
+
+    return profile.model_copy(update={"layers": tuple(map(one, profile.layers))})

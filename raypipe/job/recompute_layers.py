@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from math import floor
 
-from raypipe.errors import SpecError, nearest
+from raypipe.errors import ScheduleError, SpecError, nearest
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.schedule.alphas import alphas
 
 Cut = Sequence[Sequence[int]]
 
@@ -58,3 +57,27 @@ def named_layers(wanted: Sequence[int | str], names: Sequence[str]) -> tuple[int
             raise SpecError("parallel.recompute", f'no layer is called "{one}"', nearest(one, names))
         found.update(hits)
     return tuple(sorted(found))
+
+
+def alphas(stages: int, first: float) -> tuple[float, ...]:
+    """Merak's stage-aware recomputation: the share of each stage's layers that keeps its activations, under 1F1B.
+
+    Stage i of s (from 1) has s - i micro-batches in flight beside the one that goes back, so keeping a share a_i of
+    its layers takes (s - i) a_i activations more than recomputing them all. That is the same on every stage with
+    a_i = (s - 1) a_1 / (s - i), and never more than 1. In the shifted critical path the stage before the last has one
+    micro-batch more, as many as the one before it, and the last has nothing in flight.
+
+    >>> alphas(4, 0.5)
+    (0.5, 0.75, 0.75, 1.0)
+
+    Raises:
+        ScheduleError: a share that is none.
+
+    Source: Lai et al. 2022 (Merak), arXiv:2206.04959, section 5.2.
+    """
+    if not 0 <= first <= 1:
+        raise ScheduleError("alphas", f"{first} of the first stage", "use 0 to 1")
+    if stages == 1:
+        return (1.0,)
+    found = [first, *(min(1.0, (stages - 1) * first / (stages - i)) for i in range(2, stages - 1))]
+    return (*found[: stages - 1], *found[-1:] * (stages - 1 - len(found)), 1.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.narrow import with_cast_messages
+from raypipe.cost.profile import load_profile
 from raypipe.cost.profile_check import check_profile
-from raypipe.cost.profile_file import load_profile
+from raypipe.cost.stages import with_cast_messages
 from raypipe.job.cluster import load_cluster
 from raypipe.job.requested_schedule import base_schedule
 from raypipe.job.spec import JobSpec

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from raypipe.cost.narrow import with_cast_messages
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
+from raypipe.cost.stages import with_cast_messages
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec

@@ -16,8 +16,7 @@ import ray
 import torch
 
 from raypipe.atomic_write import write_whole
-from raypipe.cost.profile import Profile
-from raypipe.cost.profile_file import load_profile
+from raypipe.cost.profile import Profile, load_profile
 from raypipe.errors import SpecError
 from raypipe.graph.captured_files import cache_folder
 from raypipe.job.spec import JobSpec

@@ -13,7 +13,7 @@ from torch import Tensor
 from raypipe.data.corpus import Split
 from raypipe.models import Inputs, Lengths, Task, random_keys
 from raypipe.models.running_statistics import move_all, part_of_step
-from raypipe.plan.online.step_memory import StepMemory
+from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
 from raypipe.runtime.backward.stack import stacked, stacked_inputs, unstacked

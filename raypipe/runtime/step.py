@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypipe.errors import SampleCountError
-from raypipe.plan.online.step_memory import StepMemory
+from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.cast_messages import MessageCast
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 

@@ -24,12 +24,6 @@ class Shard:
     """Devices of the group."""
     padded: bool = False
 
-    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of a share of a whole of this shape."""
-        local = list(shape)
-        local[self.dim] = sum(-(-part // self.size) for part in self.parts)
-        return tuple(local)
-
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the whole that a share of this shape belongs to."""
         whole = list(shape)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from raypipe.capture.transformers_models import builder, configuration
+from raypipe.capture.transformers_models import configuration
+from tests.capture.transformers_builder import builder
 
 SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 96,

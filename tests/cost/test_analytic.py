@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from raypipe.cost.analytic import SIZES, analytic_profile, update_bytes
-from raypipe.cost.layer_work import Effort, plain_layer
+from raypipe.cost.layer_work import Effort
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec, load_cluster
 from raypipe.job.cluster import cluster_from
+from tests.cost.plain_layer import plain_layer
 
 PRESETS = sorted(Path(__file__).parents[2].glob("cluster/*.yaml"))
 GPT = GptSpec(layers=3, hidden=256, heads=4, sequence=128, vocabulary=1000)

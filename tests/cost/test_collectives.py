@@ -8,10 +8,10 @@ import pytest
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.collectives import MODELS, Layout, along, best, collective_seconds, from_measured, terms
 from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
-from raypipe.cost.layer_work import plain_layer
 from raypipe.cost.profile import CollectiveFit, CollectivePath, LinkFit
 from raypipe.errors import SpecError
 from raypipe.job.cluster import cluster_from
+from tests.cost.plain_layer import plain_layer
 
 ALPHA, BETA = Fraction(1, 1000), Fraction(1, 7)
 

@@ -7,9 +7,8 @@ import pytest
 
 from raypipe.cost.collectives import Layout
 from raypipe.cost.memory import device_memory
-from raypipe.cost.narrow import with_cast_messages
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import Placed, costs_of, parameters, stage_costs
+from raypipe.cost.stages import Placed, costs_of, parameters, stage_costs, with_cast_messages
 from raypipe.errors import SpecError
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.passes import place_gradient_sync, replicate

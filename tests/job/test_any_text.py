@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypipe.cost.profile_file import load_profile
+from raypipe.cost.profile import load_profile
 from raypipe.errors import RaypipeError, SpecError
 from raypipe.job import job_from, load_cluster, load_job
 from raypipe.job.cluster import cluster_from

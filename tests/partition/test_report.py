@@ -7,7 +7,6 @@ import json
 import pytest
 
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.layer_work import plain_layer
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import SpecError
 from raypipe.job import job_from
@@ -17,6 +16,7 @@ from raypipe.partition.partition_job import partition_job
 from raypipe.partition.report import Crossing, Piece, even_starts, live_per_stage, make_partition, report
 from raypipe.partition.this_machine import this_machine
 from raypipe.schedule import Shape, generate
+from tests.cost.plain_layer import plain_layer
 
 MIB = 2**20
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from raypipe.installation import python, shortest
+from raypipe.errors import python, shortest
 from raypipe.observe.run_dir import CHECKPOINTS, stillborn
 from raypipe.observe.run_log import METRICS
 

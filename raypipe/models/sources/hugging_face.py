@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from raypipe.errors import SpecError
+from raypipe.errors import SpecError, install
 from raypipe.graph.fingerprint import transformers_code
-from raypipe.installation import install
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
 from raypipe.models.sources.saved_values import Saved

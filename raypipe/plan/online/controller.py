@@ -8,9 +8,17 @@ from typing import Any, NamedTuple, Protocol
 
 from raypipe.plan.online.better_order import Running
 from raypipe.plan.online.measured_steps import StepClock
-from raypipe.plan.online.step_memory import StepMemory
 from raypipe.plan.plan import Plan
 from raypipe.schedule.costs import CostTable
+
+
+class StepMemory(NamedTuple):
+    """What a device measures of its memory in a step, in bytes; only when asked to, since it slows steps on CPUs."""
+
+    peak: int
+    """Allocated at its fullest moment."""
+    recomputed: dict[int, int]
+    """Per stage with an R, what one micro-batch's R left allocated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.recompute_layers import recomputed_after
+from raypipe.job.recompute_layers import alphas, recomputed_after
 from raypipe.plan.online.better_order import Running, running_of, runs_ahead, step_seconds
-from raypipe.plan.online.controller import Event, MeasuredStep
-from raypipe.plan.online.step_memory import StepMemory
+from raypipe.plan.online.controller import Event, MeasuredStep, StepMemory
 from raypipe.plan.plan import Plan, build_schedule
-from raypipe.schedule.alphas import alphas
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import in_flight
 

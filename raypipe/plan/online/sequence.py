@@ -9,18 +9,41 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from raypipe.plan.online.better_order import Running
 from raypipe.plan.online.controller import Controller, Event, MeasuredStep
-from raypipe.plan.online.guard import Guard
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.raise_kept_share import Raiser, raises
 from raypipe.plan.online.replan import Replanner
 from raypipe.plan.plan import Plan
 from raypipe.schedule.costs import CostTable
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Guard:
+    """Runs what only looks at training (prediction, calibration, planning again) and must not end it.
+
+    Where that fails, it reports so once and leaves it out from then on.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._left_out: set[str] = set()
+
+    def __call__(self, what: str, look: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What ``look(...)`` returns; None where ``what`` has failed, now or before."""
+        if what in self._left_out:
+            return None
+        try:
+            return look(*args, **kwargs)
+        except Exception as error:
+            self._left_out.add(what)
+            why = (str(error).splitlines() or [""])[0]
+            self._tell(f"{what} failed and is left out from now on; training goes on: {type(error).__name__}: {why}")
+            return None
 
 
 class ControllerSequence:

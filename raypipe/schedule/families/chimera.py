@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.slots import Slotted, merge
 from raypipe.schedule.ir import Schedule, StageGraph, Task
 from raypipe.schedule.passes.recompute import add_recompute
 from raypipe.schedule.shape import Shape
+
+Slotted = tuple[int, int, Task]
+"""(device, slot, task)."""
 
 
 def check_bidirectional(shape: Shape) -> None:
@@ -115,7 +117,7 @@ def chimera(shape: Shape, costs: CostTable) -> Schedule:
         slotted += basic_unit(depth, shape.pipelines, unit, slot)
         slot += 2 * depth * max(map(len, unit))
     schedule = Schedule(
-        name="chimera", placement=placement(depth, shape.pipelines), orders=merge(depth, slotted),
+        name="chimera", placement=placement(depth, shape.pipelines), orders=merge_by_slot(depth, slotted),
         microbatches=sum(map(len, groups)), graph=StageGraph.chain(depth),
         size=Fraction(1, 2) if shape.concat == "halving" else Fraction(1),
     )  # fmt: skip
@@ -143,6 +145,17 @@ def tight(shape: Shape, costs: CostTable) -> Schedule:
             slotted.append((device, start + 3 * s, Task("F", s, (m,), replica)))
             slotted.append((device, start + 3 * (2 * depth - 1 - s) - 2, Task("BW", s, (m,), replica)))
     return Schedule(
-        name="chimera-tight", placement=where, orders=merge(depth, slotted), microbatches=count,
+        name="chimera-tight", placement=where, orders=merge_by_slot(depth, slotted), microbatches=count,
         graph=StageGraph.chain(depth),
     )  # fmt: skip
+
+
+def merge_by_slot(devices: int, slotted: Iterable[Slotted]) -> tuple[tuple[Task, ...], ...]:
+    """Order each device's tasks by slot; tasks that depend on each other must have increasing slots.
+
+    Sorting by slot cannot deadlock then: the earliest slot not yet run never waits for a later one.
+    """
+    rows: list[list[tuple[int, int, Task]]] = [[] for _ in range(devices)]
+    for n, (device, slot, task) in enumerate(slotted):
+        rows[device].append((slot, n, task))
+    return tuple(tuple(task for _, _, task in sorted(row, key=lambda x: x[:2])) for row in rows)

@@ -33,11 +33,6 @@ def lower_bound(p: Problem) -> float:
     return best
 
 
-def busiest(p: Problem) -> float:
-    """The work of the busiest device: a bound on span and period."""
-    return max(math.fsum(p.time[c] * p.count[c] for c in own) for own in p.lanes_of)
-
-
 def period_bound(p: Problem) -> float:
     """No order of these tasks within this memory repeats in less.
 

@@ -28,11 +28,10 @@ from raypipe.cost.stages import costs_of
 from raypipe.job import GptSpec
 from raypipe.job.cluster import load_cluster
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.recompute_layers import layers_to_recompute
+from raypipe.job.recompute_layers import alphas, layers_to_recompute
 from raypipe.plan.cut.balance import contiguous_split
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.emulation.emulated_run import Links, rehearsal, run_rehearsal
-from raypipe.schedule.alphas import alphas
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.simulate.engine import simulate

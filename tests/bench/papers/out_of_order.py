@@ -8,7 +8,6 @@ from itertools import pairwise
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.gpt_work import PYTORCH_2020, gpt_work
-from raypipe.cost.layer_work import plain_layer
 from raypipe.cost.profile import LinkFit, Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.cost.stages import Cut, costs_of
@@ -17,6 +16,7 @@ from raypipe.schedule import Shape, generate
 from raypipe.schedule.passes import add_updates
 from raypipe.simulate.engine import simulate
 from tests.bench.papers.steps import error, table
+from tests.cost.plain_layer import plain_layer
 
 MACHINE = "cluster/v100.yaml"
 DEVICES, LAYERS, BATCH = 4, 24, 96

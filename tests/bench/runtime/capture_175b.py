@@ -35,7 +35,8 @@ def work() -> None:
         from raypipe.capture.cached import captured_once
         from raypipe.capture.capture import capture
         from raypipe.capture.meta import build_without_memory
-        from raypipe.capture.transformers_models import builder, configuration, example_inputs
+        from raypipe.capture.transformers_models import configuration
+        from tests.capture.transformers_builder import builder, example_inputs
 
         config = configuration("gpt2", GPT3)
         inputs = example_inputs(config, sequence=SEQUENCE)

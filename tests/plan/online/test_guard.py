@@ -6,8 +6,8 @@ import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.plan.online.guard import Guard
 from raypipe.plan.online.measured_steps import StepClock
+from raypipe.plan.online.sequence import Guard
 from tests.runtime.runs.small_runs import drive, small_job
 
 

@@ -10,14 +10,12 @@ from typing import cast
 import pytest
 
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.recompute_layers import recomputed_after
+from raypipe.job.recompute_layers import alphas, recomputed_after
 from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.plan.online.controller import MeasuredStep
+from raypipe.plan.online.controller import MeasuredStep, StepMemory
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.raise_kept_share import Raiser, levels
-from raypipe.plan.online.step_memory import StepMemory
 from raypipe.plan.plan import Plan, build_schedule
-from raypipe.schedule.alphas import alphas
 from raypipe.schedule.costs import CostTable
 from raypipe.simulate.period import period
 from tests.runtime.runs.small_runs import drive, small_job

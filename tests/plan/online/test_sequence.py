@@ -11,12 +11,11 @@ from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.recompute_layers import layers_to_recompute
 from raypipe.plan.online import sequence
 from raypipe.plan.online.better_order import running_of
-from raypipe.plan.online.controller import Event, MeasuredStep
+from raypipe.plan.online.controller import Event, MeasuredStep, StepMemory
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.raise_kept_share import WATCHED, Raiser
 from raypipe.plan.online.replan import Replanner
 from raypipe.plan.online.sequence import ControllerSequence
-from raypipe.plan.online.step_memory import StepMemory
 from raypipe.plan.plan import Plan
 from raypipe.schedule.costs import CostTable
 

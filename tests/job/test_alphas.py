@@ -5,8 +5,8 @@ from fractions import Fraction as Of
 import pytest
 
 from raypipe.errors import ScheduleError
+from raypipe.job.recompute_layers import alphas
 from raypipe.schedule import Shape, generate
-from raypipe.schedule.alphas import alphas
 
 
 def shares(text: str) -> list[float]:
