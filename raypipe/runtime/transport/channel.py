@@ -1,4 +1,4 @@
-"""What every way of moving tensors between two devices offers: one directed, first-in-first-out channel per edge.
+"""The interface of a channel: it carries tensors from one device to another, first in, first out.
 
 A channel carries messages, each a short list of tensors under a ``Label``. The order of messages on a channel is
 fixed before the step starts (it is the sender's task order), so the receiver knows what comes next and can
@@ -19,7 +19,7 @@ Direction = Literal["act", "grad"]
 
 
 class Label(NamedTuple):
-    """Names one message: an activation going down the pipeline or a gradient coming back."""
+    """Identifies one message: an activation that goes down the pipeline, or a gradient that comes back."""
 
     direction: Direction
     src_stage: int
@@ -36,7 +36,7 @@ class Label(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of one tensor on the wire; known before the step, so that no handshake is needed."""
+    """Shape and dtype of one sent tensor. They are known before the step, so that no handshake is needed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class StageIOSpec:
-    """What one stage sends per micro-batch, and which of it a gradient comes back for."""
+    """The tensors that one stage sends per micro-batch, and which of them a gradient comes back for."""
 
     act: tuple[TensorSpec, ...]
     differentiable: tuple[bool, ...]
@@ -72,7 +72,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a device's actor lives; decides which channel can serve an edge."""
+    """Where a device's actor lives, which decides which transport can serve an edge."""
 
     rank: int
     """Global rank: position among all devices of the run."""
@@ -90,17 +90,17 @@ class Sender(Protocol):
     """The sending end of one channel."""
 
     def send(self, label: Label, tensors: Sequence[Tensor]) -> None:
-        """Snapshot the tensors and return: the caller may overwrite them at once. Never waits for the peer."""
+        """Snapshot the tensors and return without waiting for the peer. The caller may overwrite them at once."""
 
     @property
     def pending(self) -> bool:
-        """Whether ``progress`` still has something to push out."""
+        """Whether a message waits for ``progress`` to send it."""
 
     def progress(self) -> None:
-        """Push out what could not be sent at once, as far as that goes without waiting."""
+        """Send as much of what is pending as is possible without waiting."""
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until everything has left. Raises TransportError naming the peer and the label that did not."""
+        """Wait until every message has left. Raises TransportError, which names the peer and the first that has not."""
 
     def close(self) -> None:
         """Release what the channel holds; idempotent, also after a failure."""
@@ -110,7 +110,7 @@ class Receiver(Protocol):
     """The receiving end of one channel."""
 
     def post(self, expected: Sequence[Expected]) -> None:
-        """Announce the next messages in the order they will come (appends to what was announced before)."""
+        """Announce the next messages, in the order in which they will come after those announced before."""
 
     def recv(self, label: Label, timeout_s: float) -> list[Tensor]:
         """Wait for one posted message. Messages ahead of it are kept for later calls.
@@ -126,15 +126,15 @@ class Receiver(Protocol):
 
 @runtime_checkable
 class Prepares(Protocol):
-    """A sender that can do most of a ``send`` beforehand, while the device has nothing better to do."""
+    """A sender that can do most of a ``send`` in advance, while the device is idle."""
 
     def prepare(self, label: Label, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """The call that comes back sends what the tensors hold by then. They stay as they are in shape and place."""
+        """Return a function that sends what the tensors hold when it is called. Shapes and storage must not change."""
 
 
 @runtime_checkable
 class TakesIn(Protocol):
-    """A receiver that can take in what has come before anybody asks for it."""
+    """A receiver that can take in messages before ``recv`` asks for them."""
 
     def take_in(self) -> None:
-        """Take in what is there; waits for nothing. What is wrong with it shows in ``recv``."""
+        """Take in what has arrived, without waiting. ``recv`` raises what is wrong with it."""

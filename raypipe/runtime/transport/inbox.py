@@ -1,4 +1,4 @@
-"""The receiver's bookkeeping, the same for every kind of channel: what was announced, what came, what is wrong."""
+"""The bookkeeping of every receiver: which messages were announced, which arrived, and what has failed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def who(peer: Peer) -> str:
-    """How errors call a peer.
+    """Return the name that errors give to a peer.
 
     >>> who(Peer(1, "n", "cpu", "stage 1"))
     'stage 1 (rank 1)'
@@ -40,17 +40,17 @@ def who(peer: Peer) -> str:
 
 
 def gone(peer: Peer, doing: str) -> TransportError:
-    """The error for a peer that died or closed its end while we were ``doing`` something."""
+    """Make the error for a peer that died or closed its end while this device was ``doing`` something."""
     return TransportError(
         who(peer), f"connection lost while {doing}: the peer stopped or failed", "see that device's log for the cause"
     )
 
 
 class Inbox:
-    """Messages announced and messages that came early, of one channel.
+    """The announced messages of one channel, and those that arrived before they were asked for.
 
-    ``heads`` are the bytes each announced message must introduce itself with; a channel hands the bytes that really
-    came to ``accept`` and gets back what to read.
+    Every announced message has a header. A channel passes the header that arrived to ``accept``, which compares the two
+    and returns what to read.
     """
 
     def __init__(self, peer: Peer) -> None:
@@ -61,7 +61,7 @@ class Inbox:
         self._failure: TransportError | None = None
 
     def post(self, expected: Sequence[Expected]) -> None:
-        """Append to what will come. Raises TransportError if a label is announced while it is still outstanding."""
+        """Append announced messages. Raises TransportError if a label is announced while it is still outstanding."""
         for message in expected:
             if message.label in self._labels:
                 raise TransportError(who(self.peer), f"{message.label} was announced twice", "number the steps")
@@ -69,7 +69,7 @@ class Inbox:
             self._ahead.append((message, wire.pack(message.label, message.tensors)))
 
     def take(self, label: Label) -> list[Tensor] | None:
-        """The message if it already came, None if it was announced and is still to come.
+        """Return the message if it has arrived, or None if it was announced and is still to come.
 
         Raises:
             TransportError: never announced, or the channel failed before.
@@ -90,7 +90,7 @@ class Inbox:
         return self._ahead[0][0] if self._ahead else None
 
     def accept(self, head: bytes) -> Expected:
-        """Check what came against what must come next, and step on.
+        """Check a header against that of the next announced message, and move on to the one after it.
 
         Raises:
             TransportError: another message came than the one announced.
@@ -105,11 +105,11 @@ class Inbox:
         raise self._failure
 
     def keep(self, label: Label, tensors: list[Tensor]) -> None:
-        """Store a message that came until somebody asks for it."""
+        """Store a message that arrived until ``take`` asks for it."""
         self._arrived[label] = tensors
 
     def late(self, label: Label, timeout_s: float) -> TransportError:
-        """The error for a message that did not come in time."""
+        """Make the error for a message that did not arrive in time."""
         first = self.upcoming
         behind = f"; first in line is {first.label}" if first is not None and first.label != label else ""
         return TransportError(

@@ -1,4 +1,4 @@
-"""The network interface that process groups use: the one that carries the address by which Ray knows the node.
+"""Selects the network interface of process groups: the one that has the address by which Ray knows the node.
 
 Left alone, Gloo resolves the host's own name, which on many machines (Debian's default among them) is a loopback
 address: the other hosts then connect to themselves. Ray's address is known to lead here, for the cluster was made
@@ -30,7 +30,7 @@ class InterfaceAddress(NamedTuple):
 
 
 def use_interface(own: str, rendezvous: str, one_host: bool) -> None:
-    """Have the process groups that this process makes from now on use the right interface.
+    """Make the process groups of this process use the right interface from now on.
 
     A setting of the user's (``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME``) is left as it is.
 

@@ -1,4 +1,4 @@
-"""Opens every channel of a device, in one order that is the same everywhere, so that nobody waits in a circle."""
+"""Opens all channels of a device. Every device opens them in the same order, so that none waits in a circle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_channels(
     timeout_s: float = 60.0,
     ring_bytes: int = 1 << 20,
 ) -> Ends:
-    """Outgoing channels by destination rank and incoming ones by source rank, ready for use.
+    """Open the channels of a device: outgoing ones by destination rank, incoming ones by source rank.
 
     Every device calls this with the same arguments (but its own ``me``) after the world's process group exists; a GPU's
     actor has made its GPU the current device.

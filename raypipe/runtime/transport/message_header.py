@@ -1,4 +1,4 @@
-"""How a message introduces itself: the label and the tensors' dtypes and shapes as bytes, the same on both ends.
+"""The header of a message: its label and its tensors' dtypes and shapes as bytes, the same on both ends.
 
 The receiver knows what will come, so it packs the same bytes beforehand and compares: a message that differs in
 label, order, dtype or shape is caught by one comparison, before any of its payload is believed.
@@ -29,7 +29,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None
 
 
 def pack(label: Label, specs: Iterable[tuple[Sequence[int], torch.dtype]]) -> bytes:
-    """Bytes that name a message: its label, then dtype and shape of each tensor.
+    """Return the header: the label, then dtype and shape of each tensor.
 
     Raises:
         TransportError: a dtype that cannot travel.
@@ -39,7 +39,7 @@ def pack(label: Label, specs: Iterable[tuple[Sequence[int], torch.dtype]]) -> by
 
 
 def pack_tensors(label: Label, tensors: Iterable[Tensor]) -> bytes:
-    """The same for tensors at hand."""
+    """Return the header of a message with these tensors."""
     return pack(label, [(t.shape, t.dtype) for t in tensors])
 
 
@@ -79,7 +79,7 @@ def unpack(head: bytes | bytearray | memoryview) -> Expected:
 
 
 def describe(expected: Expected) -> str:
-    """One line for people: the label and what it carries.
+    """Return one line for error messages: the label and the tensors.
 
     >>> describe(Expected(Label("act", 0, 1, 3, 7), (TensorSpec((4, 8), torch.bfloat16),)))
     'activation of micro-batch 3, stage 0 -> 1, step 7 [bfloat16 4x8]'

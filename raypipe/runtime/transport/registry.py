@@ -1,4 +1,4 @@
-"""The transports by name, and which of them serves an edge: decided from where its two ends are, alike on all devices.
+"""The transports by name, and the choice of one for an edge. All devices choose alike, from where its two ends are.
 
 To add one, write its ``Transport`` in a file of its own, and name it here and in ``parallel.transport`` of the job.
 """
@@ -29,7 +29,7 @@ TRANSPORTS: dict[str, Transport] = {
 
 
 def choose(src: Peer, dst: Peer, requested: str = "auto", *, lacking: Collection[str] = ()) -> str:
-    """The name of the transport for messages from ``src`` to ``dst``.
+    """Choose the transport for messages from ``src`` to ``dst``, by name.
 
     Args:
         requested: one of TRANSPORTS, or ``auto`` for the first that can serve the edge: shared memory between CPU
@@ -56,7 +56,7 @@ def choose(src: Peer, dst: Peer, requested: str = "auto", *, lacking: Collection
 
 
 def choose_for_cpu_tensors(src: Peer, dst: Peer) -> str:
-    """The transport for CPU tensors between the hosts of two devices, whatever the devices are."""
+    """Choose the transport for CPU tensors between the hosts of two devices, whatever the devices are."""
     return choose(replace(src, device="cpu"), replace(dst, device="cpu"))
 
 

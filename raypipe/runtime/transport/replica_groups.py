@@ -1,4 +1,4 @@
-"""Process groups for gradients: all made at start, in one order that is the same on every device."""
+"""Process groups for gradients. All are made at the start, in the same order on every device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transport is: one way of carrying messages between two devices, which ``registry`` lists by name."""
+"""The interface of a transport, a way of carrying messages between two devices. ``registry`` lists them by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True)
 class Opening:
-    """What one device opens its channels with; all but ``me`` and ``progress`` is the same on every device."""
+    """The arguments for opening the channels of a device. All but ``me`` and ``progress`` are the same everywhere."""
 
     me: Peer
     peers: Mapping[int, Peer]
@@ -55,7 +55,7 @@ class Opening:
 
     @property
     def allocate(self) -> Allocate:
-        """Makes received CPU tensors: pinned ones where a GPU copies from them."""
+        """The function that allocates received CPU tensors: pinned ones where a GPU copies from them."""
         return empty if self.me.device == "cpu" else empty_pinned
 
 
@@ -77,7 +77,7 @@ class Transport(ABC):
         """Why it can't carry messages from ``src`` to ``dst``; empty if it can. All devices get the same answer."""
 
     def over_cpu_channel(self, src: Peer, dst: Peer) -> bool:
-        """Whether its channel for this edge stands on one for CPU tensors, which ``open`` then finds in ``ends``."""
+        """Whether its channel for this edge sends over one for CPU tensors, which ``open`` then finds in ``ends``."""
         return False
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Keeps a device's own messages moving while it waits for somebody else's.
+"""Sends a device's pending messages while it waits for those of others.
 
-Two devices that both wait for a message, each with a queued one that the other needs, would wait for ever: so whoever
-waits pushes its own queues meanwhile.
+Two devices that both wait for a message, each with a pending one that the other needs, would wait for ever. So a device
+that waits sends its own pending messages meanwhile.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Progress:
         self._senders: list[Sender] = []
 
     def add(self, sender: Sender) -> None:
-        """Take a sender into care."""
+        """Include a sender."""
         self._senders.append(sender)
 
     def push(self) -> bool:
-        """Push every queue; True if something is still queued, so that the caller should not sleep long.
+        """Send what all senders have pending. Returns True if something still is: the caller should not sleep long.
 
         Raises:
             TransportError: a sender found its peer gone.

@@ -1,4 +1,4 @@
-"""Waiting for a collective without standing still oneself, and naming it when it does not come."""
+"""Waits for a collective while the device's own messages move on, and names the collective if it fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Push = Callable[[], bool]
 
 
 def wait_for(what: str, work: dist.Work, push: Push) -> None:
-    """Wait for a collective. A message of ours that is stuck may be just what the last member needs to join it.
+    """Wait for a collective. A pending message of this device may be what the last member needs before it can join.
 
     Raises:
         TransportError: another member did not join in time; Gloo's own error names neither what was waited for nor for

@@ -1,4 +1,4 @@
-"""Gradients that several devices share: stage replicas and tied parameters; and their share of the global norm.
+"""All-reduces gradients that several devices hold (stage replicas, tied parameters); their share of the global norm.
 
 Sums, never means: every micro-batch's loss is already divided by the tokens of the whole mini-batch, so the sum
 over replicas is the mini-batch gradient whatever the plan.
@@ -38,7 +38,7 @@ class TiedHolders:
 
 
 def shared_groups(placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolders, ...]) -> dict[str, tuple[int, ...]]:
-    """The process groups a plan needs, by name, in the one order every device creates them in."""
+    """Return the process groups that a plan needs, by name, in the order in which every device creates them."""
     wanted: dict[str, tuple[int, ...]] = {}
     for stage in range(len(placement[0])):
         ranks = tuple(sorted({held[stage] for held in placement}))
@@ -178,7 +178,7 @@ class GradientSync:
 
 
 def _squares(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Sum of the squares of all gradients."""
+    """Return the sum of the squares of all gradients."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros((), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The global gradient norm: how devices tell each other their shares, and what clipping does with it."""
+"""The global gradient norm: how devices exchange their shares of it, and what clipping does with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy, resolve
 
 
 def clip_factor(limit: float, norm: float) -> float:
-    """What gradients of global norm ``norm`` are multiplied by; 1.0 means that nothing is.
+    """Return the factor for gradients of global norm ``norm``; 1.0 means that nothing is clipped.
 
     The rule of ``torch.nn.utils.clip_grad_norm_``. A norm that is not a number clips nothing.
     """
@@ -22,7 +22,7 @@ def clip_factor(limit: float, norm: float) -> float:
 
 
 class Shares:
-    """Passes one number of every device to every device, beside compute.
+    """Sends one number of every device to every device, beside compute.
 
     Every device adds up the same list, exactly (``norm_of``): so all of them, and the driver, see the same bits,
     whatever order a collective would have added in. Everybody sends to everybody: one hop, where Gloo's sums and
@@ -36,7 +36,7 @@ class Shares:
         self._work: dist.Work | None = None
 
     def start(self, share: float) -> None:
-        """Hand in this device's number; Gloo's own thread does the rest."""
+        """Send this device's number; a thread of Gloo does the rest."""
         own = torch.full((self.ranks,), share, dtype=torch.float64)
         self._shares = own
         if self._world is not None:
@@ -48,7 +48,7 @@ class Shares:
         return self._work is None or self._work.is_completed()
 
     def wait(self, push: Push) -> list[float]:
-        """All devices' numbers, by rank.
+        """Wait for the numbers of all devices, and return them by rank.
 
         Raises:
             TransportError: a device did not hand in its own in time.
@@ -60,7 +60,7 @@ class Shares:
 
 
 def norm_of(shares: Iterable[float]) -> float:
-    """The global gradient norm from the devices' shares of its square."""
+    """Return the global gradient norm from the devices' shares of its square."""
     try:
         return math.sqrt(math.fsum(shares))
     except OverflowError:
@@ -68,7 +68,7 @@ def norm_of(shares: Iterable[float]) -> float:
 
 
 class Forecast:
-    """Whether the next update will probably need no clipping. Every device saw the same norms, so all agree.
+    """Predicts whether the next update needs no clipping. Every device sees the same norms, so all agree.
 
     An optimistic update that is undone costs hardly more than a wait, since a device stops running ahead when the norm
     comes. So there is no need for a safe distance: ``auto`` expects a norm within the limit where the last one was.
@@ -79,7 +79,7 @@ class Forecast:
         self._calm = False
 
     def saw(self, norm: float) -> None:
-        """Take note of a step's norm."""
+        """Record the norm of a step."""
         self._calm = math.isfinite(norm) and clip_factor(self.limit, norm) == 1.0
 
     def optimistic(self) -> bool:

@@ -1,4 +1,4 @@
-"""The optimizer of a stage and the learning rate of a step; both follow from the job alone, not from the plan."""
+"""The optimizer of a stage and the learning rate of a step. Both follow from the job alone, not from the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raypipe.job.train_spec import TrainSpec
 
 
 def make_optimizer(train: TrainSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """``train.optimizer`` over the parameters of one stage; the fused kernels exist on CPU and CUDA alike."""
+    """Make ``train.optimizer`` over the parameters of one stage. Its fused kernels exist on CPU and CUDA alike."""
     held = [{"params": list(parameters)}]  # a group may be empty, where a stage is frozen
     if train.optimizer == "sgd":
         return torch.optim.SGD(held, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay, fused=True)
@@ -21,7 +21,10 @@ def make_optimizer(train: TrainSpec, parameters: Iterable[nn.Parameter]) -> torc
 
 
 def learning_rate(train: TrainSpec, step: int) -> float:
-    """Learning rate of ``step`` (from 0): linear warm-up, then constant, cosine or linear decay to ``min_lr``."""
+    """Return the learning rate of ``step``, which counts from 0.
+
+    A linear warm-up comes first, then a constant rate or a cosine or linear decay to ``min_lr``.
+    """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
     if train.lr_schedule == "constant":

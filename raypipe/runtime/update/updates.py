@@ -1,4 +1,4 @@
-"""The optimizer steps of one device, gradients clipped by their global norm, without a wait for it where that stalls.
+"""The optimizer steps of one device, with gradients clipped by their global norm, if possible without a stall.
 
 There are three ways to come to the same weights, bit for bit (``schedule.lowering.norm_policy``):
 
@@ -27,7 +27,7 @@ from raypipe.schedule.lowering.norm_policy import NormPolicy, RequestedNormPolic
 
 
 class OptimizerSnapshot:
-    """What the next step of an optimizer overwrites."""
+    """A copy of what the next step of an optimizer overwrites."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -42,7 +42,7 @@ class OptimizerSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it back; once."""
+        """Restore the copy. It can be used once."""
         for parameter, value in self._values:
             parameter.copy_(value)
         self.optimizer.state.update(self._states)
@@ -51,7 +51,7 @@ class OptimizerSnapshot:
 
 
 class Updates:
-    """Makes a device's updates, and knows which of them may still change."""
+    """Makes the updates of a device, and knows whether the last ones are still pending."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Updates:
         self._policy: NormPolicy = "none"
         self._snapshots: list[OptimizerSnapshot] = []
         self.pending = False
-        """The last updates are not certain yet: see ``commit``."""
+        """Whether the last updates are not final yet: see ``commit``."""
 
     def begin(self, may_run_ahead: bool, push: Push) -> float:
         """All this device's gradients are complete: choose how its updates are made, and clip if that is to wait.
@@ -100,7 +100,7 @@ class Updates:
         return self._policy == "optimistic" and not self.versions
 
     def make(self, key: StageKey, lr: float) -> None:
-        """The update of one stage replica, in the way ``begin`` chose."""
+        """Update one stage replica, by the policy that ``begin`` chose."""
         optimizer = self.optimizers[key]
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -113,9 +113,9 @@ class Updates:
             optimizer.step()
 
     def commit(self, push: Push, wait: bool = True) -> bool | None:
-        """Make the last updates certain; False if they had to be undone and made again, with clipped gradients.
+        """Make the last updates final. Returns False if they had to be undone and made again, with clipped gradients.
 
-        None, and nothing done, where that takes a norm which is not there and which the caller does not ``wait`` for.
+        Returns None, and does nothing, if the norm is not known yet and the caller does not ``wait`` for it.
 
         Raises:
             TransportError: a device did not hand in its share in time.
@@ -147,7 +147,7 @@ class Updates:
             self.versions[key].updated()
 
     def _clip(self, push: Push) -> bool:
-        """Take the global norm; True if the gradients were too large and have been scaled."""
+        """Clip by the global norm. Returns True if the gradients were too large and have been scaled."""
         assert self.limit is not None
         norm = norm_of(self.shares.wait(push))
         self._forecast.saw(norm)

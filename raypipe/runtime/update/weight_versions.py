@@ -36,7 +36,7 @@ class WeightVersions:
         return {path: p.detach().clone().requires_grad_(p.requires_grad) for path, p in self.paths.items()}
 
     def for_forward(self, ahead: bool) -> Snapshot:
-        """The weights that a forward runs on; ``ahead``: it belongs to the step after the one not yet updated."""
+        """Return the weights a forward runs on. With ``ahead`` it belongs to the step after the one not yet updated."""
         return self.newest if self.rule == "stash" or ahead else self.older
 
     def collect(self, used: Snapshot) -> None:
@@ -46,11 +46,11 @@ class WeightVersions:
             leaf.grad = None
 
     def expect(self) -> None:
-        """The optimizer is about to change the parameters, now or later: the newest version becomes the one before."""
+        """Note that the optimizer will change the parameters; the newest version becomes the previous one."""
         self.older = self.newest
 
     def updated(self) -> None:
-        """The optimizer has changed the parameters: they are a new version."""
+        """Note that the optimizer has changed the parameters, which are a new version."""
         self.newest = self._snapshot()
         if self.rule == "stash":
             self.older = self.newest  # nothing runs on the one before: do not keep it
@@ -60,7 +60,7 @@ class WeightVersions:
         return dict(self.older) if self.rule == "2bw" else {}
 
     def restore(self, previous: dict[str, Tensor]) -> None:
-        """Begin again from loaded parameters and, for 2BW, the version before them."""
+        """Restart from loaded parameters and, for 2BW, the version before them."""
         self.newest = self._snapshot()
         self.older = self.newest
         if self.rule == "2bw" and previous:
@@ -76,7 +76,7 @@ def run_with(
     inputs: Inputs,
     segment: Segment | None = None,
 ) -> tuple[Tensor, ...]:
-    """Forward of a stage, or of a segment of it, on a snapshot (None: on its own parameters)."""
+    """Run the forward of a stage, or of a segment of it, on a snapshot; with None, on its own parameters."""
     given = (arrived, inputs) if segment is None else (arrived, inputs, segment)
     outputs: tuple[Tensor, ...] = (
         module(*given) if weights is None else torch.func.functional_call(module, weights, given)

@@ -1,4 +1,4 @@
-"""What channels made of frames share: Gloo's, and those whose send and receive block (``ray_collective``).
+"""The base of channels that send frames: those of Gloo, and those whose send and receive block (``ray_collective``).
 
 A transport supplies two functions for sending a frame - ``start`` in the caller's thread, ``finish`` in a thread of the
 edge, where it may block - and a way to wait for the next frame.
@@ -68,11 +68,11 @@ class FrameSender(Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """Always False: nothing waits for the caller."""
+        """Always False, because a thread of the channel sends everything."""
         return False
 
     def progress(self) -> None:
-        """Nothing to do: see ``pending``."""
+        """Do nothing: see ``pending``."""
 
     def flush(self, timeout_s: float) -> None:
         """See Sender.flush. A message has left when the peer has received it: sends meet receives here."""
@@ -170,7 +170,7 @@ class FrameReceiver(ABC):
 
     @abstractmethod
     def _announce(self, count: int) -> None:
-        """So many more frames will come."""
+        """Expect ``count`` more frames."""
 
     @abstractmethod
     def _next_frame(self, deadline: float) -> Tensor:

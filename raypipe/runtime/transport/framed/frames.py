@@ -1,4 +1,4 @@
-"""Messages cut into frames of one fixed capacity, for transports whose receive buffer must be large enough or else.
+"""Cuts messages into frames of one capacity, for transports whose receive buffers must be large enough.
 
 Gloo aborts the process when a message is larger than the buffer it arrives in, and hands over whatever came when
 it is smaller. So every frame fits every buffer, and the first one of a message carries the header, which is checked
@@ -27,7 +27,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class FramePool:
-    """Buffers of one frame each, used again and again: their pages are in memory already."""
+    """Buffers of one frame each. They are reused, because their pages are in memory already."""
 
     def __init__(self, frame_bytes: int = FRAME_BYTES) -> None:
         self.frame_bytes = frame_bytes
@@ -42,7 +42,7 @@ class FramePool:
             return torch.empty(self.frame_bytes, dtype=torch.uint8)
 
     def put(self, frame: Tensor) -> None:
-        """Give a buffer back."""
+        """Return a buffer to the pool."""
         self._free.append(frame)
 
 

@@ -50,7 +50,7 @@ class Gloo(Transport):
 
 
 def open_group(world_size: int) -> dist.ProcessGroup:
-    """The group that all Gloo edges of the run share; every rank of the world must call this at the same point."""
+    """Make the group that all Gloo edges of the run share. Every rank of the world must call this at the same point."""
     group: dist.ProcessGroup | None = dist.new_group(list(range(world_size)), backend="gloo", timeout=FOREVER)
     assert group is not None
     return group
@@ -59,7 +59,7 @@ def open_group(world_size: int) -> dist.ProcessGroup:
 def gloo_sender(
     peer: Peer, group: dist.ProcessGroup, frame_bytes: int = frames.FRAME_BYTES
 ) -> FrameSender[dist.Work | None]:
-    """Sending end of the edge from this rank to ``peer``."""
+    """Make the sending end of the edge from this rank to ``peer``."""
     return FrameSender(
         peer, lambda frame: dist.isend(frame, peer.rank, group=group), lambda work: work and work.wait(), frame_bytes
     )

@@ -89,7 +89,7 @@ def _join(world_size: int, rank: int, backend: str, name: str) -> str:
 
 
 def ray_sender(peer: Peer, group: str, frame_bytes: int = frames.FRAME_BYTES) -> FrameSender[Tensor]:
-    """Sending end for CPU tensors."""
+    """Make the sending end for CPU tensors."""
     from ray.util import collective
 
     return FrameSender(peer, lambda frame: frame, lambda frame: collective.send(frame, peer.rank, group), frame_bytes)
@@ -166,7 +166,7 @@ class RayLink:
         self._stream: Any = None
 
     def adopt(self, stream: torch.cuda.Stream) -> None:
-        """Run on this stream from now on. Ray has no public way; the error says so should its insides change."""
+        """Run on this stream from now on. Ray has no public way to do so; if its internals change, an error says so."""
         import cupy
         from ray.util import collective
 
@@ -193,7 +193,7 @@ class RayLink:
             collective.recv(tensor, self._peer, self._group)
 
     def close(self) -> None:
-        """Leave the group; the end that made its rendezvous actor removes that."""
+        """Leave the group. The end that made its rendezvous actor removes the actor."""
         from ray.util import collective
 
         with contextlib.suppress(Exception):  # the peer, or Ray itself, may be gone already

@@ -61,7 +61,7 @@ class Nccl(Transport):
 
 
 class Link(Protocol):
-    """Two GPUs that can pass tensors; both calls queue on the current stream and return. Tensors are not empty."""
+    """A connection of two GPUs. Both calls queue on the current stream and return. Tensors must not be empty."""
 
     def send(self, tensor: Tensor) -> None:
         """Queue sending a dense tensor."""
@@ -96,7 +96,7 @@ class TorchLink:
 
 
 def warm_up(link: Link, sends: bool, device: torch.device) -> None:
-    """Pass one number, so that the communicator exists before training: making it may block both ends."""
+    """Pass one number, so that the communicator exists before training. Making it may block both ends."""
     tensor = torch.zeros(1, device=device)
     link.send(tensor) if sends else link.recv(tensor)
     if device.type == "cuda":
@@ -115,7 +115,7 @@ def put_on_top(edge: Edge, link: Link, side: Side, opening: Opening, ends: Ends)
 
 
 class NcclSender:
-    """Sends over ``link``; ``base`` carries the envelopes and is owned."""
+    """Sends over ``link``. ``base`` carries the envelopes; this channel owns it."""
 
     def __init__(self, peer: Peer, link: Link, base: Sender, side: Side) -> None:
         self._peer, self._link, self._base, self._side = peer, link, base, side
@@ -139,7 +139,7 @@ class NcclSender:
 
     @property
     def pending(self) -> bool:
-        """Whether an envelope waits; the payload needs no pushing."""
+        """Whether an envelope is pending; the GPU sends the payload by itself."""
         return self._base.pending
 
     def progress(self) -> None:
@@ -178,7 +178,7 @@ class NcclSender:
 
 
 class NcclReceiver:
-    """Receives over ``link``; ``base`` carries the envelopes and is owned."""
+    """Receives over ``link``. ``base`` carries the envelopes; this channel owns it."""
 
     def __init__(self, peer: Peer, link: Link, base: Receiver, side: Side) -> None:
         self._link, self._base, self._side = link, base, side

@@ -21,7 +21,7 @@ from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 
 
 class Pinned(Transport):
-    """Wherever there is a GPU at one end or at both."""
+    """Tensors through pinned host memory, where there is a GPU at one end or at both."""
 
     def refusal(self, src: Peer, dst: Peer) -> str:
         """See Transport.refusal."""
@@ -63,7 +63,7 @@ class PinnedSender:
 
     @property
     def pending(self) -> bool:
-        """Whether a copy is under way, or the base has something to push."""
+        """Whether a copy is under way, or the CPU channel has something pending."""
         return bool(self._copying) or self._base.pending
 
     def progress(self) -> None:

@@ -20,15 +20,15 @@ class Mark(Protocol):
 
 
 class Side(Protocol):
-    """What the channels for GPU tensors need of a stream. Tests put one in its place that does everything at once."""
+    """What the channels for GPU tensors need of a stream. Tests replace it by one that does everything at once."""
 
     device: torch.device
 
     def after_compute(self) -> AbstractContextManager[None]:
-        """Work issued inside runs beside the compute stream, but after what that holds now."""
+        """Work issued inside runs beside the compute stream, after the work that is queued there now."""
 
     def independent(self) -> AbstractContextManager[None]:
-        """Work issued inside waits for nothing of the compute stream; tensors made inside belong to the side stream."""
+        """Work issued inside does not wait for the compute stream. Tensors made inside belong to the side stream."""
 
     def mark(self) -> Mark:
         """A point after everything issued to the side stream so far."""
@@ -41,7 +41,7 @@ class Side(Protocol):
 
 
 class SideStream:
-    """A real one: a stream of its own on ``device``. The calling thread's current stream is the compute stream."""
+    """A CUDA stream of its own on ``device``. The calling thread's current stream is the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -96,7 +96,7 @@ class ShmReceiver:
             self._ring.close()
 
     def _read(self, deadline: float) -> bool:
-        """Read more of the pipe, asleep until there is something; False at the deadline."""
+        """Read more of the pipe; sleep until there is something. Returns False at the deadline."""
         while True:
             data = b""
             try:
@@ -123,7 +123,7 @@ class ShmReceiver:
                 self._inbox.fail(gone(self._peer, f"waiting for {ahead.label}" if ahead else "waiting for it"))
 
     def _next_frame(self) -> bool:
-        """Take one whole frame out of what was read; False if there isn't one."""
+        """Take one whole frame out of what was read. Returns False if there is none."""
         data, at = self._bytes, self._at
         if len(data) - at < FRAME.size:
             return False

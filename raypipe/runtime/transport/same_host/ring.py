@@ -18,7 +18,7 @@ _HEADER = 64
 
 
 def directory() -> Path:
-    """Where the processes of a host share files: in memory if this system offers it, else its temporary folder."""
+    """Return where processes of a host share files: in memory if the system offers that, else its temporary folder."""
     memory = Path("/dev/shm")
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -65,11 +65,11 @@ class Ring:
         return self._base + position % self.capacity
 
     def release(self, position: int, nbytes: int) -> None:
-        """Reader: the block at ``position``, and everything before it, may be overwritten."""
+        """Let the writer overwrite the block at ``position`` and everything before it. The reader calls this."""
         self._released.value = position + nbytes + (-nbytes) % _ALIGN
 
     def close(self) -> None:
-        """Unmap; idempotent."""
+        """Unmap the file; idempotent."""
         if self._base:
             self._base = 0
             del self._released

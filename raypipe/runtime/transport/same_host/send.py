@@ -115,7 +115,7 @@ class ShmSender:
 
     @property
     def pending(self) -> bool:
-        """Whether something still waits in this process."""
+        """Whether a message waits in this process."""
         return bool(self._frames or self._unplaced)
 
     def progress(self) -> None:
@@ -164,7 +164,7 @@ class ShmSender:
         self._failure = self._failure or TransportError(who(self._peer), "the channel is closed", "open it again")
 
     def _place(self, label: Label, head: bytes, blocks: list[Tensor], nbytes: int) -> bool:
-        """Put a message in the pipe or the ring; False if it has to wait for room."""
+        """Put a message in the pipe or the ring. Returns False if it has to wait for room."""
         if nbytes <= INLINE_LIMIT:
             self._emit(label, INLINE, len(head), _inline(head, blocks))
             return True
@@ -202,7 +202,7 @@ class ShmSender:
         return None
 
     def _replace_ring(self, capacity: int) -> Ring | None:
-        """Make a ring and announce it; None if there's no memory for it. The reader drains the old one first."""
+        """Make and announce a ring; the reader drains the old one first. Returns None if there is no memory for it."""
         path = file_path(self._run_id, self._me.rank, self._peer.rank, f"ring{self._generation}")
         try:
             ring = Ring(path, capacity, create=True)
@@ -238,7 +238,7 @@ class ShmSender:
 
 
 def _packed(label: Label, tensors: Sequence[Tensor]) -> tuple[list[Tensor], bytes, int]:
-    """Dense blocks of the tensors, the message's header, and the blocks' bytes."""
+    """Return dense blocks of the tensors, the message's header, and the number of bytes of the blocks."""
     blocks = [wire.dense(t) for t in tensors]
     nbytes = 0
     for block in blocks:

@@ -38,18 +38,18 @@ LARGEST_RING = 1 << 28
 
 
 def file_path(run_id: str, src: int, dst: int, what: str) -> Path:
-    """Name of a file that the edge's two ends meet at, before they unlink it."""
+    """Return the name of a file at which the two ends of an edge meet before they unlink it."""
     return directory() / f"raypipe-{run_id}-{src}-{dst}.{what}"
 
 
 def remove_rings(run_id: str, src: int, dst: int) -> None:
-    """Remove the ring files of one edge: those its reader did not come to open."""
+    """Remove the ring files of one edge that its reader has not opened."""
     for file in directory().glob(f"raypipe-{run_id}-{src}-{dst}.ring*"):
         file.unlink(missing_ok=True)
 
 
 def cleanup(run_id: str) -> int:
-    """Remove what a run that died while opening its channels left on this host; returns the number of files."""
+    """Remove the files that a run left on this host because it died while opening channels. Returns their number."""
     files = list(directory().glob(f"raypipe-{run_id}-*"))
     for file in files:
         file.unlink(missing_ok=True)
