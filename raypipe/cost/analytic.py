@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from raypipe.cost.gpt_work import SOFTWARE, gpt_work
 from raypipe.cost.layer_work import LayerWork
+from raypipe.cost.memory.parameter import optimizer_values
 from raypipe.cost.profile import CollectivePath, LayerProfile, LinkFit, Profile, TaskTimes
-from raypipe.errors import SpecError, nearest
+from raypipe.errors import SpecError
 from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, LinkModel
 from raypipe.job.field_types import WIDTH
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.train_spec import TrainSpec
 
 GIB = 2**30
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -77,14 +77,7 @@ def update_bytes(optimizer: str, momentum: bool, width: int) -> int:
     >>> update_bytes("adamw", False, 4)
     28
     """
-    try:
-        values = {"adamw": 7, "adam": 7, "sgd": 5 if momentum else 3}[optimizer]
-    except KeyError:
-        raise SpecError("train.optimizer", f'"{optimizer}" is unknown', nearest(optimizer, _OPTIMIZERS)) from None
-    return values * width
-
-
-_OPTIMIZERS = tuple(TrainSpec.model_fields["optimizer"].annotation.__args__)  # type: ignore[union-attr]
+    return (3 + 2 * optimizer_values(optimizer, momentum)) * width  # gradients are read, all else read and written
 
 
 def _tied(model: GptSpec | Sequence[LayerWork], given: int) -> int:

@@ -179,6 +179,11 @@ class Profile(Spec):
     collectives: Annotated[tuple[CollectiveFit, ...], Field(strict=False)] = ()
     """Measured ones; without, they follow from the links."""
 
+    @property
+    def process_bytes(self) -> float:
+        """What a device's process takes beside the model."""
+        return self.base_bytes + self.code_bytes
+
     def at_speed(self, factor: float) -> Profile:
         """The same where all that devices compute takes ``factor`` times as long; links and sums are what they were."""
         layers = tuple(

@@ -9,7 +9,7 @@ from raypipe.errors import ScheduleError, nearest
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec, ModelSpec
-from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.parallel_spec import PLANNED, ParallelSpec
 from raypipe.job.requested_schedule import is_file, looked_at
 from raypipe.job.size_limits import too_large, too_many
 from raypipe.job.train_spec import TrainSpec
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AVAILABLE: dict[str, tuple[object, ...]] = {
     "shard": ("none",),
     "sync": ("lazy", "eager", "eager-opt"),
-    "recompute": ("none", "full", "stage-aware", "auto"),
+    "recompute": ("none", "full", "stage-aware", *PLANNED),
 }
 """Per key of ``parallel``, the values that work today; the others are refused instead of ignored."""
 
@@ -154,11 +154,12 @@ def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Itera
                 f"parallel.{key}", "cannot be given where the planner chooses",
                 "leave it out, or give schedule, stages and microbatch",
             )  # fmt: skip
-    if parallel.recompute not in ("none", "full", "auto"):
+    if parallel.recompute not in ("none", "full", *PLANNED):
         what = "stage-aware" if isinstance(parallel.recompute, str) else "a list of layers"
         yield Problem(
             "parallel.recompute", f"{what} goes with one cut of the model, and the planner chooses that",
-            "use none, full or auto (the planner decides), or give schedule, stages and microbatch",
+            "use none, full, layers, microbatches or auto (of these the planner decides how much), or give schedule, "
+            "stages and microbatch",
         )  # fmt: skip
     if "schedule" in parallel.given and parallel.schedule not in (*SCHEDULES, "auto"):
         fix = "give stages and microbatch too" if is_file(parallel.schedule) else nearest(parallel.schedule, SCHEDULES)

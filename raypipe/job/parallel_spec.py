@@ -12,11 +12,13 @@ from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.shape import Shape
 
 Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]
-Again = Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)]
+Layers = Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)]
 SHAPE = {"schedule", "stages", "replicas", "microbatch", "chunks", "unit", "pipelines", "concat"}
 """Keys of ``parallel`` that a plan keeps as they were given to the planner."""
 SAME_AS = {"dapple": "1f1b"}
 """Another name of a schedule."""
+PLANNED = ("auto", "layers", "microbatches")
+"""Values of ``recompute`` that leave something to the planner."""
 DECIDED = {"schedule", "stages", "microbatch"}
 """Keys of ``parallel`` without which there is something left to choose."""
 
@@ -26,7 +28,7 @@ class ParallelSpec(Spec):
 
     auto: bool = False
     """What is not given here is chosen by the planner when the run starts; ``parallel: auto`` gives nothing. Giving
-    schedule, stages and microbatch leaves it nothing to choose, unless ``recompute`` is ``auto``."""
+    schedule, stages and microbatch leaves it nothing to choose, unless ``recompute`` asks it to."""
     schedule: str = "1f1b"
     """Name of a pipeline schedule (``raypipe schedule --list`` describes them), a file that holds one, or ``auto``."""
     placement: Literal["line", "ring", "v", "bidirectional"] = "line"
@@ -64,12 +66,13 @@ class ParallelSpec(Spec):
     wire_dtype: WireDtype | None = None
     """What floating-point activations and gradients are cast to on their way between devices, and back on arrival:
     fewer bytes, rounded values. null: they go as they are, and the plan does not change the result."""
-    recompute: Literal["none", "full", "stage-aware", "auto"] | Again = "none"
-    """Activations to compute again instead of keeping, while the device waits for the gradient; beside what the
-    schedule recomputes by itself. ``full``: all of them. ``stage-aware``: those of a share of each stage's layers, see
-    ``alphas``. A list: those of these layers alone, by number, name or pattern (``block.*``). ``auto``: the planner
-    decides when the run starts, with all else as given: nothing, some layers or some micro-batches of each stage, as
-    its memory asks for."""
+    recompute: Literal["none", "full", "stage-aware", "layers", "microbatches", "auto"] | Layers = "none"
+    """Activations to recompute instead of keeping, while the device waits for the gradient; beside what the schedule
+    recomputes by itself. ``full``: all of them. ``stage-aware`` (Merak): those of a share of each stage's layers, which
+    ``alphas`` gives or the run finds. A list: those of these layers alone, by number, name or pattern (``block.*``).
+    ``layers``, ``microbatches``: the planner decides when the run starts, with all else as given, how many of each
+    stage's last layers, or of its micro-batches, memory forces it to recompute; a plan that fits recomputes nothing.
+    ``auto``: the same, whichever of the two is faster."""
     alphas: Annotated[float, Field(ge=0, le=1)] | Shares | None = None
     """With ``recompute: stage-aware``: the share of a stage's layers that keeps its activations. A list has one per
     stage; a number is the first stage's, from which the others follow so that all use the same memory (Merak). null:
@@ -125,7 +128,7 @@ class ParallelSpec(Spec):
     def _spelled_out(cls, data: object) -> object:
         if data == "auto":
             return {"auto": True}
-        if isinstance(data, Mapping) and data.get("recompute") == "auto":
+        if isinstance(data, Mapping) and data.get("recompute") in PLANNED:
             return {**data, "auto": True}
         if isinstance(data, Mapping) and data.get("auto") is True and data.keys() >= DECIDED:
             return {**data, "auto": False}

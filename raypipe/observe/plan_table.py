@@ -65,7 +65,7 @@ def details(p: Prediction) -> str:
 
 def _recomputed(p: Prediction) -> str:
     word = recompute_word(p)
-    return f"{len(p.recomputed or ())} of {sum(map(len, p.cut))} layers" if word == "layers" else word
+    return f"{word} ({len(p.recomputed or ())} of {sum(map(len, p.cut))})" if word == "layers" else word
 
 
 def seconds(value: float) -> str:

@@ -40,9 +40,13 @@ def partition_job(
     if measured is None:
         where = this_machine(job.train.dtype, schedule.devices) if described is None else described
         works = [tensor_rank.work for tensor_rank in tensor_ranks]
-        measured = analytic_profile(works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer)
+        measured = analytic_profile(works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer,
+            job.train.momentum > 0,
+        )  # fmt: skip
     measured = with_cast_messages(measured, job.parallel.wire_dtype)
-    return make_partition(pieces, measured, schedule, job.parallel.microbatch, memory_bytes, job.train.optimizer)
+    return make_partition(
+        pieces, measured, schedule, job.parallel.microbatch, memory_bytes, job.train.optimizer, job.train.momentum
+    )
 
 
 def divided(job: JobSpec, size: int) -> JobSpec:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raypipe.cost.memory import STATES
+from raypipe.cost.memory import ParameterBytes, kept_bytes, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import stage_times
-from raypipe.cost.stages import costs_of, gradient_width
+from raypipe.cost.stages import costs_of
 from raypipe.errors import SpecError
 from raypipe.plan.cut.balance import Balance, Memory, balance, check_stages, pinned
 from raypipe.schedule.ir import Schedule
@@ -67,7 +67,7 @@ class Partition:
 
 def make_partition(
     pieces: Sequence[Piece], profile: Profile, schedule: Schedule, microbatch: int,
-    memory_bytes: float | None = None, optimizer: str = "adamw",
+    memory_bytes: float | None = None, optimizer: str = "adamw", momentum: float = 0.0,
 ) -> Partition:  # fmt: skip
     """Deal pieces to the stages of a schedule by the profile's seconds for one micro-batch.
 
@@ -77,7 +77,7 @@ def make_partition(
         schedule: which stages there are, on which devices, and how many micro-batches each keeps.
         microbatch: samples of one.
         memory_bytes: of a device for weights, gradients, optimizer state and activations; None if it does not matter.
-        optimizer: ``train.optimizer``: its state's size.
+        optimizer, momentum: ``train``'s, for the size of the optimizer's state.
 
     The slowest device of the result is the fastest possible but for ``NOISE``; within that, the predicted step is as
     short as moving borders makes it, for it also matters where the slowest stage stands.
@@ -89,7 +89,10 @@ def make_partition(
         why = f"holds {len(profile.layers)} layers, the model has {len(pieces)}"
         raise SpecError("profile", why, "measure it again: raypipe profile JOB.yaml -o PROFILE.json")
     seconds = [sum(_seconds(profile, microbatch, [i])) for i in range(len(pieces))]
-    memory = None if memory_bytes is None else _memory(pieces, profile, schedule, microbatch, memory_bytes, optimizer)
+    memory = None
+    if memory_bytes is not None:
+        each = parameter_bytes(profile.dtype, optimizer, momentum)
+        memory = _memory(pieces, profile, schedule, microbatch, memory_bytes, each)
     best = balance(seconds, schedule.placement, memory)
     even = pinned(seconds, schedule.placement, even_starts([p.block for p in pieces], schedule.stages), memory)
     first = Partition(tuple(pieces), profile, schedule, microbatch, even, best)
@@ -243,15 +246,17 @@ def _values(pieces: Iterable[Piece]) -> dict[str, int]:
 
 
 def _memory(
-    pieces: Sequence[Piece], profile: Profile, schedule: Schedule, microbatch: int, limit: float, optimizer: str
+    pieces: Sequence[Piece], profile: Profile, schedule: Schedule, microbatch: int, limit: float, each: ParameterBytes
 ) -> Memory:
-    width = gradient_width(profile.dtype) * (2 + STATES[optimizer])  # the weight itself, its gradient, its state
+    split = any(task.kind == "W" for task in schedule.tasks())
     return Memory(
         limit_bytes=limit,
         weights=[
-            {name: float(count * width) for name, count in piece.parameters} | {f"casts of piece {i}": layer.cast_bytes}
+            {name: float(count * each.total) for name, count in piece.parameters}
+            | {f"casts of piece {i}": layer.cast_bytes}
             for i, (piece, layer) in enumerate(zip(pieces, profile.layers, strict=True))
         ],
-        kept_bytes=[layer.kept_bytes * microbatch + layer.kept_fixed_bytes for layer in profile.layers],
+        kept_bytes=[kept_bytes(layer, microbatch, split) for layer in profile.layers],
+        output_bytes=[layer.output_bytes * microbatch for layer in profile.layers],
         live=live_per_stage(schedule),
     )

@@ -18,10 +18,14 @@ from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import MOST, Concat
 
-Recompute = Literal["none", "stage-aware", "layers"]
-"""``stage-aware``: activations are computed again while waiting for the gradient, except for as many micro-batches of
-each stage as its device's memory holds (Merak section 3.4); that may be none. ``layers``: of every micro-batch, except
-for as many of each stage's first layers as memory holds: finer where few micro-batches are in flight."""
+Recompute = Literal["none", "full", "microbatches", "layers"]
+"""What a plan recomputes while it waits for the gradient; a job's ``parallel.recompute`` takes the same words.
+``full``: all activations. ``microbatches``: all but those of as many micro-batches of each stage as its device's memory
+holds. ``layers``: in every micro-batch, all but those of as many of each stage's first layers as memory holds, which is
+finer where few micro-batches are in flight."""
+Ways = tuple[Recompute, ...]
+"""Ways to recompute that a plan may take if it does not fit without."""
+PARTLY: Ways = ("microbatches", "layers")
 SYNCS: tuple[Sync, ...] = ("lazy", "eager-opt", "eager")
 """Placements of gradient sums, from the simplest."""
 CONCATS: tuple[Concat, ...] = ("direct", "doubling", "halving")
@@ -116,7 +120,7 @@ class Candidate(NamedTuple):
             "schedule": self.schedule, "stages": self.stages, "replicas": self.replicas,
             "microbatch": self.microbatch, "chunks": self.chunks, "unit": self.unit, "pipelines": self.pipelines,
             "concat": self.concat, "sync": self.sync, "memory_limit": self.memory_limit, "update": self.update,
-            "placement": self.placement, "recompute": "full" if self.recompute == "stage-aware" else "none",
+            "placement": self.placement, "recompute": "full" if self.recompute in ("full", "microbatches") else "none",
             "tensor": self.tensor, "sub_pipelined": self.sub_pipelined,
         }  # fmt: skip
         return ParallelSpec(**{**values, **changes})

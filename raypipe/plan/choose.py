@@ -17,7 +17,7 @@ from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import SAME_AS
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, rank_key, simplest
-from raypipe.plan.candidate import SYNCS, Asked, Candidate, Grid, grids
+from raypipe.plan.candidate import PARTLY, SYNCS, Asked, Candidate, Grid, Ways, grids
 from raypipe.plan.plan import JOBS_OWN, Plan
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict.orders import Orders
@@ -93,7 +93,7 @@ class _Chooser:
             return None
         if given.get("recompute") == "none" and c.form.recomputes and "schedule" not in given:
             return None
-        return c._replace(recompute="stage-aware") if given.get("recompute") == "full" else c
+        return c._replace(recompute="full") if given.get("recompute") == "full" else c
 
     def pick(self, c: Candidate) -> Candidate | None:
         """The candidate, if it may be chosen."""
@@ -157,14 +157,14 @@ class _Chooser:
                     smaller = smaller._replace(unit=min(smaller.unit, grid.microbatches))
                 if self.judge.holds(smaller):
                     return f"microbatch {grid.microbatch}"
-        if c.recompute == "none" and not c.form.recomputes and self.judge.holds(c._replace(recompute="stage-aware")):
+        if c.recompute == "none" and not c.form.recomputes and self.judge.holds(c._replace(recompute="full")):
             return "recompute: full"
         return None
 
     def _ways(self, c: Candidate) -> list[Candidate]:
         """A candidate as it takes most memory, and least."""
         less = c._replace(update="wait")
-        return [c, less._replace(recompute="stage-aware") if self.judge.of(c).recompute else less]
+        return [c, less._replace(recompute="full") if self.judge.of(c).recompute else less]
 
     def nothing_fits(self, found: Ranking) -> SpecError:
         """Say what the smallest plan lacks."""
@@ -269,9 +269,7 @@ def choose(
     judge = Judges({
         sharing: Predictor(
             with_cast_messages(without_noise(own), parallel.wire_dtype), train, deepest(job, own), syncs=syncs,
-            recompute=given.get("recompute") != "none",
-            partly=not greedy and given.get("recompute") != "full",
-            asked=asked, _orders=orders_made,
+            recompute=ways_to_recompute(given.get("recompute"), greedy), asked=asked, _orders=orders_made,
         )
         for sharing, own in profiles.items()
     })  # fmt: skip
@@ -323,6 +321,15 @@ def choose(
         timed=found.timed, seconds=time.monotonic() - began,
         notes=tuple(_notes(rows, profile, shared, count, given, greedy)),
     )  # fmt: skip
+
+
+def ways_to_recompute(wish: object, greedy: bool) -> Ways:
+    """How plans may recompute: as the job says, and by the greedy rule all or nothing."""
+    if wish == "none":
+        return ()
+    if greedy or wish == "full":
+        return ("full",)
+    return tuple(way for way in PARTLY if wish in (None, "auto", way))
 
 
 def _notes(

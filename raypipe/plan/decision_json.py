@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raypipe.cost.chimera_model import Difference, closed_form, differences
+from raypipe.plan.candidate import Recompute
 from raypipe.plan.choose import Decision, Row, label
 from raypipe.plan.predict.orders import Orders
 from raypipe.plan.predict.prediction import Prediction
@@ -45,14 +46,14 @@ def _candidate(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def recompute_word(p: Prediction) -> str:
-    """``none``, ``full``, ``stage-aware`` where some micro-batches keep their activations, or ``layers`` where some
-    layers do."""
+def recompute_word(p: Prediction) -> Recompute:
+    """What a plan recomputes, in the words of a job's ``parallel.recompute``: ``none``, ``full`` (also where the
+    schedule does so by itself), ``microbatches`` if some of them keep their activations, ``layers`` if some do."""
     if p.recomputed is not None:
         return "layers" if len(p.recomputed) < sum(map(len, p.cut)) else "full"
     if p.candidate.recompute == "none":
         return "full" if p.form.recomputes and p.order is None else "none"
-    return "stage-aware" if p.keep is not None and any(p.keep) else "full"
+    return "microbatches" if p.keep is not None and any(p.keep) else "full"
 
 
 def schedule_of(p: Prediction) -> Schedule:

@@ -20,7 +20,7 @@ def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick
 
     "It greedily chooses to use the maximum micro-batch size fitting in the device memory", then (W, D) by the
     predicted time. As in the paper, micro-batches that leave fewer than D of them come only where there are no others,
-    everything is recomputed (``judge.partly`` says whether some of it may be kept) only where nothing fits without,
+    everything is recomputed (``judge.recompute`` says whether some of it may be kept) only where nothing fits without,
     two pipelines are combined ("the default setting of Chimera"), and the three ways to concatenate units are for
     N > D. Scheduling units of fewer than all micro-batches are left out: the rule has no word for them.
 

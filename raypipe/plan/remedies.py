@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import count, takewhile
 from math import ceil
 
-from raypipe.cost.memory import FEWER, RECOMPUTE, SMALLER, STAGES
+from raypipe.cost.memory.terms import FEWER, RECOMPUTE, SMALLER, STAGES
 from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError
 from raypipe.job.spec import JobSpec
-from raypipe.plan.candidate import Candidate, Grid, Recompute, divisors
+from raypipe.plan.candidate import Candidate, Grid, Ways, divisors
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import Judges
@@ -83,7 +83,7 @@ def _other_wishes(predictor: Predictor, c: Candidate, given: dict[str, object]) 
             if size < c.microbatch and _holds(predictor, _sized(c, size, share // size)):
                 yield f"parallel.microbatch: {size}"
                 break
-    if given.get("recompute") == "none" and _holds(predictor, c._replace(recompute="stage-aware")):
+    if given.get("recompute") == "none" and _holds(predictor, c._replace(recompute="full")):
         yield "parallel.recompute: full"
     if given.get("schedule", "1f1b") not in ("1f1b", "dapple", "auto") and not {"chunks", "unit"} & set(given):
         plain = c.grid.candidate("1f1b")
@@ -125,8 +125,8 @@ def _deeper(judge: Judges, c: Candidate, batch: int, wished: Wished) -> int | No
     return None
 
 
-def _ways(predictor: Predictor) -> tuple[Recompute, ...]:
-    return ("none", "stage-aware") if predictor.recompute else ("none",)
+def _ways(predictor: Predictor) -> Ways:
+    return ("none", "full") if predictor.recompute else ("none",)
 
 
 def _holds(predictor: Predictor, c: Candidate) -> bool:

@@ -10,12 +10,13 @@ from statistics import median
 
 import ray
 
+from raypipe.cost.memory import parameter_bytes
 from raypipe.cost.noise import LIMIT
 from raypipe.cost.profile import LayerProfile, Profile, TaskTimes
 from raypipe.data import declared_fields, known_fields
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
-from raypipe.models import DTYPES, LayeredModel
+from raypipe.models import LayeredModel
 from raypipe.profiling.disturbances import charge, drift, stolen
 from raypipe.profiling.effort import Effort
 from raypipe.profiling.profiled_steps import (
@@ -47,8 +48,6 @@ from raypipe.schedule.kinds import Kind
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import Program, programs
 
-COPIES = 4
-"""A parameter, its gradient and Adam's two moments."""
 LONGEST = 1 << 40
 """More than any sample holds: where they have their own lengths, all are measured as long as the longest."""
 MEMORY: tuple[tuple[str, Way, Kind, int, int], ...] = (
@@ -115,8 +114,7 @@ class LayerBench:
         Raises:
             SpecError: naming the largest layer.
         """
-        width = DTYPES[self.job.train.dtype].itemsize
-        need = {i: float(COPIES * width * self.model.parameters(i)) for i in self.here}
+        need = {i: self._state_bytes(i) for i in self.here}
         if sum(need.values()) > room:
             largest = max(need, key=lambda i: need[i])
             raise SpecError(
@@ -127,10 +125,15 @@ class LayerBench:
                 "profile on devices with more memory, or fewer of them a host, or a smaller model",
             )
 
+    def _state_bytes(self, layer: int) -> float:
+        """Bytes of a layer's parameters with their gradients and optimizer state."""
+        train = self.job.train
+        each = parameter_bytes(train.dtype, train.optimizer, train.momentum)
+        return float(each.total * self.model.parameters(layer))
+
     def fits(self, size: int, room: float) -> bool:
         """Whether the activations of micro-batches of ``size`` fit, as far as known from a smaller size."""
-        width = DTYPES[self.job.train.dtype].itemsize
-        weights = COPIES * width * sum(self.model.parameters(i) for i in self.here)
+        weights = sum(map(self._state_bytes, self.here))
         alive = ALIVE * size * sum(max(t[self.groups[i]] / n for n, t in self.grown["F"].items()) for i in self.here)
         return weights + 1.5 * alive <= room  # a task's temporaries beside what it keeps
 

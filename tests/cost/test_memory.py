@@ -3,7 +3,7 @@
 
 import pytest
 
-from raypipe.cost.memory import DeviceMemory, device_memory
+from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
 from raypipe.errors import SpecError
 from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.live_activations import peak_activations
@@ -116,6 +116,14 @@ def test_optimizer_state(profile, optimizer, momentum, values):
     assert [d.optimizer for d in found] == [4 * values * p for p in PARAMETERS]
 
 
+def test_bytes_of_a_parameter():
+    """Four copies of it with Adam, two with plain SGD; 16-bit autocast changes none of them."""
+    assert parameter_bytes("float32", "adamw") == parameter_bytes("bfloat16", "adam") == (4, 4, 8)
+    assert parameter_bytes("float64", "sgd") == (8, 8, 0)
+    assert parameter_bytes("float32", "sgd", 0.9).total == 12
+    assert parameter_bytes("float32", "adamw", 0.9).total == 16  # momentum is SGD's
+
+
 def test_wide_weights(profile):
     wide = memory(profile.model_copy(update={"dtype": "float64"}), "1f1b", 8)
     half = memory(profile.model_copy(update={"dtype": "bfloat16"}), "1f1b", 8)
@@ -187,6 +195,19 @@ def test_what_every_micro_batch_keeps_whatever_its_size_goes_with_a_joint_backwa
     assert [b.activations - a.activations for a, b in zip(plain, joint, strict=True)] == [4 * 14, 3 * 7, 2 * 7, 14]
     plain, split = memory(profile, "zb-h1", 8), memory(fixed, "zb-h1", 8)
     assert [b.activations - a.activations for a, b in zip(plain, split, strict=True)] == [0, 0, 0, 0]
+
+
+def test_layers_that_are_not_recomputed_keep_the_same_in_either_backward(profile):
+    """What a micro-batch keeps whatever its size, until a joint backward, is not there where the backward is split."""
+    fixed = profile.model_copy(
+        update={"layers": tuple(x.model_copy(update={"kept_fixed_bytes": 7.0}) for x in profile.layers)}
+    )
+    cut = [(0, 1, 2), (3, 4, 5)]
+    for name, more in (("gpipe", 7), ("zb-h2", 0)):
+        schedule = add_recompute(generate(name, Shape(devices=2, microbatches=4)), "early", [0])
+        plain, found = (device_memory(p, cut, schedule, MB, recomputed=[1, 2])[0] for p in (profile, fixed))
+        assert found.activations - plain.activations >= 3 * more, name
+        assert (found.activations > plain.activations) == bool(more)
 
 
 def test_the_workspace_is_that_of_the_worst_layer_less_what_later_ones_freed(profile):

@@ -79,7 +79,11 @@ WRONG = [  # override, key in `where`, words in the message
     ("parallel.placement=ring", "parallel.placement", "1f1b has its own"),
     ("parallel.chunks=2", "parallel.chunks", "leave chunks out"),
     ("parallel.shard=zero3", "parallel.shard", "not available yet"),
-    ("parallel.recompute=sometimes", "parallel.recompute", "known: auto, full, none, stage-aware"),
+    (
+        "parallel.recompute=sometimes",
+        "parallel.recompute",
+        "known: auto, full, layers, microbatches, none, stage-aware",
+    ),
     ("parallel.recompute=stage-aware", "parallel.memory_cap_mb", "missing"),
     ("parallel.memory_cap_mb=100", "parallel.memory_cap_mb", "use recompute: stage-aware"),
     ("parallel.alphas=0.5", "parallel.alphas", "use recompute: stage-aware"),

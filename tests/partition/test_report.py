@@ -83,6 +83,22 @@ def test_memory_moves_the_cut():
         make_partition(pieces, profile, schedule, 1, memory_bytes=6 * MIB)
 
 
+def test_memory_counts_the_output_and_the_optimizer_of_the_job():
+    """As the planner does: a stage holds its output until the backward, and SGD has state only with momentum."""
+    pieces, profile = model([1e12] * 8, heavy=MIB)
+    wide = replace_layers(profile, [x.model_copy(update={"output_bytes": MIB / 2}) for x in profile.layers])
+    schedule = generate("1f1b", Shape(devices=4, microbatches=8))
+
+    def first(profile, optimizer="sgd", momentum=0.0):
+        return make_partition(
+            pieces, profile, schedule, 1, 1e12, optimizer=optimizer, momentum=momentum
+        ).balanced.device_bytes[0]  # fmt: skip
+
+    assert first(profile, "adamw") - first(profile) == 2 * 8 * MIB
+    assert first(profile, momentum=0.9) - first(profile) == 2 * 4 * MIB
+    assert first(wide) - first(profile) == 4 * (MIB / 2 - 32)
+
+
 @pytest.mark.parametrize("name", ["zb-v", "interleaved-1f1b", "chimera"])
 def test_devices_with_two_stages_are_balanced_as_devices(name):
     pieces, profile = model([1e12] * 15 + [6e12])

@@ -20,7 +20,8 @@ def make_profile(layers: int = 6, devices: int = 4, seed: int = 0, **changes: An
         once, each = 2e-3 * size, 8e-3 * size * rng.uniform(0.8, 1.2)
         back, weight = rng.uniform(0.9, 1.3), rng.uniform(0.7, 1.1)
         return LayerProfile(
-            name=name, parameters=int(2e6 * size), kept_bytes=40 * MIB * size, output_bytes=2 * MIB,
+            name=name, parameters=int(2e6 * size), kept_bytes=40 * MIB * size, kept_fixed_bytes=MIB * size,
+            output_bytes=2 * MIB,
             times={
                 n: TaskTimes(
                     forward=time, input_grad=time * back, weight_grad=time * weight,
@@ -36,7 +37,8 @@ def make_profile(layers: int = 6, devices: int = 4, seed: int = 0, **changes: An
     link = LinkFit(alpha_s=2e-4, beta_s_per_byte=1 / 4e9)
     values: dict[str, Any] = {
         "source": "measured", "device": "made up", "dtype": "float32", "devices": devices, "devices_per_host": 2,
-        "memory_bytes": 8 * 2**30, "base_bytes": 100 * MIB, "layers": tuple(map(layer, names, sizes)),
+        "memory_bytes": 8 * 2**30, "base_bytes": 90 * MIB, "code_bytes": 10 * MIB,
+        "layers": tuple(map(layer, names, sizes)),
         "update_s_per_parameter": 2e-9, "inside": link,
         "between": LinkFit(alpha_s=3e-4, beta_s_per_byte=1 / 1e9), **changes,
     }  # fmt: skip

@@ -76,7 +76,7 @@ def predicted(judge: Judges, c: Candidate) -> Prediction | None:
 
 def leaner(c: Candidate, clips: bool) -> list[Candidate]:
     """Every combination of what takes memory from a candidate and time with it."""
-    recomputed = ["none"] if c.form.recomputes else ["none", "stage-aware"] + ["layers"] * (not c.sub_pipelined)
+    recomputed = ["none"] if c.form.recomputes else ["none", "microbatches"] + ["layers"] * (not c.sub_pipelined)
     told = "memory_limit" in SCHEDULES[c.schedule].options and c.unit is None
     limits = [None, 3.0, 4.0, 5.0] if told else [None]
     updates = [c.update, "wait"] if clips and c.update == "auto" else [c.update]
@@ -153,7 +153,7 @@ def test_weights_that_do_not_fit_are_known_without_an_order() -> None:
     for c in told[:: max(1, len(told) // 60)]:
         with suppress(ScheduleError):
             assert not judge.predict(c).fits
-            assert not judge.holds(c._replace(recompute="stage-aware"))
+            assert not judge.holds(c._replace(recompute="full"))
 
 
 def test_fewer_activations_and_recomputation_are_tried_together() -> None:
@@ -200,7 +200,7 @@ def test_the_rule_of_the_largest_micro_batch() -> None:
 
 def test_the_rule_recomputes_all_or_nothing_and_only_where_it_must() -> None:
     judge, every = setting(6, 4, 16, 2, memory_bytes=0.42 * 2**30)
-    judge.by[ALONE].partly = False
+    judge.by[ALONE].recompute = ("full",)
     greedy = largest_microbatch(judge, every, 50, flushing).best
     recomputed = [p for p in greedy if p.candidate.recompute != "none"]
     assert recomputed

@@ -150,7 +150,7 @@ def test_recomputation_keeps_as_much_as_memory_holds() -> None:
         assert max(found.memory_bytes) <= part * need
         judge = Predictor(profile, job.train, 4)
         kept, recomputed = (
-            judge.predict(bare.best.candidate._replace(recompute=how)) for how in ("stage-aware", "layers")
+            judge.predict(bare.best.candidate._replace(recompute=how)) for how in ("microbatches", "layers")
         )
         shares.append(sum(kept.keep or ()))
         layers.append(len(recomputed.recomputed or ()))

@@ -170,6 +170,9 @@ def test_a_model_that_fits_no_device_is_refused(text_folder: Path) -> None:
     with pytest.raises(SpecError, match=r"block.0 alone 6\.00 GiB\), a device has 1\.00 GiB"):
         bench.check_room(1 << 30)
     bench.check_room(1 << 36)
+    sgd = small_job(text_folder, {}, {"hidden": 4096, "heads": 4}, optimizer="sgd")
+    with pytest.raises(SpecError, match=r"block.0 alone 3\.00 GiB\)"):  # weights and gradients, no state
+        LayerBench(sgd, GptLayers(sgd.model), workers=None, data=text_folder).check_room(1 << 30)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ class Memory:
     share is held once."""
     kept_bytes: Sequence[float]
     """Per piece, what is kept for the backward of one micro-batch."""
+    output_bytes: Sequence[float] = ()
+    """Per piece, what a stage that ends with it hands on, and holds until its backward; none if empty."""
     live: Sequence[float]
     """Per stage, how many micro-batches it keeps at once; ``live_microbatches`` knows 1F1B's."""
 
@@ -61,7 +63,8 @@ class Runs:
         """The tables of pieces with these costs."""
         before = np.array([0.0, *accumulate(costs)])
         tables = (None, None, (), np.inf) if memory is None else (
-            _together(memory.weights), _sums(memory.kept_bytes), tuple(memory.live), memory.limit_bytes,
+            _together(memory.weights), _sums(memory.kept_bytes) + _handed_on(memory), tuple(memory.live),
+            memory.limit_bytes,
         )  # fmt: skip
         return Runs(tuple(costs), _sums(costs), before, *tables)
 
@@ -82,6 +85,11 @@ def _sums(values: Sequence[float]) -> Table:
     table: Table = total[None, :] - total[:, None]
     table[np.tril_indices(len(total))] = np.inf
     return table
+
+
+def _handed_on(memory: Memory) -> Table:
+    """Output of each run's last piece, as a row over the ends of runs."""
+    return np.array([0.0, *(memory.output_bytes or [0.0] * len(memory.kept_bytes))])
 
 
 def _together(weights: Sequence[Mapping[str, float]]) -> Table:

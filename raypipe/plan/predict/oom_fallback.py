@@ -1,21 +1,20 @@
-"""What may be done about a plan that memory does not hold: fewer activations, or some of them computed again."""
+"""Fallbacks for a plan that runs out of memory: fewer activations in flight, or some of them recomputed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import ceil, floor
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.cost.memory import STATES
+from raypipe.cost.memory import StageMemory, kept_bytes, parameter_bytes, shares_input, stage_memory
 from raypipe.cost.profile import Profile
-from raypipe.cost.stages import gradient_width, parameters
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.train_spec import TrainSpec
-from raypipe.plan.candidate import Candidate
+from raypipe.plan.candidate import Candidate, Ways
 from raypipe.plan.cut.bottleneck import Cut
 from raypipe.plan.predict.at_scale import Figures
 from raypipe.plan.predict.form import Form
@@ -30,29 +29,16 @@ LIMITS = 4
 """Memory limits that are tried with recomputation."""
 
 
-class _Held(NamedTuple):
-    """Bytes of each stage; of one micro-batch where that matters."""
-
-    weights: Figures
-    casts: Figures
-    """Narrow copies of the weights."""
-    summed: Figures
-    """Gradients as one flat vector."""
-    leaving: Figures
-    """What it hands on."""
-    kept: Figures
-    """From the forward to the backward."""
-    waiting: Figures
-    """From B to W."""
-
-
 class Costs(Protocol):
     """What the fallbacks ask of the predictor."""
 
     profile: Profile
     train: TrainSpec
-    recompute: bool
-    partly: bool
+    recompute: Ways
+
+    @property
+    def partly(self) -> bool:
+        """Whether plans that recompute may keep some activations."""
 
     def cut(self, stages: int, microbatch: int) -> Cut:
         """The layers of each stage."""
@@ -75,29 +61,31 @@ class OOMFallback:
     """Other candidates for one that is too large, each with a time that it takes at least."""
 
     judge: Costs
-    _stage_bytes: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _terms: dict[tuple[int, int, bool], dict[str, Figures]] = field(default_factory=dict)
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
-        """See ``Judge``: what a device holds once its gradients are there and while they are summed, whatever is done
-        about activations; and with all activations of a unit, where the family runs its forwards first."""
-        form, train, capacity = c.form, self.judge.train, self.judge.profile.memory_bytes
-        place = np.array(form.placement)
-        own = self._held(form.stages, c.microbatch)
-        states = STATES[train.optimizer] + (train.optimizer == "sgd" and train.momentum > 0)
-        static = held = (1 + states) * own.weights + own.casts
+        """If lower bounds on memory already prove that the candidate does not fit: its fallbacks, with lower bounds on
+        their steps; else None.
+
+        Two moments need no order to be bounded: when a device has all its gradients and reduces them, and, in a family
+        that runs its forwards first, when all activations of a unit are alive.
+        """
+        form, profile = c.form, self.judge.profile
+        place, stage = np.array(form.placement), self._stage_terms(form, c.microbatch)
+        static = held = stage["weights"] + stage["optimizer"] + stage["casts"]
         if c.microbatches // form.replicas >= (1 if form.joint else 2):  # else a device may end with its first one
-            held = held + own.weights
+            held = held + stage["gradients"]
             if form.replicas * c.replicas > 1:
                 alone = [c.replicas * len(set(column)) == 1 for column in place.T]
-                held = held + np.where(alone, 0.0, own.summed)
-        room = capacity - self.judge.profile.base_bytes
+                held = held + np.where(alone, 0.0, stage["reduced"])
+        room = profile.memory_bytes - profile.process_bytes
         if _by_device(place, held).max() * (1 - 1e-9) > room:
             return []
         plain = c.recompute == "none" and c.memory_limit is None and not form.recomputes
         if not (SCHEDULES[c.schedule].fills and plain):
             return None
-        local = [0.0, *(own.leaving[s - 1] * (place[0, s] == place[0, s - 1]) for s in range(1, form.stages))]
-        each = own.kept - local if form.joint else np.minimum(own.kept - local, own.waiting)
+        own = stage["kept"] - np.where(shares_input(form.placement), stage["input"], 0.0)
+        each = own if form.joint else np.minimum(own, stage["kept_for_w"])
         alive = (c.microbatches if c.unit is None else min(c.unit, c.microbatches)) * _by_device(place, each)
         left = room - _by_device(place, static)
         if (alive * (1 - 1e-9) <= left).all():
@@ -106,34 +94,25 @@ class OOMFallback:
         if self.judge.train.clip is not None and c.update == "auto":
             waiting = c._replace(update="wait")
             oom_fallbacks.append((self.judge.least(waiting), waiting))
-        if not self.judge.recompute:
-            return oom_fallbacks
-        one = _by_device(place, own.kept)
-        most = np.clip((left + one) / np.maximum(alive, 1.0), 0.0, 1.0)
-        oom_fallbacks.append(self._keeping_microbatches(c, most.tolist()))
-        if self.judge.partly and not c.sub_pipelined:
-            oom_fallbacks.append(self._keeping_layers(c, np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0).tolist()))
-        return oom_fallbacks
+        most = np.clip((left + _by_device(place, stage["kept"])) / np.maximum(alive, 1.0), 0.0, 1.0)
+        layers = np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0)
+        return oom_fallbacks + self._recomputing(c, most.tolist(), layers.tolist())
 
-    def _held(self, stages: int, microbatch: int) -> _Held:
-        key = (stages, microbatch)
-        if key not in self._stage_bytes:
-            p, width = self.judge.profile, gradient_width(self.judge.profile.dtype)
-            cut = self.judge.cut(stages, microbatch)
-            rows = [[p.layers[i] for i in layers] for layers in cut]
-            weights = np.array([parameters(p, layers) for layers in cut], float) * width
-            ends = np.array([bool({0, len(p.layers) - 1} & set(layers)) for layers in cut])
-            leaving = np.array([row[-1].output_bytes * microbatch for row in rows])
-            self._stage_bytes[key] = _Held(
-                weights=weights, casts=np.array([sum(x.cast_bytes for x in row) for row in rows]),
-                summed=weights - ends * p.tied_parameters * width, leaving=leaving,
-                kept=np.array([sum(x.kept_bytes for x in row) * microbatch for row in rows]) + leaving,
-                waiting=np.array([sum(x.waiting for x in row) * microbatch for row in rows]),
-            )  # fmt: skip
-        return self._stage_bytes[key]
+    def _stage_terms(self, form: Form, microbatch: int) -> dict[str, Figures]:
+        """Per field of ``StageMemory``, its bytes by stage, for full micro-batches."""
+        key = (form.stages, microbatch, form.joint)
+        if key not in self._terms:
+            profile, train = self.judge.profile, self.judge.train
+            each = parameter_bytes(profile.dtype, train.optimizer, train.momentum)
+            stages = [
+                stage_memory(profile, layers, microbatch, each, split=not form.joint)
+                for layers in self.judge.cut(form.stages, microbatch)
+            ]
+            self._terms[key] = {f.name: np.array([getattr(s, f.name) for s in stages]) for f in fields(StageMemory)}
+        return self._terms[key]
 
     def of(self, p: Prediction) -> list[tuple[float, Candidate]]:
-        """See ``Judge``: fewer activations where the family can be told, else recomputation."""
+        """See ``Judge``: fewer activations in flight where the family takes a limit, and recomputation."""
         c = p.candidate
         if p.fits or c.recompute != "none" or c.form.versions != "flush":
             return []
@@ -142,20 +121,18 @@ class OOMFallback:
         if c.update == "auto" and any(memory.undo for memory in p.memory):
             waiting = c._replace(update="wait")
             found.append((self.judge.least(waiting), waiting))
-        told = "memory_limit" in SCHEDULES[c.schedule].options and "unit" not in SCHEDULES[c.schedule].options
-        if told and c.memory_limit is None:
+        options = SCHEDULES[c.schedule].options
+        if "memory_limit" in options and "unit" not in options and c.memory_limit is None:
             for limit in self._limits(p):
                 limited = c._replace(memory_limit=float(limit))
                 found.append((self.judge.least(limited), limited))
-        if self.judge.recompute and not c.form.recomputes and (c.memory_limit is None or self.judge.partly):
-            found.append(self._recomputing(p))
-            if self.judge.partly and not c.sub_pipelined:  # halves are recomputed whole
-                found.append(self._recomputing_layers(p))
+        if not c.form.recomputes and (c.memory_limit is None or self.judge.partly):
+            found += self._recomputing_for(p)
         return found
 
     def _limits(self, p: Prediction) -> list[int]:
-        """Numbers of activations for a family that can be told: as many as there is room for, and some between that and
-        what it holds untold, which fit only with recomputation of part of them."""
+        """Limits for a family that takes one: as many activations as there is room for, and some between that and what
+        it holds without a limit, which fit only with recomputation of part of them."""
         room, size = self.room(p), float(p.form.size)
         if not self.judge.partly:
             return [room] * (room >= 1)
@@ -163,21 +140,41 @@ class OOMFallback:
         between = range(room + 1, ceil(held))
         return [room] * (room >= 1) + list(between[:: max(1, ceil(len(between) / LIMITS))])
 
-    def _recomputing(self, p: Prediction) -> tuple[float, Candidate]:
-        """Recomputation where memory is short, and its bound: so much at least cannot be kept.
+    def _recomputing_for(self, p: Prediction) -> list[tuple[float, Candidate]]:
+        """The candidate with each way of recomputing that may be taken, where memory is short.
 
-        Keeping a share a of the k micro-batches in flight keeps at least k*a - 1 of them alive together.
+        Keeping a share a of the k micro-batches in flight keeps at least k*a - 1 of them alive together. All of them
+        keep the same layers, so where activations are to shrink to a share, the layers that one of the device's stages
+        keeps are no more than that share of what it keeps now.
         """
-        c = p.candidate
-        most = [1.0] * c.stages
+        microbatches, layers = [1.0] * p.candidate.stages, [1.0] * p.candidate.stages
         for d, (memory, one) in enumerate(zip(p.memory, self._largest(p), strict=True)):
             if memory.activations > 0:
-                room = memory.activations - (memory.total - p.capacity) + one
-                most[d] = min(1.0, max(0.0, room / memory.activations))
-        return self._keeping_microbatches(c, most)
+                room = memory.activations - (memory.total - p.capacity)
+                microbatches[d] = min(1.0, max(0.0, (room + one) / memory.activations))
+                layers[d] = min(1.0, max(0.0, room / memory.activations))
+        return self._recomputing(p.candidate, microbatches, layers)
 
-    def _keeping_microbatches(self, c: Candidate, most: Sequence[float]) -> tuple[float, Candidate]:
-        """Recomputation where each device keeps at most such a share of its micro-batches, and its bound."""
+    def _recomputing(
+        self, c: Candidate, microbatches: Sequence[float], layers: Sequence[float]
+    ) -> list[tuple[float, Candidate]]:
+        """The candidate with each way of recomputing that may be taken, with a lower bound on its step.
+
+        Args:
+            c: the candidate.
+            microbatches: per device, the largest share of its micro-batches that can be kept.
+            layers: per device, the largest share of its layers.
+        """
+        found = []
+        for way in self.judge.recompute:
+            if way != "layers":
+                found.append((self._keeping_microbatches(c, microbatches), c._replace(recompute=way)))
+            elif not c.sub_pipelined:  # halves are recomputed whole
+                found.append((self._keeping_layers(c, layers), c._replace(recompute=way)))
+        return found
+
+    def _keeping_microbatches(self, c: Candidate, most: Sequence[float]) -> float:
+        """A lower bound on the step if each device keeps at most such a share of its micro-batches."""
         form = c.form
         share = [min(most[row[s]] for row in form.placement) for s in range(form.stages)]
         costs = self.judge.costs(c)
@@ -186,26 +183,17 @@ class OOMFallback:
             form, c.microbatches, replace(costs, recompute=recomputed), self.judge.overheads(c),
             frozenset(range(form.stages)),
         )  # fmt: skip
-        return bound * (1 - 1e-9), c._replace(recompute="stage-aware")
+        return bound * (1 - 1e-9)
 
-    def _recomputing_layers(self, p: Prediction) -> tuple[float, Candidate]:
-        """The same by layers. All micro-batches in flight keep the same layers, so where activations are to shrink to a
-        share, the layers that one of the device's stages keeps are no more than that share of what it keeps now."""
-        shares = []
-        for memory in p.memory:
-            room = memory.activations - (memory.total - p.capacity)
-            shares.append(min(1.0, max(0.0, room / memory.activations)) if memory.activations else 1.0)
-        return self._keeping_layers(p.candidate, shares)
-
-    def _keeping_layers(self, c: Candidate, shares: Sequence[float]) -> tuple[float, Candidate]:
-        """Recomputation where some stage of each device keeps at most such a share of its layers, and its bound."""
+    def _keeping_layers(self, c: Candidate, shares: Sequence[float]) -> float:
+        """A lower bound on the step if some stage of each device keeps at most such a share of its layers."""
         form, costs, cut = c.form, self.judge.costs(c), self.judge.cut(c.form.stages, c.microbatch)
         levels = max(map(len, cut))
         samples = c.microbatch * float(form.size)
         most = [0] * c.stages
         for s, layers in enumerate(cut):
             own = [self.judge.profile.layers[i] for i in layers]
-            kept = [layer.kept_bytes * samples + layer.kept_fixed_bytes for layer in own]
+            kept = [kept_bytes(layer, samples, split=not form.joint) for layer in own]
             whole = sum(kept) + own[-1].output_bytes * samples
             for d in {row[s] for row in form.placement}:
                 fits = [
@@ -218,15 +206,12 @@ class OOMFallback:
         if remade:
             costs = self.judge.costs_with_recompute(c, form, recomputed)
         bound = least_step_seconds(form, c.microbatches, costs, self.judge.overheads(c), remade)
-        return bound * (1 - 1e-9), c._replace(recompute="layers")
+        return bound * (1 - 1e-9)
 
     def _largest(self, p: Prediction) -> list[float]:
         """Per device, the most bytes of activations that a micro-batch has on a stage of it."""
         most = [0.0] * p.candidate.stages
-        for s, layers in enumerate(p.cut):
-            own = [self.judge.profile.layers[i] for i in layers]
-            each = sum(x.kept_bytes for x in own) + own[-1].output_bytes
-            kept = each * p.candidate.microbatch + sum(x.kept_fixed_bytes for x in own)
+        for s, kept in enumerate(self._stage_terms(p.form, p.candidate.microbatch)["kept"].tolist()):
             for row in p.form.placement:
                 most[row[s]] = max(most[row[s]], kept)
         return most

@@ -39,7 +39,7 @@ class Prediction:
     capacity: float
     """Memory of a device."""
     keep: tuple[float, ...] | None = None
-    """Per stage, share of micro-batches not recomputed (stage-aware)."""
+    """Per stage, the share of micro-batches that are not recomputed (``full``: 0; ``microbatches``)."""
     recomputed: frozenset[int] | None = None
     """Layers that are recomputed, of those stages that recompute some (``layers``)."""
     order: Schedule | None = None

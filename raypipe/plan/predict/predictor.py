@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from raypipe.cost.collectives import Layout, collective_seconds
-from raypipe.cost.memory import STATES, DeviceMemory, device_memory
+from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import crowding, gradient_width, stage_costs
+from raypipe.cost.stages import crowding, parameters, stage_costs
 from raypipe.errors import ScheduleError
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.train_spec import TrainSpec
-from raypipe.plan.candidate import NOTHING, SYNCS, Asked, Candidate, Grid, candidates
+from raypipe.plan.candidate import NOTHING, PARTLY, SYNCS, Asked, Candidate, Grid, Ways, candidates
 from raypipe.plan.cut.bottleneck import Cut, balanced_cut, bottlenecks
 from raypipe.plan.predict.at_scale import Figures, at_scale
 from raypipe.plan.predict.form import Form
@@ -69,10 +69,8 @@ class Predictor:
     """Deepest cut of the model."""
     syncs: tuple[Sync, ...] = SYNCS
     """Where gradient sums may be placed; the simplest of equally fast ones is taken."""
-    recompute: bool = True
-    """Whether plans may recompute what the schedule does not."""
-    partly: bool = True
-    """Whether stages that recompute may keep the activations of as many micro-batches as memory holds."""
+    recompute: Ways = PARTLY
+    """How plans that do not fit may recompute what the schedule does not."""
     asked: Asked = NOTHING
     """What candidates are to have."""
     _orders: Orders = field(default_factory=Orders)
@@ -164,10 +162,9 @@ class Predictor:
 
     def _static(self, stages: float) -> float:
         """Weights, gradients and optimizer state: some device of a pipeline holds at least so much."""
-        p = self.profile
-        values = sum(layer.parameters for layer in p.layers) - p.tied_parameters
-        states = STATES[self.train.optimizer] + (self.train.optimizer == "sgd" and self.train.momentum > 0)
-        return (2 + states) * gradient_width(p.dtype) * values / stages + p.base_bytes
+        p, train = self.profile, self.train
+        each = parameter_bytes(p.dtype, train.optimizer, train.momentum)
+        return each.total * parameters(p, range(len(p.layers))) / stages + p.process_bytes
 
     def least(self, c: Candidate) -> float:
         """See ``Judge``."""
@@ -175,6 +172,11 @@ class Predictor:
         if self._static(c.stages / form.replicas) > self.profile.memory_bytes:
             return float("inf")
         return least_step_seconds(form, c.microbatches, self.costs(c), self.overheads(c)) * (1 - 1e-9)
+
+    @property
+    def partly(self) -> bool:
+        """Whether plans that recompute may keep some activations."""
+        return "full" not in self.recompute
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
         """See ``Judge``."""
@@ -196,7 +198,7 @@ class Predictor:
         Raises:
             ScheduleError: the family has no such shape.
         """
-        keep = self._keep(c) if c.recompute == "stage-aware" else None
+        keep = self._keep(c) if c.recompute in ("full", "microbatches") else None
         recomputed = self._recompute(c) if c.recompute == "layers" else None
         found = Prediction(
             candidate=c, batch=self.train.batch, cut=self.cut(c.form.stages, c.microbatch),
@@ -283,7 +285,7 @@ class Predictor:
         ahead = self.train.clip is not None and not self.overheads(c).waits(order)
         return device_memory(
             self.profile, self.cut(order.schedule.stages, c.microbatch), order.schedule, c.microbatch,
-            copies=c.replicas, optimizer=self.train.optimizer, momentum=self.train.momentum > 0, ahead=ahead,
+            copies=c.replicas, optimizer=self.train.optimizer, momentum=self.train.momentum, ahead=ahead,
             recomputed=recomputed,
         )  # fmt: skip
 
@@ -305,44 +307,37 @@ class Predictor:
     def _keep(self, c: Candidate) -> Keep:
         """Per stage, the largest share of micro-batches that memory holds without recomputation.
 
-        Devices fill up independently of one another, so one bisection serves all of them.
-
         Source: Lai et al. 2022 (Merak), section 3.4, whose formula is this for even stages and 1F1B.
         """
-        form = c.form
-        nothing = (0.0,) * form.stages
-        if not self.partly or not self.holds(c):
-            return nothing
-        low, high = [0] * c.stages, [LEVELS + 1] * c.stages  # holds, holds not
-        while any(h - k > 1 for k, h in zip(low, high, strict=True)):
-            level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
-            shares = tuple(min(level[row[s]] for row in form.placement) / LEVELS for s in range(form.stages))
-            for d, row in enumerate(self._memory(c, shares)):
-                if row.total <= self.profile.memory_bytes:
-                    low[d] = level[d]
-                else:
-                    high[d] = level[d]
-        return tuple(min(low[row[s]] for row in form.placement) / LEVELS for s in range(form.stages))
+        if c.recompute == "full" or not self.holds(c):
+            return (0.0,) * c.form.stages
+        return self._most_kept(c, LEVELS, lambda shares: self._memory(c, shares))
 
     def _recompute(self, c: Candidate) -> frozenset[int]:
-        """Layers that are recomputed if each stage keeps as many of its first ones as its device's memory holds.
+        """Layers that are recomputed if each stage keeps as many of its first ones as its device's memory holds."""
+        cut = self.cut(c.form.stages, c.microbatch)
+        if not self.holds(c):
+            return recomputed_after(cut, (0.0,) * len(cut))
 
-        Levels are shares of a stage's layers, the same for all stages of a device; devices fill up independently.
+        def memory(shares: Keep) -> tuple[DeviceMemory, ...]:
+            return self._memory(c, None, recomputed_after(cut, shares))
+
+        return recomputed_after(cut, self._most_kept(c, max(map(len, cut)), memory))
+
+    def _most_kept(self, c: Candidate, levels: int, memory: Callable[[Keep], tuple[DeviceMemory, ...]]) -> Keep:
+        """Per stage, the largest share that memory holds, a multiple of one in ``levels``; nothing kept fits.
+
+        Devices fill up independently of one another, so one bisection serves all of them.
         """
-        form, cut = c.form, self.cut(c.form.stages, c.microbatch)
-        levels = max(map(len, cut))
-        everything = recomputed_after(cut, (0.0,) * form.stages)
-        if max(row.total for row in self._memory(c, None, everything)) > self.profile.memory_bytes:
-            return everything
         low, high = [0] * c.stages, [levels + 1] * c.stages  # holds, holds not
         while any(h - k > 1 for k, h in zip(low, high, strict=True)):
             level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
-            for d, row in enumerate(self._memory(c, None, recomputed_after(cut, shares_kept(form, level, levels)))):
+            for d, row in enumerate(memory(shares_kept(c.form, level, levels))):
                 if row.total <= self.profile.memory_bytes:
                     low[d] = level[d]
                 else:
                     high[d] = level[d]
-        return recomputed_after(cut, shares_kept(form, low, levels))
+        return shares_kept(c.form, low, levels)
 
     def schedule_of(self, p: Prediction) -> Schedule:
         """Compute tasks of one data-parallel copy."""
@@ -351,9 +346,8 @@ class Predictor:
         return self._orders.of(p.candidate, p.candidate.microbatches, p.keep, p.remade).schedule
 
     def holds(self, c: Candidate) -> bool:
-        """Whether the candidate fits; False for one that does not exist."""
+        """Whether the candidate fits, all recomputed if it recomputes; False for one that does not exist."""
         try:
-            keep = (0.0,) * c.form.stages if c.recompute == "stage-aware" else None
-            return max(device.total for device in self._memory(c, keep)) <= self.profile.memory_bytes
+            return max(device.total for device in self._memory(c, None)) <= self.profile.memory_bytes
         except ScheduleError:
             return False

@@ -1,0 +1,276 @@
+"""Memory of each device of a schedule: its tasks are played in order, and the fullest moment counts.
+
+Follows the runtime: float32 (or float64) weights whatever the arithmetic and one narrow copy of them under autocast, a
+full set of weights, gradients and optimizer state for every stage replica, what autograd and the deferred weight
+gradients keep of each micro-batch in flight, one flat vector per stage whose gradients are being reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+from raypipe.cost.memory.parameter import parameter_bytes
+from raypipe.cost.memory.stage import StageMemory, shares_input, stage_memory
+from raypipe.cost.memory.terms import DeviceMemory
+from raypipe.cost.profile import Profile
+from raypipe.cost.stages import Cut, check_cut
+from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
+from raypipe.schedule.live_activations import recomputed_pairs
+from raypipe.schedule.lowering.run_ahead import tasks_ahead
+from raypipe.schedule.passes.sync import held
+from raypipe.schedule.versions import weight_versions
+
+Shard = Literal["none", "zero1", "zero2", "zero3"]
+SHARDS: tuple[Shard, ...] = get_args(Shard)
+
+
+def device_memory(
+    profile: Profile,
+    cut: Cut,
+    schedule: Schedule,
+    microbatch: int,
+    *,
+    copies: int = 1,
+    optimizer: str = "adamw",
+    momentum: float = 0.0,
+    shard: Shard = "none",
+    ahead: bool = False,
+    recomputed: Collection[int] | None = None,
+) -> tuple[DeviceMemory, ...]:
+    """Memory of each device of a schedule, in bytes.
+
+    Args:
+        profile: what layers keep.
+        cut: layers of each stage.
+        schedule: placement, orders, recomputation, weight versions. Its AR tasks, if it has any, say when gradients are
+            reduced; without them this happens at the end.
+        microbatch: samples of a full micro-batch.
+        copies: data-parallel copies of the whole schedule, on devices of their own.
+        optimizer: ``train.optimizer``.
+        momentum: ``train.momentum``.
+        shard: what the holders of a stage split between them: optimizer state (``zero1``), gradients too (``zero2``),
+            weights too (``zero3``, with one stage's weights gathered at a time). Rajbhandari et al. 2020 (ZeRO),
+            section 5; ZeroPP, section 3.4, for the gathered stage.
+        ahead: devices run ahead of the global gradient norm (``train.clip``, ``parallel.update``) and can undo.
+        recomputed: layers that an R computes again; all of its stage by default.
+
+    Raises:
+        SpecError: the cut is not one of this model, or the optimizer is unknown.
+    """
+    check_cut(profile, cut, schedule.placement)
+    each, samples = parameter_bytes(profile.dtype, optimizer, momentum), microbatch * float(schedule.size)
+    split = {task.stage for task in schedule.tasks() if task.kind == "W"}
+    versions = weight_versions(schedule) if schedule.versions != "flush" else None
+    # Devices read the whole mini-batch, that of other copies as well, each input once whatever reads it.
+    read = samples * schedule.microbatches * copies * (1 if versions is None else 2)
+    setting = _Setting(
+        schedule=schedule,
+        base=profile.process_bytes,
+        stages=[
+            stage_memory(profile, layers, samples, each, split=s in split, recomputed=recomputed)
+            for s, layers in enumerate(cut)
+        ],
+        shares_input=shares_input(schedule.placement),
+        reads=[read * max(profile.layers[i].read_bytes for i in layers) for layers in cut],
+        holders=[copies * len({row[s] for row in schedule.placement}) for s in range(schedule.stages)],
+        shard=SHARDS.index(shard),
+        recomputed=recomputed_pairs(schedule),
+    )
+    heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
+    return tuple(
+        _fullest(setting, device, own, versions[device] if versions is not None else 0, heads[device])
+        for device, own in enumerate(held(schedule))
+    )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What holds for all devices of a schedule."""
+
+    schedule: Schedule
+    base: float
+    stages: Sequence[StageMemory]
+    shares_input: Sequence[bool]
+    reads: Sequence[float]
+    """Per stage, the raw inputs of a step."""
+    holders: Sequence[int]
+    """Per stage, the devices that hold it."""
+    shard: int
+    """Index in ``SHARDS``."""
+    recomputed: set[tuple[int, int]]
+    """(stage, micro-batch) with an R."""
+
+    @cached_property
+    def shares(self) -> list[StageMemory]:
+        """Per stage, what one of its holders has of its weights, gradients and optimizer state."""
+        if not self.shard:
+            return list(self.stages)
+        return [
+            replace(
+                stage, optimizer=stage.optimizer / n,
+                gradients=stage.gradients / (n if self.shard >= 2 else 1),
+                weights=stage.weights / (n if self.shard >= 3 else 1),
+            )
+            for stage, n in zip(self.stages, self.holders, strict=True)
+        ]  # fmt: skip
+
+
+def _fullest(
+    setting: _Setting, device: int, own: Sequence[tuple[int, int]], versions: int, head: int
+) -> DeviceMemory:  # fmt: skip
+    """A device's fullest moment.
+
+    Args:
+        setting: the schedule and its stages.
+        device: which one.
+        own: the (stage, replica) that it holds.
+        versions: snapshots of weights that forwards in flight use.
+        head: tasks at the start of its order that run before the last update is final.
+    """
+    schedule, stages, shares = setting.schedule, setting.stages, setting.shares
+    primary = own[0][1] if own else 0
+    first = [s for s, replica in own if replica == primary]
+    more = [s for s, replica in own if replica != primary]
+    moments = _Moments(
+        DeviceMemory(
+            base=setting.base,
+            weights=sum(shares[s].weights for s in first),
+            optimizer=sum(shares[s].optimizer for s in first),
+            inputs=max((setting.reads[s] for s, _ in own), default=0.0),
+            versions=sum(versions * stages[s].weights for s, _ in own),
+            replicas=sum(shares[s].state for s in more),
+            communication=max((stages[s].weights for s, _ in own), default=0.0) if setting.shard == 3 else 0.0,
+        ),
+        setting, primary,
+        {(t.stage, mb) for t in schedule.orders[device] if t.kind == "B" for mb in t.mbs},
+        max(1, versions),
+    )  # fmt: skip
+    # In the head of its order the last update may be undone; of 2BW it has yet to be made.
+    copies = 0.0 if schedule.versions == "2bw" else sum(shares[s].state for s, _ in own)
+    undo = copies + sum(shares[s].gradients for s, _ in own)
+    for position, task in enumerate(schedule.orders[device]):
+        moments.undo = undo if position < head else 0.0
+        moments.task(task)
+    moments.undo = 0.0
+    if not moments.reduced and setting.shard < 2:  # sharded gradients are reduced piece by piece
+        for stage, replica in own:
+            if setting.holders[stage] > 1:
+                moments.reduce(stage, replica)
+        moments.moment()
+    return moments.fullest
+
+
+class _Moments:
+    """Plays one device's order and remembers the fullest moment."""
+
+    def __init__(
+        self, static: DeviceMemory, setting: _Setting, primary: int, with_b: set[tuple[int, int]], versions: int
+    ) -> None:
+        self.static, self.setting, self.primary = static, setting, primary
+        self.stages, self.recomputed = setting.stages, setting.recomputed
+        self.versions = versions
+        """Of the weights, that forwards in flight use."""
+        self.with_b = with_b
+        """(stage, micro-batch) that have a B on this device: its W does not end them if it comes first."""
+        self.alive: dict[tuple[int, int], float] = {}
+        # Sums that every task changes a little, kept up to date: there are as many moments as tasks.
+        self.activations = self.gradients = self.replica_gradients = self.reducing = self.casts = 0.0
+        self.ran: set[tuple[int, int]] = set()
+        """(stage, micro-batch) whose backward ran and whose B or W is still to come."""
+        self.graded: set[tuple[int, int]] = set()
+        self.reduced: set[tuple[int, int]] = set()
+        self.cast: set[tuple[int, int]] = set()
+        self.undo = 0.0
+        self._most = 0.0
+        self._terms: tuple[float, ...] = (0.0,) * 8
+
+    def moment(self, workspace: float = 0.0, messages: float = 0.0) -> None:
+        """Compare the present moment with the fullest one so far."""
+        held = self.activations + self.casts
+        changing = held + self.gradients + self.replica_gradients + self.reducing + self.undo + workspace + messages
+        if changing > self._most:
+            self._most = changing
+            self._terms = (
+                self.activations, self.casts, self.gradients, self.replica_gradients, self.reducing, self.undo,
+                workspace, messages,
+            )  # fmt: skip
+
+    @property
+    def fullest(self) -> DeviceMemory:
+        """The fullest moment so far."""
+        activations, casts, gradients, replica_gradients, reducing, undo, workspace, messages = self._terms
+        return replace(
+            self.static, gradients=gradients, replicas=self.static.replicas + replica_gradients,
+            activations=activations, casts=casts, workspace=workspace, messages=messages, undo=undo,
+            communication=self.static.communication + reducing,
+        )  # fmt: skip
+
+    def hold(self, key: tuple[int, int], size: float) -> None:
+        """A micro-batch keeps so much from now on; 0 for the end of its life."""
+        self.activations += size - self.alive.pop(key, 0.0)
+        if size:
+            self.alive[key] = size
+        elif not self.alive:
+            self.activations = 0.0  # and no rounding goes on
+
+    def grade(self, stage: int, replica: int) -> None:
+        """A stage replica has gradients from now on."""
+        if (stage, replica) not in self.graded:
+            self.graded.add((stage, replica))
+            size = self.setting.shares[stage].gradients
+            if replica == self.primary:
+                self.gradients += size
+            else:
+                self.replica_gradients += size
+
+    def reduce(self, stage: int, replica: int) -> None:
+        """The all-reduce of a stage replica's gradients is under way."""
+        if (stage, replica) not in self.reduced:
+            self.reduced.add((stage, replica))
+            self.reducing += self.stages[stage].reduced
+
+    def narrow(self, stage: int, replica: int) -> None:
+        """Autocast has made its copies of a stage replica's weights."""
+        if (stage, replica) not in self.cast:
+            self.cast.add((stage, replica))
+            self.casts += self.stages[stage].casts * self.versions
+
+    def task(self, task: Task) -> None:
+        """One task of the order."""
+        kind, s, mbs, replica = task
+        if kind == "AR":
+            self.reduce(s, replica)
+            self.moment()
+        stage = self.stages[s]
+        if kind in ("F", "R"):
+            self.narrow(s, replica)
+        for mb in mbs:
+            key = (s, mb)
+            if kind == "F":
+                if key in self.recomputed:
+                    self.hold(key, stage.kept_for_r)
+                else:
+                    shared = self.setting.shares_input[s] and (s - 1, mb) not in self.recomputed
+                    self.hold(key, stage.kept - stage.input if shared else stage.kept)
+                self.moment()
+            elif kind == "R":
+                self.hold(key, stage.kept)
+                self.moment()
+            elif key in self.ran:
+                self.ran.discard(key)
+                self.hold(key, 0.0)
+            else:
+                self.moment(stage.workspace, stage.messages)
+                if kind in WEIGHT_GRADIENTS and key not in self.with_b:
+                    self.hold(key, 0.0)
+                else:  # a W that ran the backward leaves B the gradient to send
+                    self.hold(key, stage.kept_for_w if kind == "B" else stage.input)
+                    self.ran.add(key)
+            if kind in WEIGHT_GRADIENTS:
+                self.grade(s, replica)
+            if kind in BACKWARD:
+                self.moment(messages=stage.messages)

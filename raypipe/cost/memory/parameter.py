@@ -1,0 +1,52 @@
+"""Bytes that one parameter takes on a device: the weight, its gradient and its optimizer state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from raypipe.cost.stages import gradient_width
+from raypipe.errors import SpecError, nearest
+
+OPTIMIZER_VALUES = {"adamw": 2, "adam": 2, "sgd": 0}
+"""Values of optimizer state per parameter; SGD with momentum has one more."""
+
+
+class ParameterBytes(NamedTuple):
+    """Bytes of one parameter. Weights stay float32 (or float64) under 16-bit autocast, and the rest is as wide."""
+
+    weight: int
+    gradient: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return sum(self)
+
+
+def optimizer_values(optimizer: str, momentum: float) -> int:
+    """Values of optimizer state per parameter.
+
+    Args:
+        optimizer: ``train.optimizer``.
+        momentum: ``train.momentum``; only whether ``sgd`` has any matters.
+
+    Raises:
+        SpecError: the optimizer is unknown.
+    """
+    if optimizer not in OPTIMIZER_VALUES:
+        raise SpecError("train.optimizer", f'"{optimizer}" is unknown', nearest(optimizer, OPTIMIZER_VALUES))
+    return OPTIMIZER_VALUES[optimizer] + (optimizer == "sgd" and momentum > 0)
+
+
+def parameter_bytes(dtype: str, optimizer: str = "adamw", momentum: float = 0.0) -> ParameterBytes:
+    """Bytes of one parameter for ``train``'s dtype, optimizer and momentum.
+
+    >>> parameter_bytes("bfloat16", "adamw")
+    ParameterBytes(weight=4, gradient=4, optimizer=8)
+
+    Raises:
+        SpecError: the optimizer is unknown.
+    """
+    width = gradient_width(dtype)
+    return ParameterBytes(width, width, optimizer_values(optimizer, momentum) * width)

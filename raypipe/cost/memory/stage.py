@@ -1,0 +1,130 @@
+"""Bytes of one stage, by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from raypipe.cost.memory.parameter import ParameterBytes
+from raypipe.cost.profile import LayerProfile, Profile
+from raypipe.cost.stages import parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes of one replica of a stage; activations and messages are those of one micro-batch."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    casts: float
+    """Autocast's narrow copies of the weights."""
+    reduced: float
+    """The flat vector in which gradients are all-reduced; those of a tied matrix are reduced apart, in place."""
+    kept: float
+    """Activations from the forward to the backward, the stage's output included."""
+    kept_for_w: float
+    """Activations from B to W, where the backward is split."""
+    kept_for_r: float
+    """Activations from the forward to its recompute: the input, and what layers keep that are not recomputed."""
+    input: float
+    """What the stage before sent."""
+    output: float
+    """What goes to the next stage; the last one's is a number, and counts as nothing."""
+    workspace: float
+    """Temporary memory at the worst moment of a backward, beside what is kept at its start."""
+
+    @property
+    def state(self) -> float:
+        """What is held from the first task of a step to the last: weights and optimizer state."""
+        return self.weights + self.optimizer
+
+    @property
+    def messages(self) -> float:
+        """P2P buffers of a backward: the gradient that arrives and the one that is sent on."""
+        return self.input + self.output
+
+
+def kept_bytes(layer: LayerProfile, samples: float, split: bool) -> float:
+    """Activations that a layer keeps of one micro-batch from its forward to its backward; ``split`` in B and W."""
+    return layer.kept_bytes * samples + (0.0 if split else layer.kept_fixed_bytes)
+
+
+def stage_memory(
+    profile: Profile,
+    layers: Sequence[int],
+    samples: float,
+    each: ParameterBytes,
+    *,
+    split: bool,
+    recomputed: Collection[int] | None = None,
+) -> StageMemory:
+    """Memory of the stage that holds these layers.
+
+    Args:
+        profile: what layers keep.
+        layers: of the stage, consecutive.
+        samples: of one micro-batch.
+        each: bytes of a parameter.
+        split: the stage's backward is split in B and W.
+        recomputed: layers that an R computes again; all of the stage by default.
+    """
+    own = [profile.layers[i] for i in layers]
+    last = len(profile.layers) - 1
+    # The executor holds a stage's output, with its graph, until the backward.
+    output = own[-1].output_bytes * samples
+    arriving = profile.layers[layers[0] - 1].output_bytes * samples if layers[0] else 0.0
+    values, tied = parameters(profile, layers), profile.tied_parameters
+    ends = {0, last} & set(layers)
+    return StageMemory(
+        weights=float(values * each.weight), gradients=float(values * each.gradient),
+        optimizer=float(values * each.optimizer), casts=sum(layer.cast_bytes for layer in own),
+        reduced=float((values - (tied if ends else 0)) * each.gradient),
+        kept=sum(layer.kept_bytes for layer in own) * samples + output
+        + (0.0 if split else sum(layer.kept_fixed_bytes for layer in own)),
+        kept_for_w=sum(layer.waiting for layer in own) * samples,
+        kept_for_r=_kept_for_r(profile, layers, samples, split, arriving, recomputed),
+        input=arriving, output=output,
+        workspace=_workspace(own, samples, split, float(tied * each.gradient) if len(ends) == 2 else 0.0),
+    )  # fmt: skip
+
+
+def shares_input(placement: Sequence[Sequence[int]]) -> list[bool]:
+    """Per stage, whether its input is the very tensor that the stage before, on the same device, keeps as output."""
+    return [s > 0 and all(row[s] == row[s - 1] for row in placement) for s in range(len(placement[0]))]
+
+
+def _kept_for_r(
+    profile: Profile, layers: Sequence[int], samples: float, split: bool, arriving: float,
+    recomputed: Collection[int] | None,
+) -> float:  # fmt: skip
+    held, before = arriving, True
+    for i in layers:
+        remade = recomputed is None or i in recomputed
+        if not remade:
+            held += kept_bytes(profile.layers[i], samples, split)
+        if remade != before and i > layers[0]:  # what joins two segments is held beside what they keep
+            held += profile.layers[i - 1].output_bytes * samples
+        before = remade
+    return held
+
+
+def _workspace(layers: Sequence[LayerProfile], samples: float, split: bool, tied: float) -> float:
+    """The worst moment of a stage's backward beside all that is kept at its start.
+
+    By the time it reaches an earlier layer, what later ones kept is gone. ``tied`` bytes are the gradient of a matrix
+    that first and last layer share: autograd holds the last layer's until it can add the first one's to it.
+    """
+    worst = freed = 0.0
+    for k, layer in enumerate(reversed(layers)):
+        if split:
+            own = layer.workspace_bytes if layer.split_workspace_bytes is None else layer.split_workspace_bytes
+            worst = max(worst, own * samples - freed)
+            freed += (layer.kept_bytes - layer.waiting) * samples
+        else:
+            fixed = layer.workspace_fixed_bytes
+            if tied and k == len(layers) - 1:
+                fixed = max(fixed, 2 * tied)  # its own, and the sum
+            worst = max(worst, layer.workspace_bytes * samples + fixed - freed)
+            freed += kept_bytes(layer, samples, split) - (tied if k == 0 else 0.0)
+    return worst
