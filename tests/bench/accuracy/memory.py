@@ -141,6 +141,7 @@ CASES = (
     Case("1f1b", {}, {"batch": 64}, CNN, images=160),
     Case("1f1b", {"microbatch": 1}, {"dtype": "bfloat16", "batch": 8}),
     Case("zb-h1", {}, {"dtype": "bfloat16", "batch": 16}),
+    Case("zb-h1", {"recompute": ["block.1", "block.2", "block.5"]}, {"dtype": "bfloat16", "batch": 16}),
 )
 
 
@@ -208,7 +209,7 @@ def predicted(job: JobSpec, profile: Profile) -> list[DeviceMemory]:
     schedule = build_schedule(plan, job.train.batch)
     found = device_memory(
         profile, plan.cut, schedule, plan.parallel.microbatch, optimizer=job.train.optimizer,
-        momentum=job.train.momentum > 0, recomputed=layers_to_recompute(plan.parallel, plan.cut),
+        momentum=job.train.momentum, recomputed=layers_to_recompute(plan.parallel, plan.cut),
         ahead=runs_ahead(plan.parallel, job.train.clip is not None, schedule, CostTable.even(schedule.stages)),
     )  # fmt: skip
     return [replace(device, base=device.base - profile.base_bytes) for device in found]
