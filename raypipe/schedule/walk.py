@@ -1,58 +1,74 @@
-"""Walk a task graph in an order its devices can really follow: earliest start times, or the deadlock.
+"""The one clock: when every task of a step starts and ends, or which devices wait for one another in a circle.
 
-The core that the verifier (any durations), the simulator (real ones) and cost-aware generators share.
-Compute and updates of a device run one after another in its order. An all-reduce is issued at its place in the
-order and then runs on the device's network lane beside later compute; it is a collective, so it starts on all its
-holders at once, and collectives of one lane run one after another in the order they were issued.
+Everything that times a schedule is a view of ``walk``:
+
+    one step                            ``simulate.engine``, and ``walk`` itself where only times are asked for
+    steps one after another             ``simulate.series``: each step begins with what the step before left behind
+    the steady time per step            ``simulate.period``: the state from which every step takes equally long
+    the step with its gradient sums     ``passes.sync.gradient_sync_end``: network lanes after the compute is timed
+
+A lane runs its tasks one after another. The compute and the updates of a device are one lane; its all-reduces are
+another, beside later compute, each issued at its place in the device's order. An all-reduce is a collective: it starts
+on all its holders at once. A task starts when its lane is free and all it waits for has arrived; ``latency`` says how
+long messages take. Where a link carries one message at a time, the link is a lane as well (``simulate.series``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raypipe.schedule.deps import TaskGraph
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.latency import Comm, delays
 
+Waits = Mapping[int, Sequence[tuple[int, float]]]
+"""Task -> (task, time from its end to the earliest start of the one that waits)."""
+NEVER = float("-inf")
+"""The end of a task that has not run."""
+
 
 @dataclass(slots=True)
 class Walk:
-    """Times of every task, by its number in the graph; those that can never run have ``end < 0``."""
+    """Times of every task, by its number in the graph; those that can never run end at ``NEVER``."""
 
     start: list[float]
     end: list[float]
-    order: list[int]
-    """Tasks in an order in which every task comes after all it waits for."""
     stuck: list[int]
     """The first task of each lane that cannot run; empty when all ran."""
 
 
 @no_collection()
-def walk(graph: TaskGraph, durations: Sequence[float], comm: Comm = 0.0) -> Walk:
-    """Run each task as early as its device's order and its dependencies allow.
-
-    Args:
-        graph: the linked schedule.
-        durations: time of each task, by number.
-        comm: latency of messages, as in a cost table.
+def walk(
+    graph: TaskGraph, durations: Sequence[float], comm: Comm = 0.0, also: Waits | None = None,
+    begin: Mapping[int, float] | None = None,
+) -> Walk:  # fmt: skip
+    """Run each task as early as its lane and its dependencies allow.
 
     Linear in tasks plus dependencies: a lane that waits sleeps on the one task it waits for.
+
+    Args:
+        graph: the linked schedule; a lane per entry of ``first``, and one for the all-reduces of each.
+        durations: time of each task, by number.
+        comm: latency of messages, as in a cost table.
+        also: what tasks wait for besides the dependency rule.
+        begin: earliest starts, by task, that the step before leaves; the first task of every lane has one. Default:
+            all lanes are free at 0.
     """
     tasks, preds, first = graph.tasks, graph.preds, graph.first
     waits = delays(graph.schedule.placement, graph.schedule.graph, comm)
     devices = len(first) - 1
     lanes: list[Sequence[int]] = [range(first[d], first[d + 1]) for d in range(devices)]
-    collectives = _Collectives(graph, lanes) if any(t.kind == "AR" for t in tasks) else None
-    start, end = [0.0] * len(tasks), [-1.0] * len(tasks)
-    order: list[int] = []
-    position, free = [0] * len(lanes), [0.0] * len(lanes)
+    start, end = [0.0] * len(tasks), [NEVER] * len(tasks)
+    more = None if also is None and begin is None else _More(also or {}, begin or {}, end)
+    collectives = _Collectives(graph, lanes, more) if any(t.kind == "AR" for t in tasks) else None
+    position, free = [0] * len(lanes), [0.0 if begin is None else NEVER] * len(lanes)
     waiting: dict[int, list[int]] = {}
     awake = list(range(len(lanes)))[::-1]
     while awake:
         lane = awake.pop()
         if lane >= devices and collectives is not None:
-            collectives.advance(lane, position, free, start, end, order, durations, waiting, awake)
+            collectives.advance(lane, position, free, start, end, durations, waiting, awake)
             continue
         sequence, k, now = lanes[lane], position[lane], free[lane]
         while k < len(sequence):
@@ -63,7 +79,7 @@ def walk(graph: TaskGraph, durations: Sequence[float], comm: Comm = 0.0) -> Walk
                 wait = waits[replica][stage]
             for p in preds[i]:
                 ready = end[p]
-                if ready < 0:
+                if ready == NEVER:
                     waiting.setdefault(p, []).append(lane)
                     break
                 if waits is not None:
@@ -71,9 +87,13 @@ def walk(graph: TaskGraph, durations: Sequence[float], comm: Comm = 0.0) -> Walk
                 if ready > at:
                     at = ready
             else:
+                if more is not None and i in more.tasks:
+                    late, at = more.earliest(i, at)
+                    if late is not None:
+                        waiting.setdefault(late, []).append(lane)
+                        break
                 start[i] = at
                 end[i] = now = at + durations[i]
-                order.append(i)
                 k += 1
                 if i in waiting:
                     awake.extend(waiting.pop(i))
@@ -81,14 +101,51 @@ def walk(graph: TaskGraph, durations: Sequence[float], comm: Comm = 0.0) -> Walk
             break
         position[lane], free[lane] = k, now
     stuck = [lanes[n][position[n]] for n in range(len(lanes)) if position[n] < len(lanes[n])]
-    return Walk(start, end, order, stuck)
+    return Walk(start, end, stuck)
+
+
+class _More:
+    """What few tasks wait for besides their lane and the dependency rule."""
+
+    def __init__(self, also: Waits, begin: Mapping[int, float], end: list[float]) -> None:
+        self.also, self.begin, self.end = also, begin, end
+        self.tasks = also.keys() | begin.keys()
+
+    def earliest(self, i: int, at: float) -> tuple[int | None, float]:
+        """A task that must run before ``i``, if there is one; and when ``i`` can start, if not before ``at``."""
+        at = max(at, self.begin.get(i, at))
+        for p, lag in self.also.get(i, ()):
+            if self.end[p] == NEVER:
+                return p, at
+            at = max(at, self.end[p] + lag)
+        return None, at
+
+
+class NetworkLanes:
+    """When the network of each device is free: its all-reduces run one after another."""
+
+    def __init__(self, free: list[float]) -> None:
+        self.free = free
+
+    def all_reduce(self, holders: Iterable[tuple[int, float]], duration: float) -> float:
+        """Run one collective as early as can be, on all its holders at once; returns its start.
+
+        Args:
+            holders: of each, its lane and when it can take part; a lane may hold several.
+            duration: of the collective.
+        """
+        members = list(holders)
+        at = max(max(ready, self.free[lane]) for lane, ready in members)
+        for lane, _ in members:
+            self.free[lane] = at + duration
+        return at
 
 
 class _Collectives:
-    """The network lanes: lane ``devices + d`` holds the all-reduces of device ``d``."""
+    """The network lanes of a walk: lane ``devices + d`` holds the all-reduces of device ``d``."""
 
-    def __init__(self, graph: TaskGraph, lanes: list[Sequence[int]]) -> None:
-        self.tasks, self.preds, self.lanes = graph.tasks, graph.preds, lanes
+    def __init__(self, graph: TaskGraph, lanes: list[Sequence[int]], more: _More | None) -> None:
+        self.tasks, self.preds, self.lanes, self.more = graph.tasks, graph.preds, lanes, more
         devices = len(lanes)
         self.issued_after: dict[int, int] = {}
         """All-reduce -> the compute task before it in its device's order."""
@@ -112,7 +169,7 @@ class _Collectives:
 
     def advance(
         self, lane: int, position: list[int], free: list[float], start: list[float], end: list[float],
-        order: list[int], durations: Sequence[float], waiting: dict[int, list[int]], awake: list[int],
+        durations: Sequence[float], waiting: dict[int, list[int]], awake: list[int],
     ) -> None:  # fmt: skip
         """Let the lane's next all-reduce arrive; when the last holder arrives, all of them run."""
         sequence, k = self.lanes[lane], position[lane]
@@ -124,20 +181,35 @@ class _Collectives:
         while k < len(sequence) and self.tasks[sequence[k]].stage == stage:
             i = sequence[k]
             needs = [*self.preds[i], *([self.issued_after[i]] if i in self.issued_after else [])]
-            late = next((p for p in needs if end[p] < 0), None)
+            late, at = next((p for p in needs if end[p] == NEVER), None), max((end[p] for p in needs), default=NEVER)
+            if late is None and self.more is not None:
+                late, at = self.more.earliest(i, at)
             if late is not None:
                 waiting.setdefault(late, []).append(lane)
                 return
-            here[i] = max((end[p] for p in needs), default=0.0)
+            here[i] = at
             k += 1
         members = self.members[stage]
         if any(i not in here for i in members):
             return
-        at = max(max(here[i], free[self.lane_of[i]]) for i in members)
+        at = NetworkLanes(free).all_reduce([(self.lane_of[i], here[i]) for i in members], durations[members[0]])
         for i in members:
             start[i], end[i] = at, at + durations[i]
-            free[self.lane_of[i]] = max(free[self.lane_of[i]], end[i])
             position[self.lane_of[i]] += 1
-            order.append(i)
             awake.extend(waiting.pop(i, ()))
         awake.extend({self.lane_of[i] for i in members})
+
+
+def dependency_lags(graph: TaskGraph, comm: Comm) -> Callable[[int], list[tuple[int, float]]]:
+    """A function from a task to its dependencies, each with the latency of the message between the two."""
+    tasks, preds = graph.tasks, graph.preds
+    waits = delays(graph.schedule.placement, graph.schedule.graph, comm)
+    if waits is None:
+        return lambda i: [(p, 0.0) for p in preds[i]]
+
+    def of(i: int) -> list[tuple[int, float]]:
+        _, stage, _, replica = tasks[i]
+        wait = waits[replica][stage]
+        return [(p, wait[tasks[p][1]]) for p in preds[i]]
+
+    return of

@@ -1,9 +1,11 @@
-"""A step that repeats: the task graph of one step, and the edges by which the next step waits for this one."""
+"""A step that repeats: the task graph of one step, and what the next step waits for of this one."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
@@ -11,30 +13,42 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.garbage_collection import no_collection
-from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import BOOKKEEPING, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.latency import Comm, delays
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.unroll import unroll
-from raypipe.schedule.walk import walk
+from raypipe.schedule.walk import Walk, walk
+
+Edges = dict[int, list[tuple[int, float]]]
+"""Task -> (task that it waits for, time from the end of that one to the earliest start of this one)."""
 
 
 @dataclass(slots=True)
 class CyclicGraph:
-    """Every task's start is the latest of what it waits for; nothing starts at an absolute time."""
+    """A step whose tasks start when what they wait for has ended; nothing starts at an absolute time."""
 
-    order: list[int]
-    """Tasks, each after all those of its own step that it waits for."""
+    graph: TaskGraph
     durations: list[float]
-    local: list[Sequence[int]]
-    """Tasks of the same step that must have ended."""
-    remote: list[Sequence[tuple[int, float]]]
-    """The same where a message lies between, and its latency."""
-    carried: dict[int, list[tuple[int, float]]]
-    """Task -> (task of the step before, lag) it waits for."""
+    comm: Comm
+    carried: Edges
+    """What tasks wait for of the step before; the first task of every device and of every network waits for some."""
+    also: Edges
+    """What tasks wait for of their own step besides the dependency rule."""
     steps: int = 1
     """Training steps that one turn of this graph stands for."""
+
+    def turn(self, end: Mapping[int, float] | Sequence[float]) -> Walk:
+        """Time one turn that follows one whose tasks ended at ``end``.
+
+        Raises:
+            ScheduleError: the devices wait for one another in a circle.
+        """
+        begin = {i: max([end[j] + lag for j, lag in waits]) for i, waits in self.carried.items()}
+        done = walk(self.graph, self.durations, self.comm, self.also, begin)
+        check_ran(self.graph, done)
+        return done
 
 
 @no_collection()
@@ -46,92 +60,123 @@ def cyclic(
     Synchronous: a device starts its next step when its own order is done, and a stage's next forwards wait for its
     weights: for its update where there is one, else its all-reduce, else the last gradient on every replica.
     Asynchronous: the endless order of ``unroll``; forwards never wait for weights, nor (2BW) updates for the norm.
-    Where updates are optimistic, the next step's first task that is no forward waits for the norm instead.
 
     Raises:
-        ScheduleError: the schedule cannot run; or ``norm`` where devices have no updates (``passes.add_updates``).
+        ScheduleError: a task waits for one that no device runs; or ``norm`` is not ``none`` and a device has no update
+            that could wait (``passes.add_updates``).
     """
-    if schedule.versions == "flush":
-        graph = link(schedule) if graph is None else graph
-        turn = _flushed(schedule, costs, graph)
-        if norm != "none":
-            _await_norm(turn, graph, norm, max(costs.links, default=0.0))
-        return turn
-    return _endless(schedule, costs)
-
-
-def _await_norm(turn: CyclicGraph, graph: TaskGraph, norm: NormPolicy, lag: float) -> None:
-    """Add the waits for the global norm, known ``lag`` after the last device's gradients are complete."""
-    schedule, devices = graph.schedule, range(graph.schedule.devices)
-    complete: list[list[int]] = []  # per device, the last tasks that its gradients wait for
-    updates: list[list[int]] = []
-    for d in devices:
-        own = range(graph.first[d], graph.first[d + 1])
-        last: dict[bool, int] = {}
-        for i in own:
-            if graph.tasks[i].kind != "U":
-                last[graph.tasks[i].kind == "AR"] = i
-        complete.append(list(last.values()))
-        updates.append([i for i in own if graph.tasks[i].kind == "U"])
-    if not all(updates):
-        raise ScheduleError("schedule", "a device has no update that could wait for the norm", "add_updates() first")
-    heads = tasks_ahead(schedule)
-    for d in devices:
-        away = [(i, lag) for e in devices if e != d for i in complete[e]]
-        if norm == "wait":
-            first = updates[d][0]
-            turn.local[first] = [*turn.local[first], *complete[d]]
-            turn.remote[first] = [*turn.remote[first], *away]
-        else:
-            waiting = graph.first[d] + heads[d]
-            turn.carried[waiting] = [*turn.carried.get(waiting, []), *away]
-    late = {i for row in updates for i in row}
-    turn.order[:] = [i for i in turn.order if i not in late] + sorted(late)
-
-
-def _flushed(schedule: Schedule, costs: CostTable, graph: TaskGraph) -> CyclicGraph:
+    if schedule.versions != "flush":
+        return _endless(schedule, costs)
+    graph = link(schedule) if graph is None else graph
     check_links(graph)
-    tasks, first = graph.tasks, graph.first
-    durations = costs.durations(schedule, tasks)
-    done = walk(graph, durations, costs.comm)
-    check_ran(graph, done)
-    local, remote = _split(graph, costs.comm)
-    carried: dict[int, list[tuple[int, float]]] = {}
-    ready: dict[tuple[int, int], tuple[Kind, int]] = {}
-    starts: dict[tuple[int, int], int] = {}
-    collectives: dict[int, list[int]] = {}
-    for d in range(schedule.devices):
-        lanes: dict[bool, list[int]] = {False: [], True: []}
-        for i in range(first[d], first[d + 1]):
-            kind, stage, _, replica = tasks[i]
-            lane = lanes[kind == "AR"]
-            waits = [lane[-1]] if lane else []
-            if kind == "AR":
-                collectives.setdefault(stage, []).append(i)
-                waits += lanes[False][-1:]
-                local[i] = [*local[i], *waits]
-            elif waits:
-                local[i] = [*local[i], waits[0]]
-            lane.append(i)
+    lag = max(costs.links, default=0.0)
+    also, after = wait_for_norm(graph, norm, lag)
+    edges = carried(graph, graph)
+    for i, waits in after.items():
+        edges.setdefault(i, []).extend(waits)
+    return CyclicGraph(graph, costs.durations(schedule, graph.tasks), costs.comm, edges, also)
+
+
+class _Landmarks:
+    """The tasks of a step by which steps hang together; found in one pass."""
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self.starts: dict[tuple[int, int], int] = {}
+        """(stage, replica) -> its first forward."""
+        self.ready: dict[tuple[int, int], tuple[Kind, int]] = {}
+        """(stage, replica) -> the task that makes its new weights."""
+        network: list[int] = []
+        for i, (kind, stage, _, replica) in enumerate(graph.tasks):
             if kind == "F":
-                starts.setdefault((stage, replica), i)
-            elif kind in WEIGHT_GRADIENTS or kind in BOOKKEEPING:
-                ready[stage, replica] = (kind, i)
-        for lane in lanes.values():
-            if lane:
-                carried[lane[0]] = [(lane[-1], 0.0)]
-    for group in collectives.values():  # all holders start together, so each waits for what any of them waits for
-        everything = sorted({p for i in group for p in local[i]}.difference(group))
-        before = sorted({wait for i in group for wait in carried.get(i, [])})
-        for i in group:
-            local[i] = everything
-            if before:
-                carried[i] = before
-    for (stage, replica), i in starts.items():
-        kind, own = ready[stage, replica]
-        sources = [own] if kind in BOOKKEEPING else [j for (s, _), (_, j) in ready.items() if s == stage]
-        carried.setdefault(i, []).extend((j, 0.0) for j in sources)
-    return CyclicGraph(done.order, durations, local, remote, carried)
+                if (stage, replica) not in self.starts:
+                    self.starts[stage, replica] = i
+            elif kind in _MAKE_WEIGHTS:
+                self.ready[stage, replica] = (kind, i)
+                if kind == "AR":
+                    network.append(i)
+        self.lanes: list[tuple[int, int] | None] = []
+        """Per device, the first and the last task of its compute, then of its network; None for an empty lane."""
+        reduces = set(network)
+        for a, b in itertools.pairwise(graph.first):
+            compute = next((i for i in range(a, b) if i not in reduces), None)
+            last = next((i for i in range(b - 1, a - 1, -1) if i not in reduces), -1)
+            own = network[bisect_left(network, a) : bisect_left(network, b)]
+            self.lanes += [None if compute is None else (compute, last), (own[0], own[-1]) if own else None]
+
+
+_MAKE_WEIGHTS = WEIGHT_GRADIENTS | BOOKKEEPING
+
+
+def carried(graph: TaskGraph, before: TaskGraph) -> Edges:
+    """What the tasks of a step wait for of the step before, which has the same devices.
+
+    A lane's first task waits for the lane's last one. In synchronous schedules the first forward of a stage also waits
+    for the stage's weights.
+    """
+    own = _Landmarks(graph)
+    past = own if before is graph else _Landmarks(before)
+    found: Edges = {}
+    for lane, done in zip(own.lanes, past.lanes, strict=True):
+        if lane is not None and done is not None:
+            found[lane[0]] = [(done[1], 0.0)]
+    if graph.schedule.versions == "flush":
+        for (stage, replica), i in own.starts.items():
+            if (stage, replica) in past.ready:
+                kind, last = past.ready[stage, replica]
+                sources = [last] if kind in BOOKKEEPING else [j for (s, _), (_, j) in past.ready.items() if s == stage]
+                found.setdefault(i, []).extend((j, 0.0) for j in sources)
+    return found
+
+
+def wait_for_norm(
+    graph: TaskGraph, norm: NormPolicy, lag: float, before: TaskGraph | None = None
+) -> tuple[Edges, Edges]:
+    """Who waits for the global norm, which is known ``lag`` after the gradients of the last other device are complete.
+
+    Returns:
+        The waits of updates for their own step, and those of a step's tasks for ``before`` (default: the same step).
+
+    Raises:
+        ScheduleError: a device has no update, or one before its gradients are complete.
+    """
+    also: Edges = {}
+    after: Edges = {}
+    if norm == "none":
+        return also, after
+    devices = range(graph.schedule.devices)
+    heads = tasks_ahead(graph.schedule)
+    complete = [_gradients_complete(graph if before is None or norm == "wait" else before, d) for d in devices]
+    for d in devices:
+        first, last = graph.first[d], graph.first[d + 1]
+        away = [(i, lag) for e in devices if e != d for i in complete[e]]
+        if norm == "optimistic":
+            if heads[d] < last - first:
+                after[first + heads[d]] = away
+            continue
+        update = next(i for i in range(first, last) if graph.tasks[i].kind == "U")
+        if any(i > update for i in complete[d]):
+            raise ScheduleError(
+                "schedule", f"{graph.tasks[update]} on device {d} comes before the gradients that the norm is made of",
+                "add_updates() puts updates at the end",
+            )  # fmt: skip
+        also[update] = [*((i, 0.0) for i in complete[d]), *away]
+    return also, after
+
+
+def _gradients_complete(graph: TaskGraph, device: int) -> list[int]:
+    """The last compute task and the last all-reduce of a device.
+
+    Raises:
+        ScheduleError: the device has no update.
+    """
+    own = range(graph.first[device], graph.first[device + 1])
+    if not any(graph.tasks[i].kind == "U" for i in own):
+        raise ScheduleError("schedule", "a device has no update that could wait for the norm", "add_updates() first")
+    last: dict[bool, int] = {}
+    for i in own:
+        if graph.tasks[i].kind != "U":
+            last[graph.tasks[i].kind == "AR"] = i
+    return list(last.values())
 
 
 def _endless(schedule: Schedule, costs: CostTable) -> CyclicGraph:
@@ -140,60 +185,31 @@ def _endless(schedule: Schedule, costs: CostTable) -> CyclicGraph:
     step = unroll(schedule, group)
     count = step.microbatches
     many = unroll(schedule, 3 * group)
-    graph = link(many)
-    check_links(graph)
-    durations = costs.durations(many, graph.tasks)
-    done = walk(graph, durations, costs.comm)
-    check_ran(graph, done)
-    window: list[int] = []
-    edge: list[tuple[int, int]] = []
-    for d in range(many.devices):
-        length = len(step.orders[d])
-        order = many.orders[d]
-        begin = graph.first[d] + next((k for k, t in enumerate(order) if t.kind == "F" and t.mbs[0] // count == 1), 0)
-        if length:
-            window += range(begin, begin + length)
-            edge.append((begin, begin + length - 1))
-    inside = set(window)
-    name = _namer(many, count)
-    twin = {name(graph.tasks[i]): i for i in window}  # a task outside the window is one inside, a turn earlier
-    local, remote = _split(graph, costs.comm)
-    carried: dict[int, list[tuple[int, float]]] = {}
-    before = {b: b - 1 for begin, end in edge for b in range(begin + 1, end + 1)}
-    for i in window:
-        waits = [(p, 0.0) for p in local[i]] + list(remote[i])
-        for p, lag in waits:
-            if p not in inside:
-                carried.setdefault(i, []).append((twin[name(graph.tasks[p])], lag))
-        local[i] = [p for p in local[i] if p in inside] + ([before[i]] if i in before else [])
-        remote[i] = [(p, lag) for p, lag in remote[i] if p in inside]
-    for begin, end in edge:
-        carried.setdefault(begin, []).append((end, 0.0))
-    return CyclicGraph([i for i in done.order if i in inside], durations, local, remote, carried, group)
+    whole = link(many)
+    check_links(whole)
+    check_ran(whole, walk(whole, costs.durations(many, whole.tasks), costs.comm))
+    rows = []
+    for order, once in zip(many.orders, step.orders, strict=True):
+        begin = next((k for k, t in enumerate(order) if t.kind == "F" and t.mbs[0] // count == 1), 0)
+        rows.append(order[begin : begin + len(once)])
+    graph = link(many.with_orders(rows))
+    edges = carried(graph, graph)
+    for i, waits in missing(graph, graph, count, costs.comm).items():
+        edges[i] = [*waits, *edges.get(i, [])]
+    return CyclicGraph(graph, costs.durations(many, graph.tasks), costs.comm, edges, {}, group)
 
 
-def _namer(schedule: Schedule, count: int) -> Callable[[Task], Task]:
-    return lambda task: task._replace(mbs=tuple(m % count for m in task.mbs))
+def missing(graph: TaskGraph, before: TaskGraph, count: int, comm: Comm) -> Edges:
+    """What the tasks of an asynchronous step wait for that the step before has run.
 
-
-def _split(graph: TaskGraph, comm: Comm) -> tuple[list[Sequence[int]], list[Sequence[tuple[int, float]]]]:
-    """Predecessors without and with a delay; without latency there is no need to tell them apart."""
+    There the micro-batches have ids that are higher by ``count``.
+    """
+    ran = {(t.kind, t.stage, mb): i for i, t in enumerate(before.tasks) for mb in t.mbs}
     latency = delays(graph.schedule.placement, graph.schedule.graph, comm)
-    if latency is None:
-        return list(graph.preds), [()] * len(graph.preds)
-    tasks = graph.tasks
-    local: list[Sequence[int]] = []
-    remote: list[Sequence[tuple[int, float]]] = []
-    for (_, stage, _, replica), needs in zip(tasks, graph.preds, strict=True):
-        wait = latency[replica][stage]
-        near: list[int] = []
-        far: list[tuple[int, float]] = []
-        for p in needs:
-            lag = wait[tasks[p][1]]
-            if lag:
-                far.append((p, lag))
-            else:
-                near.append(p)
-        local.append(near)
-        remote.append(far)
-    return local, remote
+    found: Edges = {}
+    for i, (kinds, stage), mb in graph.missing:
+        task = graph.tasks[i]
+        lag = latency[task.replica][task.stage][stage] if latency is not None else 0.0
+        source = next(ran[kind, stage, mb + count] for kind in kinds if (kind, stage, mb + count) in ran)
+        found.setdefault(i, []).append((source, lag))
+    return found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import COMPUTE
-from raypipe.schedule.latency import Comm, delays
+from raypipe.schedule.latency import Comm
 from raypipe.schedule.passes.backward import split_backward
 from raypipe.schedule.walk import walk
 
@@ -36,9 +37,8 @@ def lower_bound(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = 
     graph = graph if graph is not None and bare.orders == schedule.orders else link(bare)
     check_links(graph)
     durations = costs.durations(bare, graph.tasks)
-    done = walk(graph, durations, costs.comm)
-    check_ran(graph, done)
-    heads, tails = _heads_and_tails(graph, durations, costs.comm, done.order)
+    check_ran(graph, walk(graph, durations, costs.comm))
+    heads, tails = _heads_and_tails(graph, durations, costs.comm)
     best = 0.0
     for d in range(bare.devices):
         own = range(graph.first[d], graph.first[d + 1])
@@ -46,23 +46,18 @@ def lower_bound(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = 
     return best
 
 
-def _heads_and_tails(
-    graph: TaskGraph, durations: list[float], comm: Comm, order: list[int]
-) -> tuple[list[float], list[float]]:
-    """Longest paths to and from each task, devices unlimited."""
-    heads, tails = [0.0] * len(order), [0.0] * len(order)
-    tasks, latency = graph.tasks, delays(graph.schedule.placement, graph.schedule.graph, comm)
-    lags = [
-        [latency[task.replica][task.stage][tasks[p].stage] if latency else 0.0 for p in preds]
-        for task, preds in zip(tasks, graph.preds, strict=True)
-    ]
-    for i in order:
-        for p, lag in zip(graph.preds[i], lags[i], strict=True):
-            heads[i] = max(heads[i], heads[p] + durations[p] + lag)
-    for i in reversed(order):
-        for p, lag in zip(graph.preds[i], lags[i], strict=True):
-            tails[p] = max(tails[p], tails[i] + durations[i] + lag)
-    return heads, tails
+def _heads_and_tails(graph: TaskGraph, durations: list[float], comm: Comm) -> tuple[list[float], list[float]]:
+    """Longest paths to and from each task, devices unlimited: every task is a lane of its own.
+
+    A message takes as long in either direction, so tails are the heads of the graph that runs backwards.
+    """
+    lanes = list(range(len(graph.tasks) + 1))
+    after: list[list[int]] = [[] for _ in graph.tasks]
+    for i, needs in enumerate(graph.preds):
+        for p in needs:
+            after[p].append(i)
+    there, back = replace(graph, first=lanes), replace(graph, first=lanes, preds=after)
+    return walk(there, durations, comm).start, walk(back, durations, comm).start
 
 
 def one_machine(jobs: list[Job]) -> float:

@@ -10,12 +10,14 @@ ends when no other origin would make a time later, so the rate is no more.
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import NamedTuple
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.norm_policy import NormPolicy
+from raypipe.schedule.walk import Walk, dependency_lags
 from raypipe.simulate.cyclic import CyclicGraph, cyclic
 from raypipe.simulate.engine import simulate
 
@@ -61,21 +63,24 @@ def steady(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None,
     return Steady(rate / turn.steps, starts)
 
 
-def _rate(turn: CyclicGraph) -> tuple[float, dict[int, float]]:
+def _rate(cycle: CyclicGraph) -> tuple[float, dict[int, float]]:
     """Time of one turn, and of each carried time where it can be when every turn takes that long."""
-    sources = sorted({j for waits in turn.carried.values() for j, _ in waits})
+    sources = sorted({j for waits in cycle.carried.values() for j, _ in waits})
     state = dict.fromkeys(sources, 0.0)
     origin: dict[int, int] = {}
     weight: dict[int, float] = {}
     rate = 0.0
-    slack = 1e-12 * max(1.0, sum(turn.durations))
+    slack = 1e-12 * max(1.0, sum(cycle.durations))
     for _ in range(8 * len(sources) + 50):  # far more than were ever seen to be needed
-        after, came_from = _one_step(turn, state)
+        done = cycle.turn(state)
+        after = done.end
         better = [j for j in sources if j not in origin or after[j] - rate > state[j] + slack]
         if not better:
             break
+        origins = _Origins(cycle, done, state)
         for j in better:  # only these: where others tie, a changing mind can go round a longer cycle for ever
-            origin[j], weight[j] = came_from[j], after[j] - state[came_from[j]]
+            origin[j] = origins.of(j)
+            weight[j] = after[j] - state[origin[j]]
         mean, circle = _best_cycle(origin, weight)
         rate = max(rate, mean)
         if all(after[j] - rate <= state[j] + slack for j in better):
@@ -84,6 +89,76 @@ def _rate(turn: CyclicGraph) -> tuple[float, dict[int, float]]:
             state[j] = max(state[j], after[j] - rate)
         _follow(origin, weight, rate, circle, state)
     return rate, state
+
+
+class _Origins:
+    """Which time of the step before decided when a task ends: the origin of the longest path to it."""
+
+    def __init__(self, cycle: CyclicGraph, done: Walk, state: dict[int, float]) -> None:
+        self.cycle, self.tasks, self.done, self.state = cycle, cycle.graph.tasks, done, state
+        self.dependencies = dependency_lags(cycle.graph, cycle.comm)
+        self.known: dict[int, int] = {}
+        self.first = set(cycle.graph.first)
+
+    @cached_property
+    def collectives(self) -> dict[int, list[int]]:
+        """Stage -> the all-reduces of its holders."""
+        found: dict[int, list[int]] = {}
+        for i, task in enumerate(self.tasks):
+            if task.kind == "AR":
+                found.setdefault(task.stage, []).append(i)
+        return found
+
+    def of(self, task: int) -> int:
+        """A task of the step before."""
+        path = [task]
+        while path[-1] not in self.known:
+            before, previous = self._latest(path[-1])
+            if before is not None:
+                self.known[path[-1]] = before
+            else:
+                path.append(previous)
+        found = self.known[path[-1]]
+        self.known.update(dict.fromkeys(path, found))
+        return found
+
+    def _latest(self, i: int) -> tuple[int | None, int]:
+        """What ``i`` waited for longest: a task of the step before, else (None, a task of this step).
+
+        Of equally late ones: a dependency without a message, then the task before it on its lane.
+        """
+        at, end, also = self.done.start[i], self.done.end, self.cycle.also.get(i, ())
+        if self.tasks[i].kind == "AR":
+            return self._latest_of_group(self.collectives[self.tasks[i].stage], at)
+        dependencies = self.dependencies(i)
+        for p, lag in dependencies:
+            if end[p] == at and not lag:
+                return None, p
+        p = self._previous(i, False)
+        if p is not None and end[p] == at:
+            return None, p
+        for p, lag in (*(wait for wait in also if not wait[1]), *dependencies, *also):
+            if end[p] + lag == at:
+                return None, p
+        return next(j for j, lag in self.cycle.carried[i] if self.state[j] + lag == at), i
+
+    def _latest_of_group(self, group: list[int], at: float) -> tuple[int | None, int]:
+        """The same of an all-reduce: every holder waits for whatever one of them waits for."""
+        waits = {p for i in group for p, _ in self.dependencies(i)}
+        lanes = {self._previous(i, network) for i in group for network in (False, True)}  # issued after compute
+        for p in sorted((waits | (lanes - {None})) - set(group)):  # type: ignore[type-var]
+            if self.done.end[p] == at:
+                return None, p
+        before = sorted(wait for i in group for wait in self.cycle.carried.get(i, ()))
+        return next(j for j, lag in before if self.state[j] + lag == at), group[0]
+
+    def _previous(self, i: int, network: bool) -> int | None:
+        """The task before ``i`` on its device's network or compute lane."""
+        while i not in self.first:
+            i -= 1
+            if (self.tasks[i].kind == "AR") == network:
+                return i
+        return None
 
 
 def gains_ahead(schedule: Schedule, costs: CostTable) -> bool:
@@ -96,28 +171,6 @@ def gains_ahead(schedule: Schedule, costs: CostTable) -> bool:
         return schedule.versions == "2bw"
     graph = link(schedule)
     return period(schedule, costs, graph, "optimistic") < simulate(schedule, costs, graph).makespan * (1 - 1e-9)
-
-
-def _one_step(turn: CyclicGraph, state: dict[int, float]) -> tuple[dict[int, float], dict[int, int]]:
-    """End of each source one step later, and the source of the step before that decided it."""
-    end = [0.0] * len(turn.durations)
-    root = [-1] * len(turn.durations)
-    local, remote, durations, carried = turn.local, turn.remote, turn.durations, turn.carried
-    nowhere = float("-inf")
-    for i in turn.order:
-        at, origin = nowhere, -1
-        for p in local[i]:
-            if end[p] > at:
-                at, origin = end[p], root[p]
-        for p, lag in remote[i]:
-            if end[p] + lag > at:
-                at, origin = end[p] + lag, root[p]
-        if i in carried:
-            for j, lag in carried[i]:
-                if state[j] + lag > at:
-                    at, origin = state[j] + lag, j
-        end[i], root[i] = at + durations[i], origin
-    return {j: end[j] for j in state}, {j: root[j] for j in state}
 
 
 def _best_cycle(origin: dict[int, int], weight: dict[int, float]) -> tuple[float, list[int]]:

@@ -14,9 +14,9 @@ from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.kinds import JOINT, WEIGHT_GRADIENTS
+from raypipe.schedule.kinds import JOINT
 from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync
-from raypipe.schedule.passes.sync import Sync
+from raypipe.schedule.passes.sync import Sync, last_gradients, sync_order
 from raypipe.schedule.shape import Shape
 from raypipe.schedule.walk import walk
 from raypipe.simulate.period import gains_ahead
@@ -71,9 +71,7 @@ class Order:
     @cached_property
     def last_gradients(self) -> dict[tuple[int, int], int]:
         """(stage, replica) -> number of the task that completes its gradients."""
-        return {
-            (t.stage, t.replica): i for i, t in enumerate(self.graph.tasks) if t.kind in WEIGHT_GRADIENTS
-        }  # fmt: skip
+        return last_gradients(self.graph)
 
     @cached_property
     def gains_ahead(self) -> bool:
@@ -83,14 +81,11 @@ class Order:
         return gains_ahead(self.whole(None).schedule, CostTable.even(self.schedule.stages))
 
     @cached_property
-    def all_reduce_order(self) -> tuple[int, ...]:
-        """Stages in the order in which ``place_gradient_sync`` has them summed: as they get ready at even costs."""
+    def sync_order(self) -> list[int]:
+        """Stages in the order in which ``place_gradient_sync`` has them all-reduced at even costs."""
         costs = CostTable.even(self.schedule.stages)
-        end = walk(self.graph, costs.durations(self.schedule, self.graph.tasks), 0.0).end
-        ready: dict[int, float] = dict.fromkeys(range(self.schedule.stages), 0.0)
-        for (stage, _), i in self.last_gradients.items():
-            ready[stage] = max(ready[stage], end[i])
-        return tuple(sorted(ready, key=lambda s: (ready[s], s)))
+        end = walk(self.graph, costs.durations(self.schedule, self.graph.tasks)).end
+        return sync_order(self.graph, self.last_gradients, end)
 
 
 MOST_TASKS = 1_500_000

@@ -11,7 +11,7 @@ from raypipe.plan.predict.orders import Order
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.faults import check_ran
 from raypipe.schedule.lowering.norm_policy import NormPolicy, RequestedNormPolicy, resolve
-from raypipe.schedule.passes.sync import Sync, held
+from raypipe.schedule.passes.sync import Sync, gradient_sync_end, held
 from raypipe.schedule.walk import walk
 from raypipe.simulate.period import period
 
@@ -80,32 +80,17 @@ def step_time(order: Order, costs: CostTable, sync: Sync, overheads: StepOverhea
     done = walk(order.graph, costs.durations(bare, order.graph.tasks), costs.comm)
     check_ran(order.graph, done)
     compute = max(done.end)
-    summed = all_reduces_end(order, done.end, costs, sync) if shared else compute
+    summed = _gradient_sync_end(order, done.end, costs, sync) if shared else compute
     update = max(sum(costs.update[s] for s, _ in pairs) for pairs in held(bare))
     return StepTime(max(compute, summed) + overheads.norm_s + update, compute, busy)
 
 
-def all_reduces_end(order: Order, end: list[float], costs: CostTable, sync: Sync) -> float:
-    """When the last gradient sum is done, from the ends of the compute tasks.
-
-    Sums run on the devices' network lanes, one after another in one global order, and no compute task waits for one;
-    so the lanes alone decide.
-    """
-    graph = order.graph
+def _gradient_sync_end(order: Order, end: list[float], costs: CostTable, sync: Sync) -> float:
+    """When the last all-reduce is done, from the ends of the compute tasks."""
     if sync == "eager-opt":  # where devices idle decides: ask the pass
         whole = order.whole(sync)
         return max(walk(whole.graph, _without_updates(whole, costs), costs.comm).end)
-    compute = [max(end[a:b], default=0.0) for a, b in zip(graph.first, graph.first[1:], strict=False)]
-    last = order.last_gradients
-    free = [0.0] * order.schedule.devices
-    for stage in order.all_reduce_order:
-        start = 0.0
-        for replica, row in enumerate(order.schedule.placement):  # one without a micro-batch takes part all the same
-            ready = end[last[stage, replica]] if (stage, replica) in last else 0.0
-            start = max(start, free[row[stage]], ready if sync == "eager" else max(ready, compute[row[stage]]))
-        for row in order.schedule.placement:
-            free[row[stage]] = start + costs.all_reduce[stage]
-    return max(free)
+    return gradient_sync_end(order.graph, order.last_gradients, order.sync_order, end, costs.all_reduce, sync)
 
 
 def _without_updates(order: Order, costs: CostTable) -> list[float]:

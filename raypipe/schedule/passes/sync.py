@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from raypipe.errors import ScheduleError, nearest
@@ -10,7 +12,7 @@ from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import WEIGHT_GRADIENTS
-from raypipe.schedule.walk import walk
+from raypipe.schedule.walk import NetworkLanes, walk
 
 Sync = Literal["lazy", "eager", "eager-opt"]
 
@@ -58,13 +60,8 @@ def place_gradient_sync(
     done = walk(graph, durations, costs.comm)
     check_ran(graph, done)
 
-    ready = dict.fromkeys(range(bare.stages), 0.0)
-    last: dict[tuple[int, int], int] = {}
-    for i, task in enumerate(graph.tasks):
-        if task.kind in WEIGHT_GRADIENTS:
-            ready[task.stage] = max(ready[task.stage], done.end[i])
-            last[task.stage, task.replica] = i
-    turn = {stage: n for n, stage in enumerate(sorted(ready, key=lambda s: (ready[s], s)))}
+    last = last_gradients(graph)
+    turn = {stage: n for n, stage in enumerate(sync_order(graph, last, done.end))}
 
     orders: list[list[Task]] = []
     for d, pairs in enumerate(held(bare)):
@@ -85,6 +82,52 @@ def place_gradient_sync(
             new += [task, *after.get(k + 1, [])]
         orders.append(new)
     return bare.with_orders(orders)
+
+
+def last_gradients(graph: TaskGraph) -> dict[tuple[int, int], int]:
+    """(stage, replica) -> number of the task that completes its gradients; none for one without a micro-batch."""
+    return {(t.stage, t.replica): i for i, t in enumerate(graph.tasks) if t.kind in WEIGHT_GRADIENTS}
+
+
+def sync_order(graph: TaskGraph, last: dict[tuple[int, int], int], end: Sequence[float]) -> list[int]:
+    """Stages in the global order of their all-reduces: as they get ready.
+
+    Args:
+        graph: without all-reduces.
+        last: ``last_gradients(graph)``.
+        end: of each task.
+    """
+    ready = dict.fromkeys(range(graph.schedule.stages), 0.0)
+    for (stage, _), i in last.items():
+        ready[stage] = max(ready[stage], end[i])
+    return sorted(ready, key=lambda stage: (ready[stage], stage))
+
+
+def gradient_sync_end(
+    graph: TaskGraph, last: dict[tuple[int, int], int], order: Sequence[int], end: Sequence[float],
+    durations: Sequence[float], policy: Literal["lazy", "eager"],
+) -> float:  # fmt: skip
+    """When the last all-reduce ends that ``place_gradient_sync`` would add, from the ends of the compute tasks.
+
+    No compute task waits for an all-reduce, so the compute is timed once and only the network lanes run here.
+
+    Args:
+        graph: compute tasks, without all-reduces.
+        last: ``last_gradients(graph)``.
+        order: stages in the order of their all-reduces, by ``sync_order``.
+        end: of each task of the graph.
+        durations: of each stage's all-reduce.
+        policy: as for ``place_gradient_sync``.
+    """
+    lanes = NetworkLanes([0.0] * graph.schedule.devices)
+    compute = [max(end[a:b], default=0.0) for a, b in itertools.pairwise(graph.first)]
+    for stage in order:
+        holders = []
+        for replica, row in enumerate(graph.schedule.placement):  # one without a micro-batch takes part all the same
+            ready = end[last[stage, replica]] if (stage, replica) in last else 0.0
+            holders.append((row[stage], ready if policy == "eager" else max(ready, compute[row[stage]])))
+        lanes.all_reduce(holders, durations[stage])
+    return max(lanes.free)
 
 
 def _idles(start: list[float], end: list[float], since: int, until: int) -> bool:
