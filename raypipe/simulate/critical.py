@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.kinds import BACKWARD
-from raypipe.schedule.latency import delays
+from raypipe.schedule.walk import dependency_lags
 from raypipe.simulate.timeline import Span, Timeline
 
 
@@ -38,7 +38,7 @@ def critical_path(timeline: Timeline, graph: TaskGraph | None = None) -> Critica
     graph = link(timeline.schedule) if graph is None else graph
     number = {task: i for i, task in enumerate(graph.tasks)}
     spans: list[Span] = [Span(t, 0.0, 0.0) for t in graph.tasks]
-    latency = delays(timeline.schedule.placement, timeline.schedule.graph, timeline.comm)
+    dependencies = dependency_lags(graph, timeline.comm)
     before: dict[int, int] = {}
     for row in timeline.spans:
         previous = -1
@@ -55,12 +55,7 @@ def critical_path(timeline: Timeline, graph: TaskGraph | None = None) -> Critica
     path = [i]
     while True:
         here = graph.device[i]
-        task = graph.tasks[i]
-        wait = latency[task.replica][task.stage] if latency else None
-        waits = [
-            (spans[p].end + (wait[graph.tasks[p].stage] if wait else 0.0), 1 + (graph.device[p] != here), p)
-            for p in graph.preds[i]
-        ]
+        waits = [(spans[p].end + lag, 1 + (graph.device[p] != here), p) for p, lag in dependencies(i)]
         if i in before:
             waits.append((spans[before[i]].end, 0, before[i]))
         if not waits:

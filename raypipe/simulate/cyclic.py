@@ -39,13 +39,15 @@ class CyclicGraph:
     steps: int = 1
     """Training steps that one turn of this graph stands for."""
 
-    def turn(self, end: Mapping[int, float] | Sequence[float]) -> Walk:
-        """Time one turn that follows one whose tasks ended at ``end``.
+    def turn(self, end: Mapping[int, float] | Sequence[float] | None) -> Walk:
+        """Time one turn that follows one whose tasks ended at ``end``, or the very first one (None).
 
         Raises:
             ScheduleError: the devices wait for one another in a circle.
         """
-        begin = {i: max([end[j] + lag for j, lag in waits]) for i, waits in self.carried.items()}
+        begin = None
+        if end is not None:
+            begin = {i: max([end[j] + lag for j, lag in waits]) for i, waits in self.carried.items() if waits}
         done = walk(self.graph, self.durations, self.comm, self.also, begin)
         check_ran(self.graph, done)
         return done
@@ -72,9 +74,14 @@ def cyclic(
     lag = max(costs.links, default=0.0)
     also, after = wait_for_norm(graph, norm, lag)
     edges = carried(graph, graph)
-    for i, waits in after.items():
-        edges.setdefault(i, []).extend(waits)
+    merge(edges, after)
     return CyclicGraph(graph, costs.durations(schedule, graph.tasks), costs.comm, edges, also)
+
+
+def merge(edges: Edges, more: Edges) -> None:
+    """Add the waits of ``more`` to ``edges``."""
+    for i, waits in more.items():
+        edges.setdefault(i, []).extend(waits)
 
 
 class _Landmarks:
@@ -86,7 +93,7 @@ class _Landmarks:
         self.ready: dict[tuple[int, int], tuple[Kind, int]] = {}
         """(stage, replica) -> the task that makes its new weights."""
         network: list[int] = []
-        for i, (kind, stage, _, replica) in enumerate(graph.tasks):
+        for i, (kind, stage, _, replica) in enumerate(graph.tasks[: graph.first[graph.schedule.devices]]):
             if kind == "F":
                 if (stage, replica) not in self.starts:
                     self.starts[stage, replica] = i
@@ -194,17 +201,14 @@ def _endless(schedule: Schedule, costs: CostTable) -> CyclicGraph:
         rows.append(order[begin : begin + len(once)])
     graph = link(many.with_orders(rows))
     edges = carried(graph, graph)
-    for i, waits in missing(graph, graph, count, costs.comm).items():
+    for i, waits in _missing(graph, count, costs.comm).items():
         edges[i] = [*waits, *edges.get(i, [])]
     return CyclicGraph(graph, costs.durations(many, graph.tasks), costs.comm, edges, {}, group)
 
 
-def missing(graph: TaskGraph, before: TaskGraph, count: int, comm: Comm) -> Edges:
-    """What the tasks of an asynchronous step wait for that the step before has run.
-
-    There the micro-batches have ids that are higher by ``count``.
-    """
-    ran = {(t.kind, t.stage, mb): i for i, t in enumerate(before.tasks) for mb in t.mbs}
+def _missing(graph: TaskGraph, count: int, comm: Comm) -> Edges:
+    """What tasks of a window wait for that the window before ran, whose micro-batch ids are lower by ``count``."""
+    ran = {(t.kind, t.stage, mb): i for i, t in enumerate(graph.tasks) for mb in t.mbs}
     latency = delays(graph.schedule.placement, graph.schedule.graph, comm)
     found: Edges = {}
     for i, (kinds, stage), mb in graph.missing:

@@ -134,9 +134,9 @@ class _Origins:
         for p, lag in dependencies:
             if end[p] == at and not lag:
                 return None, p
-        p = self._previous(i, False)
-        if p is not None and end[p] == at:
-            return None, p
+        previous = self._previous(i, False)
+        if previous is not None and end[previous] == at:
+            return None, previous
         for p, lag in (*(wait for wait in also if not wait[1]), *dependencies, *also):
             if end[p] + lag == at:
                 return None, p
@@ -145,8 +145,9 @@ class _Origins:
     def _latest_of_group(self, group: list[int], at: float) -> tuple[int | None, int]:
         """The same of an all-reduce: every holder waits for whatever one of them waits for."""
         waits = {p for i in group for p, _ in self.dependencies(i)}
-        lanes = {self._previous(i, network) for i in group for network in (False, True)}  # issued after compute
-        for p in sorted((waits | (lanes - {None})) - set(group)):  # type: ignore[type-var]
+        lanes = [self._previous(i, network) for i in group for network in (False, True)]  # issued after compute
+        waits.update(p for p in lanes if p is not None)
+        for p in sorted(waits.difference(group)):
             if self.done.end[p] == at:
                 return None, p
         before = sorted(wait for i in group for wait in self.cycle.carried.get(i, ()))

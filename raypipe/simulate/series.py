@@ -3,20 +3,23 @@
 ``simulate`` and ``period`` take messages to have a latency and no more. Here a directed link also carries one message
 at a time, which matters where a message takes longer than a task; and every step has its own end, so that a short run
 can be held against it, with its fill and its drain.
+
+A link is one more lane of the clock (``schedule.walk``), whose tasks are the messages in the order they are sent.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Generator, Hashable
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass, replace
 
-from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.deps import TaskGraph, link
+from raypipe.schedule.faults import check_links
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
 from raypipe.schedule.lowering.norm_policy import NormPolicy
-from raypipe.schedule.lowering.programs import Message, Program, step_programs
+from raypipe.schedule.lowering.programs import Program, step_programs
+from raypipe.simulate.cyclic import CyclicGraph, Edges, carried, merge, wait_for_norm
 from raypipe.simulate.period import period
 
 
@@ -31,17 +34,27 @@ def series(
         steps: how many.
         occupancy: time that a message keeps its link for itself; the next one from the same device to the same
             device begins after it.
-        norm: what updates have to do with the global gradient norm (``schedule.lowering.norm_policy``).
+        norm: what updates have to do with the global gradient norm (``simulate.cyclic``).
 
     Raises:
-        ScheduleError: the schedule cannot run.
+        ScheduleError: the schedule cannot run; or ``norm`` is not ``free`` and a device has no update that could wait.
     """
-    ways = parts(schedule)
-    durations = {part: [costs.durations(one, list(order)) for order in one.orders] for part, one in ways.items()}
-    order = [WHOLE if schedule.versions == "flush" else (k == 0, k == steps - 1) for k in range(steps)]
-    world = _World(schedule, costs, occupancy, norm, order, step_programs(schedule, norm == "optimistic"), durations)
-    world.run()
-    return tuple(world.ends)
+    lowered = step_programs(schedule)
+    sends = (m for way in lowered.values() for program in way for action in program.actions for m in action.sends)
+    links = sorted({(m.src_device, m.dst_device) for m in sends if not m.local})
+    made = {part: _on_links(one, lowered[part], links) for part, one in parts(schedule).items()}
+    check_links(made[WHOLE].graph)
+    turns: dict[tuple[Part, Part], CyclicGraph] = {}
+    before, end = WHOLE, None
+    ends: list[float] = []
+    for k in range(steps):
+        part = WHOLE if schedule.versions == "flush" else (k == 0, k == steps - 1)
+        if (before, part) not in turns:
+            turns[before, part] = _turn(made[part], made[before], costs, occupancy, norm)
+        end = turns[before, part].turn(end).end
+        ends.append(max(end[: made[part].tasks], default=0.0))
+        before = part
+    return tuple(ends)
 
 
 SETTLED = 24
@@ -51,8 +64,8 @@ SETTLED = 24
 def steady(schedule: Schedule, costs: CostTable, occupancy: float = 0.0, norm: NormPolicy = "none") -> float:
     """Time per step in the long run, in the cost table's unit; arguments as ``series``.
 
-    ``period``, where that says it all; else, for links that carry one message at a time and for the updates of
-    asynchronous steps, the mean of many steps.
+    This is ``period`` where that covers everything. For links that carry one message at a time and for the updates of
+    asynchronous steps it is the mean of many steps.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -63,113 +76,70 @@ def steady(schedule: Schedule, costs: CostTable, occupancy: float = 0.0, norm: N
     return (ends[-2] - ends[SETTLED - 1]) / SETTLED
 
 
-Waits = Generator[Hashable, None, None]
-"""A device: yields what it waits for."""
-
-
 @dataclass(slots=True)
-class _World:
-    schedule: Schedule
-    costs: CostTable
-    occupancy: float
-    norm: NormPolicy
-    order: list[Part]
-    programs: dict[Part, list[Program]]
-    durations: dict[Part, list[list[float]]]
-    known: dict[Hashable, float] = field(default_factory=dict)
-    """When something came about: the arrival of a message, the end of an all-reduce, a norm."""
-    link_free: dict[tuple[int, int], float] = field(default_factory=dict)
-    lane_free: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Per device, the end of its newest all-reduce: they run one after another."""
-    joined: dict[Hashable, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
-    """All-reduce or norm -> (device, when it joined)."""
-    news: list[Hashable] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
+class _Step:
+    """The tasks of a step, followed by the messages they send: a link is a lane behind those of the devices."""
 
-    def run(self) -> None:
-        self.ends = [0.0] * len(self.order)
-        waiting: dict[Hashable, list[Waits]] = {}
-        awake = [self._device(d) for d in range(self.schedule.devices)]
-        left = len(awake)
-        while awake:
-            device = awake.pop()
-            missing = next(device, self)
-            if missing is self:
-                left -= 1
-            else:
-                waiting.setdefault(missing, []).append(device)
-            while self.news:
-                awake += waiting.pop(self.news.pop(), [])
-        if left:
-            raise ScheduleError(self.schedule.name, f"{left} devices wait for ever", "verify the schedule")
+    graph: TaskGraph
+    tasks: int
+    sent: dict[tuple[int, int, int], int]
+    """(stage that sends, stage that receives, micro-batch) -> the message between two devices."""
 
-    def _device(self, d: int) -> Waits:
-        """Walk one device's programs as ``runtime.runner`` does."""
-        now = 0.0
-        for step, part in enumerate(self.order):
-            program = self.programs[part][d]
-            sums: list[Hashable] = []
-            updates = False
-            settled = self.norm != "optimistic" or step == 0
-            for position, (action, duration) in enumerate(zip(program.actions, self.durations[part][d], strict=True)):
-                if not settled and program.ahead is not None and position >= program.ahead.tasks:
-                    settled = True
-                    now = max(now, (yield from self._await(("norm", step - 1, d))))
-                for message in action.receives:
-                    if not message.local:
-                        now = max(now, (yield from self._await(self._key(message, step))))
-                task = action.task
-                if task.kind == "AR":
-                    sums.append(self._join_sum(task.stage, step, d, now, duration))
-                    continue
-                if task.kind == "U" and not updates:
-                    updates = True
-                    for one in sums:
-                        now = max(now, (yield from self._await(one)))
-                    if self.norm != "none":
-                        self._join_norm(step, d, now)
-                    if self.norm == "wait":
-                        now = max(now, (yield from self._await(("norm", step, d))))
-                now += duration
-                for message in action.sends:
-                    if not message.local:
-                        self._send(message, step, now)
-            for one in sums:
-                now = max(now, (yield from self._await(one)))
-            self.ends[step] = max(self.ends[step], now)
 
-    def _await(self, what: Hashable) -> Generator[Hashable, None, float]:
-        while what not in self.known:
-            yield what
-        return self.known[what]
+def _on_links(schedule: Schedule, programs: list[Program], links: list[tuple[int, int]]) -> _Step:
+    """Link a step and let what one device needs of another wait for the message instead of the task that sends it.
 
-    def _tell(self, what: Hashable, when: float) -> None:
-        self.known[what] = when
-        self.news.append(what)
+    A message is a task with its sender's name, so that its receiver waits for the latency between their stages.
+    """
+    graph = link(schedule)
+    count = len(graph.tasks)
+    lanes: dict[tuple[int, int], list[tuple[int, tuple[int, int, int]]]] = {edge: [] for edge in links}
+    for program, begin in zip(programs, graph.first, strict=False):
+        for i, action in enumerate(program.actions, begin):
+            for m in action.sends:
+                if not m.local:
+                    lanes[m.src_device, m.dst_device].append((i, (m.src_stage, m.dst_stage, m.mb)))
+    tasks, first, sent = list(graph.tasks), list(graph.first), dict[tuple[int, int, int], int]()
+    preds: list[list[int]] = []
+    for lane in lanes.values():
+        for i, name in lane:
+            sent[name] = len(tasks)
+            tasks.append(graph.tasks[i])
+        first.append(len(tasks))
+    for i, needs in enumerate(graph.preds):
+        _, stage, mbs, _ = graph.tasks[i]
+        if graph.tasks[i].kind == "U" and schedule.versions == "stash":
+            preds.append([])  # one after every micro-batch: it follows its own gradient on its device
+            continue
+        here = [p for p in needs if graph.device[p] == graph.device[i] or not mbs]
+        away = [(tasks[p].stage, stage, mb) for p in needs if p not in here for mb in tasks[p].mbs if mb in mbs]
+        preds.append(here + [sent[name] for name in away])
+    preds += [[i] for lane in lanes.values() for i, _ in lane]
+    return _Step(replace(graph, tasks=tasks, first=first, preds=preds), count, sent)
 
-    def _key(self, m: Message, step: int) -> Hashable:
-        return (m.direction, m.src_stage, m.dst_stage, step * self.schedule.microbatches + m.mb)
 
-    def _send(self, m: Message, step: int, now: float) -> None:
-        edge = (m.src_device, m.dst_device)
-        self.link_free[edge] = max(now, self.link_free.get(edge, 0.0)) + self.occupancy
-        self._tell(self._key(m, step), self.link_free[edge] + self.costs.latency(m.src_stage, m.dst_stage))
+def _turn(step: _Step, before: _Step, costs: CostTable, occupancy: float, norm: NormPolicy) -> CyclicGraph:
+    """A step that follows ``before``."""
+    graph, schedule = step.graph, step.graph.schedule
+    durations = costs.durations(schedule, graph.tasks[: step.tasks])
+    durations += [occupancy] * (len(graph.tasks) - step.tasks)
+    lag = max(costs.links, default=0.0) + occupancy
+    also, after = wait_for_norm(graph, norm, lag, before.graph)
+    merge(also, _all_reduces_before_updates(graph))
+    edges = carried(graph, before.graph)
+    merge(edges, after)
+    for i, (_, stage), mb in graph.missing:  # what an asynchronous step lacks, the step before ran
+        task = graph.tasks[i]
+        name = (stage, task.stage, mb + schedule.microbatches)
+        if name in before.sent:  # else it ran on the same device
+            merge(edges, {i: [(before.sent[name], costs.latency(stage, task.stage))]})
+    return CyclicGraph(graph, durations, costs.comm, edges, also)
 
-    def _join_sum(self, stage: int, step: int, d: int, now: float, duration: float) -> Hashable:
-        what = ("sum", stage, step)
-        here = self.joined[what]
-        here.append((d, now))
-        if len(here) == self.schedule.replicas:
-            end = max(max(at, self.lane_free[e]) for e, at in here) + duration
-            for e, _ in here:
-                self.lane_free[e] = end
-            self._tell(what, end)
-        return what
 
-    def _join_norm(self, step: int, d: int, now: float) -> None:
-        here = self.joined["norm", step]
-        here.append((d, now))
-        if len(here) == self.schedule.devices:
-            lag = max(self.costs.links, default=0.0) + self.occupancy
-            for own, _ in here:
-                self._tell(("norm", step, own), max(at + (lag if e != own else 0.0) for e, at in here))
+def _all_reduces_before_updates(graph: TaskGraph) -> Edges:
+    """A runner waits for all its gradient sums before its first update, not only for that update's own."""
+    found: Edges = {}
+    for first, last in itertools.pairwise(graph.first[: graph.schedule.devices + 1]):
+        update = next((i for i in range(first, last) if graph.tasks[i].kind == "U"), first)
+        found[update] = [(i, 0.0) for i in range(first, update) if graph.tasks[i].kind == "AR"]
+    return found

@@ -1,5 +1,6 @@
-"""How long a step of one order takes, with everything around its tasks: gradient sums, the barrier that clipping
-is, updates. One data-parallel copy stands for all: they do the same at the same time.
+"""How long a step of one order takes with everything besides its tasks: all-reduces, the global norm, updates.
+
+One data-parallel copy stands for all: they do the same at the same time.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def step_time(order: Order, costs: CostTable, sync: Sync, overheads: StepOverhea
         order: compute tasks of one data-parallel copy.
         costs: seconds of each task; ``all_reduce`` over all holders of a stage, other copies included.
         sync: where gradient sums are placed.
-        around: see there.
-        parts: also say what the step would take without what is around it, where that has to be worked out apart.
+        overheads: what the step has besides its compute tasks.
+        parts: also compute what the step takes without its overheads where that needs a second run.
 
     Raises:
         ScheduleError: the order cannot run.
