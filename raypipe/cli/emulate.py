@@ -15,22 +15,7 @@ import typer
 
 from raypipe.cli._shared.files import check_writable, output, write
 from raypipe.cli._shared.make import ABOUT, load_one, make
-from raypipe.cli._shared.options import (
-    Backward,
-    Budget,
-    Chunks,
-    Concat,
-    Devices,
-    File,
-    MemoryLimit,
-    Microbatches,
-    Objective,
-    Pipelines,
-    Placement,
-    RecomputeStages,
-    Text,
-    Unit,
-)
+from raypipe.cli._shared.options import SEARCH, SHAPE, File, Text, Texts, grouped
 from raypipe.cli._shared.values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError, nearest
 from raypipe.observe.strict_json import strict_json
@@ -46,21 +31,13 @@ def prepare(argv: Sequence[str]) -> list[str]:
     return optional_value(argv, "--json", list(ABOUT))
 
 
+@grouped(shape=SHAPE, search=SEARCH)
 def emulate(
+    *,
     name: Annotated[Text, typer.Argument(metavar="NAME", help="A schedule; `raypipe schedule --list`.")] = None,
     load: Annotated[File, typer.Option(metavar="FILE", help="A hand-written schedule instead of a name.")] = None,
-    devices: Devices = None,
-    microbatches: Microbatches = None,
-    chunks: Chunks = None,
-    unit: Unit = None,
-    pipelines: Pipelines = None,
-    concat: Concat = None,
-    memory_limit: MemoryLimit = None,
-    placement: Placement = None,
-    objective: Objective = None,
-    budget: Budget = None,
-    backward: Backward = None,
-    recompute_stages: RecomputeStages = None,
+    shape: Texts,
+    search: Texts,
     forward: Annotated[Text, typer.Option(metavar="MS", help="F [10]; a number or a list, one per stage.")] = "10",
     input_grad: Annotated[Text, typer.Option(metavar="MS", help="B [10]; BW is B plus W.")] = "10",
     weight_grad: Annotated[Text, typer.Option(metavar="MS", help="W [10].")] = "10",
@@ -97,6 +74,7 @@ def emulate(
             raise RequestError(option, "a step would never end", "give a finite number")
     if not bandwidth >= 0 or (bandwidth == 0 and (message_mb or grad_mb)):
         raise RequestError("--bandwidth", f"{bandwidth:g} gigabytes a second carry nothing", "give one above 0")
+    devices = shape["devices"]
     if devices is not None and devices.isdecimal() and int(devices[:20]) * replicas > MOST_DEVICES:
         why = f"{int(devices[:20]) * replicas} emulated devices are as many processes"
         raise RequestError("--devices", why, "use raypipe schedule, which needs none")
@@ -105,21 +83,13 @@ def emulate(
         raise RequestError("--norm", f'"{norm}" is unknown', nearest(str(norm), NORM_POLICIES))
     if clip_every and policy != "optimistic":
         raise RequestError("--clip-every", "there is nothing to undo", "add --norm optimistic")
-    shape = {
-        "devices": devices, "microbatches": microbatches, "chunks": chunks, "unit": unit, "pipelines": pipelines,
-        "concat": concat, "memory_limit": memory_limit,
-    }  # fmt: skip
     costs = {
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
-    }  # fmt: skip
-    search = {
-        "placement": placement, "objective": objective, "budget": budget, "backward": backward,
-        "recompute_stages": recompute_stages,
     }  # fmt: skip
     made = (
         make([name], shape, costs, compare=False, search=search)[0]
         if name
-        else load_one(load or Path(), costs, memory_limit)
+        else load_one(load or Path(), costs, shape["memory_limit"])
     )
     from raypipe.runtime.emulation.emulated_run import Links, emulate
 

@@ -12,30 +12,13 @@ import typer
 from raypipe.atomic_write import write_whole
 from raypipe.cli._shared.files import check_writable, output
 from raypipe.cli._shared.make import ABOUT, Made, load_one, make
-from raypipe.cli._shared.options import (
-    Backward,
-    Budget,
-    Chunks,
-    Concat,
-    Devices,
-    File,
-    MemoryLimit,
-    Microbatches,
-    Objective,
-    Pipelines,
-    Placement,
-    RecomputeStages,
-    Text,
-    Unit,
-)
+from raypipe.cli._shared.options import SEARCH, SHAPE, File, Text, Texts, grouped
 from raypipe.cli._shared.values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule import SCHEDULES
 
-AUTO_OPTIONS = (
-    "placement", "objective", "budget", "backward", "recompute_stages", "chunks", "pipelines", "memory_limit",
-)  # fmt: skip
+AUTO_OPTIONS = {*SEARCH, "chunks", "pipelines", "memory_limit"}
 
 
 def prepare(argv: Sequence[str]) -> list[str]:
@@ -43,7 +26,9 @@ def prepare(argv: Sequence[str]) -> list[str]:
     return optional_value(optional_value(argv, "--json", list(ABOUT)), "--text", list(ABOUT))
 
 
+@grouped(shape=SHAPE, search=SEARCH)
 def schedule(
+    *,
     names: Annotated[Optional[list[str]], typer.Argument(metavar="NAME", help="See --list.")] = None,  # noqa: UP045
     list_: Annotated[bool, typer.Option("--list", help="Name and describe every schedule.")] = False,
     compare: Annotated[
@@ -53,18 +38,8 @@ def schedule(
     load: Annotated[
         File, typer.Option(metavar="FILE", help="A hand-written schedule, JSON or text: verify, time.")
     ] = None,
-    devices: Devices = None,
-    microbatches: Microbatches = None,
-    chunks: Chunks = None,
-    unit: Unit = None,
-    pipelines: Pipelines = None,
-    concat: Concat = None,
-    memory_limit: MemoryLimit = None,
-    placement: Placement = None,
-    objective: Objective = None,
-    budget: Budget = None,
-    backward: Backward = None,
-    recompute_stages: RecomputeStages = None,
+    shape: Texts,
+    search: Texts,
     forward: Annotated[Text, typer.Option(metavar="T", help="F [1]; a number or a list, one per stage.")] = None,
     input_grad: Annotated[Text, typer.Option(metavar="T", help="B [1]; BW is B plus W.")] = None,
     weight_grad: Annotated[Text, typer.Option(metavar="T", help="W [1].")] = None,
@@ -113,20 +88,12 @@ def schedule(
     for file in (json_file, text_file, plot, memory_plot, trace, csv):
         if file is not None and file != STANDARD_OUTPUT:
             check_writable(file)
-    shape = {
-        "devices": devices, "microbatches": microbatches, "chunks": chunks, "unit": unit, "pipelines": pipelines,
-        "concat": concat, "memory_limit": memory_limit,
-    }  # fmt: skip
     costs = {
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
     }  # fmt: skip
-    search = {
-        "placement": placement, "objective": objective, "budget": budget, "backward": backward,
-        "recompute_stages": recompute_stages,
-    }  # fmt: skip
     made = make(wanted, shape, costs, compare, search)
     if load is not None:
-        made.append(load_one(load, costs, memory_limit))
+        made.append(load_one(load, costs, shape["memory_limit"]))
     if critical and plot is None:
         raise RequestError("--critical", "there is no chart to outline the path in", "add --plot FILE")
     _show(made, json_file, text_file, plot, memory_plot, trace, csv, critical)

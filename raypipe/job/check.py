@@ -9,11 +9,12 @@ from raypipe.errors import ScheduleError, nearest
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec, ModelSpec
-from raypipe.job.parallel_spec import PLANNED, ParallelSpec
+from raypipe.job.parallel_spec import JOBS_OWN, PLANNED, SHAPE, ParallelSpec
 from raypipe.job.requested_schedule import is_file, looked_at
 from raypipe.job.size_limits import too_large, too_many
 from raypipe.job.train_spec import TrainSpec
 from raypipe.schedule import SCHEDULES
+from raypipe.schedule.shape import OPTIONS
 from raypipe.search.placements import placed
 
 if TYPE_CHECKING:
@@ -140,10 +141,7 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
         )
 
 
-WISHES = (
-    "schedule", "stages", "replicas", "microbatch", "chunks", "unit", "pipelines", "concat", "sync", "recompute",
-    "transport", "wire_dtype", "replan", "tensor", "sub_pipelined", "tensor_table",
-)  # fmt: skip
+WISHES = {*SHAPE, *JOBS_OWN, "sync", "recompute", "tensor_table"}
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 
 
@@ -169,7 +167,6 @@ def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Itera
         yield from _depth(parallel.stages * parallel.chunks, parallel.stages, model.layers)
 
 
-SHAPE_KEYS = ("schedule", "placement", "memory_limit", "chunks", "unit", "pipelines", "concat", "sync")
 KEYS = {"devices": "stages", "microbatches": "microbatch"}
 """A shape's words that a job file has others for."""
 
@@ -275,7 +272,11 @@ def _alphas(parallel: ParallelSpec) -> Iterator[Problem]:
 
 def _why(error: ScheduleError) -> str:
     """The reason, with the place where that is no key of the job: a line of a schedule file, a device."""
-    return error.why if error.where in (*KEYS, *SHAPE_KEYS) else str(error).split("\n  fix:")[0]
+    return (
+        error.why
+        if error.where in (*KEYS, *OPTIONS, "schedule", "placement", "sync")
+        else str(error).split("\n  fix:")[0]
+    )
 
 
 def stash(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:

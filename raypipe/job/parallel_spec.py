@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from raypipe.job.field_types import Positive, Spec, WireDtype
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
-from raypipe.schedule.shape import Shape
+from raypipe.schedule.shape import Concat, ParallelShape, Shape, pipeline_shape
 
 Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]
 Layers = Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)]
-SHAPE = {"schedule", "stages", "replicas", "microbatch", "chunks", "unit", "pipelines", "concat"}
-"""Keys of ``parallel`` that a plan keeps as they were given to the planner."""
+SHAPE = {f.name for f in fields(ParallelShape)} - {"microbatches", "memory_limit"}
+"""Keys of ``parallel`` that may be given to the planner, and that a plan keeps then: all of a shape but what follows
+from the batch, and what the planner sets by the memory of the devices."""
+JOBS_OWN = ("transport", "wire_dtype", "replan")
+"""Keys of ``parallel`` that the job decides, whatever the plan."""
 SAME_AS = {"dapple": "1f1b"}
 """Another name of a schedule."""
 PLANNED = ("auto", "layers", "microbatches")
@@ -47,7 +51,7 @@ class ParallelSpec(Spec):
     """ZeroPP's scheduling unit, in micro-batches."""
     pipelines: Positive = 2
     """Chimera's number of directed pipelines, half of them each way; an even number."""
-    concat: Literal["direct", "doubling", "halving"] = "direct"
+    concat: Concat = "direct"
     """How Chimera goes past one micro-batch a device."""
     shard: Literal["none", "zero1", "zero2", "zero3"] = "none"
     """What the replicas split between them instead of each holding it."""
@@ -95,10 +99,7 @@ class ParallelSpec(Spec):
         Raises:
             ScheduleError: an impossible one.
         """
-        return Shape(
-            devices=self.stages, microbatches=batch // (self.microbatch * self.replicas), chunks=self.chunks,
-            unit=self.unit, pipelines=self.pipelines, concat=self.concat, memory_limit=self.memory_limit,
-        )  # fmt: skip
+        return pipeline_shape(self, batch // (self.microbatch * self.replicas))
 
     @property
     def replans(self) -> bool:

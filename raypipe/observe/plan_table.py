@@ -14,6 +14,7 @@ from raypipe.plan.decision_json import recompute_word, schedule_of, terms_beside
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.reasons import gib
 from raypipe.schedule.passes import add_updates, place_gradient_sync
+from raypipe.schedule.shape import NEUTRAL
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.timeline import Timeline
 
@@ -22,6 +23,8 @@ WIDTH = 160
 DRAWN_DEVICES = 16
 """A drawing of more devices than this says no more than their number does."""
 DRAWN_TASKS = 6000
+WORDED = ("chunks", "unit", "pipelines", "concat", "memory_limit")
+"""Options that have words of their own among the details."""
 
 
 def ranked_table(decision: Decision) -> Table:
@@ -59,6 +62,7 @@ def details(p: Prediction) -> str:
         "halves beside sums" if c.sub_pipelined else "",
         f"limit {c.memory_limit:g}" if c.memory_limit is not None else "",
         f"{c.sync} sums" if c.sync != "lazy" else "",
+        *(f"{key} {value}" for key, value in c.options.items() if key not in WORDED and value != NEUTRAL[key]),
     ]
     return ", ".join(word for word in words if word)
 

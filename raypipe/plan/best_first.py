@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.candidate import Candidate, Grid, least_plainness, plainness
+from raypipe.plan.candidate import Candidate, least_plainness, plainness
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.schedule.garbage_collection import no_collection
+from raypipe.schedule.shape import Grid
 
 TIE = 1e-6
 """Steps that differ by less are equally long: rounding, and nothing a run could show."""
@@ -92,9 +93,9 @@ def best_first(
     """
     found = Ranking()
     count = itertools.count()
-    queue: list[tuple[float, int, Grid | Candidate]] = []
+    queue: list[tuple[float, int, Grid]] = []
 
-    def push(bound: float, node: Grid | Candidate) -> None:
+    def push(bound: float, node: Grid) -> None:
         found.searched += 1
         if bound < float("inf"):
             heapq.heappush(queue, (bound, next(count), node))
@@ -109,7 +110,7 @@ def best_first(
                 break
             if any(p.step_s <= bound and p.plainness <= _plainness(node) for p in fitting.values()):
                 continue
-        if isinstance(node, Grid):
+        if not isinstance(node, Candidate):
             for made in judge.on(node):
                 candidate = pick(made)
                 if candidate is not None:
@@ -140,8 +141,8 @@ def best_first(
     return found
 
 
-def _plainness(node: Grid | Candidate) -> tuple[int, ...]:
-    return least_plainness(node) if isinstance(node, Grid) else plainness(node, node.form)
+def _plainness(node: Grid) -> tuple[int, ...]:
+    return plainness(node, node.form) if isinstance(node, Candidate) else least_plainness(node)
 
 
 def simplest(ranked: Iterable[Prediction], near: float = NEAR) -> Prediction:

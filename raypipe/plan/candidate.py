@@ -6,9 +6,12 @@ list of rules here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal
 
 from raypipe.errors import ScheduleError
 from raypipe.job.parallel_spec import ParallelSpec
@@ -16,7 +19,7 @@ from raypipe.plan.predict.form import Form, form_of
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.sync import Sync
-from raypipe.schedule.shape import MOST, Concat
+from raypipe.schedule.shape import MOST, NEUTRAL, OPTIONS, Concat, Grid, ParallelShape
 
 Recompute = Literal["none", "full", "microbatches", "layers"]
 """What a plan recomputes while it waits for the gradient; a job's ``parallel.recompute`` takes the same words.
@@ -33,67 +36,24 @@ FEW = 4
 """Up to here every number of chunks is tried; above, only some (see ``chunk_counts``)."""
 
 
-class Grid(NamedTuple):
-    """How many devices do what: ``stages * replicas * tensor`` devices, ``microbatch`` samples a micro-batch."""
+@dataclass(frozen=True, kw_only=True)
+class Candidate(ParallelShape):
+    """One plan that may be run: a shape, and what the planner decides about it; fields as in ``ParallelSpec``."""
 
-    stages: int
-    """Devices along a pipeline, D; with ``tensor``, groups of devices."""
-    replicas: int
-    """Data-parallel copies, W."""
-    microbatch: int
-    """Samples of a micro-batch, B."""
-    microbatches: int
-    """Micro-batches of a step on one data-parallel copy, N."""
-    tensor: int = 1
-    """Devices that share each layer, T."""
-    sub_pipelined: bool = False
-    """Each micro-batch in two halves, of which one computes while the other's sums are under way."""
+    recompute: Recompute = "none"
+    sync: Sync = "lazy"
+    placement: str = "line"
+    """Where a searched order's stages are; see ``search.placements``."""
+    update: RequestedNormPolicy = "auto"
+    """What updates do about the global norm, where the job clips."""
 
-    def candidate(self, schedule: str, **options: Any) -> Candidate:
-        """A schedule on these devices; ``options`` are further fields of ``Candidate``.
+    @classmethod
+    def on(cls, grid: Grid, schedule: str, **more: Any) -> Candidate:
+        """The schedule on these devices; ``more`` are further fields.
 
         A group of devices waits for the global norm: that is all the runtime knows there (docs/guides/tensor.md).
         """
-        update = "wait" if self.tensor > 1 else "auto"
-        return Candidate(
-            schedule, self.stages, self.replicas, self.microbatch, self.microbatches, tensor=self.tensor,
-            sub_pipelined=self.sub_pipelined, **{"update": update, **options},
-        )  # fmt: skip
-
-
-class Candidate(NamedTuple):
-    """One plan that may be run; fields as in ``ParallelSpec``."""
-
-    schedule: str
-    stages: int
-    replicas: int
-    microbatch: int
-    microbatches: int
-    """Of one data-parallel copy."""
-    chunks: int = 1
-    unit: int | None = None
-    pipelines: int = 2
-    concat: Concat = "direct"
-    recompute: Recompute = "none"
-    sync: Sync = "lazy"
-    memory_limit: float | None = None
-    """Activations a device may hold, for families that can be told."""
-    placement: str = "line"
-    """Where a searched order's stages are; see ``auto.placements``."""
-    update: RequestedNormPolicy = "auto"
-    """What updates do about the global norm, where the job clips."""
-    tensor: int = 1
-    sub_pipelined: bool = False
-
-    @property
-    def groups(self) -> int:
-        """What the schedule calls devices: each is ``tensor`` of them."""
-        return self.stages * self.replicas
-
-    @property
-    def devices(self) -> int:
-        """Of the whole plan."""
-        return self.groups * self.tensor
+        return super().on(grid, schedule, **{"update": "wait" if grid.tensor > 1 else "auto", **more})
 
     @property
     def form(self) -> Form:
@@ -102,27 +62,20 @@ class Candidate(NamedTuple):
         Raises:
             ScheduleError: the family has no such form.
         """
-        found = form_of(self.schedule, self.stages, self.chunks, self.pipelines, self.concat)
+        found = form_of(self)
         if isinstance(found, ScheduleError):
             raise found
         return found
 
-    @property
-    def grid(self) -> Grid:
-        """Its devices and micro-batches."""
-        return Grid(
-            self.stages, self.replicas, self.microbatch, self.microbatches, self.tensor, self.sub_pipelined
-        )  # fmt: skip
+    def sized(self, microbatch: int, microbatches: int) -> Candidate:
+        """With micro-batches of another size, and so another number of them; a unit takes no more than there are."""
+        unit = None if self.unit is None else min(self.unit, microbatches)
+        return replace(self, microbatch=microbatch, microbatches=microbatches, unit=unit)
 
     def parallel(self, **changes: Any) -> ParallelSpec:
         """As a job's ``parallel`` keys."""
-        values: dict[str, Any] = {
-            "schedule": self.schedule, "stages": self.stages, "replicas": self.replicas,
-            "microbatch": self.microbatch, "chunks": self.chunks, "unit": self.unit, "pipelines": self.pipelines,
-            "concat": self.concat, "sync": self.sync, "memory_limit": self.memory_limit, "update": self.update,
-            "placement": self.placement, "recompute": "full" if self.recompute in ("full", "microbatches") else "none",
-            "tensor": self.tensor, "sub_pipelined": self.sub_pipelined,
-        }  # fmt: skip
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "microbatches"}
+        values["recompute"] = "full" if self.recompute in ("full", "microbatches") else "none"
         return ParallelSpec(**{**values, **changes})
 
     @property
@@ -155,9 +108,8 @@ def plainness(c: Candidate, form: Form) -> tuple[int, ...]:
 
 def least_plainness(grid: Grid) -> tuple[int, ...]:
     """No candidate of the grid is simpler."""
-    devices = grid.stages * grid.replicas * grid.tensor
-    several = (devices > 1, grid.stages > 1, grid.tensor, grid.sub_pipelined, grid.stages)
-    return (*several, *[0] * (len(PLAIN) - len(several) - 1), devices)
+    several = (grid.devices > 1, grid.stages > 1, grid.tensor, grid.sub_pipelined, grid.stages)
+    return (*several, *[0] * (len(PLAIN) - len(several) - 1), grid.devices)
 
 
 @cache
@@ -198,17 +150,10 @@ def grids(
                     yield Grid(stages, replicas, microbatch, share // microbatch, tensor, sub_pipelined)
 
 
-class Asked(NamedTuple):
-    """What a job asks for: tried whether or not it is among what usually makes sense."""
-
-    schedule: str | None = None
-    """A family, even where its orders are those of another one."""
-
-    chunks: int | None = None
-    unit: int | None = None
-
-
-NOTHING = Asked()
+Asked = Mapping[str, Any]
+"""A ``schedule`` and options that a job asks for: tried whether or not they are among what usually makes sense, the
+schedule even where its orders are those of another family."""
+NOTHING: Asked = MappingProxyType({})
 
 
 def chunk_counts(stages: int, layers: int, asked: int | None = None) -> list[int]:
@@ -243,6 +188,20 @@ def pipeline_counts(stages: int) -> list[int]:
     return [2 * f for f in divisors(max(1, stages // 2))]
 
 
+def _tried(option: str, grid: Grid, layers: int, asked: Asked) -> Sequence[Any]:
+    """Values of a family's option that make sense on a grid; an option without a rule here has one, its default."""
+    wish = asked.get(option)
+    if option == "chunks":
+        return chunk_counts(grid.stages, layers, wish)
+    if option == "unit":
+        return unit_sizes(grid.stages, grid.microbatches, wish)
+    if wish is not None:
+        return [wish]
+    if option == "pipelines":
+        return pipeline_counts(grid.stages)
+    return CONCATS if option == "concat" else [NEUTRAL[option]]
+
+
 def candidates(grid: Grid, most_stages: int, asked: Asked = NOTHING) -> Iterator[Candidate]:
     """The schedules that make sense on a grid, without recomputation, each once: lazy sync, no memory limit.
 
@@ -250,28 +209,26 @@ def candidates(grid: Grid, most_stages: int, asked: Asked = NOTHING) -> Iterator
     ``gpipe``) are one candidate, under the first one's name. On one device every schedule is the same: ``gpipe``
     stands for all... it would hold every activation, so ``1f1b`` does.
     """
-    stages, microbatches = grid.stages, grid.microbatches
-    if stages == 1:
-        yield grid.candidate("1f1b")
+    if grid.stages == 1:
+        yield Candidate.on(grid, "1f1b")
         return
+    named = asked.get("schedule")
     for name, family in SCHEDULES.items():
-        if asked.schedule not in (None, name):
+        if named not in (None, name):
             continue
-        options = family.options
-        chunks = chunk_counts(stages, most_stages, asked.chunks) if "chunks" in options else [family.fixed_chunks or 1]
-        for v in chunks:
-            for pipelines in pipeline_counts(stages) if "pipelines" in options else [2]:
-                for concat in CONCATS if "concat" in options else CONCATS[:1]:
-                    form = form_of(name, stages, v, pipelines, concat)
-                    if isinstance(form, ScheduleError) or form.stages > most_stages:
-                        continue
-                    if form.alias != name and asked.schedule is None:
-                        continue
-                    if form.stages * microbatches > MOST:
-                        continue
-                    if grid.microbatch % (form.size.denominator * (1 + grid.sub_pipelined)):
-                        continue
-                    if grid.sub_pipelined and form.versions != "flush":  # both halves run on one version
-                        continue
-                    for unit in unit_sizes(stages, microbatches, asked.unit) if "unit" in options else [None]:
-                        yield grid.candidate(name, chunks=v, unit=unit, pipelines=pipelines, concat=concat)
+        own = [option for option in OPTIONS if option in family.options]
+        fixed = {"chunks": family.fixed_chunks} if family.fixed_chunks else {}
+        for values in itertools.product(*(_tried(option, grid, most_stages, asked) for option in own)):
+            c = Candidate.on(grid, name, **fixed, **dict(zip(own, values, strict=True)))
+            form = form_of(c)
+            if isinstance(form, ScheduleError) or form.stages > most_stages:
+                continue
+            if form.alias != name and named is None:
+                continue
+            if form.stages * grid.microbatches > MOST:
+                continue
+            if grid.microbatch % (form.size.denominator * (1 + grid.sub_pipelined)):
+                continue
+            if grid.sub_pipelined and form.versions != "flush":  # both halves run on one version
+                continue
+            yield c

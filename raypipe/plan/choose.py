@@ -14,11 +14,11 @@ from raypipe.cost.stages import with_cast_messages
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.parallel_spec import SAME_AS
+from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, rank_key, simplest
-from raypipe.plan.candidate import PARTLY, SYNCS, Asked, Candidate, Grid, Ways, grids
-from raypipe.plan.plan import JOBS_OWN, Plan
+from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids
+from raypipe.plan.plan import Plan
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict.orders import Orders
 from raypipe.plan.predict.prediction import Prediction
@@ -30,6 +30,7 @@ from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.garbage_collection import no_collection
+from raypipe.schedule.shape import GRID, OPTIONS, Grid
 
 SEARCH_S = 3.0
 """Seconds for searching orders of the best placements."""
@@ -85,7 +86,7 @@ class _Chooser:
     def wished(self, c: Candidate) -> Candidate | None:
         """The candidate, if it is one that the job asks for; with the recomputation that it asks for."""
         given = self.job.parallel.given if self.job.parallel.auto else {}
-        for key in ("schedule", "chunks", "unit", "pipelines", "concat"):
+        for key in ("schedule", *OPTIONS):
             wish = SAME_AS.get(str(given.get(key)), given.get(key))
             if key in given and wish not in (getattr(c, key), "auto"):
                 return None
@@ -93,7 +94,7 @@ class _Chooser:
             return None
         if given.get("recompute") == "none" and c.form.recomputes and "schedule" not in given:
             return None
-        return c._replace(recompute="full") if given.get("recompute") == "full" else c
+        return replace(c, recompute="full") if given.get("recompute") == "full" else c
 
     def pick(self, c: Candidate) -> Candidate | None:
         """The candidate, if it may be chosen."""
@@ -149,22 +150,17 @@ class _Chooser:
         """The least change with which a plan that is too large would fit."""
         c = p.candidate
         for grid in sorted(self.grids, key=lambda g: -g.microbatch):
-            if grid.microbatch < c.microbatch and grid == c.grid._replace(
-                microbatch=grid.microbatch, microbatches=grid.microbatches
-            ):
-                smaller = c._replace(microbatch=grid.microbatch, microbatches=grid.microbatches)
-                if smaller.unit is not None:
-                    smaller = smaller._replace(unit=min(smaller.unit, grid.microbatches))
-                if self.judge.holds(smaller):
-                    return f"microbatch {grid.microbatch}"
-        if c.recompute == "none" and not c.form.recomputes and self.judge.holds(c._replace(recompute="full")):
+            smaller = c.sized(grid.microbatch, grid.microbatches)
+            if grid.microbatch < c.microbatch and grid == smaller.grid and self.judge.holds(smaller):
+                return f"microbatch {grid.microbatch}"
+        if c.recompute == "none" and not c.form.recomputes and self.judge.holds(replace(c, recompute="full")):
             return "recompute: full"
         return None
 
     def _ways(self, c: Candidate) -> list[Candidate]:
         """A candidate as it takes most memory, and least."""
-        less = c._replace(update="wait")
-        return [c, less._replace(recompute="full") if self.judge.of(c).recompute else less]
+        less = replace(c, update="wait")
+        return [c, replace(less, recompute="full") if self.judge.of(c).recompute else less]
 
     def nothing_fits(self, found: Ranking) -> SpecError:
         """Say what the smallest plan lacks."""
@@ -172,7 +168,7 @@ class _Chooser:
         tried = list(found.too_large)
         for grid in self.grids:
             if grid.stages in (1, deepest) and grid.microbatch == 1 + grid.sub_pipelined:
-                c = self.pick(grid.candidate("1f1b"))
+                c = self.pick(Candidate.on(grid, "1f1b"))
                 for made in [c] if c is not None else list(filter(None, map(self.pick, self.judge.on(grid)))):
                     try:
                         tried += [self.judge.predict(way) for way in self._ways(made)]
@@ -262,7 +258,9 @@ def choose(
             "give --search some seconds, or leave the schedule out",
         )  # fmt: skip
     named = SAME_AS.get(str(given.get("schedule")), given.get("schedule"))
-    asked = Asked(named if named != "auto" else None, given.get("chunks"), given.get("unit"))
+    asked = {key: given[key] for key in OPTIONS if key in given}
+    if named not in (None, "auto"):
+        asked["schedule"] = named
     syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)
     profiles = {ALONE: profile, **(shared if policy == "best" or "tensor" in given else {})}
     orders_made = Orders()
@@ -277,7 +275,7 @@ def choose(
     every = [
         g for (tensor, halves), own in profiles.items()
         for g in grids(count, train.batch, deepest(job, own), 1, _largest(own), tensor, halves)
-        if all(given.get(key, getattr(g, key)) == getattr(g, key) for key in Grid._fields if key != "microbatches")
+        if all(given.get(key, getattr(g, key)) == getattr(g, key) for key in GRID if key != "microbatches")
     ]  # fmt: skip
     if not every:
         raise SpecError(

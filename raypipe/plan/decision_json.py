@@ -34,7 +34,8 @@ def _candidate(row: Row) -> dict[str, Any]:
         "schedule": c.schedule, "kind": label(c), "stages": c.stages, "replicas": c.replicas,
         "microbatch": c.microbatch, "microbatches": c.microbatches, "chunks": c.chunks, "unit": c.unit,
         "tensor": c.tensor, "sub_pipelined": c.sub_pipelined,
-        "pipelines": c.pipelines, "concat": c.concat, "placement": c.placement, "sync": c.sync,
+        **{key: value for key, value in c.options.items() if key != "memory_limit"},  # that is in the plan
+        "placement": c.placement, "sync": c.sync,
         "recompute": recompute_word(p), "keep": list(p.keep) if p.keep is not None else None,
         "recomputed_layers": sorted(p.recomputed) if p.recomputed is not None else None,
         "predicted_step_s": p.step_s, "chimera_step_s": eq1, "throughput": p.throughput,

@@ -16,7 +16,7 @@ from raypipe.atomic_write import write_whole
 from raypipe.errors import ScheduleError
 from raypipe.job.field_types import Spec
 from raypipe.job.json_file import load_json
-from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.parallel_spec import JOBS_OWN, ParallelSpec
 from raypipe.job.recompute_layers import Cut, layers_to_recompute
 from raypipe.job.requested_schedule import base_schedule, fitting
 from raypipe.job.spec import JobSpec
@@ -42,8 +42,6 @@ class MadeFor(Spec):
 
 ORDER = "plan: order"
 """Where errors of a plan's order are, until the plan file's name is known."""
-JOBS_OWN = ("transport", "wire_dtype", "replan")
-"""Keys of ``parallel`` that the job decides, whatever the plan."""
 
 
 class Plan(Spec):

@@ -6,12 +6,15 @@ import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from raypipe.errors import ScheduleError
 from raypipe.plan.best_first import TIE, Judge, Pick, Ranking, rank_key
-from raypipe.plan.candidate import Candidate, Grid
+from raypipe.plan.candidate import Candidate
+from raypipe.plan.predict.form import options_of
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.schedule.garbage_collection import no_collection
+from raypipe.schedule.shape import Grid
 
 
 @no_collection()
@@ -50,7 +53,7 @@ def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick
             if chosen is not None:
                 found.best = sorted([*found.best, chosen], key=rank_key)
             continue
-        for kind in _kinds(judge, node, pick):  # type: ignore[arg-type]
+        for kind in _kinds(judge, node, pick):
             push(max(bound, min(map(judge.least, kind))), kind)
             found.searched += len(kind)
     found.best = found.best[:top]
@@ -61,7 +64,7 @@ def _by_shape(grids: Iterable[Grid]) -> list[list[Grid]]:
     """Grids of one depth and width, the largest micro-batch first; those with N >= D where there are any."""
     shapes: dict[Grid, list[Grid]] = {}
     for grid in sorted(grids, key=lambda g: -g.microbatch):
-        shapes.setdefault(grid._replace(microbatch=0, microbatches=0), []).append(grid)
+        shapes.setdefault(replace(grid, microbatch=0, microbatches=0), []).append(grid)
     return [[g for g in same if g.microbatches >= g.stages] or same for same in shapes.values()]
 
 
@@ -72,7 +75,7 @@ def _kinds(judge: Judge, same: Sequence[Grid], pick: Pick) -> Iterable[list[Cand
         for made in judge.on(grid):
             c = pick(made)
             if c is not None and _spoken_of(c):
-                kinds.setdefault((c.schedule, c.chunks, c.pipelines, c.concat), []).append(c)
+                kinds.setdefault((c.schedule, options_of(c)), []).append(c)
     return kinds.values()
 
 

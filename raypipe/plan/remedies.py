@@ -11,10 +11,11 @@ from raypipe.cost.memory.terms import FEWER, RECOMPUTE, SMALLER, STAGES
 from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError
 from raypipe.job.spec import JobSpec
-from raypipe.plan.candidate import Candidate, Grid, Ways, divisors
+from raypipe.plan.candidate import Candidate, Ways, divisors
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import Judges
+from raypipe.schedule.shape import Grid
 
 GIB = 2**30
 GROWTH = 1.25
@@ -80,20 +81,15 @@ def _other_wishes(predictor: Predictor, c: Candidate, given: dict[str, object]) 
     if "microbatch" in given:
         share = c.microbatch * c.microbatches
         for size in reversed(divisors(share)):
-            if size < c.microbatch and _holds(predictor, _sized(c, size, share // size)):
+            if size < c.microbatch and _holds(predictor, c.sized(size, share // size)):
                 yield f"parallel.microbatch: {size}"
                 break
-    if given.get("recompute") == "none" and _holds(predictor, c._replace(recompute="full")):
+    if given.get("recompute") == "none" and _holds(predictor, replace(c, recompute="full")):
         yield "parallel.recompute: full"
     if given.get("schedule", "1f1b") not in ("1f1b", "dapple", "auto") and not {"chunks", "unit"} & set(given):
-        plain = c.grid.candidate("1f1b")
-        if any(_holds(predictor, plain._replace(recompute=way)) for way in _ways(predictor)):
+        plain = Candidate.on(c.grid, "1f1b")
+        if any(_holds(predictor, replace(plain, recompute=way)) for way in _ways(predictor)):
             yield "parallel.schedule: 1f1b"
-
-
-def _sized(c: Candidate, microbatch: int, microbatches: int) -> Candidate:
-    unit = None if c.unit is None else min(c.unit, microbatches)
-    return c._replace(microbatch=microbatch, microbatches=microbatches, unit=unit)
 
 
 def _deeper(judge: Judges, c: Candidate, batch: int, wished: Wished) -> int | None:
@@ -103,11 +99,11 @@ def _deeper(judge: Judges, c: Candidate, batch: int, wished: Wished) -> int | No
     def holds(stages: int) -> bool:
         grid = Grid(stages, 1, c.microbatch, batch // c.microbatch, c.tensor, c.sub_pipelined)
         made = [
-            wished(grid.candidate("1f1b")),
-            wished(c._replace(stages=stages, replicas=1, microbatches=grid.microbatches)),
+            wished(Candidate.on(grid, "1f1b")),
+            wished(replace(c, stages=stages, replicas=1, microbatches=grid.microbatches)),
         ]
         return any(
-            _holds(predictor, one._replace(recompute=way)) for one in made if one for way in _ways(predictor)
+            _holds(predictor, replace(one, recompute=way)) for one in made if one for way in _ways(predictor)
         )  # fmt: skip
 
     most, failed = predictor.most_stages, c.stages

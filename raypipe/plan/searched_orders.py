@@ -72,7 +72,7 @@ def _targets(judges: Judges, ranked: Sequence[Prediction]) -> Iterator[tuple[Pre
                 continue
             if rows == p.form.placement:
                 seen.add(what)
-                yield p, c.grid.candidate("auto", chunks=chunks, pipelines=pipelines, placement=name)
+                yield p, Candidate.on(c.grid, "auto", chunks=chunks, pipelines=pipelines, placement=name)
 
 
 def _searched(judge: Predictor, like: Prediction, c: Candidate, seconds: float) -> Prediction | None:
@@ -88,5 +88,5 @@ def _searched(judge: Predictor, like: Prediction, c: Candidate, seconds: float) 
         )  # fmt: skip
     except ScheduleError:  # not even one micro-batch has room
         return None
-    limited = c._replace(memory_limit=limit) if limit is not None else c
+    limited = replace(c, memory_limit=limit) if limit is not None else c
     return judge.predict_order(limited, replace(found.schedule, name="auto"))

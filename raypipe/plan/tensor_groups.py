@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from raypipe.plan.candidate import Candidate, Grid
+from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
+from raypipe.schedule.shape import Grid
 
 Sharing = tuple[int, bool]
 """(devices that share each layer, whether micro-batches run in halves beside one another's sums)."""
@@ -24,7 +25,7 @@ class Judges:
 
     by: Mapping[Sharing, Predictor]
 
-    def of(self, what: Grid | Candidate) -> Predictor:
+    def of(self, what: Grid) -> Predictor:
         """The predictor whose devices are groups of that size."""
         return self.by[what.tensor, what.sub_pipelined]
 

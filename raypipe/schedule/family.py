@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.shape import Shape
-
-_NEUTRAL = {"chunks": 1, "unit": None, "pipelines": 2, "concat": "direct", "memory_limit": None}
+from raypipe.schedule.shape import NEUTRAL, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +38,7 @@ class Family:
         Raises:
             ScheduleError: naming the option.
         """
-        for option, neutral in _NEUTRAL.items():
+        for option, neutral in NEUTRAL.items():
             value = getattr(shape, option)
             if option in self.options or value == neutral:
                 continue

@@ -1,9 +1,13 @@
-"""Shape: the few numbers from which a generator makes a schedule."""
+"""Shapes: how a training step is divided. Each key stands here once, and is handed on with its shape.
+
+``ScheduleOptions``: what a schedule family may be told. ``Shape``: one pipeline, what a generator makes a schedule of.
+``Grid``: devices and micro-batches of a whole job. ``ParallelShape``: a schedule on a grid.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from raypipe.errors import ScheduleError, nearest
 
@@ -12,24 +16,57 @@ MOST = 10_000_000
 """Stages times micro-batches: what is above would fill the memory of any machine, and is a typing error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+def told(metavar: str, help: str, *, order_only: bool = False) -> dict[str, Any]:
+    """What there is to know of a field besides its type and its default.
+
+    Args:
+        metavar: what stands for its value on the command line.
+        help: one line for ``--help``.
+        order_only: it changes the order of tasks alone: neither where stages are nor which kinds of task there are.
+    """
+    return {"metavar": metavar, "help": help, "order_only": order_only}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """What a schedule family may be told besides devices and micro-batches; ``parallel`` has the same keys.
+
+    A default is neutral: what a family that has no use for the option must be given.
+    """
+
+    chunks: int = field(default=1, metadata=told("V", "Stages per device [1]."))
+    """Stages per device, V."""
+    unit: int | None = field(default=None, metadata=told("U", "Micro-batches a unit.", order_only=True))
+    """Micro-batches of a scheduling unit, U (ZeroPP); none: all of them."""
+    pipelines: int = field(default=2, metadata=told("2F", "Pipelines, both directions [2]."))
+    """Pipelines of a bidirectional schedule, 2f: f down and f up (Chimera)."""
+    concat: Concat = field(default="direct", metadata=told("HOW", "direct, doubling or halving."))
+    """How basic units follow one another (Chimera section 3.3)."""
+    memory_limit: float | None = field(
+        default=None, metadata=told("M", "Activations a device may hold at once.", order_only=True)
+    )
+    """Activations a device may hold at once, in units of one stage's for one micro-batch."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options alone, by name."""
+        return {key: getattr(self, key) for key in OPTIONS}
+
+
+NEUTRAL: dict[str, Any] = {f.name: f.default for f in fields(ScheduleOptions)}
+"""Each option's default."""
+OPTIONS = tuple(NEUTRAL)
+"""Names of the options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(ScheduleOptions):
     """Devices, micro-batches and a family's own options. What a family cannot use must keep its default."""
 
-    devices: int
+    devices: int = field(metadata=told("D", "Devices [4]."))
     """Devices of one pipeline, D."""
-    microbatches: int
+    microbatches: int = field(metadata=told("N", "Micro-batches [8]."))
     """Full micro-batches of a step, N, over all replicas of the family's own (not data-parallel copies)."""
-    chunks: int = 1
-    """Stages per device, V."""
-    unit: int | None = None
-    """Micro-batches of a scheduling unit, U (ZeroPP); none: all of them."""
-    pipelines: int = 2
-    """Pipelines of a bidirectional schedule, 2f: f down and f up (Chimera)."""
-    concat: Concat = "direct"
-    """How basic units follow one another (Chimera section 3.3)."""
-    memory_limit: float | None = None
-    """Activations a device may hold at once, in units of one stage's for one micro-batch."""
 
     def __post_init__(self) -> None:
         for name in ("devices", "microbatches", "chunks"):
@@ -53,3 +90,70 @@ class Shape:
         if self.memory_limit is not None and not 0 < self.memory_limit < float("inf"):
             fix = "use a finite number above 0; leave it out for no limit"
             raise ScheduleError("memory_limit", f"{self.memory_limit} activations", fix)
+
+
+class HasOptions(Protocol):
+    """Anything with ``stages`` and all of ``OPTIONS``: a ``ParallelShape``, or a job's ``parallel`` section."""
+
+    @property
+    def stages(self) -> int:
+        """Devices along one pipeline."""
+
+
+def pipeline_shape(of: HasOptions, microbatches: int) -> Shape:
+    """The shape of one pipeline: its devices and options, for so many micro-batches.
+
+    Raises:
+        ScheduleError: an impossible one.
+    """
+    return Shape(devices=of.stages, microbatches=microbatches, **{key: getattr(of, key) for key in OPTIONS})
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How many devices do what: ``stages * replicas * tensor`` devices, ``microbatch`` samples a micro-batch."""
+
+    stages: int
+    """Devices along a pipeline, D; with ``tensor``, groups of devices."""
+    replicas: int
+    """Data-parallel copies, W."""
+    microbatch: int
+    """Samples of a micro-batch, B."""
+    microbatches: int
+    """Micro-batches of a step on one data-parallel copy, N."""
+    tensor: int = 1
+    """Devices that share each layer, T."""
+    sub_pipelined: bool = False
+    """Each micro-batch in two halves, of which one computes while the other's sums are under way."""
+
+    @property
+    def groups(self) -> int:
+        """What the schedule calls devices: each is ``tensor`` of them."""
+        return self.stages * self.replicas
+
+    @property
+    def devices(self) -> int:
+        """Of the whole job."""
+        return self.groups * self.tensor
+
+
+GRID = tuple(f.name for f in fields(Grid))
+"""Names of a grid's fields."""
+AnyShape = TypeVar("AnyShape", bound="ParallelShape")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelShape(Grid, ScheduleOptions):
+    """A schedule on a grid of devices; not held against the schedule's rules, see ``plan.predict.form``."""
+
+    schedule: str
+
+    @classmethod
+    def on(cls: type[AnyShape], grid: Grid, schedule: str, **more: Any) -> AnyShape:
+        """The schedule on these devices; ``more`` are further fields."""
+        return cls(**{key: getattr(grid, key) for key in GRID}, schedule=schedule, **more)
+
+    @property
+    def grid(self) -> Grid:
+        """Its devices and micro-batches."""
+        return Grid(*(getattr(self, key) for key in GRID))

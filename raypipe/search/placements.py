@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from raypipe.errors import ScheduleError, nearest
 from raypipe.schedule.families import chimera
-from raypipe.schedule.shape import Shape
+from raypipe.schedule.shape import NEUTRAL, Shape
 
-Name = Literal["line", "ring", "v", "bidirectional"]
+OPTIONS: dict[str, frozenset[str]] = {
+    "line": frozenset(), "ring": frozenset({"chunks"}), "v": frozenset({"chunks"}),
+    "bidirectional": frozenset({"pipelines"}),
+}  # fmt: skip
+"""Placement -> the options of a shape that it has."""
 
 
 def placed(name: str, shape: Shape) -> tuple[tuple[int, ...], ...]:
@@ -19,18 +21,21 @@ def placed(name: str, shape: Shape) -> tuple[tuple[int, ...], ...]:
     down and f up (Li and Hoefler 2021, Chimera, section 3.1).
 
     Raises:
-        ScheduleError: an unknown name, chunks on a placement that has none, a bidirectional one that does not exist.
+        ScheduleError: an unknown name, an option that the placement, or a search, has no use for, a bidirectional one
+            that does not exist.
 
     >>> placed("v", Shape(devices=3, microbatches=4, chunks=2))
     ((0, 1, 2, 2, 1, 0),)
     """
     depth, chunks = shape.devices, shape.chunks
-    if name not in get_args(Name):
-        raise ScheduleError("placement", f'"{name}" is unknown', nearest(name, get_args(Name)))
-    if chunks > 1 and name in ("line", "bidirectional"):
-        raise ScheduleError("chunks", f"a {name} has one stage a device and pipeline", "leave chunks out, or use ring")
-    if shape.pipelines != 2 and name != "bidirectional":
-        raise ScheduleError("pipelines", f"a {name} is one pipeline", "leave pipelines out, or use bidirectional")
+    if name not in OPTIONS:
+        raise ScheduleError("placement", f'"{name}" is unknown', nearest(name, OPTIONS))
+    for option, value in shape.options.items():
+        if value == NEUTRAL[option] or option in OPTIONS[name] or option == "memory_limit":
+            continue
+        others = [other for other, own in OPTIONS.items() if option in own]
+        fix = f"leave {option} out" + (f", or use placement {' or '.join(others)}" if others else "")
+        raise ScheduleError(option, f"auto has no use for {option} = {value} on a {name}", fix)
     if name == "bidirectional":
         chimera.check_bidirectional(shape)
         return chimera.placement(depth, shape.pipelines)

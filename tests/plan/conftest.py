@@ -6,8 +6,11 @@ import random
 from typing import Any
 
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
+from raypipe.errors import ScheduleError
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
+from raypipe.plan.predict.form import Form, form_of
+from raypipe.schedule.shape import Grid, ParallelShape
 
 MIB = 2**20
 
@@ -84,3 +87,8 @@ def make_shared(profile: Profile, size: int, halves: bool = False) -> Profile:
             "devices_per_host": max(1, profile.devices_per_host // size),
         }
     )  # fmt: skip
+
+
+def form_on(devices: int, schedule: str, **options: object) -> Form | ScheduleError:
+    """``form_of`` a schedule on so many devices."""
+    return form_of(ParallelShape.on(Grid(devices, 1, 1, 1), schedule, **options))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.plan.best_first import NEAR, best_first, rank_key, simplest
-from raypipe.plan.candidate import Candidate, Grid, grids
+from raypipe.plan.candidate import Candidate, grids
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import ALONE, Judges
 from raypipe.schedule import SCHEDULES
+from raypipe.schedule.shape import Grid
 from tests.plan.conftest import make_job, make_profile, make_shared
 
 CASES = [
@@ -81,7 +83,7 @@ def leaner(c: Candidate, clips: bool) -> list[Candidate]:
     limits = [None, 3.0, 4.0, 5.0] if told else [None]
     updates = [c.update, "wait"] if clips and c.update == "auto" else [c.update]
     return [
-        c._replace(recompute=r, update=u, memory_limit=limit)  # type: ignore[arg-type]
+        replace(c, recompute=r, update=u, memory_limit=limit)  # type: ignore[arg-type]
         for r in recomputed for u in updates for limit in limits if (r, u, limit) != ("none", c.update, None)
     ]  # fmt: skip
 
@@ -153,7 +155,7 @@ def test_weights_that_do_not_fit_are_known_without_an_order() -> None:
     for c in told[:: max(1, len(told) // 60)]:
         with suppress(ScheduleError):
             assert not judge.predict(c).fits
-            assert not judge.holds(c._replace(recompute="full"))
+            assert not judge.holds(replace(c, recompute="full"))
 
 
 def test_fewer_activations_and_recomputation_are_tried_together() -> None:
@@ -191,7 +193,7 @@ def test_the_rule_of_the_largest_micro_batch() -> None:
             largest[kind] = max(largest.get(kind, p), p, key=lambda q: q.candidate.microbatch)
     for p in greedy:
         c = p.candidate
-        assert c == largest[c.stages, c.replicas, c.schedule, c.chunks, c.concat].candidate._replace(sync=c.sync)
+        assert c == replace(largest[c.stages, c.replicas, c.schedule, c.chunks, c.concat].candidate, sync=c.sync)
     expected = sorted(p.step_s for p in largest.values())[: len(greedy)]
     assert [p.step_s for p in greedy] == pytest.approx(expected, rel=1e-5)
     best = best_first(judge, every, 1, flushing).best[0]
@@ -211,7 +213,7 @@ def test_the_rule_recomputes_all_or_nothing_and_only_where_it_must() -> None:
             c = p.candidate
             if (g.stages, g.replicas) == (c.stages, c.replicas) and g.microbatches >= g.stages:
                 assert not judge.holds(
-                    c._replace(recompute="none", microbatch=g.microbatch, microbatches=g.microbatches)
+                    replace(c, recompute="none", microbatch=g.microbatch, microbatches=g.microbatches)
                 )
 
 

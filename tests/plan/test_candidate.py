@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.candidate import Candidate, Grid, candidates, chunk_counts, grids, unit_sizes
-from raypipe.plan.predict.form import Form, form_of
+from raypipe.plan.candidate import Candidate, candidates, chunk_counts, grids, unit_sizes
+from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.orders import Orders
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.passes import place_gradient_sync, replicate
+from raypipe.schedule.shape import Grid
+from tests.plan.conftest import form_on
 
 
 def test_every_division_of_the_devices_is_there() -> None:
@@ -59,13 +63,13 @@ def test_candidates_can_be_generated_unless_the_family_says_why_not() -> None:
 
 
 def test_forms_are_those_of_the_whole_schedules() -> None:
-    form = form_of("chimera", 4, concat="doubling")
+    form = form_on(4, "chimera", concat="doubling")
     assert isinstance(form, Form)
     assert (form.joint, form.replicas, form.recomputes) == (True, 2, frozenset(range(4)))
-    split = form_of("zb-v", 3, chunks=2)
+    split = form_on(3, "zb-v", chunks=2)
     assert isinstance(split, Form)
     assert (split.joint, split.stages, split.placement) == (False, 6, ((0, 1, 2, 2, 1, 0),))
-    assert isinstance(form_of("chimera", 3), ScheduleError)
+    assert isinstance(form_on(3, "chimera"), ScheduleError)
 
 
 def test_counts_that_are_tried() -> None:
@@ -75,15 +79,16 @@ def test_counts_that_are_tried() -> None:
 
 
 def test_simpler_plans_come_first() -> None:
-    single, parallel = Candidate("1f1b", 1, 1, 4, 2), Candidate("1f1b", 1, 2, 4, 1)
-    deep, exotic = Candidate("1f1b", 2, 1, 4, 2), Candidate("chimera", 2, 1, 4, 2)
-    ranked = sorted([exotic, deep, parallel, single, deep._replace(sync="eager")], key=lambda c: c.simplicity)
-    assert ranked == [single, parallel, deep, deep._replace(sync="eager"), exotic]
+    single, parallel = Candidate.on(Grid(1, 1, 4, 2), "1f1b"), Candidate.on(Grid(1, 2, 4, 1), "1f1b")
+    deep, exotic = (Candidate.on(Grid(2, 1, 4, 2), name) for name in ("1f1b", "chimera"))
+    eager = replace(deep, sync="eager")
+    ranked = sorted([exotic, deep, parallel, single, eager], key=lambda c: c.simplicity)
+    assert ranked == [single, parallel, deep, eager, exotic]
 
 
 @pytest.mark.parametrize("sync", ["lazy", "eager", "eager-opt"])
 def test_sums_of_one_copy_are_placed_as_those_of_many(sync) -> None:
-    schedule = Orders().of(Candidate("zb-v", 3, 2, 1, 6, chunks=2), 6).schedule
+    schedule = Orders().of(Candidate.on(Grid(3, 2, 1, 6), "zb-v", chunks=2), 6).schedule
     one = place_gradient_sync(schedule, sync, copies=4)
     many = place_gradient_sync(replicate(schedule, 4), sync)
     assert one.orders == many.orders[:3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ def test_the_smaller_micro_batch_that_is_said_to_fit_does_and_the_next_larger_do
             said.append((c.microbatch, size))
             samples = c.microbatch * c.microbatches
             for n in (n for n in (1, 2, 4, 8, 16) if size <= n <= c.microbatch):
-                made = judge.predict(c._replace(microbatch=n, microbatches=samples // n))
+                made = judge.predict(replace(c, microbatch=n, microbatches=samples // n))
                 assert made.fits == (n == size), (c, n)
     assert {(4, 2), (4, 1)} <= set(said)  # of the second, 2 does not fit either
 
@@ -150,7 +151,7 @@ def test_recomputation_keeps_as_much_as_memory_holds() -> None:
         assert max(found.memory_bytes) <= part * need
         judge = Predictor(profile, job.train, 4)
         kept, recomputed = (
-            judge.predict(bare.best.candidate._replace(recompute=how)) for how in ("microbatches", "layers")
+            judge.predict(replace(bare.best.candidate, recompute=how)) for how in ("microbatches", "layers")
         )
         shares.append(sum(kept.keep or ()))
         layers.append(len(recomputed.recomputed or ()))

@@ -93,7 +93,7 @@ def test_stages_that_recompute(command, which, stages):
         (["auto", "--placement", "vee"], "--placement"),
         (["auto", "--objective", "makspan"], 'did you mean "makespan"'),
         (["auto", "--backward", "both"], "known: joint, split"),
-        (["auto", "--unit", "2"], "auto has no units"),
+        (["auto", "--unit", "2"], "auto has no use for unit = 2"),
         (["auto", "--recompute-stages", "4"], "stage 4 does not exist"),
         (["auto", "--recompute-stages", "some"], '"some" is unknown'),
         (["1f1b", "--recompute-stages", "all"], "only auto searches"),

@@ -28,10 +28,6 @@ def search_auto(
     Raises:
         RequestError: an option that cannot be read or has no place here.
     """
-    if shape.unit is not None:
-        raise RequestError("--unit", "auto has no units", "leave it out")
-    if shape.concat != "direct":
-        raise RequestError("--concat", "auto finds the order itself", "leave it out")
     placement = placed(options.get("placement") or "line", shape)
     costs = table(len(placement[0]))
     backward = options.get("backward") or "split"

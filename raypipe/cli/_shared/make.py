@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from raypipe.cli._shared.values import comma_list
 from raypipe.errors import RequestError, ScheduleError, nearest
@@ -23,9 +23,10 @@ ABOUT = {name: family.about for name, family in SCHEDULES.items()} | {
 }
 """Every schedule that can be named."""
 SHAPE_KINDS: dict[str, Callable[[str], Any]] = {
-    "devices": int, "microbatches": int, "chunks": int, "unit": int, "pipelines": int, "concat": str,
-    "memory_limit": float,
-}  # fmt: skip
+    key: next((kind for kind in get_args(hint) or [hint] if kind in (int, float)), str)
+    for key, hint in get_type_hints(Shape).items()
+}
+"""What reads the text of each of a shape's options: words, where they are no numbers."""
 DEFAULT_SHAPE = {"devices": 4, "microbatches": 8}
 DEFAULT_COSTS = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "recompute": 0.0, "comm": 0.0}
 
@@ -87,8 +88,9 @@ def _own_options(name: str, search: Mapping[str, str]) -> frozenset[str]:
     """Shape options that the schedule reads besides devices, micro-batches and the memory limit."""
     if name != AUTO:
         return SCHEDULES[name].options
-    placement = search.get("placement", "line")
-    return frozenset({"ring": {"chunks"}, "v": {"chunks"}, "bidirectional": {"pipelines"}}.get(placement, set()))
+    from raypipe.search.placements import OPTIONS
+
+    return OPTIONS.get(search.get("placement", "line"), frozenset())
 
 
 def _searched(

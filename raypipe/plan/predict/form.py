@@ -4,16 +4,18 @@ schedule, so that the family's own rules decide what exists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
+from operator import attrgetter
+from typing import Any
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Versions
 from raypipe.schedule.kinds import JOINT
-from raypipe.schedule.shape import Concat, Shape
+from raypipe.schedule.shape import ParallelShape, ScheduleOptions, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,35 +61,51 @@ CHUNKS = 3
 """Two families that make the same of so many chunks make the same of more."""
 
 
-@cache
-def form_of(
-    name: str, devices: int, chunks: int = 1, pipelines: int = 2, concat: Concat = "direct"
-) -> Form | ScheduleError:  # fmt: skip
+OPTIONS = tuple(f.name for f in fields(ScheduleOptions) if not f.metadata["order_only"])
+"""Options that a form depends on."""
+Values = tuple[Any, ...]
+"""A value for each of ``OPTIONS``."""
+options_of: attrgetter[Values] = attrgetter(*OPTIONS)
+"""The values that a shape has."""
+NEUTRAL: Values = options_of(ScheduleOptions())
+
+
+def form_of(shape: ParallelShape) -> Form | ScheduleError:
     """The form, from the family's smallest schedule; the error with which the family refuses, if it does."""
+    return _form(shape.schedule, shape.stages, options_of(shape))
+
+
+@cache
+def _form(name: str, devices: int, options: Values) -> Form | ScheduleError:
     placement = SCHEDULES[name].placement
     try:
         if placement is None:
-            form = Form.of(_smallest(name, devices, chunks, pipelines, concat), name)
+            form = Form.of(_smallest(name, devices, options), name)
         else:
-            shape = Shape(devices=devices, microbatches=1, chunks=chunks, pipelines=pipelines, concat=concat)
+            shape = _shape(devices, 1, options)
             SCHEDULES[name].check(name, shape)
             form = replace(_like(name), placement=(placement(shape),))
     except ScheduleError as error:
         return error
-    return replace(form, alias=_alias(name, min(chunks, CHUNKS), concat))
+    few = (min(v, CHUNKS) if key == "chunks" else v for key, v in zip(OPTIONS, options, strict=True))
+    return replace(form, alias=_alias(name, tuple(few)))
+
+
+def _shape(devices: int, microbatches: int, options: Values) -> Shape:
+    return Shape(devices=devices, microbatches=microbatches, **dict(zip(OPTIONS, options, strict=True)))
 
 
 @cache
 def _like(name: str) -> Form:
     """A form of the family, for all that does not depend on the number of stages."""
-    return Form.of(_smallest(name, 2, 1, 2, "direct"), name)
+    return Form.of(_smallest(name, 2, NEUTRAL), name)
 
 
-def _smallest(name: str, devices: int, chunks: int, pipelines: int, concat: Concat) -> Schedule:
+def _smallest(name: str, devices: int, options: Values) -> Schedule:
     """One micro-batch, or as many as the family needs on so many devices."""
 
     def make(count: int) -> Schedule:
-        shape = Shape(devices=devices, microbatches=count, chunks=chunks, pipelines=pipelines, concat=concat)
+        shape = _shape(devices, count, options)
         # Weight gradients without a cost: families that search for an order find the best one at once.
         return generate(name, shape, CostTable.even(stages_of(name, shape), weight_grad=0.0))
 
@@ -100,16 +118,16 @@ def _smallest(name: str, devices: int, chunks: int, pipelines: int, concat: Conc
 
 
 @cache
-def _alias(name: str, chunks: int, concat: Concat) -> str:
+def _alias(name: str, options: Values) -> str:
     """Compared on four devices and several micro-batches, where different orders differ."""
-    own = _looks(name, chunks, concat)
-    return next(other for other in SCHEDULES if other == name or (own and _looks(other, chunks, concat) == own))
+    own = _looks(name, options)
+    return next(other for other in SCHEDULES if other == name or (own and _looks(other, options) == own))
 
 
 @cache
-def _looks(name: str, chunks: int, concat: Concat) -> object:
+def _looks(name: str, options: Values) -> object:
     try:
-        s = generate(name, Shape(devices=4, microbatches=14, chunks=chunks, concat=concat))
+        s = generate(name, _shape(4, 14, options))
     except ScheduleError:
         return None
     return s.placement, s.orders, s.rules, s.size, s.versions

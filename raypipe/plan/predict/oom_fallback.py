@@ -92,7 +92,7 @@ class OOMFallback:
             return None
         oom_fallbacks: list[tuple[float, Candidate]] = []
         if self.judge.train.clip is not None and c.update == "auto":
-            waiting = c._replace(update="wait")
+            waiting = replace(c, update="wait")
             oom_fallbacks.append((self.judge.least(waiting), waiting))
         most = np.clip((left + _by_device(place, stage["kept"])) / np.maximum(alive, 1.0), 0.0, 1.0)
         layers = np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0)
@@ -119,12 +119,12 @@ class OOMFallback:
         found: list[tuple[float, Candidate]] = []
         # Running ahead may be worth more than activations are, or less: both ways are tried.
         if c.update == "auto" and any(memory.undo for memory in p.memory):
-            waiting = c._replace(update="wait")
+            waiting = replace(c, update="wait")
             found.append((self.judge.least(waiting), waiting))
         options = SCHEDULES[c.schedule].options
         if "memory_limit" in options and "unit" not in options and c.memory_limit is None:
             for limit in self._limits(p):
-                limited = c._replace(memory_limit=float(limit))
+                limited = replace(c, memory_limit=float(limit))
                 found.append((self.judge.least(limited), limited))
         if not c.form.recomputes and (c.memory_limit is None or self.judge.partly):
             found += self._recomputing_for(p)
@@ -168,9 +168,9 @@ class OOMFallback:
         found = []
         for way in self.judge.recompute:
             if way != "layers":
-                found.append((self._keeping_microbatches(c, microbatches), c._replace(recompute=way)))
+                found.append((self._keeping_microbatches(c, microbatches), replace(c, recompute=way)))
             elif not c.sub_pipelined:  # halves are recomputed whole
-                found.append((self._keeping_layers(c, layers), c._replace(recompute=way)))
+                found.append((self._keeping_layers(c, layers), replace(c, recompute=way)))
         return found
 
     def _keeping_microbatches(self, c: Candidate, most: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ The same order serves every micro-batch size and every width with the same numbe
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from raypipe.plan.candidate import Candidate
@@ -17,7 +17,7 @@ from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import JOINT
 from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync
 from raypipe.schedule.passes.sync import Sync, last_gradients, sync_order
-from raypipe.schedule.shape import Shape
+from raypipe.schedule.shape import pipeline_shape
 from raypipe.schedule.walk import walk
 from raypipe.simulate.period import gains_ahead
 
@@ -109,10 +109,7 @@ class Orders:
         Raises:
             ScheduleError: the family has no such shape.
         """
-        shape = Shape(
-            devices=c.stages, microbatches=count, chunks=c.chunks, unit=c.unit, pipelines=c.pipelines, concat=c.concat,
-            memory_limit=c.memory_limit,
-        )  # fmt: skip
+        shape = pipeline_shape(c, count)
         key = (c.schedule, shape, c.recompute != "none", keep, remade)
         found = self._kept.get(key)
         if found is not None:
@@ -123,7 +120,7 @@ class Orders:
         elif keep is not None:  # a search for shares asks for several
             schedule = keep_activations(self.of(c, count, remade=remade).schedule, keep)
         else:
-            plain = self.of(c._replace(recompute="none"), count).schedule
+            plain = self.of(replace(c, recompute="none"), count).schedule
             schedule = add_recompute(plain, "early", remade) if remade is None or remade else plain
         order = self._kept[key] = Order(schedule)
         self._tasks += order.tasks

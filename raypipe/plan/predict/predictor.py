@@ -15,7 +15,7 @@ from raypipe.cost.stages import crowding, parameters, stage_costs
 from raypipe.errors import ScheduleError
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.train_spec import TrainSpec
-from raypipe.plan.candidate import NOTHING, PARTLY, SYNCS, Asked, Candidate, Grid, Ways, candidates
+from raypipe.plan.candidate import PARTLY, SYNCS, Asked, Candidate, Ways, candidates
 from raypipe.plan.cut.bottleneck import Cut, balanced_cut, bottlenecks
 from raypipe.plan.predict.at_scale import Figures, at_scale
 from raypipe.plan.predict.form import Form
@@ -27,6 +27,7 @@ from raypipe.plan.predict.step_time import StepOverheads, StepTime, step_time
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes.sync import Sync
+from raypipe.schedule.shape import Grid
 
 DIRECT = 30_000
 """Tasks of a step up to which it is timed whole."""
@@ -71,7 +72,7 @@ class Predictor:
     """Where gradient sums may be placed; the simplest of equally fast ones is taken."""
     recompute: Ways = PARTLY
     """How plans that do not fit may recompute what the schedule does not."""
-    asked: Asked = NOTHING
+    asked: Asked = field(default_factory=dict)
     """What candidates are to have."""
     _orders: Orders = field(default_factory=Orders)
     _cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
@@ -233,7 +234,7 @@ class Predictor:
                 return step_time(Order(p.order), costs, sync, overheads, parts=final)
 
             def figures(count: int, unit: int | None) -> Figures:
-                order = self._orders.of(c._replace(unit=unit), count, p.keep, p.remade)
+                order = self._orders.of(replace(c, unit=unit), count, p.keep, p.remade)
                 return np.array(step_time(order, costs, sync, overheads, parts=final))
 
             return StepTime(*map(float, self._at_scale(c, figures, FINAL if final else None)))
@@ -247,7 +248,7 @@ class Predictor:
                     sync, best = simpler, found
                     break
         timed_p = replace(
-            p, candidate=c._replace(sync=sync), step_s=best.step, compute_s=best.compute, busy_s=best.busy
+            p, candidate=replace(c, sync=sync), step_s=best.step, compute_s=best.compute, busy_s=best.busy
         )
         small = 3 * p.form.stages * c.microbatches <= DIRECT
         if final and shared and sync != "lazy" and p.fits and (small or p.order is not None):
@@ -295,7 +296,7 @@ class Predictor:
         remade = None if recomputed is None else stages_of(self.cut(c.form.stages, c.microbatch), recomputed)
 
         def measure(count: int, unit: int | None) -> Figures:
-            devices = self._order_memory(c, self._orders.of(c._replace(unit=unit), count, keep, remade), recomputed)
+            devices = self._order_memory(c, self._orders.of(replace(c, unit=unit), count, keep, remade), recomputed)
             return np.array([value for device in devices for value in device.terms().values()])
 
         def too_large(found: Figures) -> bool:

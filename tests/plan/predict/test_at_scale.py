@@ -7,11 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from raypipe.plan.candidate import Grid, candidates
+from raypipe.plan.candidate import Candidate, candidates
 from raypipe.plan.predict import predictor as predict
 from raypipe.plan.predict.at_scale import at_scale
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule import SCHEDULES
+from raypipe.schedule.shape import Grid
 from tests.plan.conftest import make_job, make_profile
 
 
@@ -50,7 +51,7 @@ def test_a_step_above_the_limit_is_never_measured() -> None:
 def test_units_too_long_to_be_timed(count: int, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of as many shorter units, against the step simulated whole."""
     profile = make_profile(8, 4, seed=5)
-    c = Grid(4, 1, 1, count).candidate("zeropp", chunks=2, unit=unit)
+    c = Candidate.on(Grid(4, 1, 1, count), "zeropp", chunks=2, unit=unit)
     figures = []
     for direct, longest in ((100_000_000, 100_000_000), (0, 3 * 8 * 50)):
         monkeypatch.setattr(predict, "DIRECT", direct)

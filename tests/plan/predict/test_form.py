@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.predict.form import Form, form_of
+from raypipe.plan.predict.form import Form
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.shape import Shape
+from tests.plan.conftest import form_on
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -17,7 +18,7 @@ def test_a_form_is_that_of_the_schedules(name: str) -> None:
     for devices in (1, 2, 3, 4, 6):
         for chunks in [1, 2, 3, 5] if "chunks" in family.options else [family.fixed_chunks or 1]:
             for pipelines in [2, 4] if "pipelines" in family.options else [2]:
-                found = form_of(name, devices, chunks, pipelines)
+                found = form_on(devices, name, chunks=chunks, pipelines=pipelines)
                 for count in (2 * devices, 12):
                     shape = Shape(devices=devices, microbatches=count, chunks=chunks, pipelines=pipelines)
                     try:
@@ -36,7 +37,7 @@ def test_alias_is_the_first_family_that_makes_the_same() -> None:
     """Looked up for a few chunks only; held here against schedules of more."""
     for name, family in SCHEDULES.items():
         for chunks in (1, 2, 3, 4, 5) if "chunks" in family.options else ():
-            found = form_of(name, 4, chunks)
+            found = form_on(4, name, chunks=chunks)
             shape = Shape(devices=4, microbatches=10, chunks=chunks)
             assert isinstance(found, Form)
             if "chunks" in SCHEDULES[found.alias].options:

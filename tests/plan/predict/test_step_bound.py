@@ -9,7 +9,7 @@ import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import SYNCS
-from raypipe.plan.predict.form import Form, form_of
+from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.orders import Order
 from raypipe.plan.predict.step_bound import least_step_seconds
 from raypipe.plan.predict.step_time import StepOverheads, step_time
@@ -17,6 +17,7 @@ from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.shape import Concat, Shape
+from tests.plan.conftest import form_on
 
 
 def random_costs(stages: int, rng: random.Random) -> CostTable:
@@ -47,7 +48,7 @@ def test_no_step_is_faster_than_its_bound(name: str) -> None:
             schedule = generate(name, shape)
         except ScheduleError:
             continue
-        form = form_of(name, devices, chunks, pipelines, concat)
+        form = form_on(devices, name, chunks=chunks, pipelines=pipelines, concat=concat)
         assert isinstance(form, Form)
         assert form.placement == schedule.placement
         costs = random_costs(schedule.stages, rng)
@@ -73,7 +74,7 @@ def test_bounds_that_the_closed_forms_reach(name: str, makespan: str) -> None:
     """F = 1, BW = 2: where a schedule idles only because it has to, the bound is its time (Chimera's tight order aside:
     a middle device's first forward can come after D/2 - 1 others, and so can its gradients' way home)."""
     depth, count = 4, 8
-    form = form_of(name, depth)
+    form = form_on(depth, name)
     assert isinstance(form, Form)
     bound = least_step_seconds(form, count, CostTable.even(depth), StepOverheads(norm="wait"))
     exact = eval(makespan, {"N": count, "D": depth})
