@@ -59,15 +59,12 @@ class Form:
 
 CHUNKS = 3
 """Two families that make the same of so many chunks make the same of more."""
-
-
-OPTIONS = tuple(f.name for f in fields(ScheduleOptions) if not f.metadata["order_only"])
+FORM_OPTIONS = tuple(f.name for f in fields(ScheduleOptions) if not f.metadata["order_only"])
 """Options that a form depends on."""
 Values = tuple[Any, ...]
-"""A value for each of ``OPTIONS``."""
-options_of: attrgetter[Values] = attrgetter(*OPTIONS)
+"""A value for each of ``FORM_OPTIONS``."""
+options_of: attrgetter[Values] = attrgetter(*FORM_OPTIONS)
 """The values that a shape has."""
-NEUTRAL: Values = options_of(ScheduleOptions())
 
 
 def form_of(shape: ParallelShape) -> Form | ScheduleError:
@@ -87,34 +84,35 @@ def _form(name: str, devices: int, options: Values) -> Form | ScheduleError:
             form = replace(_like(name), placement=(placement(shape),))
     except ScheduleError as error:
         return error
-    few = (min(v, CHUNKS) if key == "chunks" else v for key, v in zip(OPTIONS, options, strict=True))
+    few = (min(v, CHUNKS) if key == "chunks" else v for key, v in zip(FORM_OPTIONS, options, strict=True))
     return replace(form, alias=_alias(name, tuple(few)))
 
 
 def _shape(devices: int, microbatches: int, options: Values) -> Shape:
-    return Shape(devices=devices, microbatches=microbatches, **dict(zip(OPTIONS, options, strict=True)))
+    return Shape(devices=devices, microbatches=microbatches, **dict(zip(FORM_OPTIONS, options, strict=True)))
 
 
 @cache
 def _like(name: str) -> Form:
     """A form of the family, for all that does not depend on the number of stages."""
-    return Form.of(_smallest(name, 2, NEUTRAL), name)
+    return Form.of(_smallest(name, 2, options_of(ScheduleOptions())), name)
 
 
 def _smallest(name: str, devices: int, options: Values) -> Schedule:
-    """One micro-batch, or as many as the family needs on so many devices."""
+    """One micro-batch, or as many as the family needs on so many devices: D, or 2D."""
 
     def make(count: int) -> Schedule:
         shape = _shape(devices, count, options)
         # Weight gradients without a cost: families that search for an order find the best one at once.
         return generate(name, shape, CostTable.even(stages_of(name, shape), weight_grad=0.0))
 
-    try:
-        return make(1)
-    except ScheduleError as error:
-        if error.where != "microbatches":
-            raise
-    return make(devices)
+    for count in (1, devices):
+        try:
+            return make(count)
+        except ScheduleError as error:
+            if error.where != "microbatches":
+                raise
+    return make(2 * devices)
 
 
 @cache
