@@ -14,7 +14,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Versions
-from raypipe.schedule.kinds import JOINT
+from raypipe.schedule.kinds import GRADIENTS, JOINT
 from raypipe.schedule.shape import ParallelShape, ScheduleOptions, Shape
 
 
@@ -25,7 +25,7 @@ class Form:
     placement: tuple[tuple[int, ...], ...]
     """Per replica of the family's own, the device of each stage."""
     joint: bool
-    """Backwards are joint (BW)."""
+    """Every backward is joint (BW); where only some are, a BW is timed as a B and a W."""
     recomputes: frozenset[int]
     """Stages that recompute by themselves."""
     versions: Versions
@@ -41,7 +41,7 @@ class Form:
         """The form of a schedule."""
         tasks = list(schedule.tasks())
         return Form(
-            placement=schedule.placement, joint=any(t.kind in JOINT for t in tasks),
+            placement=schedule.placement, joint={t.kind for t in tasks} & GRADIENTS == JOINT,
             recomputes=frozenset(t.stage for t in tasks if t.kind == "R"), versions=schedule.versions,
             size=schedule.size, skips_first_b=schedule.rules.skip_first_b, alias=alias,
         )  # fmt: skip
