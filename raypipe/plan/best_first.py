@@ -1,8 +1,8 @@
-"""Best-first search over candidates with valid lower bounds: the fastest plans that fit, none better missed.
+"""Best-first search for the fastest plans that fit. It is exact, because its lower bounds are valid.
 
-Three kinds of node share one queue, ordered by the least time that anything behind them can take: grids (W, D, B),
-candidates on a grid, and what relieves a candidate's memory. A node is opened only while its bound is below the K-th
-best step found, so that most candidates are never timed.
+Three kinds of node share one queue ordered by their lower bounds: grids (W, D, B), candidates on a grid, and OOM
+fallbacks of a candidate. A node is expanded only while its bound is below the K-th best step found, so most candidates
+are never simulated.
 """
 
 from __future__ import annotations
@@ -20,61 +20,64 @@ from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.shape import Grid
 
 TIE = 1e-6
-"""Steps that differ by less are equally long: rounding, and nothing a run could show."""
+"""Step times that differ relatively by less than this count as equal: the difference is rounding."""
 
 
 NEAR = 5e-3
-"""Among plans within this share of the fastest the simplest is chosen. Predictions are no better than that: profiles of
-one machine, measured one after the other, move plans against each other by as much, so that the fastest would be
-another one at every start."""
+"""The simplest plan within this share of the fastest is chosen. Predictions are no more precise: two profiles of one
+machine shift plans against each other by about as much, so the fastest would change from start to start."""
 
 
 class Judge(Protocol):
-    """What the search asks of the cost model."""
+    """The cost model as the search uses it. All times are seconds of a step."""
 
     def on(self, grid: Grid) -> Iterable[Candidate]:
-        """The candidates of a grid, before anything is done about memory."""
+        """Return the candidates of a grid, without OOM fallbacks."""
 
     def least_on(self, grid: Grid) -> float:
-        """No candidate of the grid takes less; infinite where none fits."""
+        """Return a lower bound on the step of every candidate of the grid; infinite if none fits."""
 
     def least(self, candidate: Candidate) -> float:
-        """The candidate takes no less; infinite where its weights alone do not fit."""
+        """Return a lower bound on the candidate's step; infinite if its weights alone do not fit."""
 
     def outright(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
-        """Where it takes no order to know that it does not fit: what may relieve it, with bounds; else None."""
+        """If static bounds already prove out-of-memory, return the OOM fallbacks with lower bounds; else None."""
 
     def predict(self, candidate: Candidate) -> Prediction:
-        """Its time and memory."""
+        """Predict a candidate's step time and memory.
+
+        Raises:
+            ScheduleError: the schedule does not exist for this shape.
+        """
 
     def oom_fallback(self, prediction: Prediction) -> list[tuple[float, Candidate]]:
-        """With their bounds, candidates that take longer and hold less, for one that does not fit."""
+        """Return slower variants that need less memory, with lower bounds, for a candidate that does not fit."""
 
 
 Pick = Callable[[Candidate], Candidate | None]
-"""The candidate, or what is to be considered in its place; None for one that may not be chosen."""
+"""Returns the candidate, or one to consider in its place; None if it must not be chosen."""
 
 
 @dataclass(slots=True)
 class Ranking:
-    """What a search found."""
+    """The result of a search."""
 
     best: list[Prediction] = field(default_factory=list)
-    """Those that fit, the fastest first."""
+    """The fastest plans that fit, the fastest first."""
     near: list[Prediction] = field(default_factory=list)
-    """Others nearly as fast as the fastest; among all, none of them is both faster and simpler than another."""
+    """Further plans nearly as fast as the fastest: every one that is simpler than all faster plans, and maybe more."""
     too_large: list[Prediction] = field(default_factory=list)
-    """Those met on the way that do not fit."""
+    """Predicted plans that do not fit."""
     unmade: list[Candidate] = field(default_factory=list)
-    """Those of which it took no order to know that they do not fit."""
+    """Candidates that static bounds proved not to fit, so that no order was generated."""
     searched: int = 0
-    """Candidates, and whole grids, that were timed or ruled out."""
+    """Grids and candidates that were timed or ruled out."""
     timed: int = 0
     """Candidates whose step was simulated."""
 
 
 def rank_key(p: Prediction) -> tuple[object, ...]:
-    """Faster first; of equally long steps the simpler plan, then the one that takes less memory."""
+    """Sort key: faster plans first; of equal step times the simpler one, then the one with less memory."""
     return float(f"{p.step_s:.5e}"), p.candidate.simplicity, max(p.memory_bytes)
 
 
@@ -82,13 +85,13 @@ def rank_key(p: Prediction) -> tuple[object, ...]:
 def best_first(
     judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c, near: float = 0.0
 ) -> Ranking:  # fmt: skip
-    """The ``top`` fastest plans that fit, exactly: the same as timing every candidate.
+    """Find the ``top`` fastest plans that fit; the result is the same as from timing every candidate.
 
     Args:
-        judge: times and bounds.
-        grids: where to look.
-        top: how many plans.
-        pick: which candidates may be chosen.
+        judge: predictions and lower bounds.
+        grids: the grids to search.
+        top: number of plans to find.
+        pick: filters or replaces candidates.
         near: also find, within this share of the fastest, every plan that is simpler than all faster ones.
     """
     found = Ranking()
@@ -124,7 +127,7 @@ def best_first(
             continue
         try:
             prediction = judge.predict(node)
-        except ScheduleError:  # the family has no such shape after all
+        except ScheduleError:  # the family has no schedule of this shape
             continue
         if prediction.fits:
             found.timed += 1
@@ -146,7 +149,7 @@ def _plainness(node: Grid) -> tuple[int, ...]:
 
 
 def simplest(ranked: Iterable[Prediction], near: float = NEAR) -> Prediction:
-    """Of those within ``near`` of the fastest, the simplest; of equally simple ones the fastest."""
+    """Return the simplest plan within ``near`` of the fastest; of equally simple ones the fastest."""
     ranked = list(ranked)
     fastest = min(p.step_s for p in ranked)
     return min((p for p in ranked if p.step_s <= fastest * (1 + near)), key=lambda p: (p.plainness, rank_key(p)))
@@ -157,6 +160,6 @@ def _kth(found: Iterable[Prediction], top: int) -> float:
 
 
 def _same(p: Prediction) -> object:
-    """Equal for plans that do the same under two names (1F1B that recomputes everything, early recompute)."""
+    """A key that is equal for plans that do the same under two names (full-recompute 1F1B and early-recompute)."""
     c = p.candidate
     return c.stages, c.replicas, c.tensor, c.microbatch, float(f"{p.step_s:.5e}"), p.memory_bytes

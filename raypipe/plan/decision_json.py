@@ -1,4 +1,4 @@
-"""A decision as the JSON of CONTRACT.md, and Chimera's closed model beside a prediction."""
+"""The planner's decision as JSON (CONTRACT.md), and predictions of Chimera's closed-form model for comparison."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raypipe.plan.predict.prediction import Prediction
 from raypipe.schedule.ir import Schedule
 
 MOST_TASKS = 60_000
-"""Steps with more tasks are not held beside Eq. 1: it simulates them task by task."""
+"""Steps with more tasks are not compared with Eq. 1, because that simulates them task by task."""
 
 
 def as_json(decision: Decision) -> dict[str, Any]:
-    """CONTRACT.md's object for ``raypipe autoconfigure --json``."""
+    """Return the object that ``raypipe autoconfigure --json`` prints; CONTRACT.md defines it."""
     return {
         "best": decision.plan.model_dump(mode="json"),
         "candidates": [_candidate(row) for row in decision.rows],
@@ -40,8 +40,8 @@ def _candidate(row: Row) -> dict[str, Any]:
         "recomputed_layers": sorted(p.recomputed) if p.recomputed is not None else None,
         "predicted_step_s": p.step_s, "chimera_step_s": eq1, "throughput": p.throughput,
         "bubble_ratio": p.bubble_ratio,
-        # Of every device: the members of a group hold as much as one another, and are neighbours.
-        "memory_bytes": [held for held in p.memory_bytes for _ in range(c.tensor)] * c.replicas,
+        # One entry per device: the ranks of a tensor-parallel group are adjacent and hold equally much.
+        "memory_bytes": [size for size in p.memory_bytes for _ in range(c.tensor)] * c.replicas,
         "memory_terms": p.memory[p.fullest].terms(), "capacity_bytes": p.capacity, "fits": p.fits,
         "why": row.why, "group": row.group,
     }  # fmt: skip
@@ -58,21 +58,21 @@ def recompute_word(p: Prediction) -> Recompute:
 
 
 def schedule_of(p: Prediction) -> Schedule:
-    """Compute tasks of one data-parallel copy."""
+    """Return the schedule of one data-parallel copy, without all-reduces and updates."""
     if p.order is not None:
         return p.order
     return Orders().of(p.candidate, p.candidate.microbatches, p.keep, p.remade).schedule
 
 
 def closed_seconds(p: Prediction) -> float | None:
-    """The step by Chimera's Eq. 1; None for split backwards and asynchronous schedules, which it does not know."""
+    """Return the step time by Chimera's Eq. 1; None for split backwards, asynchronous or very large schedules."""
     if not _known(p):
         return None
     return closed_form(schedule_of(p), p.costs, p.candidate.replicas).step_s
 
 
 def terms_beside(p: Prediction) -> list[Difference]:
-    """Eq. 1 beside the simulator, term by term; empty where Eq. 1 does not apply."""
+    """Compare Eq. 1 with the simulator term by term; empty where Eq. 1 does not apply."""
     if not _known(p):
         return []
     return differences(schedule_of(p), p.costs, p.candidate.replicas, p.candidate.sync)

@@ -1,6 +1,6 @@
-"""The plan: what the runtime reads. How the model is cut, which schedule runs it, on how many devices.
+"""The plan: how the model is cut, which schedule runs it and on how many devices; the runtime reads it.
 
-``plan.json`` in a run directory is one, and ``raypipe train --plan`` runs one unchanged.
+``plan.json`` in a run directory holds one, and ``raypipe train --plan`` runs one unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raypipe.schedule.verify import verify
 
 
 class MadeFor(Spec):
-    """What a plan's prediction holds for: of anything else it says nothing."""
+    """The job and device for which a plan's prediction is valid."""
 
     model: dict[str, Any]
     """``model`` of the job, as JSON."""
@@ -37,7 +37,7 @@ class MadeFor(Spec):
     device: str
     """The device whose costs it was planned with."""
     decision: str
-    """Digest of what was decided, so that an edited plan is known for one."""
+    """Digest of the decision, so that an edited plan is recognised."""
 
 
 ORDER = "plan: order"
@@ -48,36 +48,36 @@ class Plan(Spec):
     """A decision that can be run."""
 
     format: Literal[1] = 1
-    """Version of this file's form."""
+    """Version of the file format."""
     parallel: ParallelSpec
     """Schedule, stages, replicas, micro-batch size and the rest."""
     cut: Annotated[tuple[tuple[int, ...], ...], Field(strict=False)]
-    """Per stage, the layers of the model it holds."""
+    """Per stage, the numbers of the model's layers that it holds."""
     order: str | None = None
-    """One pipeline's schedule in text form, where no name generates it: written by hand, or found by search."""
+    """Schedule of one pipeline in text form, if it was written by hand or searched; None if its name generates it."""
 
     predicted_step_s: Annotated[float, Field(gt=0)] | None = None
-    """What the planner expects a step to take, in seconds; None where nobody predicted."""
+    """Predicted step time in seconds; None if there is no prediction."""
     made_for: MadeFor | None = None
-    """What it was planned for; None where it was not planned."""
+    """The job and device that it was planned for; None if the planner did not make it."""
 
     def planned_for(self, job: JobSpec, device: str) -> Plan:
-        """This plan, with a note of what it was planned for."""
-        of = _what(job)
-        made = MadeFor(model=of["model"], train=of["train"], device=device, decision=self._decision())
+        """Return a copy of this plan that records the job and device it was planned for."""
+        keys = _predicted_from(job)
+        made = MadeFor(model=keys["model"], train=keys["train"], device=device, decision=self._decision())
         return self.model_copy(update={"made_for": made})
 
     def _decision(self) -> str:
-        whole = self.model_dump(mode="json", include={"parallel", "cut", "order"})
+        decided = self.model_dump(mode="json", include={"parallel", "cut", "order"})
         for key in JOBS_OWN:
-            whole["parallel"].pop(key)
-        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
+            decided["parallel"].pop(key)
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     def differences(self, job: JobSpec) -> list[tuple[str, str]]:
-        """How this job, or this plan, differs from what was planned: (key, why); empty where nothing is known."""
+        """Return how the job and the plan differ from what was planned, as (key, why); empty without ``made_for``."""
         if self.made_for is None:
             return []
-        now = _what(job)
+        now = _predicted_from(job)
         found = [
             (f"{part}.{key}", f"was {then.get(key)}, is {now[part].get(key)}")
             for part, then in (("model", self.made_for.model), ("train", self.made_for.train))
@@ -86,7 +86,7 @@ class Plan(Spec):
         return found if self.made_for.decision == self._decision() else [*found, ("the plan", "was edited")]
 
     def text(self) -> str:
-        """As JSON, what a plan file holds."""
+        """Return the plan as JSON, the content of a plan file."""
         return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
 
     def save(self, path: Path) -> None:
@@ -94,8 +94,8 @@ class Plan(Spec):
         write_whole(path, self.text())
 
 
-def _what(job: JobSpec) -> dict[str, dict[str, Any]]:
-    """What of a job a prediction hangs on; ``dropout`` and the like are in the model's keys."""
+def _predicted_from(job: JobSpec) -> dict[str, dict[str, Any]]:
+    """The job keys on which a prediction depends; ``dropout`` and the like are among the model's keys."""
     train = {"batch": job.train.batch, "dtype": job.train.dtype, "optimizer": job.train.optimizer}
     return {"model": job.model.model_dump(mode="json"), "train": train}
 
@@ -104,55 +104,56 @@ def load_plan(path: Path) -> Plan:
     """Read a plan file.
 
     Raises:
-        SpecError: the file is missing, is no JSON, or is not a plan.
+        SpecError: the file is missing, is not JSON, or is not a plan.
     """
     return load_json(path, Plan, "raypipe autoconfigure JOB.yaml -o PLAN.json")
 
 
 def build_schedule(plan: Plan, batch: int) -> Schedule:
-    """The whole step over all devices: generate, replicate, place gradient syncs and updates, verify.
+    """Build the schedule of a step over all devices: generate, replicate, place all-reduces and updates, verify.
 
-    Device ``w * stages + d`` is device ``d`` of data-parallel copy ``w``.
+    With D devices in a data-parallel copy, device ``w * D + d`` is device ``d`` of copy ``w``.
 
     Raises:
-        ScheduleError: the shape is impossible for the schedule, or the plan's order is of another shape.
+        ScheduleError: the schedule does not exist for the shape, or the plan's order has another shape.
     """
     parallel = plan.parallel
     schedule = base_schedule(parallel, batch) if plan.order is None else _stored(plan, plan.order, batch)
     schedule = with_recompute(schedule, parallel, plan.cut)
     schedule = replicate(schedule, parallel.replicas)
-    schedule = place_gradient_sync(schedule, cast(Sync, parallel.sync))  # it refuses what it does not know
+    schedule = place_gradient_sync(schedule, cast(Sync, parallel.sync))  # raises on an unknown sync
     schedule = add_updates(schedule)
     verify(schedule)
     each = parallel.microbatch * schedule.size
     if each.denominator != 1 or each * schedule.microbatches != batch:
         raise ScheduleError(
-            "microbatches", f"{schedule.microbatches} of {each} sequences are no mini-batch of {batch}",
+            "microbatches", f"{schedule.microbatches} of {each} sequences do not make a mini-batch of {batch}",
             "choose train.batch, parallel.microbatch and parallel.replicas so that they divide",
         )  # fmt: skip
     return schedule
 
 
 def _stored(plan: Plan, order: str, batch: int) -> Schedule:
-    """The plan's own order of one data-parallel copy, held against the rest of the plan and the batch.
+    """Read the plan's own order of one data-parallel copy, and check it against the plan's shape and the batch.
 
     Raises:
-        ScheduleError: it is no order, cannot run, or is of another shape than the plan or the batch.
+        ScheduleError: it cannot be parsed, cannot run, or differs in shape from the plan or the batch.
     """
     parallel = plan.parallel
     schedule = from_text(order, ORDER)
-    held = schedule.microbatches * schedule.size * parallel.microbatch * parallel.replicas
-    if held != batch and schedule.microbatches:
+    samples = schedule.microbatches * schedule.size * parallel.microbatch * parallel.replicas
+    if samples != batch and schedule.microbatches:
         raise ScheduleError(
-            ORDER, f"holds a step of {held} sequences ({schedule.microbatches} micro-batches), train.batch is {batch}",
-            f"set train.batch to {held}, or plan again for {batch}: raypipe autoconfigure JOB.yaml -o PLAN.json",
+            ORDER,
+            f"is a step of {samples} sequences ({schedule.microbatches} micro-batches), train.batch is {batch}",
+            f"set train.batch to {samples}, or plan again for {batch}: raypipe autoconfigure JOB.yaml -o PLAN.json",
         )  # fmt: skip
     if schedule.stages != len(plan.cut):
         raise ScheduleError(
             ORDER, f"has {schedule.stages} stages, the plan's cut {len(plan.cut)}", "use a plan made for this job"
         )
     schedule = fitting(schedule, parallel, batch, ORDER)
-    if schedule.versions != "flush":  # the job's rules for it were held against what its name or file says
+    if schedule.versions != "flush":  # the job was checked against the versions of its named schedule or file
         asked = "flush" if parallel.schedule == "auto" else base_schedule(parallel, batch).versions
         if schedule.versions != asked:
             raise ScheduleError(
@@ -162,11 +163,11 @@ def _stored(plan: Plan, order: str, batch: int) -> Schedule:
 
 
 def with_recompute(schedule: Schedule, parallel: ParallelSpec, cut: Cut) -> Schedule:
-    """The schedule with the recomputation that ``recompute`` and ``keep`` ask for, beside its own."""
+    """Add the recomputation that ``recompute`` and ``keep`` ask for to the schedule's own."""
     recomputed = layers_to_recompute(parallel, cut)
     if parallel.recompute == "full":
         schedule = add_recompute(schedule, "early")
-    elif recomputed is not None:  # these layers alone
+    elif recomputed is not None:  # only these layers recompute
         schedule = add_recompute(schedule, "early", [])
         stages = [s for s, layers in enumerate(cut) if recomputed & set(layers)]
         schedule = add_recompute(schedule, "early", stages) if stages else schedule
@@ -174,5 +175,5 @@ def with_recompute(schedule: Schedule, parallel: ParallelSpec, cut: Cut) -> Sche
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same placement and order with the forwards alone: what validation runs."""
+    """Return the schedule with only its forwards, for validation."""
     return schedule.with_orders([t for t in order if t.kind == "F"] for order in schedule.orders)

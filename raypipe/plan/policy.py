@@ -1,4 +1,4 @@
-"""Chimera's rule of thumb as a search: always the largest micro-batch that fits, then the best depth and width."""
+"""Chimera's configuration policy: take the largest micro-batch that fits, then the best depth and width."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raypipe.schedule.shape import Grid
 
 @no_collection()
 def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c) -> Ranking:
-    """The ``top`` fastest plans among those with the largest micro-batch that fits their schedule, depth and width.
+    """Return the ``top`` fastest plans, each with the largest micro-batch that fits its schedule, depth and width.
 
     "It greedily chooses to use the maximum micro-batch size fitting in the device memory", then (W, D) by the
     predicted time. As in the paper, micro-batches that leave fewer than D of them come only where there are no others,
@@ -27,8 +27,8 @@ def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick
     two pipelines are combined ("the default setting of Chimera"), and the three ways to concatenate units are for
     N > D. Scheduling units of fewer than all micro-batches are left out: the rule has no word for them.
 
-    Which of its micro-batches a schedule gets takes looking at their memory, so schedules wait in a queue by the least
-    time that any of them can take, as in ``best_first``; what is beyond the ``top`` is never looked at.
+    Choosing the micro-batch of a schedule needs its memory, so schedules wait in a queue ordered by a lower bound over
+    their micro-batch sizes, as in ``best_first``. Schedules beyond the ``top`` are never predicted.
 
     Source: Li and Hoefler 2021 (Chimera), sections 3.4 to 3.6 and 4.4.
     """
@@ -61,7 +61,7 @@ def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick
 
 
 def _by_shape(grids: Iterable[Grid]) -> list[list[Grid]]:
-    """Grids of one depth and width, the largest micro-batch first; those with N >= D where there are any."""
+    """Group grids by depth and width, the largest micro-batch first; keep only those with N >= D if there are any."""
     shapes: dict[Grid, list[Grid]] = {}
     for grid in sorted(grids, key=lambda g: -g.microbatch):
         shapes.setdefault(replace(grid, microbatch=0, microbatches=0), []).append(grid)
@@ -69,7 +69,7 @@ def _by_shape(grids: Iterable[Grid]) -> list[list[Grid]]:
 
 
 def _kinds(judge: Judge, same: Sequence[Grid], pick: Pick) -> Iterable[list[Candidate]]:
-    """Per schedule of these grids' shape, its candidates by micro-batch, the largest first."""
+    """Group the candidates on these grids by schedule, the largest micro-batch first."""
     kinds: dict[object, list[Candidate]] = {}
     for grid in same:
         for made in judge.on(grid):
@@ -79,13 +79,14 @@ def _kinds(judge: Judge, same: Sequence[Grid], pick: Pick) -> Iterable[list[Cand
     return kinds.values()
 
 
-def _spoken_of(c: Candidate) -> bool:
+def _covered(c: Candidate) -> bool:
+    """Whether the paper's rule covers the candidate."""
     units = c.concat == "direct" or c.microbatches > c.stages
     return c.unit in (None, c.microbatches) and c.pipelines == 2 and units
 
 
 def _largest(judge: Judge, kind: Sequence[Candidate], found: Ranking) -> Prediction | None:
-    """The candidate with the largest micro-batch that fits, relieved only where none fits as it is."""
+    """Predict the candidate with the largest micro-batch that fits; OOM fallbacks only where no plain one fits."""
     too_large: list[Prediction] = []
     for c in kind:
         with suppress(ScheduleError):  # the family has no such shape after all
@@ -98,9 +99,9 @@ def _largest(judge: Judge, kind: Sequence[Candidate], found: Ranking) -> Predict
     for p in too_large:
         fitting: list[Prediction] = []
         todo = judge.oom_fallback(p)
-        for _, relieved in todo:
+        for _, fallback in todo:
             with suppress(ScheduleError):
-                other = judge.predict(relieved)
+                other = judge.predict(fallback)
                 if other.fits:
                     found.timed += 1
                     fitting.append(other)

@@ -1,4 +1,4 @@
-"""Why a plan lost, in one sentence: the part of its step that costs it most, or the memory it lacks."""
+"""Explain in one sentence why a plan was chosen or not: the most costly part of its step, or the memory it lacks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ ALIKE = 5e-4
 
 
 def why_won(best: Prediction, fastest: Prediction) -> str:
-    """What is to be said of the chosen plan; ``fastest`` is another one where a simpler plan is about as fast."""
+    """Explain the choice of ``best``; ``fastest`` differs from it where a simpler plan is about as fast."""
     c = best.candidate
     head = "fastest"
     if best is not fastest:
         less = _less_simple(fastest, best)
         head = f"as fast as {_named(fastest)} within {100 * NEAR:g} %, and simpler ({less} there)"
     if c.devices == 1:
-        return f"{head}: one device does it alone"
+        return f"{head}: it needs one device only"
     if c.stages == 1:
-        return f"{head}: no bubbles, {_share(_after(best), best)} of the step for gradient sums and updates"
+        return f"{head}: no bubbles, {_share(_after(best), best)} of the step for all-reduces and updates"
     after = _after(best)
-    sums = f", gradient sums and updates {_share(after, best)}" if after > ALIKE * best.step_s else ""
-    return f"{head}: bubbles {_share(_idle(best), best)} of the step{sums}"
+    all_reduces = f", all-reduces and updates {_share(after, best)}" if after > ALIKE * best.step_s else ""
+    return f"{head}: bubbles {_share(_idle(best), best)} of the step{all_reduces}"
 
 
 def _named(p: Prediction) -> str:
@@ -34,17 +34,17 @@ def _named(p: Prediction) -> str:
 
 
 def _less_simple(p: Prediction, best: Prediction) -> str:
-    """The weightiest thing in which ``p`` is less simple; empty where it is not."""
+    """The most important respect in which ``p`` is less simple than ``best``; empty if it is not less simple."""
     worse = (word for word, a, b in zip(PLAIN, p.plainness, best.plainness, strict=True) if a != b)
     return next(worse, "") if p.plainness > best.plainness else ""
 
 
 def why_slower(p: Prediction, best: Prediction) -> str:
-    """Compare a plan that fits with the best one."""
+    """Explain why a plan that fits was not chosen."""
     slower = p.step_s / best.step_s - 1
     less = _less_simple(p, best)
     if slower < -ALIKE:
-        return f"{_per_cent(-slower)} faster, which is too little to tell, and less simple: {less}"
+        return f"{_per_cent(-slower)} faster, which is within the prediction's error, and less simple: {less}"
     if slower < ALIKE:
         if less:
             return f"as fast, but less simple: {less}"
@@ -61,11 +61,11 @@ def why_slower(p: Prediction, best: Prediction) -> str:
         share, least = _shares(_idle(p), p, _idle(best), best)
         return f"{head}: bubbles {share} against {least}"
     share, least = _shares(_after(p), p, _after(best), best)
-    return f"{head}: gradient sums and updates take {share} of the step, against {least}"
+    return f"{head}: all-reduces and updates take {share} of the step, against {least}"
 
 
 def why_refused(reason: str, p: Prediction, best: Prediction) -> str:
-    """A plan that may not be chosen, and what it would have brought."""
+    """Explain why a plan must not be chosen, and how fast it would have been if it fits."""
     change = p.step_s / best.step_s - 1
     if not p.fits:
         return reason
@@ -73,7 +73,7 @@ def why_refused(reason: str, p: Prediction, best: Prediction) -> str:
 
 
 def why_too_large(p: Prediction, remedy: str | None) -> str:
-    """Name the device, its largest term, the excess, and what would fit."""
+    """Name the device that lacks memory, the excess, its largest memory term, and a fallback that would fit."""
     device = p.fullest
     memory = p.memory[device]
     said = (
@@ -83,7 +83,7 @@ def why_too_large(p: Prediction, remedy: str | None) -> str:
 
 
 def gib(size_bytes: float) -> str:
-    """A size for people.
+    """Format a size in bytes.
 
     >>> gib(3 * 2**29), gib(5e6)
     ('1.5 GiB', '4.8 MiB')
@@ -92,29 +92,29 @@ def gib(size_bytes: float) -> str:
 
 
 def _work(p: Prediction, best: Prediction) -> str:
-    """Each device computes longer than with the best plan."""
+    """Explain why each device computes longer than in the best plan."""
     c, b = p.candidate, best.candidate
     if c.devices < b.devices:
         return f"it uses {c.devices} device{'s' * (c.devices > 1)}, against {b.devices}"
     if _recomputes(p) and not _recomputes(best):
-        return "it computes activations twice"
+        return "it recomputes activations"
     if p.form.size != best.form.size:
-        return f"kernels on {p.form.size} of a micro-batch of {c.microbatch} take longer a sample"
+        return f"kernels on {p.form.size} of a micro-batch of {c.microbatch} take longer per sample"
     if c.tensor != b.tensor:
         ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
-        return f"layers shared by {c.tensor} and their sums take {ratio:.2f} times the device time of {b.tensor}"
+        return f"tensor parallelism over {c.tensor} takes {ratio:.2f} times the device time of {b.tensor}"
     if c.microbatch != b.microbatch:
         ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
-        apart = ", in backwards of two parts," if best.form.joint and not p.form.joint else ""
+        split = ", with split backwards," if best.form.joint and not p.form.joint else ""
         return (
-            f"kernels on micro-batches of {c.microbatch}{apart} take {ratio:.2f} times as long a sample as of "
+            f"kernels on micro-batches of {c.microbatch}{split} take {ratio:.2f} times as long per sample as of "
             f"{b.microbatch}"
         )
     longer = f"its devices compute {p.busy_s / best.busy_s:.2f} times as long"
     if _recomputes(p) and _recomputes(best):
-        return f"{longer}, with more activations computed twice"
+        return f"{longer}, with more activations recomputed"
     if best.form.joint and not p.form.joint:
-        return f"{longer}, with backwards in two parts"
+        return f"{longer}, with split backwards"
     return longer
 
 
@@ -123,12 +123,12 @@ def _recomputes(p: Prediction) -> bool:
 
 
 def _idle(p: Prediction) -> float:
-    """Until the last compute task is done."""
+    """Mean idle seconds of a device up to the end of the last compute task."""
     return p.compute_s - p.busy_s
 
 
 def _after(p: Prediction) -> float:
-    """What gradient sums and updates add to that."""
+    """Seconds that all-reduces and updates add after the last compute task."""
     return p.step_s - p.compute_s
 
 
@@ -137,7 +137,7 @@ def _share(seconds: float, p: Prediction) -> str:
 
 
 def _shares(a: float, p: Prediction, b: float, best: Prediction) -> tuple[str, str]:
-    """Shares of two steps, with as many digits as it takes to tell them apart."""
+    """Format shares of two steps with as many digits (up to two) as it takes for them to differ."""
     for digits in (0, 1, 2):
         first, second = (f"{max(0.0, x) / of.step_s:.{digits}%}" for x, of in ((a, p), (b, best)))
         if first != second:

@@ -1,4 +1,4 @@
-"""What would make a job fit of which no plan does: nothing is named that has not been tried."""
+"""Suggest changes to a job for which no plan fits; only changes that were tested are suggested."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from raypipe.schedule.shape import Grid
 
 GIB = 2**30
 GROWTH = 1.25
-"""Deeper pipelines are tried in steps of this share, then between the last too small and the first that fits."""
+"""Deeper pipelines are tried by growing their depth by this factor, then by bisection."""
 NEAREST = 8
-"""Plans, those that lack least, that are tried with another optimizer."""
+"""How many plans, those with the least excess memory, are tried with another optimizer."""
 Wished = Callable[[Candidate], Candidate | None]
-"""The candidate as the job asks for it, if it does."""
+"""Returns the candidate with the keys that the job fixes applied; None if they exclude it."""
 
 
 def remedies(job: JobSpec, judge: Judges, tried: Sequence[Prediction], wished: Wished) -> str:
-    """Ways out, the least change to the job first; one of larger devices always exists.
+    """List the changes with which the job would fit, joined by "or"; larger devices are always one of them.
 
     Args:
-        job: as given.
-        judge: holds candidates against memory.
+        job: the job as given.
+        judge: predicts memory.
         tried: plans, none of which fits.
-        wished: see there.
+        wished: applies the keys that the job fixes.
     """
     nearest = sorted(tried, key=lambda p: p.excess)[:NEAREST]
     least = nearest[0]
@@ -53,22 +53,23 @@ def remedies(job: JobSpec, judge: Judges, tried: Sequence[Prediction], wished: W
 
 
 def used_up(p: Prediction) -> set[str]:
-    """Ways of making memory smaller that are of no more use to a plan."""
+    """Return the ways to save memory that a plan has used up already."""
     c, form = p.candidate, p.form
     held = [len(p.cut[s]) for row in form.placement for s, device in enumerate(row) if device == p.fullest]
-    gone = {
+    exhausted = {
         RECOMPUTE: c.recompute != "none" or bool(form.recomputes),
         SMALLER: c.microbatch == 1,
         FEWER: c.microbatches == 1 or c.schedule == "model-parallel",
         STAGES: held == [1],  # one layer
     }
-    return {way for way, so in gone.items() if so}
+    return {way for way, used in exhausted.items() if used}
 
 
 def device_gib(profile: Profile, need: float) -> float:
-    """Size of a device, in tenths of a GiB, on which a plan fits that takes ``need`` bytes on the profile's.
+    """Return the device memory in GiB, rounded up to tenths, that holds a plan of ``need`` bytes.
 
-    Of a described device a share is kept free, which grows with it; a measured process takes what it takes.
+    ``need`` includes the profile's ``base_bytes``. On a described device these are a fixed share of its memory, so they
+    grow with the device; measured ones stay as they are.
     """
     if profile.source == "analytic" and profile.memory_bytes:
         share = profile.base_bytes / profile.memory_bytes
@@ -77,7 +78,7 @@ def device_gib(profile: Profile, need: float) -> float:
 
 
 def _other_wishes(predictor: Predictor, c: Candidate, given: dict[str, object]) -> Iterator[str]:
-    """Keys of ``parallel`` without which it would fit."""
+    """Yield changes of the ``parallel`` keys that the job fixes, with each of which the plan would fit."""
     if "microbatch" in given:
         share = c.microbatch * c.microbatches
         for size in reversed(divisors(share)):
@@ -93,7 +94,7 @@ def _other_wishes(predictor: Predictor, c: Candidate, given: dict[str, object]) 
 
 
 def _deeper(judge: Judges, c: Candidate, batch: int, wished: Wished) -> int | None:
-    """Devices in a single pipeline that hold the job; None if no cut of the model is fine enough."""
+    """Return the depth at which a single pipeline fits; None if no cut of the model is fine enough."""
     predictor = judge.of(c)
 
     def holds(stages: int) -> bool:

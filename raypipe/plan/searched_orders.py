@@ -1,4 +1,4 @@
-"""Orders searched for the placements of the best candidates, with their real costs and memory (``raypipe.search``)."""
+"""Search orders (``raypipe.search``) for the placements of the best candidates, with their costs and memory."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from raypipe.search import search
 from raypipe.search.placements import placed
 
 PLACEMENTS = 3
-"""How many are searched."""
+"""How many placements are searched."""
 MOST_TASKS = 20_000
-"""Steps with more tasks are left alone: a search of a second or two would hardly begin."""
+"""Steps with more tasks are skipped: a second or two of search would not suffice."""
 GAIN = 1e-3
-"""A searched order that saves no more than this share is not worth a longer plan file."""
+"""A searched order must save more than this share of the step to be worth a longer plan file."""
 
 
 def searched_orders(
     judges: Judges, ranked: Sequence[Prediction], seconds: float, better: bool = True
 ) -> list[Prediction]:  # fmt: skip
-    """Orders searched for the placements of the best candidates.
+    """Search orders for the placements of the best candidates.
 
     Args:
-        judges: costs and memory.
+        judges: predicts costs and memory.
         ranked: candidates, the best first.
-        seconds: for all searches together.
-        better: leave out those that do not beat the best candidate.
+        seconds: wall time of all searches together.
+        better: return only orders that beat the best candidate.
     """
     until = time.monotonic() + seconds
     targets = list(_targets(judges, ranked))[:PLACEMENTS]
@@ -48,7 +48,7 @@ def searched_orders(
 
 
 def _targets(judges: Judges, ranked: Sequence[Prediction]) -> Iterator[tuple[Prediction, Candidate]]:
-    """(a candidate, the same placement to be searched), each placement once."""
+    """Yield each placement once: a candidate that has it, and the ``auto`` candidate to search."""
     seen: set[object] = set()
     for p in ranked:
         c = p.candidate
@@ -79,14 +79,14 @@ def _searched(judge: Predictor, like: Prediction, c: Candidate, seconds: float) 
     form = replace(like.form, joint=False)
     costs = judge.costs(c, form)
     room = judge.room(like)
-    held = max(like.form.replicas, 1) * c.microbatches
-    limit = float(room) if room < held * like.form.stages else None
+    most = max(like.form.replicas, 1) * c.microbatches * like.form.stages  # no order holds more activations
+    limit = float(room) if room < most else None
     try:
         found = search(
             like.form.placement, c.microbatches, costs, memory_limit=limit, budget_s=seconds,
             starts=[judge.schedule_of(like)],
         )  # fmt: skip
-    except ScheduleError:  # not even one micro-batch has room
+    except ScheduleError:  # not even one micro-batch fits
         return None
     limited = replace(c, memory_limit=limit) if limit is not None else c
     return judge.predict_order(limited, replace(found.schedule, name="auto"))

@@ -1,7 +1,7 @@
-"""Groups of devices that share layers as a dimension of the search: one judge for every size of them.
+"""Tensor parallelism as a dimension of the plan search: one predictor for every size of the tensor-parallel groups.
 
-A group counts as one device in a profile of its own (``cost/tensor.py``), so each size has a predictor of its own, and
-all grids wait in one queue by the least time that they can take.
+A group counts as one device in a profile of its own (``cost/tensor.py``), so each group size has its own predictor.
+The grids of all sizes share one queue, ordered by their lower bounds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
 
 Sharing = tuple[int, bool]
-"""(devices that share each layer, whether micro-batches run in halves beside one another's sums)."""
+"""(devices of a group, whether a micro-batch runs in two halves that overlap compute with the other's all-reduces)."""
 ALONE: Sharing = (1, False)
+"""No tensor parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """A ``Judge`` that asks the predictor of a grid's, or a candidate's, own groups."""
+    """A ``Judge`` that asks the predictor for the group size of a grid or candidate."""
 
     by: Mapping[Sharing, Predictor]
 

@@ -1,4 +1,4 @@
-"""Automatic schedules: the best order found for a placement and its costs, with a proven bound beside it."""
+"""Automatic schedules: search finds a short order for a placement and its costs, and proves a lower bound."""
 
 from raypipe.search.objective import Objective
 from raypipe.search.problem import Problem

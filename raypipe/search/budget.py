@@ -1,18 +1,18 @@
-"""How long a search may go on."""
+"""The time budget of a search."""
 
 from __future__ import annotations
 
 import time
 
 _WALL = 8.0
-"""Times its seconds of wall time that a budget of processor time lasts, however busy the machine is."""
+"""A CPU-time budget ends at the latest after this many times its seconds of wall time, however busy the machine is."""
 
 
 class Budget:
-    """Seconds of a search, and how many are left.
+    """How many seconds a search may take, and how many are left.
 
-    A budget that somebody asked for is wall time. The default one is processor time of the searching thread: what a
-    search finds then depends on the work it did and not on what else ran on the machine.
+    A budget that the user asks for is wall time. The default is CPU time of the searching thread, so that the result
+    depends on the work done and not on what else runs on the machine.
     """
 
     def __init__(self, seconds: float, wall: bool = False) -> None:
@@ -26,12 +26,12 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds left; 0 or less when it is over."""
+        """Seconds left; 0 or less once the budget is spent."""
         spent = time.monotonic() - self._began
         if not self.wall:
             spent = max(time.thread_time() - self._began_cpu, spent / _WALL)
         return self.seconds - spent
 
     def part(self, share: float) -> Budget:
-        """A budget of its own for a part of what is left."""
+        """A separate budget of ``share`` of the seconds left."""
         return Budget(max(0.01, self.left * share), self.wall)

@@ -1,7 +1,7 @@
-"""From a wish when every task should start to an order that keeps its memory: ruin and recreate.
+"""Decode desired start times into a memory-feasible order (ruin and recreate).
 
-Where devices are full, hardly a single move keeps the memory limit; a new order near the old one has no such trouble.
-In spirit iterated greedy (Ruiz and Stuetzle 2007) over the random keys of Bean 1994.
+Where devices' memory is full, hardly any single move of the tabu search keeps the limit; rebuilding the order from
+perturbed start times does. This resembles iterated greedy (Ruiz and Stuetzle 2007) over random keys (Bean 1994).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import random
 from collections.abc import Sequence
 
 from raypipe.search.list_scheduling import Layout
-from raypipe.search.problem import Words
+from raypipe.search.problem import DeviceOrders
 
 
-def decode(layout: Layout, wish: Sequence[float], patience: float) -> Words | None:
-    """Run tasks in the order of their wishes, as far as dependencies and memory let them.
+def decode(layout: Layout, wish: Sequence[float], patience: float) -> DeviceOrders | None:
+    """Run tasks in the order of their desired start times, as far as dependencies and memory allow.
 
     Args:
         layout: the problem.
-        wish: per task, when it should start, ascending within each lane.
-        patience: a free device waits for a task whose wish is earlier by at least this, rather than take the next
-            one that is ready.
+        wish: desired start per task, ascending within each lane.
+        patience: a free device stays idle, rather than start a ready task, if another task that is not ready yet has
+            a desired start earlier by more than this.
 
     Returns:
-        The order, or None where every device waits.
+        The order, or None on a deadlock: every device waits for memory.
     """
     p = layout.problem
     time, count, base, after, device = p.time, p.count, p.base, p.after, p.device
@@ -32,14 +32,14 @@ def decode(layout: Layout, wish: Sequence[float], patience: float) -> Words | No
     safe = layout.safety.safe if any(layout.others) else None
     need, at = layout.needs[:], [0.0] * p.tasks
     nxt, free, live = [0] * len(count), [0.0] * p.devices, [0.0] * p.devices
-    words: Words = [[] for _ in range(p.devices)]
+    orders: DeviceOrders = [[] for _ in range(p.devices)]
     wake = [0.0] * p.devices
     events = [(0.0, d) for d in range(p.devices)]
     push, pop = heapq.heappush, heapq.heappop
     never = float("inf")
     near = layout.near
     while events or _left(nxt, count):
-        if not events:  # all wait: for tasks that wait for memory
+        if not events:  # every device idles for a task that waits for memory: no longer be patient
             if patience == never:
                 return None
             patience, now = never, max(free)
@@ -84,7 +84,7 @@ def decode(layout: Layout, wish: Sequence[float], patience: float) -> Words | No
         c = best
         m = nxt[c]
         nxt[c] = m + 1
-        words[d].append(base[c] + m)
+        orders[d].append(base[c] + m)
         end = now + time[c]
         free[d] = wake[d] = end
         live[d] += takes[c] - frees[c]
@@ -101,13 +101,13 @@ def decode(layout: Layout, wish: Sequence[float], patience: float) -> Words | No
                 if o != d and free[o] <= arrival < wake[o]:
                     wake[o] = arrival
                     push(events, (arrival, o))
-    return words
+    return orders
 
 
 def disturbed(layout: Layout, starts: Sequence[float], makespan: float, rng: random.Random) -> list[float]:
-    """Wishes near the starts of an order: a stretch of time, single micro-batches or one device are shaken.
+    """Perturb the start times of an order: within a time window, for single micro-batches, or on one device.
 
-    They keep to the dependencies and lanes again, so that no task wishes to start before what it waits for.
+    The result respects dependencies and lanes: no task's desired start lies before those of its predecessors.
     """
     p = layout.problem
     wish = list(starts)

@@ -1,7 +1,7 @@
-"""Memory-capped list scheduling: a free device takes the best of its lanes that may start.
+"""List scheduling under a memory limit: a free device starts the ready task with the highest priority.
 
-The inner loop of the search. It works on flat lists of numbers: no task objects, no queue per device beyond the
-heads of its lanes, since a lane's tasks come in turn.
+This is the inner loop of the search. It works on flat lists of numbers, without task objects; the next tasks of a
+device's lanes are its only queue, because the tasks of a lane run in turn.
 """
 
 from __future__ import annotations
@@ -12,63 +12,64 @@ from typing import Literal, NamedTuple
 
 from raypipe.schedule.kinds import BACKWARD
 from raypipe.search.memory_safety import Safety
-from raypipe.search.problem import Problem, Words, lane_order
+from raypipe.search.problem import DeviceOrders, Problem, lane_order
 
 Reserve = Literal["stages", "safe", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a free device chooses."""
+    """How a free device chooses its next task."""
 
     key: tuple[float, ...]
-    """Per lane; the ready task with the least ``key + pace * m`` is taken."""
+    """Per lane; the ready task with the smallest ``key + pace * m`` runs first (m: its number in the lane)."""
     pace: float = 0.0
-    """Weight of a task's number in its lane: small prefers lanes, large prefers old micro-batches."""
+    """Weight of m: a small one prefers lanes, a large one prefers old micro-batches."""
     patience: tuple[float, ...] = ()
-    """Per lane, stay idle rather than start it if a better task will arrive within this time."""
+    """Per lane, seconds: stay idle rather than start its task if a task of higher priority arrives within them."""
     ahead: tuple[float, ...] = ()
-    """Per lane that takes memory, forwards it may run ahead of the input gradients of its stage."""
+    """Per lane that allocates memory, how many forwards it may run ahead of its stage's input gradients."""
     reserve: Reserve = "stages"
-    """So that no device jams: ``stages`` keeps one activation free for every later stage of the device that holds none
-    but will; ``safe`` only for those that a micro-batch under way is heading for, as long as all that is under way can
-    end in some order, which takes longer to find out; ``none`` hopes for the best."""
+    """How deadlock is avoided. ``stages`` keeps one activation free for every later stage of the device that will need
+    one and holds none. ``safe`` keeps one free only for the stages that a micro-batch in flight has yet to reach, and
+    runs the slower check that all micro-batches in flight can finish. ``none`` does nothing."""
 
 
 class Listed(NamedTuple):
-    """Words with their length."""
+    """An order that list scheduling built."""
 
-    words: Words
+    orders: DeviceOrders
     makespan: float
     span: float
 
 
 @dataclass(slots=True)
 class Layout:
-    """What list scheduling reads of a problem, prepared once."""
+    """Tables that list scheduling reads, derived once from a problem."""
 
     problem: Problem
     group: list[int]
-    """Per lane, its (stage, replica)."""
+    """Per lane, the number of its (replica, stage)."""
     lead: list[int]
-    """Per lane, +1 for F, -1 for the lane that ends a forward's lead, else 0."""
+    """Per lane, what its task adds to the number of forwards ahead of backwards: +1 for F; -1 for B or BW, or for W
+    where the stage has no B; else 0."""
     later: list[list[int]]
-    """Per lane that takes memory, the later such lanes of its device, which a reserve is for."""
+    """Per lane that allocates memory, the allocating lanes of later stages on its device."""
     others: list[list[int]]
-    """Per lane that takes memory, all other such lanes of its device."""
+    """Per lane that allocates memory, the allocating lanes of all other stages on its device."""
     entry: list[int]
-    """Per lane, the lane with which its micro-batches begin."""
+    """Per lane, the first F lane of its replica."""
     near: list[list[int]]
     """Per lane, the lanes of its device that it waits for."""
     in_turn: list[int]
-    """Lanes, each after those it waits for."""
+    """All lanes in topological order."""
     needs: list[int]
-    """Per task, tasks it waits for."""
+    """Per task, the number of tasks it waits for."""
     safety: Safety
 
     @staticmethod
     def of(p: Problem) -> Layout:
-        """Prepare."""
+        """Derive the tables from a problem."""
         names = sorted({(p.replica[c], p.stage[c]) for c in range(len(p.kind))})
         index = {name: g for g, name in enumerate(names)}
         group = [index[p.replica[c], p.stage[c]] for c in range(len(p.kind))]
@@ -93,7 +94,11 @@ class Layout:
 
 
 def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
-    """Order all tasks; None where limits leave every device waiting. Tasks times lanes of a device."""
+    """Order all tasks, in time proportional to tasks times lanes per device.
+
+    Returns:
+        The order, or None on a deadlock: the limits leave every device waiting.
+    """
     p = layout.problem
     time, count, base, after, device = p.time, p.count, p.base, p.after, p.device
     takes, frees, lanes_of, cap = p.takes, p.frees, p.lanes_of, p.cap
@@ -104,7 +109,7 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
     nxt, free, live = [0] * len(count), [0.0] * p.devices, [0.0] * p.devices
     begun = [-1.0] * p.devices
     lead, held = [0] * (max(group) + 1), [0.0] * (max(group) + 1)
-    words: Words = [[] for _ in range(p.devices)]
+    orders: DeviceOrders = [[] for _ in range(p.devices)]
     wake = [0.0] * p.devices
     events = [(0.0, d) for d in range(p.devices)]
     push, pop = heapq.heappush, heapq.heappop
@@ -172,13 +177,13 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
         c = best
         m = nxt[c]
         nxt[c] = m + 1
-        words[d].append(base[c] + m)
+        orders[d].append(base[c] + m)
         end = now + time[c]
         if begun[d] < 0:
             begun[d] = now
         free[d] = wake[d] = end
         g = group[c]
-        live[d] += takes[c] - frees[c]  # the device is busy until the end, so when in between is of no matter
+        live[d] += takes[c] - frees[c]  # nothing else starts on the device before the task ends, so free right away
         held[g] += takes[c] - frees[c]
         lead[g] += lead_step[c]
         push(events, (end, d))
@@ -196,4 +201,4 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
                     push(events, (arrival, o))
     if nxt != count:
         return None
-    return Listed(words, max(free), max(f - b for f, b in zip(free, begun, strict=True)))
+    return Listed(orders, max(free), max(f - b for f, b in zip(free, begun, strict=True)))

@@ -1,8 +1,8 @@
-"""Can the micro-batches under way all come to their end in the memory there is? Dijkstra's banker's algorithm.
+"""Deadlock avoidance: Dijkstra's banker's algorithm decides whether all micro-batches in flight can still finish.
 
-On a device that holds several stages, forwards of one may fill the memory that another one needs before anything is
-freed. Micro-batches are the processes here, activations the resource: a micro-batch that is under way will claim an
-activation at every stage it has not reached, and gives back all it holds when it ends.
+On a device with several stages, forwards of one stage may fill the memory that another stage needs before anything is
+freed. Micro-batches are the processes of the algorithm and activations the resource: a micro-batch in flight claims
+one activation at every stage that it has not reached, and frees all of them when it ends.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from raypipe.search.problem import Problem
 
 
 class Safety:
-    """Claims and holdings of one problem's micro-batches, read off how far each lane is."""
+    """What the micro-batches of one problem hold and still claim, derived from how far each lane has run."""
 
     def __init__(self, p: Problem) -> None:
         self.devices, self.cap, self.replicas = p.devices, p.cap, len(p.placement)
         self.firsts: list[list[int]] = [[] for _ in p.placement]
-        """Per replica, the lanes that begin a stage, and ..."""
+        """Per replica, the lanes that begin a stage (F)."""
         self.lasts: list[list[int]] = [[] for _ in p.placement]
-        """... those that end it."""
+        """Per replica, the lanes that end a stage (W or BW)."""
         self.claims: list[list[tuple[int, int, float, bool]]] = [[] for _ in p.placement]
-        """Per replica: device, lane that takes, how much, and whether by a recomputation."""
+        """Per replica: device, allocating lane, activations allocated, and whether the lane recomputes."""
         self.frees: list[list[tuple[int, int, float]]] = [[] for _ in p.placement]
+        """Per replica: device, freeing lane, activations freed."""
         for c, replica in enumerate(p.replica):
             if p.kind[c] == "F":
                 self.firsts[replica].append(c)
@@ -34,14 +35,14 @@ class Safety:
                 self.frees[replica].append((p.device[c], c, p.frees[c]))
 
     def safe(self, done: list[int], live: list[float]) -> bool:
-        """Is there an order in which all that is under way can end?
+        """Return whether some order lets every micro-batch in flight finish within memory.
 
         Args:
             done: per lane, tasks that were started.
-            live: per device, activations held.
+            live: per device, live activations.
         """
-        left = [cap - held + 1e-9 for cap, held in zip(self.cap, live, strict=True)]
-        under_way = [
+        left = [cap - used + 1e-9 for cap, used in zip(self.cap, live, strict=True)]
+        in_flight = [
             list(range(min(done[c] for c in lasts), max(done[c] for c in firsts)))
             for firsts, lasts in zip(self.firsts, self.lasts, strict=True)
         ]
@@ -49,7 +50,7 @@ class Safety:
         r = 0
         place = [0] * self.replicas
         while stuck < self.replicas:
-            m = under_way[r][place[r]] if place[r] < len(under_way[r]) else -1
+            m = in_flight[r][place[r]] if place[r] < len(in_flight[r]) else -1
             if m >= 0 and self._fits(r, m, done, left):
                 for d, c, amount, _ in self.claims[r]:
                     if m < done[c]:
@@ -62,16 +63,16 @@ class Safety:
             else:
                 stuck += 1
                 r = (r + 1) % self.replicas
-        return all(k == len(row) for k, row in zip(place, under_way, strict=True))
+        return all(k == len(row) for k, row in zip(place, in_flight, strict=True))
 
     def _fits(self, r: int, m: int, done: list[int], left: list[float]) -> bool:
-        """May micro-batch ``m`` of replica ``r`` take what it still claims? It rebuilds one stage at a time."""
+        """Whether the remaining claims of micro-batch ``m`` of replica ``r`` fit; it recomputes one stage at a time."""
         need: dict[int, float] = {}
-        again: dict[int, float] = {}
-        for d, c, amount, rebuilt in self.claims[r]:
+        recomputed: dict[int, float] = {}
+        for d, c, amount, recomputes in self.claims[r]:
             if m >= done[c]:
-                if rebuilt:
-                    again[d] = amount
+                if recomputes:
+                    recomputed[d] = amount
                 else:
                     need[d] = need.get(d, 0.0) + amount
-        return all(need.get(d, 0.0) + again.get(d, 0.0) <= left[d] for d in {*need, *again})
+        return all(need.get(d, 0.0) + recomputed.get(d, 0.0) <= left[d] for d in {*need, *recomputed})

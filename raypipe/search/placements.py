@@ -1,4 +1,4 @@
-"""The placements that ``auto`` knows by name; any other is a tuple of tuples."""
+"""The named placements of ``auto``; any other placement is given as a tuple of tuples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ OPTIONS: dict[str, frozenset[str]] = {
 
 
 def placed(name: str, shape: Shape) -> tuple[tuple[int, ...], ...]:
-    """Device of every stage, one row per replica.
+    """Return the device of every stage, one row per replica.
 
-    ``line``: stage s on device s. ``ring``: V chunks a device, stage s on device s mod D. ``v``: V chunks a device,
-    there and back again, so that neighbouring chunks share the device at the turn. ``bidirectional``: f pipelines
-    down and f up (Li and Hoefler 2021, Chimera, section 3.1).
+    ``line`` puts stage s on device s. ``ring`` puts V chunks on each device, stage s on device s mod D. ``v`` puts V
+    chunks on each device and reverses direction after each pass over the devices, so that the two chunks at a turn
+    share a device. ``bidirectional`` runs f pipelines down and f up (Li and Hoefler 2021, Chimera, section 3.1).
 
     Raises:
         ScheduleError: an unknown name, an option that the placement, or a search, has no use for, a bidirectional one

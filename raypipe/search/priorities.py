@@ -1,4 +1,4 @@
-"""The settings that list scheduling is tried with."""
+"""The portfolio of settings for list scheduling, and random variations of them."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from raypipe.search.list_scheduling import Reserve, Setting
 from raypipe.search.problem import Problem
 
 ORDERS = (("F", "B", "W"), ("B", "F", "W"), ("B", "W", "F"), ("W", "B", "F"))
-"""Kinds from most to least wanted; BW counts as B, R comes before all."""
-_HABITS = tuple(
+"""Kinds from the highest to the lowest priority; BW counts as B, and R comes before all."""
+_PATIENCE_AND_KINDS = tuple(
     (patience, kinds) for pair in (ORDERS[:2], ORDERS[2:]) for patience in (0.5, 0.0, 1.0) for kinds in pair
 )
-"""Patience and kinds, the pairs that most often win first."""
+"""Pairs of patience and kinds, those that win most often first."""
 
 _SAFE_UP_TO = 1500
-"""Tasks up to which there is time to find out what is safe."""
+"""Up to this many tasks there is time for ``reserve="safe"``."""
 
 
 def portfolio(p: Problem) -> Iterator[Setting]:
-    """A few hundred settings, the most promising first.
+    """Yield a few hundred settings, the most promising first.
 
-    Which kind comes first, how long to stay idle for a better task, how far forwards run ahead at each stage, and
-    which of several stages of a device goes first.
+    They differ in the priority of kinds, in how long a device stays idle for a better task, in how far forwards run
+    ahead at each stage, and in which of several stages of a device goes first.
     """
     leads = list(_leads(p))
-    for patience, kinds in _HABITS:
+    for patience, kinds in _PATIENCE_AND_KINDS:
         for lead in leads:
             for keys, pace in _keys(p, kinds):
                 yield Setting(keys, pace, _patience(p, patience), lead)
     if _several(p) and min(p.cap) < math.inf:
         if p.tasks <= _SAFE_UP_TO:
-            for patience, kinds in _HABITS[:4]:
+            for patience, kinds in _PATIENCE_AND_KINDS[:4]:
                 for lead in leads:
                     for keys, pace in _keys(p, kinds):
                         yield Setting(keys, pace, _patience(p, patience), lead, "safe")
-        for kinds in ORDERS:  # without reserves devices may jam, but where they don't it's faster
+        for kinds in ORDERS:  # without reserves devices may deadlock; where they do not, orders are shorter
             for keys, pace in _keys(p, kinds):
                 yield Setting(keys, pace, reserve="none")
 
 
 def _several(p: Problem) -> bool:
-    """Does some device hold more than one stage?"""
+    """Whether some device holds more than one stage."""
     return any(len({(p.stage[c], p.replica[c]) for c in own}) > 1 for own in p.lanes_of)
 
 
@@ -55,7 +55,7 @@ def _patience(p: Problem, share: float) -> tuple[float, ...]:
 
 
 def _keys(p: Problem, kinds: tuple[str, str, str]) -> Iterator[tuple[tuple[float, ...], float]]:
-    """Kind first; then, on devices with several stages: the old micro-batch, the deep stage, the shallow one."""
+    """Priorities by kind; among the stages of one device, by micro-batch, by the nearest end, or by the farthest."""
     lanes = range(len(p.kind))
     stages = p.graph.stages
     big = 1e6
@@ -64,7 +64,7 @@ def _keys(p: Problem, kinds: tuple[str, str, str]) -> Iterator[tuple[tuple[float
         kind = "B" if p.kind[c] in BACKWARD else p.kind[c]
         return -big if kind == "R" else big * kinds.index(kind)
 
-    # a backward of an early stage is the nearer to its end
+    # How far a task is from its micro-batch's end: backwards run towards stage 0.
     to_end = [p.stage[c] if p.kind[c] not in ("F", "R") else stages - p.stage[c] for c in lanes]
     if not _several(p):
         yield tuple(map(rank, lanes)), 0.0
@@ -72,12 +72,12 @@ def _keys(p: Problem, kinds: tuple[str, str, str]) -> Iterator[tuple[tuple[float
     yield tuple(rank(c) + to_end[c] / (2 * stages) for c in lanes), 1.0
     yield tuple(rank(c) + to_end[c] for c in lanes), 1 / (p.microbatches + 1)
     yield tuple(rank(c) - to_end[c] for c in lanes), 1 / (p.microbatches + 1)
-    if kinds == ORDERS[1]:  # the old micro-batch before everything, so that replicas and stages take turns
+    if kinds == ORDERS[1]:  # older micro-batches before everything, so that replicas and stages alternate
         yield tuple((0.0 if rank(c) < big else 0.5) + to_end[c] / (2 * stages) for c in lanes), 1.0
 
 
 def _leads(p: Problem) -> Iterator[tuple[float, ...]]:
-    """Per lane, how many forwards it may be ahead; the shapes scale with each device's memory."""
+    """Values for ``Setting.ahead``: per lane, how many forwards it may run ahead, scaled with the device's memory."""
     lanes = range(len(p.kind))
     stages = p.graph.stages
     yield ()
@@ -88,32 +88,35 @@ def _leads(p: Problem) -> Iterator[tuple[float, ...]]:
             share[c] = 1.0 / max(1, several)
     cap = [min(p.cap[p.device[c]], float(p.microbatches)) for c in lanes]
 
-    def whole(value: float) -> float:
+    def round_up(value: float) -> float:
         return float(max(1, math.ceil(value - 1e-9)))
 
     waits = _until_backward(p)
-    for whole_ones in (math.floor, math.ceil):  # as many as fit in before the first backward, and one that delays it
-        yield tuple(max(1.0, min(math.floor(cap[c]), float(whole_ones(waits[c] + 1e-9)))) for c in lanes)
+    for rounded in (math.floor, math.ceil):  # as many as fit before the first backward, and one more that delays it
+        yield tuple(max(1.0, min(math.floor(cap[c]), float(rounded(waits[c] + 1e-9)))) for c in lanes)
     trips = _round_trips(p)
     top = max(trips) or 1.0
     for step in (1.0, 0.5, 2.0):
-        yield tuple(whole(cap[c] - step * p.stage[c]) for c in lanes)
+        yield tuple(round_up(cap[c] - step * p.stage[c]) for c in lanes)
     for full in (1.0, 0.75, 1.5):
-        yield tuple(whole(full * cap[c] * trips[c] / top) for c in lanes)
+        yield tuple(round_up(full * cap[c] * trips[c] / top) for c in lanes)
     if any(s < 1 for s in share):
         for full in (1.0, 1.5):
-            yield tuple(whole(full * cap[c] * share[c]) for c in lanes)
+            yield tuple(round_up(full * cap[c] * share[c]) for c in lanes)
         for slope in (0.5, 1.0):
-            yield tuple(whole(cap[c] * share[c] * (1 + slope * (stages - 1 - 2 * p.stage[c]) / stages)) for c in lanes)
+            yield tuple(
+                round_up(cap[c] * share[c] * (1 + slope * (stages - 1 - 2 * p.stage[c]) / stages)) for c in lanes
+            )
     entries = {c for c in lanes if not p.before[c]}
     for limit in sorted({1, 2, 3, *(math.ceil(min(cap) * k / 8) for k in range(2, 8))}):
-        if limit < min(cap):  # few micro-batches under way: long orders, but far from jamming, good to start from
+        if limit < min(cap):  # few micro-batches in flight: long orders, but far from deadlock and good starts
             yield tuple(float(limit) if c in entries else cap[c] for c in lanes)
 
 
 def _until_backward(p: Problem) -> list[float]:
-    """Per lane of a forward, the least time from its start to that of the same stage's backward, in forwards of its
-    device (one of each stage it holds).
+    """Per F lane, the least time from its start to the start of its stage's backward.
+
+    The unit is one forward of each stage that the device holds.
     """
     found = [1.0] * len(p.kind)
     order = sorted(range(len(p.kind)), key=_depth(p).__getitem__)
@@ -134,7 +137,7 @@ def _until_backward(p: Problem) -> list[float]:
 
 
 def _round_trips(p: Problem) -> list[float]:
-    """Per lane of a forward, the least time from its start to the end of its weight gradient."""
+    """Per lane, the longest path from its start to the end of a micro-batch."""
     down = [0.0] * len(p.kind)
     depth = _depth(p)
     for c in sorted(range(len(p.kind)), key=lambda c: -depth[c]):
@@ -143,7 +146,7 @@ def _round_trips(p: Problem) -> list[float]:
 
 
 def _depth(p: Problem) -> list[int]:
-    """Per lane, lanes on the longest chain before it."""
+    """Per lane, the number of lanes on the longest chain before it."""
     depth = [-1] * len(p.kind)
 
     def of(c: int) -> int:
@@ -157,7 +160,7 @@ def _depth(p: Problem) -> list[int]:
 
 
 def shaken(p: Problem, setting: Setting, rng: random.Random) -> Setting:
-    """A setting near another, now and then far from it: other leads and patience."""
+    """Perturb a setting: its ``ahead`` and patience a little, now and then its ``ahead`` or priorities entirely."""
     lanes = range(len(p.kind))
     reserves: tuple[Reserve, ...] = ("stages", "safe", "none") if p.tasks <= _SAFE_UP_TO else ("stages", "none")
     if rng.random() < 0.25:
@@ -175,7 +178,7 @@ def shaken(p: Problem, setting: Setting, rng: random.Random) -> Setting:
             rng.choice((0.0, 0.25, 0.5, 1.0)) * p.time[c] if rng.random() < 0.3 else patience[c] for c in lanes
         )
     key, pace = setting.key, setting.pace
-    if rng.random() < 0.3:  # micro-batches before kinds, each lane or each replica shifted by some of them
+    if rng.random() < 0.3:  # priority by micro-batch instead of kind, shifted by a random number per lane or replica
         shift = [rng.uniform(0.0, 4.0) for _ in lanes]
         by_replica = rng.random() < 0.5
         key = tuple(shift[p.replica[c]] - (p.kind[c] in BACKWARD) if by_replica else shift[c] for c in lanes)

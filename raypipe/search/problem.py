@@ -1,8 +1,8 @@
-"""What is to be ordered, as flat integer arrays.
+"""The tasks to order, as flat arrays of numbers.
 
-Micro-batches of one replica are alike, so some best order takes them in turn at every (kind, stage, replica): sorting
-the starts of such a *lane* breaks no dependency and no memory limit. A device's order is therefore a word over its
-lanes, and a task is (lane, how many of that lane came before), one integer.
+A *lane* is all tasks of one (kind, stage, replica). Micro-batches of a replica are alike, so some optimal order runs
+the tasks of every lane in turn: sorting a lane's starts breaks no dependency and no memory limit. A task is therefore
+one integer, ``base[lane] + m`` with m its number in the lane.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
 from raypipe.schedule.kinds import JOINT, Kind
 from raypipe.schedule.latency import delays
 
-Words = list[list[int]]
-"""Per device, its tasks in order."""
+DeviceOrders = list[list[int]]
+"""Per device, its tasks in the order they run."""
 
 
 @dataclass(slots=True)
 class Problem:
-    """Lanes with their times, edges and memory; task ``base[lane] + m`` is the lane's m-th."""
+    """The lanes of one step with their times, dependencies and memory; task ``base[lane] + m`` is a lane's m-th."""
 
     placement: tuple[tuple[int, ...], ...]
     graph: StageGraph
@@ -32,70 +32,73 @@ class Problem:
     rules: Rules
     devices: int
     kind: list[Kind]
-    """Per lane."""
+    """Per lane, like all fields down to ``frees``."""
     stage: list[int]
     replica: list[int]
     device: list[int]
     time: list[float]
+    """Time of one task, in the cost table's unit."""
     count: list[int]
-    """Micro-batches of the lane's replica."""
+    """Number of tasks: the micro-batches of the lane's replica."""
     base: list[int]
+    """Number of the lane's first task."""
     before: list[list[tuple[int, float]]]
-    """Per lane, the lanes whose task of the same micro-batch it needs, and the latency from there."""
+    """The lanes whose task of the same micro-batch it waits for, each with the latency of the message."""
     after: list[list[tuple[int, float]]]
+    """The lanes that wait for it, each with the latency."""
     takes: list[float]
-    """Activations that start to live when a task of the lane starts."""
+    """Activations that a task allocates when it starts."""
     frees: list[float]
-    """Activations that die when it ends."""
+    """Activations that a task frees when it ends."""
     cap: list[float]
-    """Per device, activations it may hold."""
+    """Memory limit per device, in activations."""
     lanes_of: list[list[int]]
-    """Per device."""
+    """Per device, its lanes."""
     lane: list[int]
-    """Of each task."""
+    """Per task, its lane."""
 
     @property
     def tasks(self) -> int:
         """Number of tasks."""
         return len(self.lane)
 
-    def schedule(self, words: Words, name: str = "auto") -> Schedule:
-        """The ordinary schedule that the words stand for; micro-batches go to the replicas in turn."""
+    def schedule(self, orders: DeviceOrders, name: str = "auto") -> Schedule:
+        """Convert orders to a ``Schedule``; micro-batches are assigned to the replicas round robin."""
         replicas = len(self.placement)
-        orders = []
-        for word in words:
+        schedule_orders = []
+        for order in orders:
             row = []
-            for t in word:
+            for t in order:
                 c = self.lane[t]
                 mb = (t - self.base[c]) * replicas + self.replica[c]
                 row.append(Task(self.kind[c], self.stage[c], (mb,), self.replica[c]))
-            orders.append(tuple(row))
+            schedule_orders.append(tuple(row))
         return Schedule(
-            name=name, placement=self.placement, orders=tuple(orders), microbatches=self.microbatches,
+            name=name, placement=self.placement, orders=tuple(schedule_orders), microbatches=self.microbatches,
             graph=self.graph, rules=self.rules,
         )  # fmt: skip
 
-    def words(self, schedule: Schedule) -> Words | None:
-        """The words of a schedule of the same tasks, each lane put in turn; None if its tasks are others."""
+    def orders(self, schedule: Schedule) -> DeviceOrders | None:
+        """Convert a schedule to orders, with each lane's tasks in turn; None if the schedule has other tasks."""
         number = {key: c for c, key in enumerate(zip(self.kind, self.stage, self.replica, strict=True))}
         seen = [0] * len(self.kind)
-        found: Words = []
-        for order in schedule.orders:
-            word = []
-            for kind, stage, mbs, replica in order:
+        found: DeviceOrders = []
+        for tasks in schedule.orders:
+            order = []
+            for kind, stage, mbs, replica in tasks:
                 c = number.get((kind, stage, replica), -1)
                 if c < 0 or len(mbs) != 1 or seen[c] == self.count[c]:
                     return None
-                word.append(self.base[c] + seen[c])
+                order.append(self.base[c] + seen[c])
                 seen[c] += 1
-            found.append(word)
+            found.append(order)
         return found if seen == self.count and len(found) == self.devices else None
 
-    def fits(self, words: Words) -> bool:
-        """Does every device stay within its memory?"""
-        for d, word in enumerate(words):
+    def fits(self, orders: DeviceOrders) -> bool:
+        """Return whether every device stays within its memory limit."""
+        for d, order in enumerate(orders):
             live, cap = 0.0, self.cap[d] + 1e-9
-            for t in word:
+            for t in order:
                 c = self.lane[t]
                 live += self.takes[c]
                 if live > cap:
@@ -109,21 +112,21 @@ def build(
     graph: StageGraph | None = None, memory_limit: float | Sequence[float] | None = None, split: bool = True,
     rules: Rules | None = None, recompute: Collection[int] = (), freed_by_b: float = 0.0,
 ) -> Problem:  # fmt: skip
-    """Lay out the tasks of one step.
+    """Build the problem of ordering one step's tasks.
 
     Args:
         placement: per replica, the device of each stage.
-        microbatches: of the step, over all replicas.
+        microbatches: number of micro-batches in a step, over all replicas.
         costs: one value per stage.
-        graph: which stage feeds which; default a chain.
-        memory_limit: activations a device may hold (one number, or one per device); default no limit.
-        split: B and W apart; else joint BW.
+        graph: which stage feeds which; by default a chain.
+        memory_limit: live activations per device (one number, or one per device); by default no limit.
+        split: run B and W as separate tasks; otherwise the joint BW.
         rules: where dependencies differ from the default.
-        recompute: stages that drop their activations and rebuild them by an R.
-        freed_by_b: share of an activation that B frees already; the rest dies with W.
+        recompute: stages that drop their activations after F and recompute them in R.
+        freed_by_b: share of an activation that B frees; W frees the remainder.
 
     Raises:
-        ScheduleError: costs for another number of stages, or a memory limit that no order can keep.
+        ScheduleError: the costs have another number of stages, or no order can fit the memory limit.
     """
     places = tuple(tuple(row) for row in placement)
     stages = len(places[0])
@@ -180,7 +183,7 @@ def build(
 
 
 def lane_order(p: Problem) -> list[int]:
-    """Lanes, each after those it depends on."""
+    """Return all lanes in topological order."""
     waits = [len(b) for b in p.before]
     ready = [c for c, k in enumerate(waits) if not k]
     for c in ready:
@@ -192,12 +195,15 @@ def lane_order(p: Problem) -> list[int]:
 
 
 def _check_memory(p: Problem, recompute: Collection[int]) -> None:
-    """Without recompute, a micro-batch that reaches its last stage lives on all the stages a device has of it."""
+    """Refuse a limit too small for one micro-batch.
+
+    When a micro-batch reaches its last stage, a device holds its activations at all its stages that do not recompute.
+    """
     if len(p.cap) != p.devices:
         raise ScheduleError("memory_limit", f"{len(p.cap)} values for {p.devices} devices", "give one per device")
     for row in p.placement:
         for d in range(p.devices):
-            kept = sum(place == d and s not in recompute for s, place in enumerate(row))
+            kept = sum(device == d and s not in recompute for s, device in enumerate(row))
             need = max(kept, 1 if d in row else 0)
             if p.cap[d] + 1e-9 < need:
                 raise ScheduleError(

@@ -1,4 +1,4 @@
-"""Published orders as starting points: the best fixed order of a placement is never beaten by forgetting it."""
+"""Published schedules as starting points, so that the search never returns an order worse than the best of them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from raypipe.schedule.ir import Schedule, StageGraph
 from raypipe.schedule.kinds import JOINT
 from raypipe.schedule.passes import add_recompute, fuse_backward, split_backward
 from raypipe.schedule.shape import Concat, Shape
-from raypipe.search.problem import Problem, Words
+from raypipe.search.problem import DeviceOrders, Problem
 
-_SAME = ("dapple", "pipedream", "pipedream-2bw")
-"""Orders that 1F1B has as well."""
+_SAME_AS_1F1B = ("dapple", "pipedream", "pipedream-2bw")
+"""Schedules whose order equals that of 1F1B."""
 
 
-def published(p: Problem, costs: CostTable) -> Iterator[Words]:
-    """Orders of all named schedules that have this placement and keep its memory.
+def published(p: Problem, costs: CostTable) -> Iterator[DeviceOrders]:
+    """Yield the orders of all named schedules that have this placement and fit its memory limit.
 
-    Made one by one, as they are asked for: those of many tasks take seconds.
+    Orders are generated lazily, because large ones take seconds.
     """
     if p.graph != StageGraph.chain(p.graph.stages):
         return
@@ -30,32 +30,33 @@ def published(p: Problem, costs: CostTable) -> Iterator[Words]:
     recompute = {s for s, kind in zip(p.stage, p.kind, strict=True) if kind == "R"}
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for name, family in SCHEDULES.items():
-        if name in _SAME:
+        if name in _SAME_AS_1F1B:
             continue
-        for shape in _shapes(p, family.options):
+        for shape in _shapes_of(p, family.options):
             try:
                 if family.stages(shape) != p.graph.stages:
                     continue
                 made = generate(name, shape, costs)
-            except ScheduleError:  # the family does not exist for this shape
+            except ScheduleError:  # the family has no schedule of this shape
                 continue
-            if made.placement != p.placement or not _may_run(made, p):
+            if made.placement != p.placement or not _has_same_tasks(made, p):
                 continue
-            made = _singly(made)
+            made = _split_forwards(made)
             if recompute:
                 made = add_recompute(made, p.rules.recompute, recompute)
-            words = p.words(split_backward(made) if split else fuse_backward(made, everywhere=True))
-            if words is None or not p.fits(words):
+            orders = p.orders(split_backward(made) if split else fuse_backward(made, everywhere=True))
+            if orders is None or not p.fits(orders):
                 continue
-            key = tuple(map(tuple, words))
+            key = tuple(map(tuple, orders))
             if key not in seen:
                 seen.add(key)
-                yield words
+                yield orders
 
 
-def _shapes(p: Problem, options: frozenset[str]) -> Iterator[Shape]:
-    """What a family may be asked for here: within the memory limit, and unlimited in case what it makes fits all the
-    same; in each way of concatenation.
+def _shapes_of(p: Problem, options: frozenset[str]) -> Iterator[Shape]:
+    """Shapes to generate a family with: every way of concatenation, with the memory limit and without one.
+
+    A schedule generated without a limit may still fit.
     """
     replicas, least = len(p.placement), min(p.cap)
     limits = [least, None] if "memory_limit" in options and least < math.inf else [None]
@@ -70,11 +71,11 @@ def _shapes(p: Problem, options: frozenset[str]) -> Iterator[Shape]:
             )  # fmt: skip
 
 
-def _singly(schedule: Schedule) -> Schedule:
-    """A forward of several micro-batches as one forward for each."""
+def _split_forwards(schedule: Schedule) -> Schedule:
+    """Replace each forward of several micro-batches by one forward per micro-batch."""
     return schedule.with_orders([t._replace(mbs=(mb,)) for t in order for mb in t.mbs] for order in schedule.orders)
 
 
-def _may_run(made: Schedule, p: Problem) -> bool:
-    """Half micro-batches are other tasks, and a W before its own B needs a rule that lets it."""
+def _has_same_tasks(made: Schedule, p: Problem) -> bool:
+    """Exclude half micro-batches, which are other tasks, and rules that allow W before B where the problem does not."""
     return made.size == 1 and (made.rules.w_dep == "B" or p.rules.w_dep == "grad")

@@ -1,7 +1,7 @@
-"""Which stages recompute: moves over the choice of stages, around the search for an order.
+"""Search for the set of stages that recompute, around the search for an order.
 
-Only the early rule is searched: an R that may run from its own forward on can also run late, so every order of the
-late rule is an order of the early one that ends no later. When each R runs is up to the search for an order.
+Only the early rule is searched, where an R may run at any time after its own forward: every order of the late rule is
+also an order of the early rule and ends no later there. The inner search decides when each R runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raypipe.search.problem import build
 from raypipe.search.search import Found, default_budget, search
 
 _ALL_UP_TO = 6
-"""Stages up to which every choice of them is looked at."""
+"""Up to this many stages, all subsets of them are candidates."""
 
 
 def search_recompute(
@@ -31,10 +31,10 @@ def search_recompute(
 ) -> Found:  # fmt: skip
     """Find a short order together with the stages that recompute.
 
-    First all stages (least memory), all but the last one (Merak's), and none: with these, no schedule that has a name
-    is shorter. Then, up to six stages, every choice, the one with the least bound first. Of more stages: from the best
-    of the three, change one stage at a time, the one that helps most, until none helps. A choice whose bound is no
-    better than what is found isn't searched.
+    The search first tries all stages (least memory), all but the last (Merak's choice) and none, so that the result is
+    never longer than a named schedule. With up to six stages it then tries every subset, in the order of their lower
+    bounds. With more stages it starts from the best of the three and changes one stage at a time, until no change
+    helps. A subset whose bound is no better than the best order found is skipped.
 
     Source: Lai et al. 2022 (Merak), sections 3.3 and 3.4; with F = R = 1, BW = 2 and one activation a device this finds
     the shifted critical path, 4N + 3(D - 2).
@@ -44,18 +44,18 @@ def search_recompute(
         budget_s: seconds of wall time for all choices together. Default: as much processor time as two searches get.
 
     Returns:
-        The best order; its bound holds for every choice of stages. For more than six stages that is the bound without
-        any recomputation or memory limit.
+        The best order. Its bound holds for every choice of stages; with more than six stages it is the bound without
+        recomputation and without a memory limit.
 
     Raises:
-        ScheduleError: as ``search``, if even with every stage recomputing no order keeps the memory limit.
+        ScheduleError: as ``search``; or no order fits the memory limit even if every stage recomputes.
     """
     budget = Budget(0.0, wall=budget_s is not None)
     stages = len(placement[0])
     everything = frozenset(range(stages))
 
     def bound_of(chosen: frozenset[int], limit: float | Sequence[float] | None) -> float:
-        """Infinite where one micro-batch needs more memory than there is."""
+        """The lower bound with these stages recomputing; infinite if not even one micro-batch fits."""
         try:
             p = build(
                 placement, microbatches, costs, graph=graph, memory_limit=limit, split=split, recompute=chosen,
@@ -84,7 +84,7 @@ def search_recompute(
     starts = [(bound_of(s, memory_limit), sorted(s)) for s in (everything - {stages - 1}, frozenset[int]())]
     for bound, option in sorted(starts):
         if bound < (float("inf") if best is None else best.value * (1 - 1e-9)):
-            with contextlib.suppress(ScheduleError):  # no order was found, where all stages recomputing may leave one
+            with contextlib.suppress(ScheduleError):  # no order fits; with all stages recomputing one may
                 shorter(frozenset(option), 0.15)
     if best is None or bound_of(everything, memory_limit) < best.value * (1 - 1e-9):
         shorter(everything, 0.15)

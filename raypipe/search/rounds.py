@@ -1,7 +1,8 @@
-"""One search under way: many constructive orders, then rounds of tabu search from ever other starts.
+"""Tabu search with restarts, after a portfolio of list schedules.
 
-A start is a fresh order of a shaken setting, one of the best found so far, or a cross of two of those. Only one order
-of each length is kept among the best: equally long ones are mostly the same order with idle tasks shifted about.
+A round starts from a list schedule with perturbed settings, from one of the best orders, from one of these rebuilt, or
+from a crossover of two. Of each length only one order is kept among the best, because orders of equal length mostly
+differ only in tasks off the critical path.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from raypipe.search.decode import decode, disturbed
 from raypipe.search.list_scheduling import Layout, Listed, Setting, list_schedule
 from raypipe.search.objective import Measure, Objective
 from raypipe.search.priorities import portfolio, shaken
-from raypipe.search.problem import Problem, Words
+from raypipe.search.problem import DeviceOrders, Problem
 from raypipe.search.published_orders import published
 from raypipe.search.tabu import improve
 from raypipe.search.timed_order import Arcs, Timed
@@ -25,18 +26,19 @@ from raypipe.search.zero_bubble_heuristic import alternating
 _CONSTRUCT = 0.35
 """Share of the budget for the portfolio."""
 _LARGE, _PUBLISHED = 5000, 0.5
-"""Tasks from which on published orders, too, have but a part of the budget; and the part that is over by then."""
+"""With more tasks than the first, trying published orders stops once the second share of the budget is spent."""
 _ELITE = 8
+"""Orders kept as starts."""
 _HOPELESS = 1.3
-"""Times the best period that a span may be for its period to be worked out."""
+"""A list schedule whose span exceeds this many times the best period is not worth computing its period."""
 _OPENING, _SHORT, _DEEP = 250, 120, 600
-"""Moves of a round from each family of the portfolio, from another start, and from one of the best."""
+"""Moves per round: from each family of the portfolio, from a new start, and from one of the best orders."""
 _SECONDS_PER_TASK = 1e-6
-"""Roughly what a move costs, times tasks."""
+"""Approximate seconds of one move, per task of the problem."""
 
 
 class Rounds:
-    """The orders found so far, and what to try next."""
+    """The state of one search: the orders found so far, and the settings that made them."""
 
     def __init__(
         self, p: Problem, costs: CostTable, objective: Objective, budget: Budget, rng: random.Random,
@@ -46,51 +48,56 @@ class Rounds:
         self.measure = Measure(p, costs, objective)
         self.bound = self.measure.bound()
         self.goal = max(self.bound, enough) * (1 + 1e-9)
-        """Where the search may stop: proven best, or good enough."""
+        """The search stops at this value: it is proven optimal, or good enough."""
         self.layout, self.arcs = Layout.of(p), Arcs(p)
-        self.elite: dict[float, Words] = {}
-        """Length -> an order of that length."""
+        self.elite: dict[float, DeviceOrders] = {}
+        """Value of the objective -> an order with that value."""
         self.settings: dict[tuple[float, float], Setting] = {}
-        """(makespan, span) -> a setting that gives it: different lengths, so different orders."""
-        self.families: dict[tuple[float, ...], tuple[float, Words]] = {}
-        """Leads of forwards -> the best order of the portfolio with them, and its length."""
+        """(makespan, span) -> a setting that gives them; different values mean different orders."""
+        self.families: dict[tuple[float, ...], tuple[float, DeviceOrders]] = {}
+        """``Setting.ahead`` -> (makespan, order) of the shortest order of the portfolio with that setting."""
         self.tried = 0
 
     @property
     def best(self) -> float:
-        """Length of the best order."""
+        """The smallest value found so far."""
         return min(self.elite, default=float("inf"))
 
     def done(self) -> bool:
-        """Proven, or out of time."""
+        """Whether the goal is reached or the budget spent."""
         return bool(self.elite) and (self.best <= self.goal or self.budget.left <= 0)
 
-    def keep(self, words: Words, value: float) -> None:
-        """Enter an order among the best."""
-        self.elite[value] = words
+    def keep(self, orders: DeviceOrders, value: float) -> None:
+        """Add an order to the best ones, dropping the worst beyond ``_ELITE``."""
+        self.elite[value] = orders
         if len(self.elite) > _ELITE:
             del self.elite[max(self.elite)]
 
-    def start_from(self, words: Words) -> None:
-        """Enter an order that comes without its value."""
-        self.keep(words, self.measure.value(words))
+    def start_from(self, orders: DeviceOrders) -> None:
+        """Evaluate an order and add it to the best ones."""
+        self.keep(orders, self.measure.value(orders))
 
     def construct(self) -> None:
-        """The portfolio, for at most the first part of the time; then published orders, even if the time is over, where
-        steps are not large: no search ends with a longer one.
+        """Build list schedules for at most ``_CONSTRUCT`` of the budget, then add the published orders.
+
+        Unless the problem is large, all published orders are added even if the budget is spent, so that the result is
+        never longer than one of them.
+
+        Raises:
+            ScheduleError: no order fits the memory limit.
         """
-        rest = (1 - _CONSTRUCT) * self.budget.seconds
-        last = (1 - _PUBLISHED) * self.budget.seconds
+        after_portfolio = (1 - _CONSTRUCT) * self.budget.seconds
+        after_published = (1 - _PUBLISHED) * self.budget.seconds
         for setting in portfolio(self.p):
             listed = self._list(setting)
             if listed is not None and listed.makespan < self.families.get(setting.ahead, (float("inf"),))[0]:
-                self.families[setting.ahead] = listed.makespan, listed.words
-            if self.done() or (self.elite and self.budget.left < rest):
+                self.families[setting.ahead] = listed.makespan, listed.orders
+            if self.done() or (self.elite and self.budget.left < after_portfolio):
                 break
         if self.best > self.goal:
-            for words in itertools.chain(published(self.p, self.costs), alternating(self.p)):
-                self.start_from(words)
-                if self.p.tasks > _LARGE and self.budget.left < last:
+            for orders in itertools.chain(published(self.p, self.costs), alternating(self.p)):
+                self.start_from(orders)
+                if self.p.tasks > _LARGE and self.budget.left < after_published:
                     break
         if not self.elite:
             raise ScheduleError("auto", "no order keeps the memory limit", "raise the memory limit")
@@ -102,20 +109,20 @@ class Rounds:
         self.tried += 1
         self.settings.setdefault((listed.makespan, listed.span), setting)
         if self.objective == "makespan":
-            self.keep(listed.words, listed.makespan)
-        elif self.objective == "span" or listed.span < _HOPELESS * self.best:  # few periods are far below the span
-            self.keep(listed.words, listed.span if self.objective == "span" else self.measure.value(listed.words))
+            self.keep(listed.orders, listed.makespan)
+        elif self.objective == "span" or listed.span < _HOPELESS * self.best:  # a period is rarely far below its span
+            self.keep(listed.orders, listed.span if self.objective == "span" else self.measure.value(listed.orders))
         return listed
 
     def shorten(self) -> None:
-        """Rounds until the bound or the end of the time."""
+        """Run rounds of tabu search until the goal is reached or the budget spent."""
         moves = self.budget.left / (_SECONDS_PER_TASK * self.p.tasks)
         few = moves < 2 * _DEEP  # too large a problem for many starts
         if not few:
-            # One start of each family first, good or bad: how far forwards run ahead is what moves change least.
-            for _, words in self.families.values():
+            # Start once from each family, good or bad: how far forwards run ahead is what moves change least.
+            for _, orders in self.families.values():
                 if not self.done():
-                    self._round(words, min(_OPENING, int(moves / 2 / len(self.families))))
+                    self._round(orders, min(_OPENING, int(moves / 2 / len(self.families))))
         while not self.done():
             draw = self.rng.random()
             if few or draw < 0.25:
@@ -134,17 +141,17 @@ class Rounds:
             else:
                 listed = self._list(self._shaken() if self.rng.random() < 0.5 else self._known())
                 if listed is not None:
-                    self._round(listed.words, _SHORT)
+                    self._round(listed.orders, _SHORT)
 
-    def _round(self, words: Words, moves: int) -> None:
-        frame = self.measure.frame(words)
-        found, value = improve(self.p, words, self.goal, self.budget, self.rng, moves, frame, self.arcs)
+    def _round(self, orders: DeviceOrders, moves: int) -> None:
+        frame = self.measure.frame(orders)
+        found, value = improve(self.p, orders, self.goal, self.budget, self.rng, moves, frame, self.arcs)
         self.keep(found, value if frame is None else self.measure.value(found))
 
-    def _recreated(self, words: Words) -> Words | None:
-        """An order near this one."""
+    def _recreated(self, orders: DeviceOrders) -> DeviceOrders | None:
+        """Perturb the start times of an order and decode them; None on a deadlock."""
         state = Timed(self.p, None, self.arcs)
-        state.load(words)
+        state.load(orders)
         starts = [end - time for end, time in zip(state.end, state.time, strict=True)][: self.p.tasks]
         span = state.makespan
         wish = disturbed(self.layout, starts, span, self.rng)
@@ -154,15 +161,15 @@ class Rounds:
         return self.rng.choice(list(self.settings.values()))
 
     def _shaken(self) -> Setting:
-        """A setting near one of those tried, the better ones more often when nothing follows the listing."""
+        """Perturb a setting that was tried; for span and period, one of the better settings."""
         if self.objective == "makespan":
             return shaken(self.p, self._known(), self.rng)
         ranked = sorted(self.settings, key=lambda values: values[::-1])[:24]
         near = ranked[min(self.rng.randrange(len(ranked)), self.rng.randrange(len(ranked)))]
         return shaken(self.p, self.settings[near], self.rng)
 
-    def result(self) -> tuple[Words, float]:
-        """The best order and its value."""
+    def result(self) -> tuple[DeviceOrders, float]:
+        """Return the best order and its value."""
         return self.elite[self.best], self.best
 
 

@@ -1,5 +1,6 @@
-"""The search: many constructive orders, then the best of them shortened along their critical paths, until the budget
-is spent or a bound proves that nothing is shorter.
+"""The search: it builds many orders, then shortens the best of them along their critical paths.
+
+It stops when the budget is spent or when a lower bound proves that no order is shorter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from raypipe.search.timed_order import Timed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best order of a search, with the proof beside it."""
+    """The best order that a search found, and a lower bound."""
 
     schedule: Schedule
     objective: Objective
@@ -34,16 +35,16 @@ class Found:
     seconds: float
     """Wall time of the search."""
     tried: int
-    """Orders that were built whole; moves of the local search not counted."""
+    """Orders that list scheduling built; moves of the local search are not counted."""
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound at most: 0 is proven optimal, 0.01 is one per cent."""
+        """Relative gap to the bound: 0 is proven optimal, 0.01 is at most 1 % above the optimum."""
         return max(0.0, self.value / self.bound - 1.0) if self.bound > 0 else 0.0
 
 
 def default_budget(tasks: int) -> float:
-    """Seconds that a search of this many tasks gets: 2.5 up to 16 x 64, 11 at 64 x 256."""
+    """Seconds for a search of this many tasks: 2.5 up to 5000 tasks, about 11 at 64 stages x 256 micro-batches."""
     return 2.5 + max(0, tasks - 5000) / 5000
 
 
@@ -59,25 +60,27 @@ def search(
 
     Args:
         placement: per replica, the device of each stage; see ``placements`` for those with a name.
-        microbatches: of the step, over all replicas; replica r takes those that are r modulo the replicas.
+        microbatches: number of micro-batches in a step, over all replicas; replica r runs those with
+            ``id % replicas == r``.
         costs: one value per stage, and the latency between devices.
-        graph: which stage feeds which; default a chain.
-        memory_limit: activations a device may hold, in units of one stage's for one micro-batch: one number, or one
-            per device. Default no limit.
+        graph: which stage feeds which; by default a chain.
+        memory_limit: live activations per device, in units of one stage and micro-batch: one number, or one per
+            device. By default there is no limit.
         objective: see ``Objective``.
-        split: B and W as tasks of their own; else the joint BW.
+        split: run B and W as separate tasks; otherwise the joint BW.
         rules: where dependencies differ from the default.
-        recompute: stages that drop their activations after F and rebuild them by R.
-        freed_by_b: share of an activation that dies with B; the rest with W.
-        budget_s: seconds of wall time. Default: ``default_budget`` of processor time, so that a busy machine takes
-            longer but finds the same. The best order so far counts at any time.
+        recompute: stages that drop their activations after F and recompute them in R.
+        freed_by_b: share of an activation that B frees; W frees the remainder.
+        budget_s: seconds of wall time. Default: ``default_budget`` seconds of CPU time, so that a busy machine takes
+            longer but finds the same order.
         enough: stop as soon as the objective is no greater than this.
-        seed: of the random choices.
-        starts: orders of the same tasks to begin with, say the running one when costs were measured anew.
-        budget: instead of ``budget_s``, the part of a larger search's.
+        seed: seed of the random choices.
+        starts: orders of the same tasks to start from, for example the running order when costs were measured again.
+        budget: part of an enclosing search's budget; replaces ``budget_s``.
 
     Raises:
-        ScheduleError: costs for another number of stages, an unknown objective, a memory limit that no order keeps.
+        ScheduleError: the costs have another number of stages, the objective is unknown, or no order fits the memory
+            limit.
     """
     if objective not in get_args(Objective):
         raise ScheduleError("objective", f'"{objective}" is unknown', nearest(objective, get_args(Objective)))
@@ -91,15 +94,15 @@ def search(
         budget.seconds = default_budget(p.tasks)
     run = Rounds(p, costs, objective, budget, random.Random(seed), enough)
     for schedule in starts:
-        words = p.words(schedule)
-        if words is not None and p.fits(words):
-            run.start_from(words)
+        orders = p.orders(schedule)
+        if orders is not None and p.fits(orders):
+            run.start_from(orders)
     run.construct()
     run.shorten()
-    words, value = run.result()
+    orders, value = run.result()
     state = Timed(p)
-    state.load(words)
+    state.load(orders)
     return Found(
-        schedule=p.schedule(words), objective=objective, value=value, makespan=state.makespan, bound=run.bound,
+        schedule=p.schedule(orders), objective=objective, value=value, makespan=state.makespan, bound=run.bound,
         seconds=budget.elapsed, tried=run.tried,
     )  # fmt: skip

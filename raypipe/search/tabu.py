@@ -1,8 +1,8 @@
 """Tabu search along the critical path.
 
-The makespan only falls if a task of the critical path moves to the edge of its block (a run of critical tasks of one
-device without a gap) or beyond: Nowicki and Smutnicki 1996; Balas and Vazacopoulos 1998 for moves past several tasks
-and their estimates. The memory limit is part of a device's order, so that a move either keeps it or is no move.
+The makespan only falls if a task of the critical path moves to the edge of its block or beyond; a block is a run of
+critical tasks of one device without a gap (Nowicki and Smutnicki 1996). Moves past several tasks and their estimates
+follow Balas and Vazacopoulos 1998. Moves that break the memory limit are discarded.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ from __future__ import annotations
 import random
 
 from raypipe.search.budget import Budget
-from raypipe.search.problem import Problem, Words
+from raypipe.search.problem import DeviceOrders, Problem
 from raypipe.search.timed_order import Arcs, Frame, Move, Step, Timed
 
 _PATIENCE = 400
-"""Moves without a better order before the search goes back to the best one."""
+"""After this many moves without a better order, the search goes back to the best one."""
 
 
 def improve(
-    p: Problem, start: Words, goal: float, budget: Budget, rng: random.Random, moves: int, frame: Frame | None = None,
-    arcs: Arcs | None = None,
-) -> tuple[Words, float]:  # fmt: skip
-    """Shorten an order until it reaches ``goal``, or the budget or the moves run out.
+    p: Problem, start: DeviceOrders, goal: float, budget: Budget, rng: random.Random, moves: int,
+    frame: Frame | None = None, arcs: Arcs | None = None,
+) -> tuple[DeviceOrders, float]:  # fmt: skip
+    """Shorten an order until it reaches ``goal`` or the budget or the moves run out.
 
     Args:
         p: the problem.
         start: an order that can run.
-        goal: a proven bound.
-        budget: of the whole search.
-        rng: which of equals to take.
-        moves: most moves to make.
-        frame: what is measured and made small; default the makespan.
-        arcs: of the problem, where the caller has them.
+        goal: value at which to stop, for example a lower bound.
+        budget: budget of the whole search.
+        rng: breaks ties and draws critical paths.
+        moves: largest number of moves.
+        frame: what is minimised; by default the makespan.
+        arcs: the problem's ``Arcs``, where the caller has them already.
 
     Returns:
         The best order, and its value in ``frame``.
     """
     state = Timed(p, frame, arcs)
     state.load(start)
-    best, best_words = state.value, start
+    best, best_orders = state.value, start
     tiny = 1e-9 * max(1.0, best)
     tabu: dict[tuple[int, int], int] = {}
     since, turn, tries = 0, 0, 0
@@ -59,24 +59,24 @@ def improve(
             tabu.update(dict.fromkeys(_reversed(chosen), turn + 8 + rng.randrange(12)))
             since += 1
         if state.value < best - tiny:
-            best, best_words, since, tries = state.value, state.words(), 0, 0
+            best, best_orders, since, tries = state.value, state.orders(), 0, 0
         elif since > _PATIENCE * (1 + tries):
             tries = min(tries + 1, 8)
             since = 0
             tabu.clear()
-            state.load(best_words)
+            state.load(best_orders)
             for _ in range(rng.randrange(1, 4 + 2 * tries)):
                 _kick(state, rng, tiny)
-    return best_words, best
+    return best_orders, best
 
 
 def _reversed(move: Move) -> list[tuple[int, int]]:
-    """Pairs (earlier, later) that the move turns round."""
+    """Pairs ``(earlier, later)`` of tasks whose order the move reverses."""
     return [(t, s.task) if s.left else (s.task, t) for s in move.steps for t in s.passed]
 
 
 def _blocks(state: Timed, rng: random.Random, tiny: float) -> list[list[int]]:
-    """One critical path, drawn at random where several are equally long, as runs of tasks on one device."""
+    """The blocks of one critical path, drawn at random where several are equally long; single tasks are left out."""
     n = state.problem.tasks
     end, time, prev, before = state.end, state.time, state.prev, state.before
     rest = state.rest
@@ -84,15 +84,15 @@ def _blocks(state: Timed, rng: random.Random, tiny: float) -> list[list[int]]:
     blocks, block = [], [t]
     while True:
         at = end[t] - time[t] - tiny
-        here = prev[t]
-        found = here if here < n and end[here] >= at else -1
+        same_device = prev[t]
+        found = same_device if same_device < n and end[same_device] >= at else -1
         if at > 0:
             for q, lag in before[t]:
                 if end[q] + lag >= at and (found < 0 or (q != found and rng.random() < 0.5)):
                     found = q
         if found < 0:
             break
-        if found != here:
+        if found != same_device:
             if len(block) > 1:
                 blocks.append(block[::-1])
             block = []
@@ -104,7 +104,7 @@ def _blocks(state: Timed, rng: random.Random, tiny: float) -> list[list[int]]:
 
 
 def _neighbours(state: Timed, rng: random.Random, tiny: float, most: int = 8) -> list[tuple[float, float, Move]]:
-    """Moves within the blocks of one critical path, with their estimates."""
+    """``(estimate, tie-break, move)`` of moves within the blocks of one critical path."""
     found: list[tuple[float, float, Move]] = []
     places = [(b, k) for b in _blocks(state, rng, tiny) for k in range(len(b))]
     if len(places) > most:
@@ -116,9 +116,9 @@ def _neighbours(state: Timed, rng: random.Random, tiny: float, most: int = 8) ->
 
 
 def _moves(state: Timed, block: list[int], k: int) -> list[Move]:
-    """Task k of the block as far left and as far right as it may go, and by one place.
+    """Moves of task k of the block: as far left and right as dependencies allow, and by one place.
 
-    Where memory forbids it, another stage's weight gradient that waits further on comes along in front.
+    Where a move breaks the memory limit, a later task that frees memory may be pulled in front of it.
     """
     task, found, lane = block[k], [], state.lane
     fixed, own = state.bound_to[task], lane[task]
@@ -140,12 +140,12 @@ def _moves(state: Timed, block: list[int], k: int) -> list[Move]:
         if state.fits(move):
             kept.append(move)
         else:
-            kept += _with_relief(state, move)
+            kept += _after_freeing(state, move)
     return kept
 
 
-def _with_relief(state: Timed, move: Move, look: int = 12) -> list[Move]:
-    """The move, preceded by pulling a task that frees memory from further on to the front of the run."""
+def _after_freeing(state: Timed, move: Move, look: int = 12) -> list[Move]:
+    """The move with a task that frees memory, one of the next ``look``, pulled to its front; empty if none helps."""
     n, lane, frees = state.problem.tasks, state.lane, state.problem.frees
     lanes = {lane[t] for t in move.row}
     met = set(move.row)
@@ -171,7 +171,7 @@ def _with_relief(state: Timed, move: Move, look: int = 12) -> list[Move]:
 
 
 def _kick(state: Timed, rng: random.Random, tiny: float) -> None:
-    """A random move, good or bad."""
+    """Apply a random move, whether it helps or not."""
     places = [(block, k) for block in _blocks(state, rng, tiny) for k in range(len(block))]
     while places:
         at = rng.randrange(len(places))

@@ -1,7 +1,7 @@
-"""An order of all tasks with its times, kept up to date while tasks move along their device.
+"""An order of all tasks and its times, updated incrementally while tasks move along their device.
 
-Heads and tails of every task (the longest paths to and from it) and one topological order. A move touches one stretch
-of that order: tasks before it keep their heads, tasks after it their tails.
+The state is the head and the tail of every task (the longest paths to and from it) and one topological order. A move
+changes one range of the topological order: tasks before that range keep their heads, tasks after it their tails.
 """
 
 from __future__ import annotations
@@ -9,52 +9,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from raypipe.search.problem import Problem, Words
+from raypipe.search.problem import DeviceOrders, Problem
 
 
 class Step(NamedTuple):
-    """Put ``task`` before or behind neighbours of its device's order."""
+    """Move ``task`` past its neighbours in its device's order."""
 
     task: int
     passed: list[int]
-    """In device order; all before ``task`` (it moves left) or all after it (it moves right)."""
+    """The neighbours, in device order: all before ``task`` if it moves left, all after it if it moves right."""
     left: bool
 
 
 class Move(NamedTuple):
-    """One or two steps within a run of neighbours."""
+    """One or two steps within a run of adjacent tasks."""
 
     steps: tuple[Step, ...]
     row: list[int]
-    """The run as it will be."""
+    """The run after the move."""
     first: int
-    """Its first task now."""
+    """The first task of the run before the move."""
     last: int
-    """Its last task now."""
+    """The last task of the run before the move."""
 
     @staticmethod
     def single(task: int, passed: list[int], left: bool) -> Move:
-        """One task past others."""
+        """Move one task past others."""
         if left:
             return Move((Step(task, passed, True),), [task, *passed], passed[0], task)
         return Move((Step(task, passed, False),), [*passed, task], task, passed[-1])
 
 
 class Frame(NamedTuple):
-    """From when to when a step is measured: what is made small is the greatest ``end of a device + due``.
+    """How an order is measured: its value is the largest ``last end + due`` of a device.
 
-    No release and no due: the makespan. Due is minus each device's first start: the span. Release and minus due are
-    when each device begins a step in steady state: the period.
+    All zeros give the makespan. With ``due`` minus each device's first start, the value is the span. With ``release``
+    the devices' starts in steady state and ``due`` minus them, it is the period.
     """
 
     release: Sequence[float]
-    """Per device, when it may begin."""
+    """Per device, the earliest start of its first task."""
     due: Sequence[float]
-    """Per device, what is added to its last end."""
+    """Per device, added to its last end."""
 
 
 class Arcs:
-    """What every order of a problem has in common, per task; made once."""
+    """Per-task times and dependencies, which all orders of a problem share."""
 
     def __init__(self, p: Problem) -> None:
         self.time = [p.time[c] for c in p.lane] + [0.0] * p.devices
@@ -68,11 +68,11 @@ class Arcs:
             frozenset(q for q, _ in (*self.before[t], *self.after[t]) if p.device[p.lane[q]] == p.device[c])
             for t, c in enumerate(p.lane)
         ]
-        """Tasks of its own device that each depends on or feeds directly: they keep their order."""
+        """Per task, the tasks of its own device that it depends on or feeds directly: it cannot move past them."""
 
 
 class Timed:
-    """The order and its times; index ``tasks + d`` is a sentinel before and after the word of device d."""
+    """An order and its times; index ``tasks + d`` is a sentinel before and after the tasks of device d."""
 
     def __init__(self, p: Problem, frame: Frame | None = None, arcs: Arcs | None = None) -> None:
         self.problem = p
@@ -83,23 +83,23 @@ class Timed:
         self.time, self.before, self.after, self.bound_to = arcs.time, arcs.before, arcs.after, arcs.bound_to
         self.prev, self.next = [n] * (n + p.devices), [n] * (n + p.devices)
         self.end, self.rest = [0.0] * n + list(release), [0.0] * n + list(due)
-        """End of each task; time from its start to the end of what is measured."""
+        """``end``: when each task ends. ``rest``: longest path from each task's start to the end of the frame."""
         self.live = [0.0] * n
-        """Activations its device holds just before a task starts."""
+        """Live activations on the device just before each task starts."""
         self.topological: list[int] = []
         self.rank = [0] * (n + p.devices)
         self.last: list[int] = [n + d for d in range(p.devices)]
         self.value = 0.0
-        """The greatest end plus due."""
+        """The order's value in the frame."""
         self.limited = any(cap != float("inf") for cap in p.cap)
 
-    def load(self, words: Words) -> None:
-        """Take over an order that can run."""
+    def load(self, orders: DeviceOrders) -> None:
+        """Load an order that can run."""
         p, n = self.problem, self.problem.tasks
         waits = [len(b) for b in self.before]
-        for d, word in enumerate(words):
+        for d, order in enumerate(orders):
             live, previous = 0.0, n + d
-            for t in word:
+            for t in order:
                 self.prev[t] = previous
                 if previous < n:
                     self.next[previous] = t
@@ -128,26 +128,26 @@ class Timed:
         self._heads(0)
         self._tails(n - 1)
 
-    def words(self) -> Words:
-        """The present order."""
+    def orders(self) -> DeviceOrders:
+        """Return the current order."""
         n = self.problem.tasks
-        found: Words = []
+        found: DeviceOrders = []
         for t in self.last:
-            word = []
+            order = []
             while t < n:
-                word.append(t)
+                order.append(t)
                 t = self.prev[t]
-            found.append(word[::-1])
+            found.append(order[::-1])
         return found
 
     @property
     def makespan(self) -> float:
-        """The last end."""
+        """When the last task ends."""
         return max(self.end[t] for t in self.last)
 
     @property
     def span(self) -> float:
-        """The longest device's, from its first start to its last end."""
+        """The longest time from a device's first start to its last end."""
         longest, n = 0.0, self.problem.tasks
         for last in self.last:
             first = last
@@ -180,7 +180,10 @@ class Timed:
             rest[t] = left + time[t]
 
     def estimate(self, move: Move) -> float:
-        """The longest path through the moved tasks if all else kept its times (Balas and Vazacopoulos 1998)."""
+        """Estimate the value after a move: the longest path through the run if all other tasks kept their times.
+
+        Source: Balas and Vazacopoulos 1998.
+        """
         row = move.row
         at = self.end[self.prev[move.first]]
         ends, before, end, time = [], self.before, self.end, self.time
@@ -212,7 +215,7 @@ class Timed:
         return longest
 
     def fits(self, move: Move) -> bool:
-        """Does the device stay within its memory?"""
+        """Return whether the device stays within its memory limit after the move."""
         if not self.limited:
             return True
         p, row = self.problem, move.row
@@ -227,7 +230,7 @@ class Timed:
         return True
 
     def apply(self, move: Move) -> bool:
-        """Make the move and time everything anew; False (and nothing changed) if it closes a circle."""
+        """Apply the move and update all times; False, with nothing changed, if it would create a cycle."""
         reach = [self._step(step) for step in move.steps[:1]]
         if reach[0] is None:
             return False
@@ -242,12 +245,12 @@ class Timed:
         return True
 
     def _step(self, step: Step) -> tuple[int, int] | None:
-        """Change order and topological order; the stretch of the latter that changed, or None for a circle."""
+        """Apply one step; return the range of the topological order that changed, or None if it creates a cycle."""
         task, passed, left = step
         before, prev, rank = self.before, self.prev, self.rank
         first, final = (rank[passed[0]], rank[task]) if left else (rank[task], rank[passed[-1]])
         stretch = self.topological[first : final + 1]
-        # What comes after the tasks that now come later moves behind the ones that now come earlier.
+        # Successors of the tasks that move back must follow them, so they move behind the tasks that move forward.
         behind = set(passed) if left else {task}
         goes_early = {task} if left else set(passed)
         early, late = [], []

@@ -1,5 +1,7 @@
-"""Orders of a line by the zero-bubble paper's heuristic: where stages are very uneven, they are hard to reach by list
-scheduling, because which of forward and backward comes next depends on which was the last.
+"""The zero-bubble paper's heuristic for a line of stages.
+
+It alternates forwards and backwards. List scheduling has fixed priorities and rarely finds such orders where stages
+are very uneven.
 
 Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, section 3.1.
 """
@@ -12,41 +14,45 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from raypipe.schedule.ir import StageGraph
-from raypipe.search.problem import Problem, Words
+from raypipe.search.problem import DeviceOrders, Problem
 
 
 class Choice(NamedTuple):
-    """What the heuristic leaves open."""
+    """The three choices that the heuristic leaves open."""
 
     more_warm_up: bool
-    """Fill the memory with forwards even if the first backward waits for it; else one fewer at each further stage."""
+    """Fill the memory with forwards even if that delays the first backward; else each stage starts one forward fewer
+    than the stage before."""
     backward_first: bool
-    """After warm-up prefer a backward that is there over the forward whose turn it is."""
+    """After warm-up, prefer a ready backward over the forward whose turn it is."""
     any_gap: bool
-    """Start a weight gradient in a gap that is too short for it."""
+    """Start a weight gradient even in a gap that is too short for it."""
 
 
-def alternating(p: Problem) -> Iterator[Words]:
-    """One order for each choice; none where this isn't a line of one stage a device with its backward split."""
+def alternating(p: Problem) -> Iterator[DeviceOrders]:
+    """Yield one order per choice.
+
+    Yields nothing unless the problem is a line with one stage per device, split backwards and no recomputation.
+    """
     line = [(kind, d, 0) for d in range(p.devices) for kind in ("F", "B", "W")]
     if list(zip(p.kind, p.stage, p.replica, strict=True)) != line or p.device != [d for _, d, _ in line]:
         return
     if p.graph != StageGraph.chain(p.devices):
         return
     for choice in itertools.product((False, True), repeat=3):
-        words = _order(p, Choice(*choice))
-        if words is not None:
-            yield words
+        orders = _order(p, Choice(*choice))
+        if orders is not None:
+            yield orders
 
 
-def _order(p: Problem, choice: Choice) -> Words | None:
-    """Warm up; then one forward for one backward; a weight gradient where it fits a gap or memory is full; the rest."""
+def _order(p: Problem, choice: Choice) -> DeviceOrders | None:
+    """Warm up, then alternate forwards and backwards; run a weight gradient where it fits a gap or memory is full."""
     never, count, depth = float("inf"), p.microbatches, p.devices
     forwards = [[0.0 if d == 0 else never] * count for d in range(depth)]
     """Per device, when the forward of a micro-batch may start."""
     backwards = [[never] * count for _ in range(depth)]
     lag = [next((lag for e, lag in p.after[3 * d] if p.device[e] == d + 1), 0.0) for d in range(depth)]
-    words: Words = [[] for _ in range(depth)]
+    orders: DeviceOrders = [[] for _ in range(depth)]
     done = [[0, 0, 0] for _ in range(depth)]
     live, end = [0.0] * depth, [0.0] * depth
     last_was_forward = [False] * depth
@@ -80,7 +86,7 @@ def _order(p: Problem, choice: Choice) -> Words | None:
             continue
         c, m = 3 * d + kind, done[d][kind]
         done[d][kind] += 1
-        words[d].append(p.base[c] + m)
+        orders[d].append(p.base[c] + m)
         live[d] += p.takes[c] - p.frees[c]
         end[d] = now + p.time[c]
         if kind == 0 and d + 1 < depth:
@@ -94,4 +100,4 @@ def _order(p: Problem, choice: Choice) -> Words | None:
         if kind < 2:
             last_was_forward[d] = kind == 0
         heapq.heappush(events, (end[d], d))
-    return words if all(row == [count] * 3 for row in done) else None
+    return orders if all(row == [count] * 3 for row in done) else None

@@ -366,7 +366,7 @@ def test_an_order_that_was_searched_for_another_batch(refused, job, tmp_path) ->
     path = tmp_path / "plan.json"
     make_plan(load_job(job, ["parallel.schedule=auto"])).save(path)
     said = refused("--plan", str(path), "--set", "train.batch=32")
-    assert said.startswith(f"{path}: order: holds a step of 8 sequences (4 micro-batches), train.batch is 32")
+    assert said.startswith(f"{path}: order: is a step of 8 sequences (4 micro-batches), train.batch is 32")
     assert "set train.batch to 8, or plan again for 32" in said
     plan = json.loads(path.read_text())
     path.write_text(json.dumps(plan | {"order": "microbatches 0\nplacement 0 1\ndevice 0:\n"}))

@@ -18,17 +18,17 @@ def test_every_disturbed_order_runs_in_its_memory(make_case, seed):
     case = make_case(seed)
     p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
     layout, rng = Layout.of(p), random.Random(seed)
-    words = list_schedule(layout, next(portfolio(p))).words
+    orders = list_schedule(layout, next(portfolio(p))).orders
     for patience in (0.0, 1.0, 5.0, float("inf")):
         state = Timed(p)
-        state.load(words)
+        state.load(orders)
         starts = [state.end[t] - state.time[t] for t in range(p.tasks)]
         wish = disturbed(layout, starts, state.makespan, rng)
         made = decode(layout, wish, patience)
         if made is not None:
-            words = made
-            verify(p.schedule(words), case.memory)
-            assert p.fits(words)
+            orders = made
+            verify(p.schedule(orders), case.memory)
+            assert p.fits(orders)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -38,9 +38,9 @@ def test_an_order_is_made_from_its_own_starts(make_case, seed):
     p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
     layout = Layout.of(p)
     state = Timed(p)
-    state.load(list_schedule(layout, next(portfolio(p))).words)
+    state.load(list_schedule(layout, next(portfolio(p))).orders)
     wish = [float(k) for _, k in sorted((t, k) for k, t in enumerate(state.topological))]
-    assert decode(layout, wish, 0.0) == state.words()
+    assert decode(layout, wish, 0.0) == state.orders()
 
 
 def can_end(p, done, last):

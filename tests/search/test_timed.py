@@ -22,18 +22,18 @@ def test_moves_keep_times_links_and_memory(make_case, seed):
     rng = random.Random(seed)
     listed = list_schedule(Layout.of(p), next(portfolio(p)))
     state = Timed(p)
-    state.load(listed.words)
+    state.load(listed.orders)
     for _ in range(40):
         _kick(state, rng, 1e-9)
-        words = state.words()
+        orders = state.orders()
         fresh = Timed(p)
-        fresh.load(words)
+        fresh.load(orders)
         assert fresh.end == pytest.approx(state.end)
         assert fresh.rest == pytest.approx(state.rest)
         assert fresh.live == state.live
         place = {t: k for k, t in enumerate(state.topological)}
         assert all(place[q] < place[t] for t in range(p.tasks) for q, _ in state.before[t])
-    schedule = p.schedule(words)
+    schedule = p.schedule(orders)
     verify(schedule, case.memory)
     assert simulate(schedule, case.costs).makespan == pytest.approx(state.makespan)
 
@@ -42,19 +42,19 @@ def test_a_move_that_closes_a_circle_changes_nothing(make_case):
     case = make_case(0)
     p = build(case.placement, case.count, case.costs)
     state = Timed(p)
-    state.load(list_schedule(Layout.of(p), next(portfolio(p))).words)
-    before = (state.words(), list(state.end), list(state.topological))
+    state.load(list_schedule(Layout.of(p), next(portfolio(p))).orders)
+    before = (state.orders(), list(state.end), list(state.topological))
     refused = 0
-    for word in state.words():
-        for k in range(1, len(word)):
+    for order in state.orders():
+        for k in range(1, len(order)):
             for j in range(k):
-                move = Move.single(word[k], word[j:k], True)
+                move = Move.single(order[k], order[j:k], True)
                 if not state.apply(move):
                     refused += 1
-                    assert (state.words(), state.end, state.topological) == before
+                    assert (state.orders(), state.end, state.topological) == before
                 else:
                     state.load(before[0])
-                    before = (state.words(), list(state.end), list(state.topological))
+                    before = (state.orders(), list(state.end), list(state.topological))
     assert refused > 0
 
 
@@ -70,12 +70,12 @@ def test_list_schedules_run_and_are_as_long_as_they_say(make_case, seed):
         if listed is None:
             continue
         ran += 1
-        schedule = p.schedule(listed.words)
+        schedule = p.schedule(listed.orders)
         verify(schedule, case.memory)
         timeline = simulate(schedule, case.costs)
         assert (timeline.makespan, max(timeline.device_spans)) == pytest.approx((listed.makespan, listed.span))
-        assert p.words(schedule) == listed.words
-        assert p.fits(listed.words)
+        assert p.orders(schedule) == listed.orders
+        assert p.fits(listed.orders)
         if case.memory is not None:
             assert max(peak_activations(schedule)) <= case.memory
     assert ran > 0
@@ -94,6 +94,6 @@ def test_improve_ends_at_its_goal_or_its_moves(make_case):
     case = make_case(5)
     p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
     start = list_schedule(Layout.of(p), next(portfolio(p)))
-    words, value = improve(p, start.words, 0.0, Budget(60), random.Random(0), 50)
+    orders, value = improve(p, start.orders, 0.0, Budget(60), random.Random(0), 50)
     assert value <= start.makespan
-    assert improve(p, words, value, Budget(60), random.Random(0), 50) == (words, value)
+    assert improve(p, orders, value, Budget(60), random.Random(0), 50) == (orders, value)

@@ -1,8 +1,8 @@
-"""What a running job could do better, going by the task times it measures, without moving a stage.
+"""Find a faster plan for a running job from its measured task times, without moving a stage.
 
-Between two steps a device can take up another program over the stages it holds. So what may change is the order of
-tasks, where weight gradients fill idle time (ZeroPP section 4), when gradients are summed over replicas, and whether
-devices run ahead of the global gradient norm. None of it changes what a step computes.
+Between two steps, a device can switch to another program over the stages it holds. Four things can therefore change:
+the order of tasks, where weight gradients fill idle time (ZeroPP section 4), when gradients are all-reduced, and
+whether devices run ahead of the global gradient norm. None of them changes what a step computes.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import gains_ahead, period
 
 BUDGET_S = 3.0
-"""Seconds of search; it shares the driver's processor time."""
+"""Seconds of search, which runs on the driver's CPU."""
 PATIENCE = (0.25, 0.5, 0.75, 1.0)
-"""How eagerly weight gradients are put into idle time; all are tried."""
+"""Values of ``insert_weights``'s patience to try."""
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "period")
-"""What an order is searched for: the first where updates wait for a global norm, else the second; close at any rate."""
+"""Objectives to search with: the makespan matters where updates wait for the global norm, the period elsewhere."""
 SYNCS: tuple[Sync, ...] = ("lazy", "eager", "eager-opt")
 
 
 class Running(NamedTuple):
-    """A plan as devices run it."""
+    """A plan and the schedule that devices run for it."""
 
     plan: Plan
     schedule: Schedule
     """The whole step over all devices."""
     ahead: bool
-    """Devices run ahead of the global norm."""
+    """Whether devices run ahead of the global norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """What to run instead of the present plan."""
+    """A proposal to replace the current plan."""
 
     target: Running
     change: str
-    """What is different, in words."""
+    """What differs, for people."""
     current_s: float
-    """Predicted step of the present plan on the measured costs."""
+    """Predicted step time of the current plan with the measured costs, in seconds."""
     predicted_s: float
-    """The same of this one."""
+    """Predicted step time of ``target``, in seconds."""
 
     @property
     def gain(self) -> float:
-        """Predicted share of the step that is saved."""
+        """Fraction of the step time that the swap is predicted to save."""
         return 1.0 - self.predicted_s / self.current_s if self.current_s else 0.0
 
 
@@ -71,17 +71,17 @@ def runs_ahead(parallel: ParallelSpec, clips: bool, schedule: Schedule, costs: C
 
 
 def running_of(plan: Plan, batch: int, clips: bool) -> Running:
-    """A plan as devices begin to run it, before any cost has been measured; its schedule is a new object.
+    """Build the schedule of a plan for which no costs were measured yet; the schedule is always a new object.
 
     Raises:
-        ScheduleError: the plan does not suit ``train.batch``.
+        ScheduleError: the plan does not fit ``train.batch``.
     """
     schedule = build_schedule(plan, batch)
     return Running(plan, schedule, runs_ahead(plan.parallel, clips, schedule, CostTable.even(schedule.stages)))
 
 
 def step_seconds(schedule: Schedule, costs: CostTable, clips: bool, ahead: bool) -> float:
-    """Predicted time from step to step of a whole schedule, with its updates."""
+    """Predict the seconds from one step to the next for a schedule of all devices, updates included."""
     schedule = as_run(schedule)
     if schedule.versions == "flush" and clips and not ahead:
         return simulate(schedule, costs).makespan
@@ -89,20 +89,20 @@ def step_seconds(schedule: Schedule, costs: CostTable, clips: bool, ahead: bool)
 
 
 def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tried: Collection[str] = ()) -> Swap:
-    """The plan that the measured costs make the fastest; the present one (gain 0) if nothing beats it.
+    """Find the fastest plan with the measured costs; the current plan, with gain 0, if nothing beats it.
 
-    A schedule that was searched for may get any order within the same memory; one with a name stays of its family:
-    it is generated anew for the measured costs, or keeps its forwards and backwards and moves its weight gradients.
+    A searched schedule (``auto``) may get any order within the same memory. A named schedule stays in its family: it is
+    generated again for the measured costs, or it keeps its forwards and backwards and moves its weight gradients.
 
     Args:
-        present: what runs now.
+        present: the current plan.
         batch: ``train.batch``.
-        clips: gradients are clipped by their global norm.
-        costs: as measured, in seconds.
-        tried: ``key`` of plans not to come back to.
+        clips: whether gradients are clipped by their global norm.
+        costs: measured costs, in seconds.
+        tried: ``key`` of the plans to exclude.
 
     Raises:
-        ScheduleError: costs for another number of stages.
+        ScheduleError: the costs have another number of stages.
     """
     parallel = present.plan.parallel
     now = step_seconds(present.schedule, costs, clips, present.ahead)
@@ -110,7 +110,7 @@ def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tri
     if present.schedule.versions != "flush":
         return best
     limits, flight = _limits(parallel, present.schedule), in_flight(present.schedule)
-    remakes = bool(recomputed_pairs(present.schedule))
+    recomputes = bool(recomputed_pairs(present.schedule))
     for candidate, change in _candidates(present.plan, batch, _with_recompute(present.schedule, costs)):
         if key(candidate) in tried:
             continue
@@ -120,8 +120,8 @@ def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tri
             continue
         if any(a > b for a, b in zip(peak_activations(schedule), limits, strict=True)):
             continue
-        if remakes and any(count > flight.get(at, 0) for at, count in in_flight(schedule).items()):
-            continue  # what is kept until an R grows with these, however little lives after it
+        if recomputes and any(count > flight.get(at, 0) for at, count in in_flight(schedule).items()):
+            continue  # every micro-batch in flight keeps the inputs of its R, which peak_activations does not count
         ahead = runs_ahead(parallel, clips, schedule, costs)
         time = step_seconds(schedule, costs, clips, ahead)
         if time < best.predicted_s * (1 - 1e-9):
@@ -130,40 +130,40 @@ def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tri
 
 
 def key(plan: Plan) -> str:
-    """Tells plans apart that differ in what can change while a job runs."""
+    """Identify a plan by what can change while a job runs."""
     return f"{plan.parallel.sync} {plan.order}"
 
 
 def _with_recompute(schedule: Schedule, costs: CostTable) -> CostTable:
-    """Backwards that take as long as what is computed again right before them: orders are made without R tasks."""
-    again = [0] * schedule.stages
-    every = [0] * schedule.stages
+    """Add the mean recompute time to each stage's input gradient, because orders are generated without R tasks."""
+    recomputed = [0] * schedule.stages
+    total = [0] * schedule.stages
     for task in schedule.tasks():
-        again[task.stage] += len(task.mbs) * (task.kind == "R")
-        every[task.stage] += len(task.mbs) * (task.kind == "F")
-    extra = [r * a / max(1, n) for r, a, n in zip(costs.recompute, again, every, strict=True)]
+        recomputed[task.stage] += len(task.mbs) * (task.kind == "R")
+        total[task.stage] += len(task.mbs) * (task.kind == "F")
+    extra = [r * a / max(1, n) for r, a, n in zip(costs.recompute, recomputed, total, strict=True)]
     return replace(costs, input_grad=tuple(b + x for b, x in zip(costs.input_grad, extra, strict=True)))
 
 
 def _limits(parallel: ParallelSpec, present: Schedule) -> tuple[float, ...]:
-    """Activations each device may hold: as many as now, which it has room for, or what the job allows."""
+    """Live activations that each device may hold: the larger of today's peak and the job's ``memory_limit``."""
     return tuple(max(peak, parallel.memory_limit or 0.0) for peak in peak_activations(present))
 
 
 def _candidates(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Plan, str]]:
-    """Orders, each with every way to sum gradients over replicas; the present order too, ahead of the norm or not."""
+    """Candidate plans and what they change: every order, the current one included, with every ``sync``."""
     several = build_schedule(plan, batch).replicas > 1
     for order, change in [(None, ""), *_orders(plan, batch, costs)]:
         changed = plan if order is None else plan.model_copy(update={"order": to_text(order)})
         for sync in SYNCS if several else (plan.parallel.sync,):
-            words = [change] if change else []
-            words += [f"gradient sums {sync}"] if sync != plan.parallel.sync else []
+            changes = [change] if change else []
+            changes += [f"gradient all-reduce {sync}"] if sync != plan.parallel.sync else []
             parallel = plan.parallel.model_copy(update={"sync": sync})
-            yield changed.model_copy(update={"parallel": parallel}), ", ".join(words or ["when updates are made"])
+            yield changed.model_copy(update={"parallel": parallel}), ", ".join(changes or ["when updates are made"])
 
 
 def _orders(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Schedule, str]]:
-    """Other orders of one pipeline's tasks on the same devices."""
+    """Other orders of one pipeline's tasks on the same devices, each with a description of the change."""
     parallel = plan.parallel
     shape = parallel.shape(batch)
     text = plan.order
@@ -175,16 +175,16 @@ def _orders(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Schedule
                 present.placement, present.microbatches, costs, memory_limit=_limits(parallel, present), split=split,
                 objective=objective, budget_s=BUDGET_S / len(OBJECTIVES), starts=[present],
             )  # fmt: skip
-            yield replace(found.schedule, name=present.name), "order searched anew"
+            yield replace(found.schedule, name=present.name), "order searched again"
         return
-    familiar = [present]
+    bases = [present]
     if not is_file(parallel.schedule):
         fresh = generate(parallel.schedule, shape, costs)
         if fresh.orders != present.orders:
             yield fresh, f"{parallel.schedule} generated for the measured times"
-            familiar.append(fresh)
+            bases.append(fresh)
     if split:
-        for base in familiar:
+        for base in bases:
             for patience in PATIENCE:
                 yield (
                     insert_weights(base, costs, patience, _limits(parallel, present)),

@@ -1,8 +1,8 @@
-"""From measured steps to the cost table that predicts the next ones.
+"""Fit a cost table to measured steps, to predict later steps.
 
-The prediction is the schedule simulated with the mean time of each kind of task on each stage, and with the delay of
-messages where the receiver was waiting for them; no step time enters it. Means, because a step is a sum of tasks
-whose times are skewed: medians came out twice as far below the measured step.
+The prediction simulates the schedule with the mean time of each kind of task on each stage, and with the delay of the
+messages that the receiver was waiting for; step times are not used. Means are used because a step is a sum of tasks
+whose times are skewed: with medians, predictions were twice as far below the measured step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from raypipe.schedule.deps import link
 from raypipe.simulate.timeline import Timeline
 
 HICCUP = 3.0
-"""Times the median from which a task was disturbed by something else on the machine."""
+"""A task that took more than this many times the median was disturbed by something else on the machine."""
 
 
 def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
-    """Mean task times per stage, in seconds, of measured steps of one schedule; hiccups left out."""
+    """Return the mean task times per stage, in seconds, over measured steps of one schedule, without outliers."""
     schedule = timelines[0].schedule
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     size = float(schedule.size)
@@ -40,18 +40,18 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
         return tuple(typical(times.get((kind, s), [0.0])) for s in range(schedule.stages))
 
     joint, split, weight = per_stage("BW"), per_stage("B"), per_stage("W")
-    if schedule.rules.skip_first_b:  # its joint backward is W alone
+    if schedule.rules.skip_first_b:  # stage 0's joint backward is W alone
         joint, weight = (0.0, *joint[1:]), (joint[0] or weight[0], *weight[1:])
     return CostTable(
         forward=per_stage("F"), recompute=per_stage("R"), all_reduce=per_stage("AR"), update=per_stage("U"),
-        # A joint backward is one number: the table keeps it as B, since only the sum is ever used.
+        # A joint backward has one measured time, stored as B's: the simulator uses only the sum of B and W.
         input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)), weight_grad=weight,
         comm=_links(timelines),
     )  # fmt: skip
 
 
 def typical(values: Sequence[float]) -> float:
-    """The mean of what is at most ``HICCUP`` times the median.
+    """Return the mean of the values that are at most ``HICCUP`` times the median.
 
     >>> typical([1.0, 2.0, 3.0, 90.0])
     2.0
@@ -61,37 +61,40 @@ def typical(values: Sequence[float]) -> float:
 
 
 def _all_reduces(timeline: Timeline) -> dict[int, float]:
-    """Per stage, seconds from the moment the last holder had joined its sum and was through with those before it, to
-    its end everywhere. Devices issue several at once, and each has only one network."""
+    """Per stage, seconds from when every holder was ready for its all-reduce to when it ended on all of them.
+
+    A holder is ready once it has issued the all-reduce and finished the ones before it: devices issue several at once,
+    but each has only one network.
+    """
     ready: dict[int, float] = {}
     done: dict[int, float] = {}
     for spans in timeline.spans:
-        through = float("-inf")
+        last_end = float("-inf")
         for task, start, end in spans:
             if task.kind == "AR":
-                ready[task.stage] = max(ready.get(task.stage, through), start, through)
+                ready[task.stage] = max(ready.get(task.stage, last_end), start, last_end)
                 done[task.stage] = max(done.get(task.stage, end), end)
-                through = max(through, end)
+                last_end = max(last_end, end)
     return {stage: max(0.0, done[stage] - ready[stage]) for stage in done}
 
 
 class Delay(NamedTuple):
-    """A message between two devices, as seen in a measured step."""
+    """The measured delay of a message between two devices in one step."""
 
     stages: tuple[int, int]
-    """The earlier first, whichever way it went."""
+    """The two stages, the earlier first whatever the direction."""
     seconds: float
-    """From the end of the task that sent it to the start of the one that took it; at least 0, which clocks of two hosts
-    are not good enough to promise."""
+    """Time from the end of the sending task to the start of the receiving one; clamped at 0, because clocks of two
+    hosts are not exact."""
     waited: bool
-    """The receiver was idle, waiting for it: ``seconds`` is its latency, not only the most that it can be."""
+    """Whether the receiver was idle and waited for it: ``seconds`` is then the latency, otherwise an upper bound."""
 
 
 def _links(timelines: Sequence[Timeline]) -> tuple[float, ...]:
-    """Latency of every link: the median delay of the messages over it that a device waited for.
+    """Estimate the latency of every link: the median delay of the messages that a device waited for.
 
-    A link over which none was waited for is taken to be as fast as the fastest skip connection that crosses it, else
-    as the median of all; but never slower than a message over it was.
+    A link on which no device waited gets the latency of the fastest skip connection across it, else the median over
+    all links; but never more than the shortest delay seen on it.
     """
     waits: dict[tuple[int, int], list[float]] = defaultdict(list)
     most: dict[tuple[int, int], float] = {}
@@ -113,14 +116,14 @@ def _links(timelines: Sequence[Timeline]) -> tuple[float, ...]:
 
 
 def message_delays(timeline: Timeline) -> list[Delay]:
-    """Every message between devices; of several that one task took, the one that was sent last."""
+    """Return the delay of every message between devices; for a task with several inputs, of the one sent last."""
     graph = link(timeline.schedule)
     starts = [s.start for spans in timeline.spans for s in spans]
     ends = [s.end for spans in timeline.spans for s in spans]
     found: list[Delay] = []
     for i, preds in enumerate(graph.preds):
         remote = [p for p in preds if graph.device[p] != graph.device[i]]
-        # A schedule may have R wait for the gradient; devices do not, for R does not take it.
+        # A schedule may make R wait for the gradient; devices do not, since R does not use it.
         if not remote or graph.tasks[i].kind in ("AR", "U", "R"):
             continue
         last = max(remote, key=lambda p: ends[p])

@@ -1,4 +1,4 @@
-"""What the driver and everything that changes a running plan say to each other."""
+"""The protocol between the driver and the online controllers, which change the plan of a running job."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class StepMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What one finished step of the present plan has measured."""
+    """The measurements of one finished step of the current plan."""
 
     step_s: float
-    """Seconds from the end of the step before to its own end."""
+    """Seconds from the end of the previous step to the end of this one."""
     memory: Sequence[StepMemory]
-    """Per device."""
+    """Memory measurements, one per device."""
     clock: StepClock
-    """Which has timed this plan's steps, this one included."""
+    """The clock that timed this plan's steps, this one included."""
     costs: CostTable | None = None
-    """Costs in seconds to plan with; given once per clock, with the step after which enough steps were measured."""
+    """Measured costs in seconds; set once per clock, with the step after which enough steps were measured."""
 
 
 class Event(NamedTuple):
@@ -43,20 +43,20 @@ class Event(NamedTuple):
 
 
 class Controller(Protocol):
-    """Changes the plan of a running job. It is told of every finished step and asked before every new one."""
+    """Changes the plan of a running job. The driver reports every finished step to it and asks it before every step."""
 
     def observe(self, measured: MeasuredStep) -> None:
-        """Take note of one finished step; steps that were queued before the plan changed are not told."""
+        """Record one finished step. Steps that were queued before the plan changed are not reported."""
 
     def next_plan(self) -> Running | None:
-        """What to run from the next step on; None to go on as before.
+        """Return the plan to run from the next step on; None to keep the current one.
 
-        The same schedule (the object) again means that only its measurement begins anew.
+        Returning the current schedule (the same object) only restarts its measurement.
         """
 
     @property
     def proven(self) -> Plan:
-        """What a restart begins with: nothing that has not been seen to work."""
+        """The plan that a restart begins with: the newest one that has been seen to work."""
 
     @property
     def measures_memory(self) -> bool:
@@ -64,7 +64,7 @@ class Controller(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has offered its last plan."""
+        """Whether the controller has offered its last plan."""
 
     def drain(self) -> list[Event]:
-        """What has happened since the last call, oldest first."""
+        """Return and clear the events since the last call, oldest first."""

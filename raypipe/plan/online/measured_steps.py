@@ -1,4 +1,4 @@
-"""Measured steps: from the times the devices report to step times, bubble ratios, Timelines and a prediction."""
+"""Turn the task times that devices report into step times, bubble ratios, Timelines and a prediction."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from raypipe.simulate.series import steady
 from raypipe.simulate.timeline import Span, Timeline
 
 WARM_UP, CALIBRATION = 2, 8
-"""Steps of an attempt that are left out (allocators warm up), then steps whose task times are taken."""
+"""Steps of an attempt that are skipped while allocators warm up, then steps whose task times are averaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPrediction:
-    """What the calibration steps say every later step takes."""
+    """The prediction of later steps, made from the calibration steps."""
 
     costs: CostTable
+    """Measured costs, in seconds."""
     timeline: Timeline
     step_s: float
     bubble_ratio: float
 
 
 class StepClock:
-    """Turns device times into step times; keeps only what the report needs, so memory stays flat."""
+    """Turns task times of devices into step times; it keeps only the calibration steps, so memory stays constant."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -51,14 +52,22 @@ class StepClock:
         self._seen = 0
 
     def pause(self) -> None:
-        """The devices did something else in between: the next step starts when its first task does."""
+        """Call when devices did something else between steps: the next step then starts with its first task."""
         self._previous_end = None
 
     def add(self, part: Part, times: list[NDArray[np.float64]]) -> tuple[float, float]:
-        """Seconds and bubble ratio of one step: from the end of the step before to its own end."""
+        """Add one step and return its seconds and bubble ratio.
+
+        Args:
+            part: which part of the schedule ran.
+            times: per device, an array of (start, end) in seconds, of shape (tasks, 2).
+
+        Returns:
+            Seconds from the end of the previous step to the end of this one, and the share of them that devices idled.
+        """
         start = min(float(t[0, 0]) for t in times if len(t))
         end = max(float(t[:, 1].max()) for t in times if len(t))
-        # Clocks of several hosts are known to within a little: a step still takes time.
+        # Clocks of several hosts differ a little, but a step never takes negative time.
         follows = self._previous_end is not None and self._previous_end < end
         begin = self._previous_end if self._previous_end is not None and follows else start
         self._previous_end = end
@@ -74,7 +83,7 @@ class StepClock:
         return step_s, 1.0 - busy / (len(times) * step_s)
 
     def timeline(self, part: Part, times: list[NDArray[np.float64]], start: float) -> Timeline:
-        """The measured step as a Timeline, from the start of its first task."""
+        """Convert a measured step to a Timeline that begins with its first task."""
         schedule = self._parts[part]
         return Timeline(
             schedule,
@@ -85,15 +94,18 @@ class StepClock:
         )
 
     def measured(self) -> Timeline | None:
-        """The newest step's Timeline."""
+        """Return the Timeline of the newest step, if there is one."""
         return self.timeline(*self._latest) if self._seen else None
 
     def so_far(self) -> CostTable:
-        """Costs from the few steps that have been measured, the very first one left out if there are others."""
+        """Fit costs to the steps measured so far, without the very first one if there are others."""
         return fit_costs((self._early + self._calibration)[1:] or self._early)
 
     def predict(self, at_end: bool = False) -> StepPrediction | None:
-        """The prediction, once, as soon as enough steps have been measured; ``at_end`` of a short run, from any."""
+        """Return the prediction once, as soon as enough steps have been measured; None before and after.
+
+        With ``at_end``, any number of measured steps is enough.
+        """
         if self.prediction is not None or (len(self._calibration) < CALIBRATION and not at_end):
             return None
         steps = self._calibration or self._early
@@ -102,13 +114,13 @@ class StepClock:
         costs = fit_costs(steps)
         timeline = simulate(as_run(self.schedule), costs)
         if self.schedule.versions == "flush":
-            # Each calibration step timed again with its own task times: the slowest path through tasks that vary is
-            # longer than the path through their means. Then the gap in which a device takes up its next call.
-            again = [retimed(one, costs) for one in steps]
-            step_s = fmean(again) + (median(self._gaps) if self._gaps else 0.0)
+            # Simulate each calibration step with its own task times: the critical path through varying times is longer
+            # than the one through their means. Then add the gap between the steps' calls on a device.
+            makespans = [retimed(one, costs) for one in steps]
+            step_s = fmean(makespans) + (median(self._gaps) if self._gaps else 0.0)
         else:
             step_s = steady(self.schedule, costs)
-        step_s = max(step_s, *timeline.busy)  # a gap between clocks that disagree may be far below zero
+        step_s = max(step_s, *timeline.busy)  # where clocks disagree, a measured gap may be far below zero
         busy = sum(timeline.busy)
         self.prediction = StepPrediction(costs, timeline, step_s, 1.0 - busy / (self.schedule.devices * step_s))
         self._calibration.clear()
@@ -117,15 +129,18 @@ class StepClock:
 
 
 def as_run(schedule: Schedule) -> Schedule:
-    """The schedule under the rules that devices keep to.
+    """Return the schedule with the dependency rules that devices follow.
 
-    A runner never makes an R wait for the incoming gradient: its device has nothing else to do meanwhile.
+    A runner never makes an R wait for the incoming gradient, because its device has nothing else to do meanwhile.
     """
     return replace(schedule, rules=replace(schedule.rules, recompute="early"))
 
 
 def retimed(measured: Timeline, costs: CostTable) -> float:
-    """Makespan of a measured step's own task times, laid out by the dependency rule; nobody waits but for messages."""
+    """Return the makespan of a measured step's task times when tasks wait for nothing but their dependencies.
+
+    All-reduces take their mean time from ``costs``, because their measured times include waiting for other devices.
+    """
     graph = link(as_run(measured.schedule))
     typical_times = costs.durations(measured.schedule, graph.tasks)
     spans = [span for device in measured.spans for span in device]

@@ -1,9 +1,8 @@
 """Raise the share of layers that keep their activations while every device stays under its memory cap.
 
-Merak tunes the first stage's share by raising it until the device runs out of memory. Here nothing runs out: devices
-measure their fullest moment and what a recomputed micro-batch takes, from which the memory of a larger share follows
-before it is tried; a share that turns out to need more than the cap is given up between two steps. Losses stay what
-they are, bit for bit: only what is kept changes.
+Merak raises the first stage's share until the device runs out of memory. Here no device does: devices measure their
+peak memory and what a recomputed micro-batch allocates, which predicts the memory of a larger share before it is tried.
+If a share turns out to need more than the cap, it is given up between two steps. Losses stay bitwise the same.
 
 Source: Lai et al. 2022 (Merak), section 5.2.
 """
@@ -22,16 +21,16 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import in_flight
 
 WATCHED = 2
-"""Steps of a share that are measured; the first one after a change is left out."""
+"""Steps measured per share; the first step after a change is skipped."""
 
 
 def raises(parallel: ParallelSpec) -> bool:
-    """Whether a run looks for the share itself."""
+    """Return whether the run searches for the share itself."""
     return parallel.recompute == "stage-aware" and parallel.alphas is None
 
 
 class Raiser:
-    """The Controller that decides which share runs next."""
+    """The Controller that searches for the largest share of layers to keep."""
 
     def __init__(self, plan: Plan, batch: int, clips: bool) -> None:
         assert plan.parallel.memory_cap_mb is not None, "checked with the job"
@@ -41,19 +40,20 @@ class Raiser:
         self.schedule = build_schedule(self._plan(0), batch)
         self.flight = in_flight(self.schedule)
         self.at = self.good = 0
-        """The share that runs, and the largest that is known to fit."""
+        """Indices into ``levels``: the current share, and the largest share known to fit."""
         self.bad = len(self.levels)
-        """The smallest that is known not to."""
+        """The smallest share known not to fit."""
         self._found = False
-        """The share is found: the next plan is the last one."""
+        """Whether the search is over: the next plan is the last one."""
         self._events: list[Event] = []
         self._next: tuple[int, Event] | None = None
-        """The share to take up, maybe the same one without measuring, and the decision to log with it."""
+        """The next share, possibly the current one without measuring, and the event to log with it."""
         self._seen: list[Sequence[StepMemory]] = []
         self._steps: list[float] = []
         self._promised: tuple[float, float] | None = None
-        """Predicted gain of the change that led to the present share, and the seconds of a step before it."""
+        """Predicted gain of the change to the current share, and the step time in seconds before it."""
         self._layer_bytes: dict[int, float] = {}
+        """Per stage, the bytes that one layer's activations of one micro-batch take."""
 
     def _plan(self, level: int) -> Plan:
         parallel = self.plan.parallel.model_copy(update={"alphas": self.levels[level], "memory_cap_mb": None})
@@ -61,26 +61,26 @@ class Raiser:
 
     @property
     def proven(self) -> Plan:
-        """What a restart should run: nothing that has not been seen to fit."""
+        """The plan with the largest share that is known to fit; a restart begins with it."""
         return self._plan(self.good)
 
     @property
     def measures_memory(self) -> bool:
-        """Until the share is found."""
+        """Workers measure memory until the share is found."""
         return not self._found
 
     @property
     def done(self) -> bool:
-        """Whether the share is found and taken up."""
+        """Whether the share is found and its plan was returned."""
         return self._found and self._next is None
 
     def drain(self) -> list[Event]:
-        """What has happened since the last call, oldest first."""
+        """Return and clear the events since the last call, oldest first."""
         events, self._events = self._events, []
         return events
 
     def next_plan(self) -> Running | None:
-        """The plan to run from the next step on, if a share was decided on; the last one may be the present one."""
+        """Return the plan with the next share; None to keep the current plan. The last plan may keep its share."""
         if self._next is None:
             return None
         (self.at, event), self._next = self._next, None
@@ -90,7 +90,7 @@ class Raiser:
         return running_of(self._plan(self.at), self.batch, self.clips)
 
     def observe(self, measured: MeasuredStep) -> None:
-        """Take note of one finished step of the present share."""
+        """Record one finished step; after enough of them, decide on the next share."""
         if self._found or self._next is not None:
             return
         devices = measured.memory
@@ -101,8 +101,8 @@ class Raiser:
         peaks = [max(step[d].peak for step in self._seen[1:]) for d in range(len(devices))]
         for one in devices:
             for stage, size in one.recomputed.items():
-                remade = sum(i in self._recompute(self.at) for i in self.plan.cut[stage])
-                self._layer_bytes[stage] = max(self._layer_bytes.get(stage, 0.0), size / remade)
+                recomputed = sum(i in self._recompute(self.at) for i in self.plan.cut[stage])
+                self._layer_bytes[stage] = max(self._layer_bytes.get(stage, 0.0), size / recomputed)
         fits = max(peaks) <= self.cap
         if fits:
             self.good = max(self.good, self.at)
@@ -110,7 +110,7 @@ class Raiser:
             self.bad = min(self.bad, self.at)
         candidates = [k for k in range(self.good + 1, self.bad) if max(self._expected(peaks, k)) <= self.cap]
         chosen = max(candidates, default=self.good)
-        now_s = min(self._steps[1:])  # of so few, what disturbed one would count most
+        now_s = min(self._steps[1:])  # the minimum, since one disturbed step would dominate a mean of so few
         fields = {
             "alpha": self.levels[self.at], "peak_mb": max(peaks) / 2**20, "fits": fits, "next": self.levels[chosen],
             "expected_mb": max(self._expected(peaks, chosen)) / 2**20, "step_s": now_s,
@@ -124,7 +124,7 @@ class Raiser:
         self._found = chosen == self.good
 
     def _gain(self, costs: CostTable, level: int) -> float:
-        """Predicted share of the step that another share of layers saves."""
+        """Predict which fraction of the step time another level saves."""
         recomputed, then = self._recompute(self.at), self._recompute(level)
         recompute = []
         for stage, layers in enumerate(self.plan.cut):
@@ -142,9 +142,9 @@ class Raiser:
         return recomputed_after(self.plan.cut, alphas(len(self.plan.cut), self.levels[level]))
 
     def _expected(self, peaks: Sequence[float], level: int) -> list[float]:
-        """Fullest moments with another share, from those of the present one.
+        """Predict each device's peak memory in bytes at another level from the peaks at the current one.
 
-        The micro-batch that goes back has all its activations anyway; each other one in flight keeps more layers.
+        A micro-batch in its backward has all its activations anyway; each other one in flight keeps more layers.
         """
         now, then = self._recompute(self.at), self._recompute(level)
         found = list(peaks)
@@ -155,7 +155,7 @@ class Raiser:
 
 
 def levels(cut: Sequence[Sequence[int]]) -> list[float]:
-    """The first stage's shares, ascending from 0, at which some stage keeps one layer more."""
+    """Return the first stage's shares, ascending from 0, at which some stage keeps one more layer."""
     stages = len(cut)
     shares = {0.0}
     for i, layers in enumerate(cut[: max(1, stages - 2)], 1):

@@ -1,12 +1,12 @@
-"""The closed loop: measure, fit, plan again, take up what promises more, and go back if it does not deliver.
+"""Replan a running job from measured costs: swap to a faster plan, and swap back if it is not faster in fact.
 
-A plan is made from costs that a model or a profile predicts; the running job measures them. Once enough steps have
-been measured, everything that can change between two steps is planned again (``better_plan``) beside the step loop.
-The driver swaps the programs, without restarting an actor; when enough steps have followed, their time is held
-against that of the steps before. A swap that lost is undone, and the plan before it timed again: had the machine
-become slower meanwhile, the swap was no loss. When steps become slower or faster than they were, it all begins again;
-it also does now and then, ever more rarely, because costs may change without a step that shows it.
-Every decision leaves an event with what was predicted, what came of it, and why.
+A plan is made from predicted or profiled costs; the running job measures the real ones. Once enough steps have been
+measured, a thread plans again everything that can change between two steps (``better_plan``). The driver swaps the
+programs without restarting an actor. When enough steps of the new plan have run, their median is compared with that of
+the steps before. A swap that made steps slower is reverted, and the old plan is timed again: if the machine has become
+slower in the meantime, the swap is restored. Replanning starts again when step times drift, and also at growing
+intervals, because costs can change without a visible change of the step time.
+Every decision is logged as an event with its prediction, its outcome and its reason.
 """
 
 from __future__ import annotations
@@ -25,51 +25,52 @@ from raypipe.plan.plan import Plan
 from raypipe.schedule.costs import CostTable
 
 THRESHOLD = 0.01
-"""Predicted gain from which a swap is worth its while."""
+"""Smallest predicted gain for which a swap is tried."""
 WATCHED = 10
 """Steps before and after a swap whose medians are compared."""
 UNSURE = 4
-"""So many times more steps are watched before the sign of a gain within its noise is believed."""
+"""While the gain is within its noise, up to this many times ``WATCHED`` steps are compared."""
 SWAPS = 3
-"""Tried in a row before the plan counts as settled."""
+"""Swaps tried in a row before the plan is settled."""
 DRIFT = 0.1
-"""Change of the median step from which the costs are no longer those that were planned with."""
+"""Relative change of the median step time from which the costs count as changed."""
 QUIET = 50
-"""Steps of a settled plan before it is measured again though nothing shows; doubles each time."""
+"""Steps of a settled plan after which it is measured again even without a drift; doubles each time."""
 CALM = 2 * WATCHED
-"""Steps of a settled plan before a drift is believed; doubles with each one up to ``CALMEST``."""
+"""Steps of a settled plan before a drift is acted on; doubles with each drift up to ``CALMEST``."""
 CALMEST = 640
 NICENESS = 10
-"""Of the search: the stages' processors come first."""
+"""Nice value of the search thread, so that stages on the same host run first."""
 
 State = Literal["measuring", "searching", "watching", "returning", "settled"]
 KINDS = ("F", "B", "W", "R", "AR", "U", "message")
 
 
 class Replanner:
-    """The Controller that decides when to plan again and what becomes of it."""
+    """The Controller that replans a running job."""
 
     def __init__(self, present: Running, batch: int, clips: bool) -> None:
         self.present, self.batch, self.clips = present, batch, clips
         self.state: State = "measuring"
         self._events: list[Event] = []
         self._next: Running | None = None
-        """To be taken up before the next step."""
+        """The plan to swap to before the next step."""
         self._swap: Swap | None = None
-        """Being watched."""
+        """The swap whose steps are being timed."""
         self._before: Running | None = None
-        """What ran before it."""
+        """The plan before that swap."""
         self._measured: Sequence[float] = ()
-        """Steps of the plan that ran when the search began."""
+        """Step times, in seconds, of the plan that ran when the search began."""
         self._lost: tuple[Swap, float] | None = None
-        """A swap that was undone, and its steps' median."""
+        """A swap that was reverted, and its median step time."""
         self._tried: set[str] = set()
-        """Plans that lost against another."""
+        """Keys of the plans that were slower than another."""
         self._costs: CostTable | None = None
-        """The newest ones of the present plan."""
+        """The newest measured costs of the current plan."""
         self._planned_on: CostTable | None = None
+        """The costs of the last search."""
         self._steps: list[float] = []
-        """Of the present plan since the last change of state."""
+        """Step times of the current plan since the last change of state."""
         self._settled_for = 0
         """Steps since the plan was settled."""
         self._left, self._quiet, self._calm = SWAPS, QUIET, CALM
@@ -78,33 +79,33 @@ class Replanner:
 
     @property
     def proven(self) -> Plan:
-        """What a restart should run: nothing whose steps have not been held against those before."""
+        """The plan that a restart begins with; while a swap is being timed, the plan before it."""
         trying = self.state in ("watching", "returning") and self._before is not None
         return self._before.plan if trying and self._before is not None else self.present.plan
 
     @property
     def measures_memory(self) -> bool:
-        """Never: no plan that it takes up holds more activations than the first one."""
+        """Always False: no plan that it offers holds more activations than the first one."""
         return False
 
     @property
     def done(self) -> bool:
-        """Never: costs may change as long as the run goes on."""
+        """Always False: costs may change as long as the run goes on."""
         return False
 
     def drain(self) -> list[Event]:
-        """What has happened since the last call, oldest first."""
+        """Return and clear the events since the last call, oldest first."""
         events, self._events = self._events, []
         return events
 
     def observe(self, measured: MeasuredStep) -> None:
-        """Take note of one finished step of the present plan; a search begins once there are costs to plan with."""
+        """Record one finished step of the current plan; start a search once costs have been measured."""
         costs = measured.costs
         self._costs = costs or self._costs
         self._steps.append(measured.step_s)
         if self.state == "measuring" and costs is not None:
             self._search(costs)
-        elif self.state == "watching" and len(self._steps) > WATCHED:  # the first one took up the programs
+        elif self.state == "watching" and len(self._steps) > WATCHED:  # the first step loaded the programs
             self._judge(self._swap, self._before)
         elif self.state == "returning" and len(self._steps) > WATCHED:
             self._judge_again()
@@ -112,7 +113,7 @@ class Replanner:
             self._look_again()
 
     def next_plan(self) -> Running | None:
-        """What to run from the next step on; None to go on as before."""
+        """Return the plan to run from the next step on; None to keep the current one."""
         if self.state == "searching" and self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._decide()
@@ -124,7 +125,7 @@ class Replanner:
         return target
 
     def _search(self, costs: CostTable) -> None:
-        """Plan again, beside the step loop."""
+        """Start a search in a thread beside the step loop."""
         if self._planned_on is not None:
             kind, stage, ratio = largest_change(self._planned_on, costs)
             self._report("refitted", task=kind, stage=stage, ratio=ratio)
@@ -145,16 +146,16 @@ class Replanner:
     def _decide(self) -> None:
         found, self._found = self._found, None
         if not isinstance(found, Swap):
-            self._report("kept", gain=0.0, reason=f"planning again failed: {found}")
+            self._report("kept", gain=0.0, reason=f"replanning failed: {found}")
             self._settle()
             return
         measured = Times.of(self._measured)
         times = {"measured_s": measured.middle, "current_s": found.current_s, "predicted_s": found.predicted_s}
         least = max(THRESHOLD, measured.doubt)
         if found.gain < least:
-            reason = "nothing promises more"
+            reason = "no plan is predicted to be faster"
             if found.gain > 0:
-                reason = f"{found.change} promises less than {least:.1%}, what a swap has to"
+                reason = f"{found.change}: its predicted gain is below {least:.1%}, the least for a swap"
             self._report("kept", gain=found.gain, reason=reason, **times)
             self._settle()
         else:
@@ -162,13 +163,13 @@ class Replanner:
             self._swap, self._before, self._next, self.state = found, self.present, found.target, "watching"
 
     def _judge(self, swap: Swap | None, before: Running | None) -> None:
-        """Hold the steps since the swap against those before it."""
+        """Compare the steps since the swap with those before it, and keep or revert it."""
         assert swap is not None
         assert before is not None
         was, now = Times.of(self._measured), Times.of(self._steps[1:])
         gain = 1.0 - now.middle / was.middle
         if abs(gain) < 2.0 * math.hypot(was.doubt, now.doubt) and len(self._steps) <= UNSURE * WATCHED:
-            return  # the next steps may tell
+            return  # undecided: wait for more steps
         self._report(
             "realised", change=swap.change, gain=gain, predicted_gain=swap.gain, before_s=was.middle,
             after_s=now.middle, steps=now.number,
@@ -183,7 +184,7 @@ class Replanner:
             self._go_on()
 
     def _judge_again(self) -> None:
-        """The plan before a swap that lost runs again: is it as fast as it was?"""
+        """Compare the old plan, timed again after a reverted swap, with the swap; restore the swap if it was faster."""
         assert self._lost is not None
         (swap, rival_s), now = self._lost, Times.of(self._steps[1:])
         self._lost = None
@@ -198,7 +199,7 @@ class Replanner:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Plan again from what has just been measured, unless it was tried often enough."""
+        """Search again with the costs just measured, or settle after ``SWAPS`` swaps."""
         if self._left > 0 and self._costs is not None:
             self._search(self._costs)
         else:
@@ -210,7 +211,7 @@ class Replanner:
         self._steps.clear()
 
     def _look_again(self) -> None:
-        """Measure again when steps take another time than when the plan was settled, or after a good while."""
+        """Measure the costs again when step times have drifted since the plan was settled, or after ``QUIET`` steps."""
         self._settled_for += 1
         if self._settled_for >= self._calm and len(self._steps) >= 2 * WATCHED:
             was, now = Times.of(self._steps[:WATCHED]), Times.of(self._steps[-WATCHED:])
@@ -234,17 +235,18 @@ class Replanner:
 
 
 class Times(NamedTuple):
-    """Steps of one plan."""
+    """Statistics of the step times of one plan."""
 
     middle: float
     """Median, in seconds."""
     doubt: float
-    """Standard error of the median, as a share of it: of a normal distribution with these steps' median deviation."""
+    """Relative standard error of the median, estimated from the median absolute deviation of normal step times."""
     number: int
+    """Number of steps."""
 
     @staticmethod
     def of(steps: Sequence[float]) -> Times:
-        """Of at least one.
+        """Compute the statistics of at least one step.
 
         >>> Times.of([1.0, 1.0, 1.0, 5.0])
         Times(middle=1.0, doubt=0.0, number=4)
@@ -255,8 +257,10 @@ class Times(NamedTuple):
 
 
 def largest_change(was: CostTable, now: CostTable) -> tuple[str, int, float]:
-    """Kind of task (or ``message``) and stage (or the one before the link) whose time has changed the most, and by how
-    much; of times that matter.
+    """Return the (kind, stage, ratio) whose time has changed most, in seconds.
+
+    The kind may be ``message``; the stage is then the one before the link. Times below 5 % of the longest task are
+    ignored.
 
     >>> largest_change(CostTable.even(2), CostTable.even(2, forward=3.0))
     ('F', 0, 3.0)

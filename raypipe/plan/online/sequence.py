@@ -1,7 +1,7 @@
-"""The online controllers of a run, in sequence: each begins with the plan that the one before it has settled on.
+"""Run the online controllers one after another: each begins with the plan on which the one before it settled.
 
-The search for the share of layers to keep comes first, because it moves memory and task times alike; planning again
-follows. Nothing that they or the prediction raise can end training.
+The search for the share of layers to keep runs first, because it changes both memory and task times; replanning
+follows. No error in a controller or in the prediction can end training.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class Guard:
 
 
 class ControllerSequence:
-    """The Controller that the driver knows. It also predicts, once per clock, what later steps take.
+    """The Controller that the driver uses. Once per clock, it also predicts the time of later steps.
 
     Args:
-        present: what runs first.
+        present: the plan that runs first.
         batch: ``train.batch``.
-        clips: gradients are clipped by their global norm.
-        tell: is told of each part that failed and is left out, once.
+        clips: whether gradients are clipped by their global norm.
+        report: called with one line when a part fails and is disabled.
     """
 
-    def __init__(self, present: Running, batch: int, clips: bool, tell: Callable[[str], None]) -> None:
+    def __init__(self, present: Running, batch: int, clips: bool, report: Callable[[str], None]) -> None:
         self.proven: Plan = present.plan
-        """What a restart begins with."""
+        """The plan that a restart begins with."""
         self.measures_memory = False
         """Whether workers measure their memory in every step."""
-        self._guard = Guard(tell)
+        self._guard = Guard(report)
         self._present = present
         self._events: list[Event] = []
         self._name = ""
@@ -70,7 +70,7 @@ class ControllerSequence:
         if raises(present.plan.parallel):
             self._following.append(("the search for parallel.alphas", lambda now: Raiser(now.plan, batch, clips)))
         if present.plan.parallel.replans:
-            self._following.append(("planning again", lambda now: Replanner(now, batch, clips)))
+            self._following.append(("replanning", lambda now: Replanner(now, batch, clips)))
         self._begin_next()
 
     @property
@@ -79,13 +79,13 @@ class ControllerSequence:
         return self._active is None
 
     def observe(self, measured: MeasuredStep) -> None:
-        """Pass one finished step on, with the costs that a prediction was made from just now."""
-        prediction = self._predict(measured.clock)
-        told = measured if prediction is None else replace(measured, costs=prediction)
-        self._ask(lambda active: active.observe(told))
+        """Report one finished step to the active controller, with measured costs if a prediction was just made."""
+        costs = self._predict(measured.clock)
+        step = measured if costs is None else replace(measured, costs=costs)
+        self._ask(lambda active: active.observe(step))
 
     def next_plan(self) -> Running | None:
-        """What to run from the next step on; None to go on as before."""
+        """Return the plan to run from the next step on; None to keep the current one."""
         answer = self._ask(lambda active: (active.next_plan(), active.done))
         if answer is None:
             return None
@@ -96,11 +96,11 @@ class ControllerSequence:
         return target
 
     def finish(self, clock: StepClock) -> None:
-        """After the last step: predict from the few steps of a short run, if that was not done before."""
+        """Call after the last step: makes the prediction of a run too short to have made it before."""
         self._predict(clock, at_end=True)
 
     def drain(self) -> list[Event]:
-        """What has happened since the last call, oldest first."""
+        """Return and clear the events since the last call, oldest first."""
         events, self._events = self._events, []
         return events
 
@@ -112,9 +112,9 @@ class ControllerSequence:
             self._ask(lambda active: None)
 
     def _ask(self, question: Callable[[Controller], T]) -> T | None:
-        """The active controller's answer; None if there is none, or if it failed, now or before.
+        """Return the active controller's answer; None if there is no controller or if it fails or has failed.
 
-        A controller that failed leaves behind what it said last of a restart's plan and of memory.
+        After a failure, ``proven`` and ``measures_memory`` keep the controller's last values.
         """
         active = self._active
         if active is None:
@@ -129,7 +129,7 @@ class ControllerSequence:
         return self._guard(self._name, answer)
 
     def _predict(self, clock: StepClock, at_end: bool = False) -> CostTable | None:
-        """The costs of a prediction made just now; it leaves an event."""
+        """Predict if the clock can now; return the measured costs behind the prediction and log an event."""
         prediction = self._guard("the prediction", clock.predict, at_end)
         if prediction is None:
             return None

@@ -1,29 +1,28 @@
-"""Longest paths that hold in every order: dependencies, lanes taken in turn, and room for activations."""
+"""Longest paths that hold in every order, over three kinds of edges: dependencies, lanes in turn, and memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from raypipe.search.bounds.packing import distances, telling
+from raypipe.search.bounds.packing import distances, not_implied
 from raypipe.search.problem import Problem, lane_order
 
 Edge = tuple[int, int, float]
-"""(lane, how many earlier in it, latency)."""
+"""``(lane, k, latency)``: the task waits for the task of ``lane`` whose micro-batch is k earlier."""
 
 
 def tasks_of(p: Problem, c: int) -> range:
-    """The tasks of a lane."""
+    """Return the tasks of a lane."""
     return range(p.base[c], p.base[c] + p.count[c])
 
 
 def all_edges(p: Problem) -> list[list[Edge]]:
-    """Per lane, what its m-th task waits for.
+    """Return, per lane, what its tasks wait for: dependencies, the task before in the lane, and free memory.
 
-    Besides dependencies and its own lane, room for an activation. Say a device takes its j-th activation of the i-th of
-    the stages it holds. All earlier stages' j-th are alive then, for their backwards are still to come; and of each of
-    these stages all that were taken and not freed. So of an earlier stage, or this one, no more than cap + 1 - i can
-    be alive besides those: the activation that many before has been freed.
+    The memory edges: when a device allocates the j-th activation of the i-th stage it holds, the j-th activations of
+    all its earlier stages are alive, because their backwards come later. Of an earlier stage, or of this one, at most
+    cap + 1 - i activations can then be alive, so the activation that many micro-batches earlier has been freed.
     """
     edges: list[list[Edge]] = [[(e, 0, lag) for e, lag in needs] for needs in p.before]
     for c in range(len(p.kind)):
@@ -36,25 +35,25 @@ def all_edges(p: Problem) -> list[list[Edge]]:
             continue
         takers = [c for c in own if p.takes[c]]
         for c in takers:
-            held = [
+            earlier = [
                 e for e in takers
                 if p.kind[c] == "F" == p.kind[e] and c in below[e] and all(x in below[c] for x, _ in freeing(p, e, 1.0))
             ]  # fmt: skip
-            alive = len(held)
-            for e in [*held, c]:
+            alive = len(earlier)
+            for e in [*earlier, c]:
                 for last, places in freeing(p, e, p.cap[d] - alive):
                     edges[c].append((last, max(1, places), 0.0))
-        _space(p, d, edges)
+        _add_packing_edges(p, d, edges)
     return edges
 
 
-_FEW = 10
-"""Activations up to which packings of micro-batches are tried: with more room there are too many."""
+_MOST_PACKED = 10
+"""Up to this many activations of memory, packings of micro-batches are enumerated; with more there are too many."""
 
 
-def _space(p: Problem, d: int, edges: list[list[Edge]]) -> None:
-    """How far apart the last forwards are that micro-batches of one replica run on a device; see ``packing``."""
-    if p.cap[d] > _FEW:
+def _add_packing_edges(p: Problem, d: int, edges: list[list[Edge]]) -> None:
+    """Add the least distances between the last forwards of a replica's micro-batches on a device; see ``packing``."""
+    if p.cap[d] > _MOST_PACKED:
         return
     for replica in range(len(p.placement)):
         takers = [c for c in p.lanes_of[d] if p.kind[c] == "F" and p.takes[c] and p.replica[c] == replica]
@@ -70,12 +69,12 @@ def _space(p: Problem, d: int, edges: list[list[Edge]]) -> None:
                 downs += frees
         if len(ups) > 1:
             most = min(p.count[last] - 1, 2 * int(p.cap[d]) + 1)
-            for k, distance in telling(distances(tuple(ups), tuple(downs), p.cap[d], most)):
+            for k, distance in not_implied(distances(tuple(ups), tuple(downs), p.cap[d], most)):
                 edges[last].append((last, k, distance - p.time[last]))
 
 
 def lanes_below(p: Problem) -> list[set[int]]:
-    """Per lane, the lanes that wait for it, however indirectly."""
+    """Return, per lane, the lanes that wait for it directly or indirectly."""
     found: list[set[int]] = [set() for _ in p.kind]
     for c in reversed(lane_order(p)):
         for e, _ in p.after[c]:
@@ -84,7 +83,7 @@ def lanes_below(p: Problem) -> list[set[int]]:
 
 
 def freed_by(p: Problem, taker: int) -> list[int]:
-    """Lanes that end a stage's activations, or a share of them."""
+    """Return the lanes that free the activations, or a share of them, that lane ``taker`` allocates."""
     own = p.lanes_of[p.device[taker]]
     return [
         e for e in own if p.stage[e] == p.stage[taker] and p.replica[e] == p.replica[taker] and p.frees[e] > 0
@@ -92,19 +91,19 @@ def freed_by(p: Problem, taker: int) -> list[int]:
 
 
 def freeing(p: Problem, taker: int, room: float) -> Iterator[tuple[int, int]]:
-    """Lanes that end a stage's activations, and how many of them that lane hasn't ended yet there is room for."""
+    """Yield each lane that frees a stage's activations, and how many activations not yet freed by it fit ``room``."""
     for e in freed_by(p, taker):
-        if p.kind[e] == "B":  # until then an activation is whole
+        if p.kind[e] == "B":  # before its B, the whole activation is alive
             yield e, math.floor(room + 1e-9)
-        else:  # W or BW: until then its last share is alive, and the newest one is whole
+        else:  # before its W or BW, at least the share that this frees is alive; the newest activation is whole
             yield e, 1 + math.floor((room - 1) / p.frees[e] + 1e-9)
 
 
-def earliest(p: Problem, before: list[list[Edge]], first: tuple[int, int] | None = None) -> list[float]:
-    """Earliest start of each task on these edges, devices otherwise unlimited.
+def earliest_starts(p: Problem, before: list[list[Edge]], first: tuple[int, int] | None = None) -> list[float]:
+    """Return the earliest start of each task under these edges, ignoring that a device runs one task at a time.
 
-    With ``first``, a task and its device: counted from that task's start, the first of the device; minus infinity for
-    what need not wait for it.
+    With ``first``, a device's first task and that device, starts are counted from the start of that task; tasks that
+    do not wait for it have minus infinity.
     """
     head = [0.0] * p.tasks
     base, time, count = p.base, p.time, p.count
@@ -128,10 +127,10 @@ def earliest(p: Problem, before: list[list[Edge]], first: tuple[int, int] | None
     return head
 
 
-def rests(p: Problem, before: list[list[Edge]], device: int | None = None) -> list[float]:
-    """Least time from each task's end to the end of the step; with ``device``, to the last end of that device.
+def remaining_times(p: Problem, before: list[list[Edge]], device: int | None = None) -> list[float]:
+    """Return the least time from each task's end to the end of the step; with ``device``, to that device's last end.
 
-    Minus infinity for what no task of that device waits for.
+    Tasks that no task of that device waits for have minus infinity.
     """
     far = [0.0 if device is None or p.device[c] == device else -math.inf for c in range(len(p.kind))]
     tail = [far[c] for c in p.lane]
@@ -151,7 +150,7 @@ def rests(p: Problem, before: list[list[Edge]], device: int | None = None) -> li
 
 
 def longest(p: Problem, start: int, end: int) -> float:
-    """Longest path from the start of one lane's task to the end of another's, of one micro-batch."""
+    """Return the longest path within a micro-batch, from the start of lane ``start``'s task to the end of ``end``'s."""
     far = [-math.inf] * len(p.kind)
     far[start] = p.time[start]
     for c in lane_order(p):

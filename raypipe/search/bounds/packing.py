@@ -1,10 +1,10 @@
-"""How close micro-batches can follow one another on a device that holds several of their stages.
+"""How closely micro-batches can follow each other on a device that holds several of their stages.
 
-Say a micro-batch starts its last forward on the device at time T. At the latest then, less what lies between them, it
-has taken an activation at each earlier stage it has there; and it frees each one no sooner than the path from T through
-the turn and back allows. So whatever the order, it holds at least that profile of memory around T, and the profiles of
-all micro-batches have to fit into the device's memory together. The least distances between their T are found by
-trying all packings of a few of them.
+Let a micro-batch start its last forward on the device at time T. It has then allocated an activation at each of its
+earlier stages there, at the latest the length of the path from that stage's forward before T; and it frees each
+activation at the earliest the length of the path from T to the freeing task after T. In any order, the micro-batch
+therefore uses at least this memory profile around T, and the profiles of all micro-batches must fit into the device's
+memory together. The smallest distances between their T are found by trying all packings of a few profiles.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ Steps = tuple[tuple[float, float], ...]
 """(distance from T, activations)."""
 
 _STATES = 150
-"""Packings of the last few profiles that are looked at for each further one; more than that, and it isn't tried."""
+"""Distinct packings up to which one more profile is added; with more of them the enumeration stops."""
 
 
 @lru_cache(maxsize=4096)
 def distances(ups: Steps, downs: Steps, room: float, most: int) -> tuple[float, ...]:
-    """Least distance between the first T and the k-th after it, for k = 1, 2, .. up to ``most`` or to what is tried.
+    """Return the smallest distance between the first T and the k-th T after it, for k = 1, 2, ...
+
+    Some packing with the smallest distance is left-justified: each profile either starts together with the one before,
+    or one of its allocations waits for an earlier profile to free memory. Only such positions are tried.
 
     Args:
-        ups: how long before T, at the latest, how many activations are taken.
-        downs: how long after T, at the earliest, how many are freed.
+        ups: (time before T, activations allocated then at the latest).
+        downs: (time after T, activations freed then at the earliest).
         room: activations that fit.
-        most: profiles after the first.
+        most: number of profiles after the first.
 
-    In some packing with the least distance no profile can move earlier: it follows the one before at once, or one of
-    its takes waits for an earlier profile to free. So these places are all that is tried.
+    Returns:
+        At most ``most`` distances; fewer where there are too many packings to enumerate.
 
     >>> distances(((0.0, 1.0),), ((10.0, 1.0),), 2.0, 4)
     (0.0, 10.0, 10.0, 20.0)
@@ -42,7 +45,7 @@ def distances(ups: Steps, downs: Steps, room: float, most: int) -> tuple[float, 
     found: list[float] = []
     for _ in range(most):
         longer: dict[tuple[int, ...], tuple[float, tuple[float, ...]]] = {}
-        for last, ages in packed.values():  # ages: how long ago their T was, of those still of matter
+        for last, ages in packed.values():  # ages: time since the T of each profile that may still hold memory
             places = {0.0} | {wait - age for age in ages for wait in waits if wait > age}
             for gap in places:
                 others = [age + gap for age in ages]
@@ -61,7 +64,7 @@ def distances(ups: Steps, downs: Steps, room: float, most: int) -> tuple[float, 
 
 
 def _fits(others: list[float], ups: Steps, downs: Steps, room: float, tiny: float) -> bool:
-    """May a profile with T = now be added to others, so long ago? Looks at the moments at which something is taken."""
+    """Whether a profile with T = 0 fits beside profiles with these ages; checked at every allocation."""
     first = -max(t for t, _ in ups)
     every = [0.0, *others]
     moments = {-up - age for age in every for up, _ in ups}
@@ -77,8 +80,8 @@ def _fits(others: list[float], ups: Steps, downs: Steps, room: float, tiny: floa
     return True
 
 
-def telling(found: tuple[float, ...]) -> list[tuple[int, float]]:
-    """(k, distance) that the ones before do not imply."""
+def not_implied(found: tuple[float, ...]) -> list[tuple[int, float]]:
+    """Return the ``(k, distance)`` that do not already follow from sums of shorter distances."""
     implied = [0.0]
     rows: list[tuple[int, float]] = []
     for k, distance in enumerate(found, 1):

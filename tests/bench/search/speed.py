@@ -46,7 +46,7 @@ def speed(effort: Effort) -> Iterator[Line]:
         one_pass = time.perf_counter() - at
         moves = max(20, 200_000 // problem.tasks)
         at = time.perf_counter()
-        improve(problem, listed.words, 0.0, Budget(math.inf), random.Random(0), moves)
+        improve(problem, listed.orders, 0.0, Budget(math.inf), random.Random(0), moves)
         one_move = (time.perf_counter() - at) / moves
         ends = []
         for memory in (depth, depth // 2):

@@ -25,7 +25,7 @@ def test_a_failure_is_noted_once_and_the_rest_goes_on() -> None:
     assert guard("something else", lambda: 3) == 3
     assert calls == [1]
     (notice,) = told
-    assert notice.startswith("the prediction failed and is left out")
+    assert notice.startswith("the prediction failed and is disabled")
     assert notice.endswith("ScheduleError: comm is -999.99")
 
 

@@ -120,7 +120,7 @@ def test_a_controller_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, me
         assert step(loop, Clock()) == []
         assert loop.next_plan() is None
     assert Broken.calls == 1
-    assert [text.partition(" failed")[0] for text in told] == ["planning again"]
+    assert [text.partition(" failed")[0] for text in told] == ["replanning"]
     assert told[0].endswith("ZeroDivisionError: whatever it meets")
     assert loop.proven is before
 

@@ -6,7 +6,7 @@ import pytest
 
 from raypipe.schedule.costs import CostTable
 from raypipe.search.bounds.order_bounds import lower_bound
-from raypipe.search.bounds.packing import distances, telling
+from raypipe.search.bounds.packing import distances, not_implied
 from raypipe.search.problem import build
 from tests.search import judge
 
@@ -47,7 +47,7 @@ def test_the_least_distances_of_all_packings(seed):
 
 
 def test_what_the_ones_before_do_not_imply():
-    assert telling((0.0, 10.0, 10.0, 20.0, 25.0)) == [(2, 10.0), (5, 25.0)]
+    assert not_implied((0.0, 10.0, 10.0, 20.0, 25.0)) == [(2, 10.0), (5, 25.0)]
 
 
 @pytest.mark.parametrize("seed", range(12))
