@@ -1,7 +1,7 @@
-"""A profile without a machine: what each layer costs on a device that is only described.
+"""Compute a profile from a description of the devices, without measuring.
 
-Products run at the share of the peak that large ones reach and pay a fixed overhead per layer, so efficiency rises
-with the micro-batch and saturates; everything else moves bytes at the memory's bandwidth.
+Matrix products run at the share of peak that large products reach and pay a fixed overhead per layer, so that
+efficiency rises with the micro-batch and saturates. Everything else moves bytes at memory bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raypipe.job.model_spec import GptSpec
 
 GIB = 2**30
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Micro-batch sizes of a profile when nobody asks for others."""
+"""Default micro-batch sizes of a profile."""
 
 
 def analytic_profile(
@@ -34,25 +34,25 @@ def analytic_profile(
     """Compute the costs of a model's layers on a cluster's devices.
 
     Args:
-        model: a job's model, as the cluster's ``software`` runs it; or the work of any other one's layers.
+        model: a GPT, as the cluster's ``software`` runs it; or the work of any other model's layers.
         cluster: the machine.
         dtype: ``train.dtype``.
         sizes: micro-batch sizes, in samples.
-        optimizer: ``train.optimizer``: how many bytes an update moves.
-        momentum: whether ``sgd`` has any.
-        tied: of other layers than a job's GPT, values of matrices that the first and the last of them share.
+        optimizer: ``train.optimizer``; it decides how many bytes an update moves.
+        momentum: whether ``sgd`` uses momentum.
+        tied: parameter values that the first and last layer share; ignored for a GPT, which says so itself.
 
     Raises:
-        SpecError: the device has no peak for this arithmetic, or there is nothing to profile.
+        SpecError: the device has no peak for this dtype, or there are no layers or sizes to profile.
     """
     device = cluster.device
     peaks: dict[str, float] = {str(k): v for k, v in device.peak_tflops.items()}
     if dtype not in peaks:
         raise SpecError(
-            "train.dtype", f"{device.name} has no peak_tflops for {dtype}", f"use {' or '.join(peaks)}, or add it"
+            "train.dtype", f"{device.name} has no peak_tflops for {dtype}", f"use {' or '.join(peaks)}, or add one"
         )
     if not sizes or min(sizes) < 1:
-        raise SpecError("sizes", f"{list(sizes)} are no micro-batch sizes", "give whole numbers from 1")
+        raise SpecError("sizes", f"{list(sizes)} are not valid micro-batch sizes", "give whole numbers from 1")
     works = tuple(model) if isinstance(model, Sequence) else gpt_work(model, dtype, SOFTWARE[cluster.software])
     if not works:
         raise SpecError("model", "has no layers", "give at least one")
@@ -72,7 +72,7 @@ def analytic_profile(
 
 
 def update_bytes(optimizer: str, momentum: bool, width: int) -> int:
-    """Bytes that a fused optimizer step moves per parameter: reads and writes of weight, gradient and state.
+    """Return the bytes that a fused optimizer step reads and writes per parameter: weight, gradient and state.
 
     >>> update_bytes("adamw", False, 4)
     28

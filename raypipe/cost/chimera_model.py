@@ -1,6 +1,6 @@
-"""Chimera's closed performance model (Eq. 1), and where the simulator says something else.
+"""Chimera's closed-form performance model (Eq. 1), and its differences from the simulator.
 
-``T = (F_t + c) * C_f + (B_t + c) * C_b + max over devices of the gradient sums that do not fit their free regions``.
+``T = (F_t + c) * C_f + (B_t + c) * C_b + max over devices of the all-reduce time that does not fit the free regions``.
 
 Source: Li and Hoefler 2021 (Chimera), section 3.4 and figure 6.
 """
@@ -25,20 +25,20 @@ from raypipe.simulate.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class ClosedForm:
-    """Eq. 1, worked out."""
+    """The terms of Eq. 1 for one schedule."""
 
     forward_s: float
-    """F_t: the stages' mean, since the model takes them to be even."""
+    """F_t: the mean over stages, since the model assumes even stages."""
     backward_s: float
-    """B_t: twice F_t, three times where activations are recomputed."""
+    """B_t: twice F_t, or three times if activations are recomputed."""
     message_s: float
-    """c: of the slowest link."""
+    """c: latency of the slowest link."""
     forwards: float
     """C_f: forwards on the critical path, in micro-batches."""
     backwards: float
-    """C_b."""
+    """C_b: backwards on the critical path, in micro-batches."""
     unoverlapped_s: float
-    """Gradient sums beyond the free regions, on the device where that is most."""
+    """All-reduce time that does not fit the free regions, on the device where it is longest."""
 
     @property
     def compute_s(self) -> float:
@@ -57,15 +57,15 @@ class ClosedForm:
 
 
 def closed_form(schedule: Schedule, costs: CostTable, copies: int = 1) -> ClosedForm:
-    """Eq. 1 for one pipeline's schedule (any one with joint backwards, Chimera's or not).
+    """Evaluate Eq. 1 for a schedule with joint backwards, Chimera's or any other.
 
     Args:
-        schedule: tasks of one data-parallel copy, gradient sums and updates not needed.
-        costs: forwards, links and gradient sums are taken from it; the backward is modelled from the forward.
-        copies: data-parallel copies; with one copy, stages that one device holds alone need no sum.
+        schedule: tasks of one data-parallel copy; all-reduces and updates are ignored.
+        costs: forwards, links and all-reduces are used; the backward is modelled from the forward.
+        copies: data-parallel copies; with one copy, a stage that only one device holds needs no all-reduce.
 
     Raises:
-        ScheduleError: split backwards, which the equation does not know.
+        ScheduleError: the schedule has split backwards, which the equation does not cover.
     """
     bare = _bare(schedule)
     timeline = simulate(bare, _model_costs(bare, 1.0))
@@ -74,27 +74,27 @@ def closed_form(schedule: Schedule, costs: CostTable, copies: int = 1) -> Closed
     forwards = sum(len(s.task.mbs) * size for s in path if s.task.kind == "F")
     backwards = sum(len(s.task.mbs) * size for s in path if s.task.kind in JOINT)
     forward_s = fmean(costs.forward)
-    summed = _sums(bare, costs, copies)
+    all_reduce = _all_reduces(bare, costs, copies)
     return ClosedForm(
         forward_s=forward_s, backward_s=forward_s * _ratio(bare),
         message_s=max(costs.links[:-1], default=0.0), forwards=forwards, backwards=backwards,
         unoverlapped_s=max(
-            unoverlapped(timeline, d, [(s, r, summed[s]) for s, r in own], forward_s)
+            unoverlapped(timeline, d, [(s, r, all_reduce[s]) for s, r in own], forward_s)
             for d, own in enumerate(held(bare))
         ),
     )  # fmt: skip
 
 
 def unoverlapped(timeline: Timeline, device: int, sums: Sequence[tuple[int, int, float]], unit: float) -> float:
-    """Seconds of a device's gradient sums that its free regions cannot hide.
+    """Return the seconds of a device's all-reduces that its free regions cannot hide.
 
-    A stage's free regions are the device's bubbles after the stage's last gradient, up to the end of the step. Sums
-    run one after another, in the order their stages get ready.
+    A stage's free regions are the device's bubbles from the stage's last gradient to the end of the step. All-reduces
+    run one after another, in the order in which their stages become ready.
 
     Args:
-        timeline: compute alone, in units of one forward.
-        device: which one.
-        sums: (stage, replica, seconds).
+        timeline: compute tasks only, in units of one forward.
+        device: number of the device.
+        sums: its all-reduces as (stage, replica, seconds).
         unit: seconds of one forward.
     """
     spans = timeline.spans[device]
@@ -119,29 +119,29 @@ def unoverlapped(timeline: Timeline, device: int, sums: Sequence[tuple[int, int,
 
 
 class Difference(NamedTuple):
-    """One term of a step, as both models see it."""
+    """One term of the step time in both models."""
 
     what: str
     closed_s: float
     simulated_s: float
     why: str
-    """Why they differ, where they do."""
+    """Why they may differ."""
 
 
 def differences(schedule: Schedule, costs: CostTable, copies: int = 1, sync: Sync = "eager-opt") -> list[Difference]:
-    """Eq. 1 beside the simulator, term by term; each column adds up to that model's step time.
+    """Compare Eq. 1 with the simulator term by term; each column adds up to that model's step time.
 
-    The simulator's terms are what each thing adds to the step: even stages, then messages, then the backward's real
-    time, then the stages' real differences, gradient sums, updates.
+    The simulator's terms are the increases of the step time when costs are added one after another: even stages, then
+    messages, the measured backward, the differences between stages, all-reduces and updates.
 
     Args:
         schedule: as for ``closed_form``.
-        costs: of its stages.
+        costs: costs of its stages.
         copies: data-parallel copies.
-        sync: where gradient sums are placed (Chimera's own choice is ``eager-opt``).
+        sync: where all-reduces are placed (Chimera's choice is ``eager-opt``).
 
     Raises:
-        ScheduleError: as ``closed_form``.
+        ScheduleError: as for ``closed_form``.
     """
     closed = closed_form(schedule, costs, copies)
     bare = _bare(schedule)
@@ -153,8 +153,8 @@ def differences(schedule: Schedule, costs: CostTable, copies: int = 1, sync: Syn
     )
     uneven = replace(costs, all_reduce=nothing, update=nothing)
     ends = [simulate(bare, table).makespan for table in (model, linked, backward, uneven)]
-    # Two copies behave like any number of them: the sums' times have the number in them.
-    full = replace(costs, all_reduce=tuple(_sums(bare, costs, copies)))
+    # Two copies stand for any number of them: the all-reduce times already account for the number.
+    full = replace(costs, all_reduce=tuple(_all_reduces(bare, costs, copies)))
     whole = place_gradient_sync(replicate(bare, min(copies, 2)), sync, replace(full, update=nothing))
     ends.append(simulate(whole, replace(full, update=nothing)).makespan)
     ends.append(simulate(add_updates(whole), full).makespan)
@@ -163,12 +163,12 @@ def differences(schedule: Schedule, costs: CostTable, copies: int = 1, sync: Syn
         (
             "even stages, backward from forward",
             closed.compute_s,
-            "Eq. 1 charges each backward of the path a recomputation, also where that fits into a wait",
+            "Eq. 1 adds a recomputation to each backward of the path, even if it fits into a wait",
         ),
-        ("messages", closed.messages_s, "Eq. 1 charges one for every task of the path; many fall into bubbles"),
-        ("backward's own time", 0.0, "Eq. 1 takes it as a multiple of the forward"),
-        ("stages that differ", 0.0, "Eq. 1 takes every stage for the mean of all"),
-        ("gradient sums", closed.unoverlapped_s, "Eq. 1 hides them in bubbles only, the simulator beside compute too"),
+        ("messages", closed.messages_s, "Eq. 1 adds one for every task of the path; many fall into bubbles"),
+        ("actual backward", 0.0, "Eq. 1 assumes a multiple of the forward"),
+        ("uneven stages", 0.0, "Eq. 1 assumes that every stage is the mean of all"),
+        ("all-reduces", closed.unoverlapped_s, "Eq. 1 hides them in bubbles only, the simulator also behind compute"),
         ("updates", 0.0, "Eq. 1 has none"),
     )
     return [Difference(what, c, s, why) for (what, c, why), s in zip(rows, added, strict=True)]
@@ -177,7 +177,7 @@ def differences(schedule: Schedule, costs: CostTable, copies: int = 1, sync: Syn
 def _bare(schedule: Schedule) -> Schedule:
     if any(t.kind == "W" for t in schedule.tasks()):
         raise ScheduleError(
-            "schedule", f"{schedule.name} has split backwards; Eq. 1 speaks of joint ones", "use the simulator"
+            "schedule", f"{schedule.name} has split backwards; Eq. 1 covers joint ones only", "use the simulator"
         )
     return schedule.with_orders([t for t in order if t.kind not in BOOKKEEPING] for order in schedule.orders)
 
@@ -187,11 +187,11 @@ def _ratio(schedule: Schedule) -> float:
 
 
 def _model_costs(schedule: Schedule, forward: float) -> CostTable:
-    """Even stages, a backward of two forwards, a recomputation of one."""
+    """Costs of even stages: a backward takes two forwards, a recomputation one."""
     return CostTable.even(schedule.stages, forward=forward, input_grad=forward, weight_grad=forward, recompute=forward)
 
 
-def _sums(schedule: Schedule, costs: CostTable, copies: int) -> list[float]:
-    """Seconds of each stage's gradient sum; none where one device alone holds the stage."""
+def _all_reduces(schedule: Schedule, costs: CostTable, copies: int) -> list[float]:
+    """Seconds of each stage's all-reduce; 0 if only one device holds the stage."""
     holders = [copies * len({row[s] for row in schedule.placement}) for s in range(schedule.stages)]
     return [t if n > 1 else 0.0 for t, n in zip(costs.all_reduce, holders, strict=True)]

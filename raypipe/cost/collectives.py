@@ -1,8 +1,10 @@
-"""What collectives cost: the alpha-beta formulas of the usual algorithms, alone and over hosts with several devices.
+"""Costs of collectives: the alpha-beta formulas of the usual algorithms, on one host and over several.
 
-A message of n bytes takes ``alpha + n * beta``; a device sends and receives one at a time, both at once. Sizes: of
-the whole vector, which every device holds before or after. Sources: Thakur, Rabenseifner, Gropp 2005 (all formulas);
-Rabenseifner 2004; Li and Hoefler 2021 (Chimera), section 3.4, uses Rabenseifner's all-reduce.
+A message of n bytes takes ``alpha + n * beta``. A device sends and receives at the same time, one message each way.
+Sizes are those of the full vector, which every device holds before or after the collective.
+
+Sources: Thakur, Rabenseifner, Gropp 2005 (all formulas); Rabenseifner 2004; Li and Hoefler 2021 (Chimera), section
+3.4, uses Rabenseifner's all-reduce.
 """
 
 from __future__ import annotations
@@ -24,22 +26,22 @@ class Terms(NamedTuple):
     """A formula's coefficients: ``alphas * alpha + vectors * beta * size``."""
 
     alphas: float
-    """Messages one after another."""
+    """Number of sequential messages."""
     vectors: float
-    """Vectors' worth of bytes one after another."""
+    """Bytes sent sequentially, as a multiple of the vector's size."""
 
     def seconds(self, link: LinkFit, size_bytes: float) -> float:
-        """Time of a vector of this size."""
+        """Return the seconds for a vector of ``size_bytes``."""
         return self.alphas * link.alpha_s + self.vectors * link.beta_s_per_byte * size_bytes
 
 
 def terms(kind: Kind, model: Model, group: int) -> Terms:
-    """Coefficients of one collective over ``group`` devices.
+    """Return the coefficients of one collective over ``group`` = r devices.
 
-    ``ring``: r - 1 steps of 1/r each way. ``rabenseifner``: recursive halving and doubling, log2(r) steps of halves;
-    where r is no power of two, the devices too many hand their vector to a neighbour first and get the result back.
-    ``tree``: binomial trees that carry whole vectors (all-reduce: to the root and back; all-gather: collect, then
-    broadcast; reduce-scatter: reduce, then scatter).
+    ``ring`` takes r - 1 steps of 1/r of the vector each way. ``rabenseifner`` is recursive halving and doubling with
+    log2(r) steps; if r is not a power of two, the surplus devices first send their vector to a neighbour and get the
+    result back. ``tree`` uses binomial trees that carry full vectors (all-reduce: to the root and back; all-gather:
+    gather, then broadcast; reduce-scatter: reduce, then scatter).
 
     >>> terms("all_reduce", "rabenseifner", 8)
     Terms(alphas=6.0, vectors=1.75)
@@ -48,7 +50,7 @@ def terms(kind: Kind, model: Model, group: int) -> Terms:
     """
     if group <= 1:
         return Terms(0.0, 0.0)
-    halves = 2 if kind == "all_reduce" else 1  # it is a reduce-scatter and an all-gather
+    halves = 2 if kind == "all_reduce" else 1  # an all-reduce is a reduce-scatter and an all-gather
     if model == "ring":
         return Terms(float(halves * (group - 1)), halves * (group - 1) / group)
     depth = math.ceil(math.log2(group))
@@ -61,17 +63,17 @@ def terms(kind: Kind, model: Model, group: int) -> Terms:
 
 
 def best(kind: Kind, link: LinkFit, group: int, size_bytes: float) -> float:
-    """Time by the fastest of the algorithms, as a library that knows its links would choose."""
+    """Return the seconds of the fastest algorithm, which a library that knows its links would choose."""
     return min(terms(kind, model, group).seconds(link, size_bytes) for model in MODELS)
 
 
 def along(kind: Kind, path: LinkFit, group: int, size_bytes: float) -> float:
-    """Time of a collective between hosts by the library that ``path`` describes; a mere link: ``best``.
+    """Return the seconds of a collective between hosts with the library that ``path`` describes.
 
-    Every piece pays the algorithm's latencies anew, and bandwidth once: n pieces, k at once, take
-    ``ceil(n / k) * alphas * alpha + vectors * beta * size``. Where a library cuts vectors into small pieces and has
-    a ring only, latency grows with the group and with the vector. PyTorch takes Gloo's ring and
-    no other (``gloo/allreduce.cc``), and runs two of its collectives at once.
+    For a plain link, which describes no library, this is ``best``. A library may cut the vector into n pieces and run
+    k of them at a time. Each piece pays the algorithm's latency: the collective takes ``ceil(n / k) * alphas * alpha +
+    vectors * beta * size``. With small pieces and a ring, latency therefore grows with the group and with the vector.
+    PyTorch always uses Gloo's ring (``gloo/allreduce.cc``) and runs two of its collectives at a time.
     """
     if not isinstance(path, CollectivePath):
         return best(kind, path, group, size_bytes)
@@ -84,20 +86,20 @@ def along(kind: Kind, path: LinkFit, group: int, size_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the members of a group are."""
+    """How the devices of a group are distributed over hosts."""
 
     hosts: int
     per_host: int
-    """Members on the fullest host."""
+    """Devices of the group on the host that has most of them."""
 
     @property
     def group(self) -> int:
-        """Members in all, every host as full as the fullest."""
+        """Size of the group if every host had ``per_host`` of its devices."""
         return self.hosts * self.per_host
 
     @staticmethod
     def of(devices: Sequence[int], devices_per_host: int) -> Layout:
-        """Devices are numbered host by host.
+        """Return the layout of some devices, which are numbered host by host.
 
         >>> Layout.of([0, 1, 8, 9], 8)
         Layout(hosts=2, per_host=2)
@@ -107,14 +109,14 @@ class Layout:
 
 
 def collective_seconds(profile: Profile, kind: Kind, size_bytes: float, layout: Layout, sharing: int = 1) -> float:
-    """Time of one collective: as measured on this cluster where it was, else by the formulas.
+    """Return the seconds of one collective: from measurements of its kind if the profile has any, else by the formulas.
 
     Args:
         profile: links, hosts and measurements.
-        kind: which one.
-        size_bytes: the whole vector.
-        layout: where its members are.
-        sharing: groups that use a host's links at the same time.
+        kind: the collective.
+        size_bytes: size of the full vector.
+        layout: where the group's devices are.
+        sharing: number of groups that use a host's links at the same time.
     """
     if layout.group <= 1 or size_bytes <= 0:
         return 0.0
@@ -126,8 +128,8 @@ def collective_seconds(profile: Profile, kind: Kind, size_bytes: float, layout: 
     between: LinkFit = profile.collective or profile.between
     if layout.per_host == 1:
         return along(kind, _shared(between, sharing / profile.host_links), layout.hosts, size_bytes)
-    # Flat: a ring through all members enters each host once. In levels: inside, then 1/k of the vector for each of a
-    # host's k members between the hosts, then inside again.
+    # A flat ring through all devices enters each host once. A hierarchical collective runs inside hosts, then between
+    # hosts with 1/k of the vector for each of a host's k devices, then inside hosts again.
     flat = along(kind, _shared(between, sharing / profile.host_links), layout.group, size_bytes)
     k = layout.per_host
     part = size_bytes / k
@@ -140,12 +142,12 @@ def collective_seconds(profile: Profile, kind: Kind, size_bytes: float, layout: 
 
 
 def from_measured(measured: Sequence[CollectiveFit], group: int, size_bytes: float) -> float:
-    """Time by the measurement at the nearest group size, carried over to this one by its model's formula."""
+    """Return the seconds for ``group`` devices from the fit at the nearest group size and its model's formula."""
     fit = min(measured, key=lambda f: (abs(math.log(f.group / group)), f.group))
     link = LinkFit(alpha_s=fit.alpha_s, beta_s_per_byte=fit.beta_s_per_byte)
     return terms(fit.kind, fit.model, group).seconds(link, size_bytes)
 
 
 def _shared(link: LinkFit, users: float) -> LinkFit:
-    """A link whose bandwidth several senders share."""
+    """Return a link whose bandwidth ``users`` senders share."""
     return link.model_copy(update={"beta_s_per_byte": link.beta_s_per_byte * max(1.0, users)})

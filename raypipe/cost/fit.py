@@ -1,6 +1,6 @@
-"""From timed messages and collectives to alpha and beta: least squares of the relative error.
+"""Fit alpha and beta to timed messages and collectives by least squares of the relative error.
 
-Relative, because sizes span four orders of magnitude and the small ones matter as much as the large.
+The error is relative because sizes span four orders of magnitude and small ones matter as much as large ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from raypipe.errors import SpecError
 
 
 class Timed(NamedTuple):
-    """One timed message, or one collective of a vector of this size."""
+    """One timed message."""
 
     size_bytes: float
     seconds: float
@@ -25,15 +25,16 @@ class TimedCollective(NamedTuple):
 
     kind: Kind
     group: int
+    """Devices that take part."""
     size_bytes: float
     seconds: float
 
 
 def fit_link(samples: Sequence[Timed]) -> LinkFit:
-    """Latency and bandwidth of a link from messages of at least two sizes.
+    """Fit latency and bandwidth of a link to messages of at least two sizes.
 
     Raises:
-        SpecError: one size only, or a time that is not positive.
+        SpecError: all messages have one size, or a time is not positive.
     """
     _check("link", [s.size_bytes for s in samples], [s.seconds for s in samples])
     alpha, beta = _solve([(1.0, s.size_bytes, s.seconds) for s in samples])
@@ -42,14 +43,14 @@ def fit_link(samples: Sequence[Timed]) -> LinkFit:
 
 
 def fit(samples: Iterable[TimedCollective]) -> tuple[CollectiveFit, ...]:
-    """One fit per kind and group size, all of one kind by the same model.
+    """Fit alpha and beta per kind and group size, with the same formula for all groups of a kind.
 
-    At one group size the models differ only in what they call alpha and beta; it is over group sizes that one fits
-    better. So the model is the one that explains all group sizes of a kind best with a common alpha and beta, and
-    each group size then has its own two numbers under it.
+    At one group size, the formulas differ only in the scale of alpha and beta. The formula chosen for a kind is
+    therefore the one that fits all its group sizes best with a common alpha and beta; then each group size is fitted
+    separately with it.
 
     Raises:
-        SpecError: a group measured at one size only, or a time that is not positive.
+        SpecError: a group was measured at one size only, or a time is not positive.
     """
     by_kind: dict[Kind, dict[int, list[TimedCollective]]] = {}
     for sample in samples:

@@ -1,7 +1,7 @@
-"""The profile: what each layer of a model costs on one device, and what the links between devices cost.
+"""The profile: the costs of each layer of a model on one device, and of the links between devices.
 
-The one form in which costs reach the planner, whether measured (``raypipe profile``) or computed from a description
-of the machine. Times in seconds, sizes in bytes.
+Costs always reach the planner in this form, whether measured (``raypipe profile``) or computed from a description of
+the machine. Times are in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raypipe.job.json_file import load_json
 from raypipe.job.spec import JobSpec
 
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
-"""Bounded, like bytes and counts, so that no sum of many overflows: thirty years."""
+"""Times, bytes and counts are bounded so that sums of many do not overflow; 1e9 s are thirty years."""
 Bytes = Annotated[float, Field(ge=0, le=1e21)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
 
@@ -27,87 +27,87 @@ class TaskTimes(Spec):
 
     forward: Seconds
     input_grad: Seconds
-    """B alone, where the backward is split."""
+    """B, where the backward is split."""
     weight_grad: Seconds
-    """W alone, where the backward is split."""
+    """W, where the backward is split."""
     joint: Seconds
     """BW: both gradients in one pass, which may take less than B plus W."""
     recompute: Seconds
-    """R: the forward again, gradients recorded."""
+    """R: a second forward, this time with the autograd graph."""
     spread: Annotated[float, Field(ge=0)] = 0.0
-    """Half of the range between the quartiles of the forward's samples, over their median; 0 where computed."""
+    """Half the interquartile range of the forward's measured times, over their median; 0 if computed."""
 
     def scaled(self, factor: float) -> TaskTimes:
-        """On a device that takes ``factor`` times as long."""
+        """Return the times on a device that takes ``factor`` times as long."""
         tasks = ("forward", "input_grad", "weight_grad", "joint", "recompute")
         return self.model_copy(update={task: factor * getattr(self, task) for task in tasks})
 
 
 class LayerProfile(Spec):
-    """One layer: the smallest piece that a cut of the model can move from one stage to another."""
+    """The costs of one layer: the smallest unit that a cut of the model can assign to a stage."""
 
     name: str
     parameters: Count
-    """Values in its parameters; a tied matrix counts in each layer that holds it."""
+    """Number of parameter values; a tied matrix counts in each layer that holds it."""
     times: dict[Positive, TaskTimes]
-    """By micro-batch size, in samples."""
+    """Micro-batch size in samples -> task times."""
     kept_bytes: Bytes
-    """Activations of one sample kept from the forward to the end of the backward, its input included."""
+    """Activations of one sample kept from the forward to the end of the backward, the layer's input included."""
     kept_fixed_bytes: Bytes = 0.0
-    """Kept by every micro-batch whatever its size, until a joint backward."""
+    """Bytes that each micro-batch keeps whatever its size, until a joint backward."""
     cast_bytes: Bytes = 0.0
-    """Autocast's narrow copies of the weights, which all micro-batches of a step share."""
+    """Autocast's 16-bit copies of the weights, which all micro-batches of a step share."""
     waiting_bytes: Bytes | None = None
-    """Where the backward is split, what one sample keeps from B to W: inputs of products and the gradients of their
-    outputs. None: as much as from F to B."""
+    """With a split backward, what one sample keeps from B to W: inputs of products and the gradients of their outputs.
+    None: as much as from F to B."""
     read_bytes: Bytes = 0.0
-    """Raw inputs of one sample that it reads beside what the layer before hands it, where they are arrays."""
+    """Input arrays of one sample that the layer reads from the data, besides the output of the layer before."""
     output_bytes: Bytes
-    """Of one sample, all tensors that cross a cut right after this layer; 0 for the last layer."""
+    """Tensors of one sample that cross a cut right after this layer; 0 for the last layer."""
     output_floats: Bytes | None = None
-    """As much of ``output_bytes`` as are floating-point values, as wide as the weights; None: all of it."""
+    """The part of ``output_bytes`` that is floating-point values of the weights' width; None: all of it."""
     message_bytes: Bytes | None = None
-    """Of one sample, what a message carries behind this layer where that is not ``output_bytes``: see ``narrowed``."""
+    """Bytes of one sample in a message after this layer, if not ``output_bytes``; see ``with_cast_messages``."""
     workspace_bytes: Bytes = 0.0
-    """Memory for one sample at the worst moment of its joint backward, beside what is kept."""
+    """Peak temporary memory of the joint backward for one sample, besides what is kept."""
     workspace_fixed_bytes: Bytes = 0.0
-    """The same whatever the micro-batch's size: the gradient of a matrix before it is added to the sum."""
+    """The part that does not depend on the micro-batch size: a matrix's gradient before it is accumulated."""
     split_workspace_bytes: Bytes | None = None
-    """As ``workspace_bytes``, for B where the backward is split; None: the same."""
+    """``workspace_bytes`` of B with a split backward; None: the same as for the joint backward."""
 
     @property
     def waiting(self) -> float:
-        """Of one sample, what is kept from B to W."""
+        """Bytes that one sample keeps from B to W."""
         return self.kept_bytes if self.waiting_bytes is None else self.waiting_bytes
 
     @property
     def sent_bytes(self) -> float:
-        """Of one sample, what a message behind this layer carries."""
+        """Bytes of one sample in a message after this layer."""
         return self.output_bytes if self.message_bytes is None else self.message_bytes
 
 
 class LinkFit(Spec):
-    """Time of a message of ``n`` bytes over a link: ``alpha_s + n * beta_s_per_byte``."""
+    """A link, over which a message of ``n`` bytes takes ``alpha_s + n * beta_s_per_byte`` seconds."""
 
     alpha_s: Seconds
     beta_s_per_byte: Seconds
     error: Annotated[float, Field(ge=0)] = 0.0
-    """Largest relative error over the measured sizes; 0 where given."""
+    """Largest relative error over the measured sizes; 0 if not measured."""
 
     def seconds(self, size_bytes: float) -> float:
-        """Time of one message."""
+        """Return the seconds of one message."""
         return self.alpha_s + size_bytes * self.beta_s_per_byte
 
 
 class CollectivePath(LinkFit):
-    """The path of collectives between hosts where it is described, and how the library that runs them goes about it."""
+    """The link that collectives between hosts use, and how their library uses it."""
 
     algorithm: Literal["ring", "rabenseifner", "tree"] | None = None
-    """The only one it has; None: the fastest for each size and group."""
+    """The library's only algorithm; None: it chooses the fastest for each size and group."""
     piece_bytes: Annotated[float, Field(gt=0)] | None = None
-    """Size of the pieces into which it cuts a vector, each a collective of its own; None: one piece."""
+    """Size of the pieces into which the library cuts a vector, each a separate collective; None: one piece."""
     at_once: Annotated[int, Field(ge=1)] = 1
-    """Pieces under way at the same time."""
+    """Pieces in flight at the same time."""
 
 
 class CollectiveFit(Spec):
@@ -117,14 +117,14 @@ class CollectiveFit(Spec):
     group: Annotated[int, Field(ge=2)]
     """Devices that take part."""
     model: Literal["ring", "rabenseifner", "tree"]
-    """The formula that fits best; ``cost/collectives.py`` holds them."""
+    """The formula of ``cost/collectives.py`` that fits best."""
     alpha_s: Seconds
     beta_s_per_byte: Seconds
     error: Annotated[float, Field(ge=0)] = 0.0
 
 
 class TakenFor(Spec):
-    """What a measured profile was taken of: of anything else its costs say nothing."""
+    """The job keys for which a measured profile is valid."""
 
     model: dict[str, Any]
     """``model`` of the job, as JSON."""
@@ -132,7 +132,7 @@ class TakenFor(Spec):
 
     @classmethod
     def job(cls, job: JobSpec) -> TakenFor:
-        """Of this job."""
+        """Return the keys of a job."""
         return cls(model=job.model.model_dump(mode="json"), optimizer=job.train.optimizer)
 
 
@@ -140,44 +140,44 @@ class Profile(Spec):
     """Everything the planner needs to know about a model on a cluster."""
 
     format: Literal[1] = 1
-    """Version of this file's form."""
+    """Version of the file format."""
     source: Literal["measured", "analytic"]
     device: str
-    """What the times hold for: a device's name."""
+    """Name of the device for which the times are valid."""
     dtype: str
-    """``train.dtype`` of the job they were taken for."""
+    """``train.dtype`` of the job for which the times are valid."""
     taken_for: TakenFor | None = None
-    """The job that it was measured for; None where computed."""
+    """The job that it was measured for; None if computed."""
     devices: Annotated[int, Field(ge=1)]
     """Devices of the cluster."""
     devices_per_host: Annotated[int, Field(ge=1)]
     memory_bytes: Bytes
-    """Of one device, all of it."""
+    """Total memory of one device."""
     base_bytes: Bytes = 0.0
-    """What a device's process takes before it holds a parameter: code, and the graph of a captured model."""
+    """Memory of a device's process before it holds a parameter: code, and the graph of a captured model."""
     code_bytes: Bytes = 0.0
-    """What kernels keep for the shapes of one micro-batch size: oneDNN makes code for each shape of a product."""
+    """Memory that kernels keep for one micro-batch size: oneDNN compiles code for each shape of a product."""
     layers: Annotated[tuple[LayerProfile, ...], Field(strict=False, min_length=1)]
     tied_parameters: Count = 0
-    """Values of matrices that two layers share: counted in both, trained once."""
+    """Values of matrices that the first and the last layer share; they are counted in both and trained once."""
     update_s_per_parameter: Seconds
-    """Optimizer step."""
+    """Seconds of an optimizer step, per parameter value."""
     alone: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Time of a task on a device whose host's others are idle, over its time when all are at work, as in ``layers``."""
+    """Time of a task on the only busy device of a host, over its time with all devices busy (as in ``layers``)."""
     noise: Noise = Noise()
-    """What disturbed the measurement."""
+    """Disturbances of the measurement."""
     task_overhead_s: Seconds = 0.0
-    """Of each task, beside its kernels."""
+    """Seconds of each task besides its kernels."""
     inside: LinkFit
-    """Between two devices of one host."""
+    """Link between two devices of one host."""
     between: LinkFit
-    """Between two hosts."""
+    """Link between two hosts."""
     collective: CollectivePath | None = None
-    """Between hosts as collectives see it, where another path carries them than messages."""
+    """Link between hosts for collectives, if they use another path than messages."""
     host_links: Annotated[int, Field(ge=1)] = 1
-    """Links between hosts that one host can fill at the same time: its network cards."""
+    """Links to other hosts that one host can use at the same time: its network cards."""
     collectives: Annotated[tuple[CollectiveFit, ...], Field(strict=False)] = ()
-    """Measured ones; without, they follow from the links."""
+    """Measured collectives; without any, their costs follow from the links."""
 
     @property
     def process_bytes(self) -> float:
@@ -185,7 +185,7 @@ class Profile(Spec):
         return self.base_bytes + self.code_bytes
 
     def at_speed(self, factor: float) -> Profile:
-        """The same where all that devices compute takes ``factor`` times as long; links and sums are what they were."""
+        """Return the profile with compute ``factor`` times as slow; links and collectives do not change."""
         layers = tuple(
             layer.model_copy(update={"times": {size: times.scaled(factor) for size, times in layer.times.items()}})
             for layer in self.layers

@@ -1,4 +1,4 @@
-"""Whether a profile can plan a job: taken for its model and its arithmetic, with times that can be."""
+"""Check that a profile can plan a job: that it is of the job's model and dtype, and that its times are valid."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from raypipe.job.spec import JobSpec
 
 AGAIN = f"profile this job: {MADE_BY}"
 KINDS: tuple[tuple[str, ...], ...] = (("forward",), ("joint",), ("input_grad", "weight_grad"))
-"""Tasks that take time in any model, even where some layers do nothing in them."""
+"""Tasks that take time in every model, even if they take none in some of its layers."""
 
 
 def check_profile(job: JobSpec, profile: Profile) -> None:
-    """Refuse a profile of something else.
+    """Check that a profile belongs to a job and has the figures to plan it.
 
     Raises:
-        SpecError: another model or optimizer, another number of layers, another arithmetic, no times, no memory.
+        SpecError: the profile is of another model, optimizer, number of layers or dtype, or lacks times or memory.
     """
     if profile.taken_for is not None:
         _check_taken_for(profile.taken_for, TakenFor.job(job))
@@ -59,7 +59,7 @@ def _check_taken_for(theirs: TakenFor, ours: TakenFor) -> None:
     for key in sorted({*then, *now}, key=lambda key: (key not in now, key)):
         if then.get(key) != now.get(key):
             raise SpecError(
-                "profile", f"was taken for {key}: {_word(then.get(key))}, the job has {_word(now.get(key))}", AGAIN
+                "profile", f"was taken for {key}: {_shown(then.get(key))}, the job has {_shown(now.get(key))}", AGAIN
             )
 
 
@@ -71,7 +71,7 @@ def _flat(prefix: str, keys: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}.{key}", value
 
 
-def _word(value: object) -> str:
+def _shown(value: object) -> str:
     return "none" if value is None else str(value)
 
 
@@ -80,9 +80,12 @@ def _seconds(times: TaskTimes, kinds: tuple[str, ...]) -> float:
 
 
 def doubts(job: JobSpec, profile: Profile, devices: int | None = None) -> list[str]:
-    """What a plan made with this profile takes for granted, a sentence each; ``devices`` to plan for, None for its own.
+    """Return warnings about a profile: assumptions that can make a prediction wrong but do not prevent a plan.
 
-    None of it makes a plan impossible, but each can make its prediction wrong.
+    Args:
+        job: the job to plan.
+        profile: the profile to plan with.
+        devices: number of devices to plan for; None for those of the profile.
     """
     found = []
     if (warning := profile.noise.warning()) is not None:
@@ -93,10 +96,10 @@ def doubts(job: JobSpec, profile: Profile, devices: int | None = None) -> list[s
     wish = job.parallel.given.get("microbatch") if job.parallel.auto else None
     if len(sizes) == 1 and sizes[0] != wish and job.train.batch > 1:
         found.append(
-            f"warning: the profile has times of micro-batches of {sizes[0]} alone; smaller ones are taken to be "
-            "proportional, larger ones are not considered: profile with --microbatches 1,2,4,8"
+            f"warning: the profile has times of micro-batches of {sizes[0]} only; times of smaller ones are assumed to "
+            "be proportional, larger ones are not considered: profile with --microbatches 1,2,4,8"
         )
     if profile.source == "measured" and devices is not None and devices > profile.devices:
-        hosts = "" if profile.devices > profile.devices_per_host else "; links between hosts are taken to be as fast"
-        found.append(f"warning: {devices} devices are planned with what {profile.devices} measured{hosts}")
+        hosts = "" if profile.devices > profile.devices_per_host else "; links between hosts are assumed as fast"
+        found.append(f"warning: {devices} devices are planned with the measurements of {profile.devices}{hosts}")
     return found

@@ -1,4 +1,4 @@
-"""Times at micro-batch sizes that were not profiled."""
+"""Interpolate task times to micro-batch sizes that were not profiled."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FIELDS = ("forward", "input_grad", "weight_grad", "joint", "recompute")
 
 
 def times_at(layer: LayerProfile, samples: float) -> TaskTimes:
-    """Task times of a layer for a micro-batch of ``samples``: measured, or on the line between its two neighbours.
+    """Return a layer's task times for a micro-batch of ``samples``: measured, or interpolated linearly.
 
-    Beyond the largest size on the line through the last two, as time is overhead plus work; below the smallest that
-    line would be a guess about overhead, so time is taken to stay what it is there.
+    Beyond the largest profiled size, times are extrapolated along the line through the last two sizes (with one size:
+    in proportion). Below the smallest size they stay constant, because the overhead there is unknown.
     """
     if samples in layer.times:
         return layer.times[int(samples)]
@@ -30,12 +30,12 @@ def times_at(layer: LayerProfile, samples: float) -> TaskTimes:
     share = (samples - low) / (high - low)
     a, b = layer.times[low], layer.times[high]
     mixed = {f: getattr(a, f) + share * (getattr(b, f) - getattr(a, f)) for f in FIELDS}
-    # Two noisy measurements may fall; a time never comes out below the last one measured.
+    # Noise can make times fall with size; an extrapolated time is never below the last measured one.
     return b.model_copy(update={f: max(v, getattr(b, f)) if share > 1 else v for f, v in mixed.items()})
 
 
 def stage_times(layers: Sequence[LayerProfile], samples: float, share: float = 1.0) -> TaskTimes:
-    """Task times of several layers in a row, each ``share`` of what the profile says."""
+    """Return the sum of the layers' task times for a micro-batch of ``samples``, multiplied by ``share``."""
     each = [times_at(layer, samples) for layer in layers]
     return TaskTimes(
         forward=share * sum([t.forward for t in each]), input_grad=share * sum([t.input_grad for t in each]),

@@ -1,4 +1,4 @@
-"""From a profile and a cut to the cost table that the simulator reads: stages, links, gradient sums, updates."""
+"""Compute the cost table that the simulator reads from a profile and a cut: stages, links, all-reduces and updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Cut = Sequence[Sequence[int]]
 
 
 def gradient_width(dtype: str) -> int:
-    """Bytes of a gradient's value: as wide as the weights, which stay float32 under 16-bit autocast."""
+    """Return the bytes of a gradient value: as wide as the weights, which stay float32 under 16-bit autocast."""
     return 8 if dtype == "float64" else 4
 
 
@@ -37,22 +37,23 @@ def stage_costs(
     together: int = 1,
     recomputed: Collection[int] | None = None,
 ) -> CostTable:
-    """Seconds of every kind of task of every stage, for one full micro-batch.
+    """Compute the seconds of every kind of task on every stage, for one full micro-batch.
 
     Args:
         profile: costs of the layers and links.
         cut: layers of each stage, each layer exactly once.
         microbatch: samples of a full micro-batch.
         placement: device of each stage, per replica. Devices are numbered host by host.
-        copies: how often that placement stands side by side, each time on devices of its own. Gradients are summed
-            over all devices that hold a stage.
-        size: share of a micro-batch that one id stands for (1/2 in backward halving): smaller kernels, less efficient.
-        split: the schedule has B and W apart; else BW is charged what a joint backward costs.
-        together: micro-batches that run as one forward (2 in forward doubling): larger kernels, one overhead.
-        again: layers that an R computes again; all of its stage by default.
+        copies: data-parallel copies of the placement, each on its own devices. Gradients are all-reduced over all
+            devices that hold a stage.
+        size: share of a micro-batch that one id stands for (1/2 in backward halving); kernels are then smaller and
+            less efficient.
+        split: whether the schedule has separate B and W; otherwise BW costs a joint backward.
+        together: micro-batches per forward (2 in forward doubling); kernels are then larger, with one overhead.
+        recomputed: layers that R recomputes; by default all layers of its stage.
 
     Raises:
-        SpecError: the cut does not hold every layer once, or a placement for another number of stages.
+        SpecError: the cut does not hold every layer once, or the placement has another number of stages.
     """
     check_cut(profile, cut, placement)
     placed = Placed.of(placement, copies, profile.devices_per_host)
@@ -66,22 +67,24 @@ def stage_costs(
     weight = [t.weight_grad + extra for t in times]
     inputs = [t.input_grad + extra for t in times]
     if not split:
-        # One task, one overhead. Only the sum of the two is ever used then; each keeps its share of it.
+        # A joint backward is one task with one overhead. Only the sum of B and W is used then; split it in proportion.
         scale = [(t.joint + extra) / (b + w) if b + w else 1.0 for t, b, w in zip(times, inputs, weight, strict=True)]
         inputs = [b * k for b, k in zip(inputs, scale, strict=True)]
         weight = [w * k for w, k in zip(weight, scale, strict=True)]
-    remade = times
+    recompute = times
     if recomputed is not None:
-        remade = [stage_times([profile.layers[i] for i in layers if i in recomputed], samples, share) for layers in cut]
+        recompute = [
+            stage_times([profile.layers[i] for i in layers if i in recomputed], samples, share) for layers in cut
+        ]
     tied = tied_seconds(profile, cut, placed)
     last = len(cut) - 1
     return CostTable(
         forward=tuple(t / size for t in forward),
         input_grad=tuple(t / size for t in inputs),
         weight_grad=tuple(t / size for t in weight),
-        recompute=tuple((t.recompute + extra) / size for t in remade),
+        recompute=tuple((t.recompute + extra) / size for t in recompute),
         all_reduce=_all_reduces(profile, cut, placed),
-        # The sum over tied copies runs after all others and before the updates; both ends wait for it.
+        # Tied gradients are all-reduced after all others and before the updates; the first and last stage wait for it.
         update=tuple(
             profile.update_s_per_parameter * parameters(profile, layers) + (tied if s in (0, last) else 0.0)
             for s, layers in enumerate(cut)
@@ -91,9 +94,10 @@ def stage_costs(
 
 
 def crowding(profile: Profile, busy: int) -> float:
-    """Time of a task while ``busy`` devices of its host are at work, over its time in the profile, which is all's.
+    """Return a task's time with ``busy`` devices of its host at work, over its profiled time with all at work.
 
-    They share caches and the way to memory. One alone was measured too; between the two it is taken to be a line.
+    Devices of a host share caches and memory bandwidth. The profile measured one device alone and all together; in
+    between, the time is interpolated linearly.
     """
     others = profile.devices_per_host - 1
     return profile.alone + (1 - profile.alone) * (min(busy - 1, others) / others) if others else 1.0
@@ -107,13 +111,13 @@ def costs_of(
     copies: int = 1,
     recomputed: Collection[int] | None = None,
 ) -> CostTable:
-    """``stage_costs`` with placement, size, split and together read off a schedule."""
+    """Call ``stage_costs`` with placement, size, split and together taken from a schedule."""
     split = any(task.kind == "W" for task in schedule.tasks())
-    remade = recomputed_pairs(schedule)
-    if recomputed is not None:  # where a stage keeps some layers, its micro-batches run one by one
-        remade = {(s, mb) for s, mb in remade if all(i in recomputed for i in cut[s])}
-    # The runtime runs the micro-batches of a forward together where it keeps nothing of them.
-    runs = [len(t.mbs) for t in schedule.tasks() if t.kind == "F" and all((t.stage, mb) in remade for mb in t.mbs)]
+    pairs = recomputed_pairs(schedule)
+    if recomputed is not None:  # a stage that keeps some layers runs its micro-batches one by one
+        pairs = {(s, mb) for s, mb in pairs if all(i in recomputed for i in cut[s])}
+    # The runtime runs the micro-batches of a forward together only if it keeps none of their activations.
+    runs = [len(t.mbs) for t in schedule.tasks() if t.kind == "F" and all((t.stage, mb) in pairs for mb in t.mbs)]
     return stage_costs(
         profile, cut, microbatch, schedule.placement, copies=copies, size=float(schedule.size), split=split,
         together=max(runs, default=1), recomputed=recomputed,
@@ -122,31 +126,31 @@ def costs_of(
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Data-parallel copies of a placement side by side, numbered as ``passes.replicate`` does.
+    """Data-parallel copies of a placement, numbered as ``passes.replicate`` does.
 
-    Thousands of copies cost no more than a few: where copies begin on a host repeats after a few of them.
+    Thousands of copies take no longer to evaluate than a few, because their positions on hosts repeat.
     """
 
     rows: tuple[tuple[int, ...], ...]
-    """Of the first copy: per replica, the device of each stage."""
+    """Placement of the first copy: per replica, the device of each stage."""
     copies: int
     width: int
-    """Devices of a copy."""
+    """Devices per copy."""
     per_host: int
-    """Devices of a host."""
+    """Devices per host."""
 
     @staticmethod
     def of(rows: Sequence[Sequence[int]], copies: int, per_host: int) -> Placed:
-        """From the first copy's placement."""
+        """Build it from the first copy's placement."""
         return Placed(tuple(map(tuple, rows)), copies, 1 + max(d for row in rows for d in row), per_host)
 
     @property
     def turn(self) -> int:
-        """Copies after which a copy begins at the same place of a host again."""
+        """Number of copies after which a copy begins at the same position on a host again."""
         return self.per_host // gcd(self.width, self.per_host)
 
     def layout(self, devices: Collection[int]) -> Layout:
-        """Where these devices of every copy are.
+        """Return how these devices of all copies are distributed over hosts.
 
         >>> Placed.of([(0, 1, 2)], 5, 2).layout([0])
         Layout(hosts=5, per_host=1)
@@ -155,8 +159,8 @@ class Placed:
         """
         if self.per_host == 1:
             return Layout(self.copies * len(set(devices)), 1)
-        turns, rest = divmod(self.copies, self.turn)
-        parts = [self._layout(devices, self.turn)] * bool(turns) + [self._layout(devices, rest)] * bool(rest)
+        turns, left = divmod(self.copies, self.turn)
+        parts = [self._layout(devices, self.turn)] * bool(turns) + [self._layout(devices, left)] * bool(left)
         hosts = sum(n * part.hosts for n, part in zip((turns, 1) if turns else (1,), parts, strict=False))
         return Layout(hosts, max(part.per_host for part in parts))
 
@@ -164,40 +168,44 @@ class Placed:
         return Layout.of([copy * self.width + d for copy in range(copies) for d in devices], self.per_host)
 
     def first_rows(self) -> Iterator[tuple[int, ...]]:
-        """Rows of the copies before the places on hosts repeat."""
+        """Yield the placement rows of the copies before their positions on hosts repeat."""
         for copy in range(min(self.copies, self.turn)):
             for row in self.rows:
                 yield tuple(copy * self.width + d for d in row)
 
     @property
     def busy(self) -> int:
-        """Devices at work on a host."""
+        """Number of devices of a host that are used."""
         return min(self.per_host, self.copies * len({d for row in self.rows for d in row}))
 
 
 def check_cut(profile: Profile, cut: Cut, placement: Sequence[Sequence[int]]) -> None:
-    """Refuse a cut that is not one of this model, or a placement that is not one of this cut."""
+    """Check that the cut belongs to the profile's model and the placement to the cut.
+
+    Raises:
+        SpecError: the cut does not hold every layer once, or the placement has another number of stages.
+    """
     count = len(profile.layers)
     if [i for layers in cut for i in layers] != list(range(count)) or not all(len(layers) for layers in cut):
         raise SpecError(
-            "cut", f"is no cut of {count} layers into stages", f"give each of 0 to {count - 1} once, in order"
+            "cut", f"does not divide {count} layers into stages", f"give each of 0 to {count - 1} once, in order"
         )
     for row in placement:
         if len(row) != len(cut):
-            raise SpecError("placement", f"{len(row)} stages for a cut into {len(cut)}", "make them agree")
+            raise SpecError("placement", f"has {len(row)} stages, the cut {len(cut)}", "make them agree")
 
 
 def parameters(profile: Profile, layers: Sequence[int]) -> int:
-    """Values that a stage of these layers holds and updates; a matrix that two of them share counts once.
+    """Return the number of parameter values that a stage of these layers holds and updates.
 
-    Copies of a tied matrix on two stages are updated on both alike.
+    A matrix that two of the layers share counts once; if they are on two stages, each stage updates its own copy.
     """
     both_ends = {0, len(profile.layers) - 1} <= set(layers)
     return sum(profile.layers[i].parameters for i in layers) - (profile.tied_parameters if both_ends else 0)
 
 
 def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...]:
-    """Per stage, the sum of its own gradients over its holders; tied ones are summed apart."""
+    """Per stage, seconds of the all-reduce of its gradients over its holders, without tied gradients."""
     width, known = gradient_width(profile.dtype), dict[tuple[int, frozenset[int]], float]()
     found = []
     for stage, layers in enumerate(cut):
@@ -205,7 +213,7 @@ def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...
         if profile.tied_parameters and {0, len(profile.layers) - 1} & set(layers):
             own -= profile.tied_parameters
         holders = frozenset(row[stage] for row in placed.rows)
-        # Which devices of a copy they are matters only where a host has several.
+        # The position of the holders in a copy matters only if hosts have several devices.
         key = own, holders if placed.per_host > 1 else frozenset(range(len(holders)))
         if key not in known:
             known[key] = group_seconds(profile, own * width, holders, placed)
@@ -214,7 +222,7 @@ def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...
 
 
 def tied_seconds(profile: Profile, cut: Cut, placed: Placed) -> float:
-    """Sum of the gradients of a matrix that first and last layer share, over every device that holds either."""
+    """Return the seconds of the all-reduce of tied gradients over every device with the first or the last layer."""
     if not profile.tied_parameters:
         return 0.0
     holders = {row[stage] for row in placed.rows for stage in (0, len(cut) - 1)}
@@ -222,14 +230,14 @@ def tied_seconds(profile: Profile, cut: Cut, placed: Placed) -> float:
 
 
 def group_seconds(profile: Profile, size_bytes: float, holders: Collection[int], placed: Placed) -> float:
-    """All-reduce over some devices of every copy, while the groups of all other devices of their hosts are at work."""
+    """Return the seconds of an all-reduce over some devices of every copy, while the hosts' other devices do theirs."""
     layout = placed.layout(holders)
     sharing = max(1, placed.busy // max(1, layout.per_host))
     return collective_seconds(profile, "all_reduce", size_bytes, layout, sharing)
 
 
 def _messages(profile: Profile, cut: Cut, placed: Placed, samples: float) -> tuple[float, ...]:
-    """Latency of the link behind each stage but the last: of its slowest replica's."""
+    """Seconds of a message from each stage but the last to the next, over its slowest replica's link."""
     host = placed.per_host
     seen: list[set[bool]] = [set() for _ in range(len(cut) - 1)]
     """Per link, whether it stays inside a host."""

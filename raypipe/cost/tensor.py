@@ -1,9 +1,10 @@
-"""Layers divided over a tensor group: what one member computes, holds and exchanges.
+"""Tensor parallelism: what one rank of a tensor-parallel group computes, holds and exchanges.
 
-A group of T devices counts as one device here: its members work in step, so a task takes as long as one member's share
-of it and the sums over the group inside it. So everything that reads a profile needs to know nothing about groups.
+A group of T devices counts as one device in the profile. Its ranks work in lockstep, so a task takes as long as one
+rank's share of it plus the all-reduces inside it. Code that reads a profile therefore needs no knowledge of groups.
 
-Source: Merak section 5.3 for what a layer exchanges (two sums forward, two back); Shoeybi et al. 2019, section 3.
+Source: Merak section 5.3 for what a layer exchanges (two all-reduces forward, two backward); Shoeybi et al. 2019,
+section 3.
 """
 
 from __future__ import annotations
@@ -24,37 +25,38 @@ from raypipe.job.model_spec import GptSpec
 
 
 class TensorRankWork(NamedTuple):
-    """One layer, as each member of the group has it."""
+    """The work of one layer on each tensor rank."""
 
     work: LayerWork
     forward_all_reduces: tuple[float, ...]
-    """Bytes of each sum over the group in the forward of one sample."""
+    """Bytes of each all-reduce over the group in the forward of one sample."""
     backward_all_reduces: tuple[float, ...]
+    """Bytes of each all-reduce in the backward of one sample."""
     gathers: tuple[float, ...] = ()
-    """Bytes of each whole tensor that is put together from the members' shares in the forward of one sample."""
+    """Bytes of each tensor that is all-gathered in the forward of one sample."""
 
 
 def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYPIPE) -> tuple[TensorRankWork, ...]:
-    """A member's share of each of a GPT's layers, in a group of ``size``.
+    """Return a tensor rank's share of each layer of a GPT, in a group of ``size``.
 
-    Norms, residual sums and dropout on the stream are whole on every member; so are the inputs of the first product of
-    each pair and the outputs of the second.
+    Norms, residual sums and dropout on the residual stream are replicated on every rank; so are the inputs of the
+    first product of each pair and the outputs of the second.
 
     Raises:
-        SpecError: the heads do not divide.
+        SpecError: the number of heads is not divisible by ``size``.
     """
     if model.heads % size:
         near = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
         fix = f"use one of {', '.join(map(str, near))}"
-        raise SpecError("parallel.tensor", f"{model.heads} heads do not divide over {size}", fix)
+        raise SpecError("parallel.tensor", f"{model.heads} heads are not divisible by {size}", fix)
     s, h = model.sequence, model.hidden
     e, m = WIDTH[dtype], master_width(dtype, software)
     stream = float(s * h)
     moved, kept = mask_bytes(e, software) if model.dropout else (0, 0)
     cast = 2 * (m + e) * stream if e != m else 0.0
     norms = 4 * m * stream + cast
-    whole_block = LayerWork(
-        name="block", parameters=6 * h,  # two norms, the biases behind the sums
+    replicated_block = LayerWork(
+        name="block", parameters=6 * h,  # two norms, and the biases added after the all-reduces
         forward=Effort(operands=4 * e * stream, traffic=norms + 2 * (2 * m + e + moved) * stream),
         input_grad=Effort(operands=4 * e * stream, traffic=12 * m * stream + cast + 6 * e * stream * (moved > 0)),
         weight_grad=Effort(operands=4 * e * stream),
@@ -62,11 +64,11 @@ def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYP
         waiting_bytes=4 * e * stream, output_bytes=m * stream,
     )  # fmt: skip
     embedding, *blocks, head = gpt_work(model, dtype, software)
-    # Of the embedding, only the table is divided.
-    whole_embedding = replace(
+    # Only the embedding's table is divided.
+    replicated_embedding = replace(
         embedding, parameters=s * h, weight_grad=replace(embedding.weight_grad, weights=0.0), workspace_fixed_bytes=0.0
     )
-    whole_head = LayerWork(
+    replicated_head = LayerWork(
         name="head", parameters=2 * h,
         forward=Effort(operands=e * stream, traffic=2 * m * stream + cast / 2),
         input_grad=Effort(operands=e * stream, traffic=3 * m * stream),
@@ -74,27 +76,28 @@ def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYP
         kept_bytes=(m + e) * stream + (2 * STATISTIC[dtype] + 8) * s, waiting_bytes=e * stream, output_bytes=0.0,
     )  # fmt: skip
     token = float(STATISTIC[dtype] * s)
-    # Norms write wide values, which products narrow for themselves: so wide are the gradients that meet there.
-    there, back = (e * stream, e * stream), (m * stream, m * stream)
-    block = share(blocks[0], whole_block, size)
-    if size > 1:  # a sum is made in a copy of its own, and a bias comes behind it
+    # Activations are all-reduced in the products' dtype. Gradients are all-reduced at the norms' outputs, which are in
+    # the wider dtype because each product casts its own input.
+    forward_sums, backward_sums = (e * stream, e * stream), (m * stream, m * stream)
+    block = share(blocks[0], replicated_block, size)
+    if size > 1:  # an all-reduce works on a copy, and the bias is added after it
         block = replace(
             block,
             forward=replace(block.forward, traffic=block.forward.traffic + (4 * m + 8 * e) * stream),
             input_grad=replace(block.input_grad, traffic=block.input_grad.traffic + 4 * m * stream),
         )
     return (
-        TensorRankWork(share(embedding, whole_embedding, size), (m * stream,), ()),
-        *(TensorRankWork(replace(block, name=work.name), there, back) for work in blocks),
-        TensorRankWork(share(head, whole_head, size), (token, 2 * token), (m * stream,)),
+        TensorRankWork(share(embedding, replicated_embedding, size), (m * stream,), ()),
+        *(TensorRankWork(replace(block, name=work.name), forward_sums, backward_sums) for work in blocks),
+        TensorRankWork(share(head, replicated_head, size), (token, 2 * token), (m * stream,)),
     )
 
 
-def share(work: LayerWork, whole: LayerWork, size: int) -> LayerWork:
-    """A member's work: all of ``whole`` and its part of the rest. There are as many kernels as before."""
+def share(work: LayerWork, replicated: LayerWork, size: int) -> LayerWork:
+    """Return a rank's work: all of ``replicated``, and 1/size of the remainder. The overhead of kernels stays."""
     found: dict[str, object] = {}
     for field in fields(LayerWork):
-        a, b = getattr(work, field.name), getattr(whole, field.name)
+        a, b = getattr(work, field.name), getattr(replicated, field.name)
         if isinstance(a, Effort):
             parts = {f.name: _part(getattr(a, f.name), getattr(b, f.name), size) for f in fields(Effort)}
             found[field.name] = Effort(**{**parts, "overhead": a.overhead})
@@ -105,8 +108,8 @@ def share(work: LayerWork, whole: LayerWork, size: int) -> LayerWork:
     return replace(work, **found)  # type: ignore[arg-type]
 
 
-def _part(total: float, whole: float, size: int) -> float:
-    return whole + (total - whole) / size
+def _part(total: float, replicated: float, size: int) -> float:
+    return replicated + (total - replicated) / size
 
 
 def tensor_profile(
@@ -121,29 +124,32 @@ def tensor_profile(
     momentum: bool = False,
     tied: int = 0,
 ) -> Profile:
-    """The profile of a cluster whose devices are groups of ``size``; see ``analytic_profile``.
+    """Compute the profile of a cluster whose devices are tensor-parallel groups; see ``analytic_profile``.
 
-    With ``sub_pipelined``, a micro-batch runs in two halves and the sums of one beside the compute of the other: a
-    layer takes as long as the longer of the two, its kernels as long as for two micro-batches of half the size. The
-    start and the end of a stage, where there is no other half, are left out: a quarter of a layer each. Only even
-    micro-batches have halves; the profile has no others.
+    With ``sub_pipelined``, a micro-batch runs in two halves, and the all-reduces of one half overlap the compute of the
+    other. A layer then takes twice the longer of a half's compute and a half's all-reduces. The start and the end of a
+    stage, where there is no other half to overlap with, are neglected: a quarter of a layer each. The profile has only
+    even micro-batch sizes, since only these can be halved.
 
     Args:
-        model: the built-in GPT, or a member's share of any other model's layers.
+        model: the built-in GPT, or a tensor rank's share of any other model's layers.
         cluster: the machine.
         dtype: ``train.dtype``.
-        size: members of a group, T.
+        size: devices of a group, T.
         sizes: micro-batch sizes, in samples.
         sub_pipelined: ``parallel.sub_pipelined``.
-        optimizer, momentum: ``train``'s.
-        tied: with members given, values of a member's share of matrices that first and last layer share.
+        optimizer, momentum: as in ``train``.
+        tied: parameter values of a rank's share that first and last layer share; ignored for a GPT.
 
     Raises:
-        SpecError: the heads or the devices do not divide; no even micro-batch where it takes one.
+        SpecError: the heads or the devices are not divisible by ``size``, or ``sub_pipelined`` without an even
+            micro-batch size.
     """
     if cluster.devices % size:
         raise SpecError(
-            "parallel.tensor", f"{cluster.devices} devices do not divide into groups of {size}", "use others"
+            "parallel.tensor",
+            f"{cluster.devices} devices do not divide into groups of {size}",
+            f"use a divisor of {cluster.devices}",
         )
     tensor_ranks = (
         divided_gpt(model, dtype, size, SOFTWARE[cluster.software]) if isinstance(model, GptSpec) else tuple(model)
@@ -162,20 +168,20 @@ def tensor_profile(
     def timed(layer: LayerProfile, tensor_rank: TensorRankWork) -> LayerProfile:
         times = {}
         for samples, t in layer.times.items():
-            there = exchanged("all_reduce", tensor_rank.forward_all_reduces, samples)
-            there += exchanged("all_gather", tensor_rank.gathers, samples)
+            ahead = exchanged("all_reduce", tensor_rank.forward_all_reduces, samples)
+            ahead += exchanged("all_gather", tensor_rank.gathers, samples)
             back = exchanged("all_reduce", tensor_rank.backward_all_reduces, samples)
-            all_reduces = {"forward": there, "recompute": there, "input_grad": back, "joint": back, "weight_grad": 0.0}
+            exchanges = {"forward": ahead, "recompute": ahead, "input_grad": back, "joint": back, "weight_grad": 0.0}
             if sub_pipelined:
-                both = {name: 2 * max(getattr(t, name), added) for name, added in all_reduces.items()}
+                total = {name: 2 * max(getattr(t, name), added) for name, added in exchanges.items()}
             else:
-                both = {name: getattr(t, name) + added for name, added in all_reduces.items()}
-            times[samples * (1 + sub_pipelined)] = t.model_copy(update=both)
+                total = {name: getattr(t, name) + added for name, added in exchanges.items()}
+            times[samples * (1 + sub_pipelined)] = t.model_copy(update=total)
         return layer.model_copy(update={"times": times})
 
-    # Equal members of neighbouring groups send at the same time, over as many links as there are.
-    crowd = max(1.0, min(size, cluster.devices_per_host) / cluster.host_links)
-    between = plain.between.model_copy(update={"beta_s_per_byte": plain.between.beta_s_per_byte * crowd})
+    # All ranks of a group send to their counterparts at the same time and share the host's links.
+    senders = max(1.0, min(size, cluster.devices_per_host) / cluster.host_links)
+    between = plain.between.model_copy(update={"beta_s_per_byte": plain.between.beta_s_per_byte * senders})
     return plain.model_copy(
         update={
             "layers": tuple(timed(*pair) for pair in zip(plain.layers, tensor_ranks, strict=True)),

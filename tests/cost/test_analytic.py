@@ -103,7 +103,7 @@ def test_an_update_reads_and_writes_its_state(optimizer, momentum, expected):
     ("wrong", "where", "words"),
     [
         (lambda c: analytic_profile(GPT, c, "bfloat16"), "train.dtype", "no peak_tflops for bfloat16"),
-        (lambda c: analytic_profile(GPT, c, "float32", sizes=[]), "sizes", "no micro-batch sizes"),
+        (lambda c: analytic_profile(GPT, c, "float32", sizes=[]), "sizes", "not valid micro-batch sizes"),
         (lambda c: analytic_profile(GPT, c, "float32", sizes=[0, 1]), "sizes", "from 1"),
         (lambda c: analytic_profile([], c, "float32"), "model", "has no layers"),
         (lambda c: analytic_profile(GPT, c, "float32", optimizer="adamx"), "train.optimizer", 'did you mean "adam'),

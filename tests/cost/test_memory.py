@@ -257,7 +257,7 @@ def test_what_takes_most(profile):
 
 
 def test_bad_requests(profile):
-    with pytest.raises(SpecError, match="no cut of 6 layers"):
+    with pytest.raises(SpecError, match="does not divide 6 layers"):
         memory(profile, "1f1b", 8, cut=[(0,), (1,)])
     with pytest.raises(SpecError, match='did you mean "adamw"'):
         memory(profile, "1f1b", 8, optimizer="adamww")

@@ -116,6 +116,6 @@ def test_what_a_profile_takes_for_granted_is_said() -> None:
     assert "16 devices" in doubts(job(), Profile.model_validate_json(json.dumps(whole)), 16)[0]
     for layer in whole["layers"]:
         del layer["times"]["1"]
-    assert "micro-batches of 4 alone" in doubts(job(), Profile.model_validate_json(json.dumps(whole)))[0]
+    assert "micro-batches of 4 only" in doubts(job(), Profile.model_validate_json(json.dumps(whole)))[0]
     del whole["taken_for"]
     assert any("of which model" in said for said in doubts(job(), Profile.model_validate_json(json.dumps(whole))))

@@ -157,11 +157,11 @@ def test_the_table_runs(profile):
 @pytest.mark.parametrize(
     ("cut", "placement", "words"),
     [
-        ([(0, 1), (2, 3)], [(0, 1)], "no cut of 6 layers"),
-        ([(0, 1, 2), (2, 3, 4, 5)], [(0, 1)], "no cut of 6 layers"),
+        ([(0, 1), (2, 3)], [(0, 1)], "does not divide 6 layers"),
+        ([(0, 1, 2), (2, 3, 4, 5)], [(0, 1)], "does not divide 6 layers"),
         ([(3, 4, 5), (0, 1, 2)], [(0, 1)], "in order"),
-        ([(0, 1, 2, 3, 4, 5), ()], [(0, 1)], "no cut of 6 layers"),
-        ([(0, 1, 2), (3, 4, 5)], [(0, 1, 2)], "3 stages for a cut into 2"),
+        ([(0, 1, 2, 3, 4, 5), ()], [(0, 1)], "does not divide 6 layers"),
+        ([(0, 1, 2), (3, 4, 5)], [(0, 1, 2)], "has 3 stages, the cut 2"),
     ],
 )
 def test_cuts_that_are_none(profile, cut, placement, words):

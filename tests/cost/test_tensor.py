@@ -117,7 +117,7 @@ def test_a_large_block_takes_its_share_and_two_sums():
 
 def test_what_does_not_divide_is_refused():
     cluster = load_cluster(CLUSTER)
-    with pytest.raises(SpecError, match=r"4 heads do not divide over 3\n  fix: use one of 1, 2, 4"):
+    with pytest.raises(SpecError, match=r"4 heads are not divisible by 3\n  fix: use one of 1, 2, 4"):
         divided_gpt(spec(), "float32", 3)
     with pytest.raises(SpecError, match="devices do not divide into groups of 3"):
         tensor_profile(spec(heads=3, hidden=96), cluster, "float32", 3)
