@@ -1,1 +1,1 @@
-"""The parts of launching a job: its run directory, its plan, what resuming needs, and the run under Ray Train."""
+"""The parts of launching a job: run directory, plan, resuming, and the run under Ray Train."""

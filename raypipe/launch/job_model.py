@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class JobModel:
-    """Layers of a job's model: one tensor rank's where the job divides them, and whole where the planner chooses."""
+    """Builds a job's model and caches it.
+
+    With a fixed ``parallel.tensor``, layers are one tensor rank's share; where the planner chooses, they are complete.
+    """
 
     def __init__(self, job: JobSpec) -> None:
         self.job = job
@@ -22,10 +25,10 @@ class JobModel:
 
     @cached_property
     def declared(self) -> LayeredModel:
-        """For the data that the job names.
+        """The model for the data that the job names.
 
         Raises:
-            SpecError: the data cannot be read, or the model does not exist or does not fit them.
+            SpecError: the data cannot be read, or the model does not exist or does not fit the data.
             CaptureError: the model cannot be captured.
         """
         from raypipe.data import declared_fields
@@ -33,7 +36,7 @@ class JobModel:
         return self._for(declared_fields(self.job.data))
 
     def prepared(self, data: Path) -> LayeredModel:
-        """For the data that were prepared in a folder, which a resumed run keeps whatever its job names now.
+        """Build the model for the data prepared in a folder; a resumed run keeps these even if its job names others.
 
         Raises:
             SpecError, CaptureError: as ``declared``.

@@ -1,4 +1,4 @@
-"""The plan of a job that brings one: in a file that the user gives, or kept in the directory of the run to resume."""
+"""Use an existing plan: from a file that the user gives, or from the directory of the run to resume."""
 
 from __future__ import annotations
 
@@ -20,32 +20,45 @@ from raypipe.schedule.ir import Schedule
 def given_plan(
     job: JobSpec, plan_file: Path, beside: Mapping[str, Any], say: Callable[[str], None]
 ) -> Planned:  # fmt: skip
-    """The plan in a file, for this job; ``beside`` are ``parallel`` keys that were asked for beside it.
+    """Read the plan for a job from a file.
+
+    Args:
+        job: the job.
+        plan_file: the plan file.
+        beside: ``parallel`` keys given together with the plan; they must agree with it.
+        say: called with notes for the user.
 
     Raises:
-        SpecError: it is no plan, or of another model, or decides otherwise than ``beside`` or the job's rules.
-        ScheduleError: its schedule cannot run, or is not of the job's batch.
+        SpecError: the file is not a plan, or the plan is for another model or contradicts ``beside`` or the job's
+            rules.
+        ScheduleError: the plan's schedule cannot run, or does not fit ``train.batch``.
     """
     plan = _beside(load_plan(plan_file), beside, plan_file)
     try:
         job = with_plan(job, plan)
     except SpecError as error:
         if not error.where.startswith("parallel"):
-            raise  # what the job says of other things
+            raise  # the error is in the job, not in the plan
         raise SpecError(f"{plan_file}: {error.where}", error.why, error.fix) from None
     model = JobModel(job)
     schedule = _checked_schedule(plan, job, model.declared.count, plan_file)
-    return Planned(job, model, _known(plan, job, plan_file, say), schedule)
+    return Planned(job, model, _checked_prediction(plan, job, plan_file, say), schedule)
 
 
 def kept_plan(job: JobSpec, directory: Path, say: Callable[[str], None] = lambda _: None) -> Planned | None:
-    """The plan of the run to resume where it was chosen or searched: doing so again would find another one.
+    """Read the plan of the run to resume if it was chosen or searched, because planning again could give another plan.
 
-    None where the job now asks for another one, be it by its batch alone, or where the record of it is damaged; both
-    are reported through ``say``.
+    Args:
+        job: the job.
+        directory: the run directory.
+        say: called with notes for the user.
+
+    Returns:
+        The plan, or None if there is none to keep: the job's keys or batch now need another one, or the file is
+        damaged. ``say`` reports a plan that does not fit or is damaged.
 
     Raises:
-        SpecError: it was made for another model.
+        SpecError: the plan was made for another model.
     """
     parallel = job.parallel
     if not (parallel.auto or parallel.schedule == "auto" or parallel.replans):
@@ -55,10 +68,10 @@ def kept_plan(job: JobSpec, directory: Path, say: Callable[[str], None] = lambda
         return None
     try:
         plan = load_plan(path)
-    except SpecError as error:  # the checkpoints, which no plan enters, are what a run goes on from
-        say(f"note: {error.where} {error.why}; it is now {set_aside(path).name}, and the run is planned again")
+    except SpecError as error:  # checkpoints do not depend on the plan, so the run can still resume
+        say(f"note: {error.where} {error.why}; renamed it {set_aside(path).name}; planning the run again")
         return None
-    # When gradients are summed may have changed with the order (plan.online.better_order).
+    # Replanning may have changed ``sync`` together with the order (plan.online.better_order).
     asked = plan.parallel.model_copy(update={"sync": job.parallel.sync})
     if not (job.parallel.allows(plan.parallel) if job.parallel.auto else asked == job.parallel):
         return None
@@ -66,33 +79,33 @@ def kept_plan(job: JobSpec, directory: Path, say: Callable[[str], None] = lambda
         job = with_plan(job, plan)
         schedule = build_schedule(plan, job.train.batch)
     except RequestError as error:
-        say(f"note: {path} does not fit this job and is made anew: {error.where} {error.why}")
+        say(f"note: {path} does not fit this job, so a new plan is made: {error.where} {error.why}")
         return None
-    return Planned(job, JobModel(job), _known(plan, job, path, say), schedule)
+    return Planned(job, JobModel(job), _checked_prediction(plan, job, path, say), schedule)
 
 
-def _beside(plan: Plan, wishes: Mapping[str, Any], plan_file: Path) -> Plan:
-    """The plan with those ``parallel`` keys that its job may give beside it.
+def _beside(plan: Plan, given: Mapping[str, Any], plan_file: Path) -> Plan:
+    """Apply the ``parallel`` keys that the job decides even if a plan is given, and check all others.
 
     Raises:
-        SpecError: a key that the plan has decided otherwise.
+        SpecError: a given key differs from the plan's decision.
     """
-    own = {key: value for key, value in wishes.items() if key in JOBS_OWN}
-    for key, value in wishes.items():
+    own = {key: value for key, value in given.items() if key in JOBS_OWN}
+    for key, value in given.items():
         decided = getattr(plan.parallel, key, None)
         if key not in own and decided != value:
             raise SpecError(
-                f"--set parallel.{key}", f"{value} is asked for, but {plan_file} has decided {decided}",
+                f"--set parallel.{key}", f"{value} contradicts {plan_file}, which decides {decided}",
                 "leave out one of them; to plan with it: raypipe autoconfigure JOB.yaml --set ... -o PLAN.json",
             )  # fmt: skip
     return plan.model_copy(update={"parallel": plan.parallel.model_copy(update=own)})
 
 
-def _known(plan: Plan, job: JobSpec, plan_file: Path, say: Callable[[str], None]) -> Plan:
-    """The plan; without its prediction where that is of another job, or of what the plan was before it was edited.
+def _checked_prediction(plan: Plan, job: JobSpec, plan_file: Path, say: Callable[[str], None]) -> Plan:
+    """Drop the plan's prediction if it is of another job or of the plan before it was edited.
 
     Raises:
-        SpecError: it was made for another model.
+        SpecError: the plan was made for another model.
     """
     found = plan.differences(job)
     if not found:
@@ -103,7 +116,7 @@ def _known(plan: Plan, job: JobSpec, plan_file: Path, say: Callable[[str], None]
             str(plan_file), f"was made for another model: {key} {why}",
             "plan this one: raypipe autoconfigure JOB.yaml -o PLAN.json",
         )  # fmt: skip
-    say(f"note: since {plan_file} was planned, {key} {why}; its predicted time and memory do not hold")
+    say(f"note: since {plan_file} was planned, {key} {why}; its predicted time and memory no longer apply")
     return plan.model_copy(update={"predicted_step_s": None, "made_for": None})
 
 
@@ -112,11 +125,16 @@ def _other_model(key: str) -> bool:
 
 
 def _checked_schedule(plan: Plan, job: JobSpec, layers: int, plan_file: Path) -> Schedule:
-    """The plan's step, once its cut is found to be one of a model of so many ``layers``."""
-    held = [i for stage in plan.cut for i in stage]
-    if held != list(range(layers)):
+    """Build the plan's schedule after checking its cut against the number of the model's layers.
+
+    Raises:
+        SpecError: the cut does not belong to the model or to the schedule.
+        ScheduleError: the schedule cannot run, or does not fit ``train.batch``.
+    """
+    numbers = [i for stage in plan.cut for i in stage]
+    if numbers != list(range(layers)):
         raise SpecError(
-            f"{plan_file}: cut", f"holds layers {held} of a model with layers 0 to {layers - 1}",
+            f"{plan_file}: cut", f"holds layers {numbers} of a model with layers 0 to {layers - 1}",
             "use a plan made for this job",
         )  # fmt: skip
     empty = next((s for s, stage in enumerate(plan.cut) if not stage), None)

@@ -1,4 +1,4 @@
-"""The plan of a job that brings none: made as its ``parallel`` keys say, searched, or chosen by measuring."""
+"""Make the plan of a job: from its ``parallel`` keys, by searching an order, or by profiling and planning."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 def make_plan(job: JobSpec) -> Plan:
-    """The plan of a job that leaves nothing to the planner; as ``planned_as_asked``."""
+    """Make the plan of a job that leaves no choice to the planner; see ``planned_as_asked``."""
     return planned_as_asked(job, JobModel(job)).plan
 
 
 def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
-    """Cut the model for the job's schedule and check the whole step.
+    """Cut the model for the schedule that the job asks for, and build and verify the step.
 
     Raises:
-        SpecError: more stages than layers.
+        SpecError: there are more stages than layers, or the schedule cannot train tied parameters of this cut.
         ScheduleError: the schedule does not exist for this shape.
     """
     from raypipe.models import split_layers
@@ -53,25 +53,25 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
         schedule = base_schedule(parallel, job.train.batch)
         cut = split_layers(layers, schedule.stages)
         if schedule.versions == "stash":
-            _refuse_copies(layers, cut)
+            _check_tied(layers, cut)
         order = to_text(schedule) if is_file(parallel.schedule) else None
     plan = Plan(parallel=parallel, cut=tuple(tuple(part) for part in cut), order=order)
     return Planned(job, model, plan, build_schedule(plan, job.train.batch))
 
 
-def _refuse_copies(layers: LayeredModel, cut: list[range]) -> None:
-    """PipeDream updates each stage by itself: a parameter that two stages hold would become two."""
+def _check_tied(layers: LayeredModel, cut: list[range]) -> None:
+    """Refuse tied parameters across stages: PipeDream updates each stage separately, so the copies would diverge."""
     stage_of = {layer: stage for stage, part in enumerate(cut) for layer in part}
     for group in layers.tied:
         if len({stage_of[layer] for layer, _ in group.parameters}) > 1:
             raise SpecError(
                 "model", f"pipedream updates stages at different times: copies of {group.name} would differ",
-                "use schedule: pipedream-2bw, or a model that ties nothing",
+                "use schedule: pipedream-2bw, or a model without tied parameters",
             )  # fmt: skip
 
 
 def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: list[float]) -> Schedule:
-    """The order that ``auto`` runs: searched on the stages' analytic costs, B and W as long as F each."""
+    """Search the order of ``schedule: auto`` with times proportional to the stages' FLOPs, and B = W = F."""
     largest = max(flops)
     times = tuple(f / largest for f in flops)
     zeros = (0.0,) * len(times)
@@ -84,10 +84,10 @@ def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: list[
 
 
 def with_plan(job: JobSpec, plan: Plan) -> JobSpec:
-    """The job with a plan's ``parallel`` keys.
+    """Return the job with a plan's ``parallel`` keys.
 
     Raises:
-        SpecError: the job's rules refuse them.
+        SpecError: the keys break a rule of job files.
     """
     return JobSpec.model_validate({**job.model_dump(), "parallel": plan.parallel.model_dump()})
 
@@ -95,24 +95,24 @@ def with_plan(job: JobSpec, plan: Plan) -> JobSpec:
 def planned_by_measuring(
     job: JobSpec, model: JobModel, directory: Path, dashboard_port: int | None, say: Callable[[str], None]
 ) -> Planned:  # fmt: skip
-    """Start Ray, measure, and choose; the decision goes to the run's events.
+    """Start Ray, profile the devices and choose a plan; the decision is logged in the run's events.
 
     Raises:
-        SpecError: no plan fits, or there is nothing to measure on.
-        RunError: a device died while it was measured.
+        SpecError: no plan fits, or there is no device to profile.
+        RunError: a device died while it was profiled.
     """
     from raypipe.plan.decision_json import as_json
     from raypipe.profiling.profile_and_plan import profile_and_plan
 
     if model.declared.batch_statistics and "microbatch" not in job.parallel.given:
         say(
-            "note: this model's loss depends on the size of its micro-batches (batch norm, or a loss of its own), "
-            "which the planner chooses; parallel.microbatch fixes it"
+            "note: this model's loss depends on the micro-batch size (batch norm, or a loss of its own), which the "
+            "planner chooses; set parallel.microbatch to fix it"
         )
     decision = profile_and_plan(job, directory, directory / "data", dashboard_port, say)
-    told = as_json(decision)
+    fields = as_json(decision)
     log = RunLog(directory)
-    log.event("planned", **{key: told[key] for key in ("candidates", "searched", "timed", "seconds")})
+    log.event("planned", **{key: fields[key] for key in ("candidates", "searched", "timed", "seconds")})
     log.close()
     plan = decision.plan
     return Planned(with_plan(job, plan), model, plan, build_schedule(plan, job.train.batch))

@@ -1,4 +1,4 @@
-"""What preparing a job comes to: the job with its plan, and then all that a run needs."""
+"""The results of preparing a job: the job with its plan, and then everything that a run needs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A job with the plan that it runs, and the step that the plan makes."""
+    """A job, its plan, and the schedule of the plan."""
 
     job: JobSpec
-    """With the plan's ``parallel`` keys."""
+    """The job with the plan's ``parallel`` keys."""
     model: JobModel
     plan: Plan
     schedule: Schedule
@@ -30,11 +30,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A job checked and made ready: everything that can be wrong with the request has been looked at."""
+    """A job that is ready to run: all errors that a request can have were checked."""
 
     job: JobSpec
     model: LayeredModel
-    """For the prepared data."""
+    """The model for the prepared data."""
     plan: Plan
     schedule: Schedule
     """The whole step over all devices."""
@@ -44,7 +44,7 @@ class Prepared:
 
 
 def units_of(task: Task, job: JobSpec, data: Path) -> Units:
-    """What the loss and the throughput of the data prepared in the folder ``data`` are counted in."""
+    """Return the units of loss and throughput for the data prepared in the folder ``data``."""
     from raypipe.data import counts_tokens
 
     return Units(task.unit, "tokens" if counts_tokens(job, data) else "samples")

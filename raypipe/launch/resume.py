@@ -1,4 +1,4 @@
-"""What resuming a run needs: a checkpoint to go on from, logs that can be read, and steps left to do."""
+"""Check that a run can be resumed: a checkpoint to continue from, readable logs, and steps left to train."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from raypipe.observe.run_dir import CHECKPOINTS, RECORD, mend_logs
 
 
 def check_resume(job: JobSpec, directory: Path) -> None:
-    """Refuse to resume without a whole checkpoint of the same model, or where nothing is left to train.
+    """Check that there is a complete checkpoint of the same model and something left to train.
 
     Raises:
-        SpecError: there is none, the model differs, the run has stopped early, or has done all its steps.
+        SpecError: there is no complete checkpoint, the model differs, or the run has stopped early or done all steps.
     """
     from raypipe.checkpoint import latest, open_checkpoint
     from raypipe.runtime.early_stop import patience_of
@@ -39,8 +39,8 @@ def check_resume(job: JobSpec, directory: Path) -> None:
         patience = patience_of(directory, job.train.early_stop, step)
         if patience.exhausted:
             raise SpecError(
-                "train.early_stop", f"the run has stopped, after {step} steps: {patience}",
-                "it is finished; to train on, raise train.early_stop.patience or set train.early_stop to null",
+                "train.early_stop", f"the run stopped early after {step} steps: {patience}",
+                "to train on, raise train.early_stop.patience or set train.early_stop to null",
             )  # fmt: skip
     if step >= job.train.steps:
         raise SpecError(
@@ -49,7 +49,7 @@ def check_resume(job: JobSpec, directory: Path) -> None:
 
 
 def mend(directory: Path, say: Callable[[str], None]) -> None:
-    """Repair what a run that was killed may have left half written: its logs, and Ray Train's own state."""
+    """Repair files that a killed run may have left half written: its logs and Ray Train's state."""
     from raypipe.runtime.cluster.ray_snapshot import check_snapshot
 
     mend_logs(directory, say)

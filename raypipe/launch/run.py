@@ -1,4 +1,4 @@
-"""Run a prepared job: start Ray Train, follow the logs that its driver writes, and say how it ended."""
+"""Run a prepared job: start Ray Train, follow the logs that its driver writes, and return the result."""
 
 from __future__ import annotations
 
@@ -21,23 +21,28 @@ if TYPE_CHECKING:
 
 
 def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]) -> dict[str, Any]:
-    """Run to the end and return CONTRACT.md's result; as ``run`` otherwise."""
+    """Run to the end and return the summary that CONTRACT.md defines; see ``run`` for errors."""
     return run(prepared, dashboard_port, watch)[1]
 
 
 def run(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]) -> tuple[Result, dict[str, Any]]:
-    """Run to the end and return Ray Train's result and CONTRACT.md's; ``watch`` is called twice a second meanwhile.
+    """Run to the end and return Ray Train's result and the summary that CONTRACT.md defines.
+
+    Args:
+        prepared: the job.
+        dashboard_port: port of Ray's dashboard; None for none.
+        watch: called twice a second during the run.
 
     Raises:
-        SpecError: the cluster can never give what the plan needs.
+        SpecError: the cluster can never provide the devices that the plan needs.
         DevicesError: the devices were not free within ``train.wait_for_devices_s``.
-        RunError: the run failed for good; the message is the last attempt's.
+        RunError: the run failed and was not restarted; the message is that of the last attempt.
     """
     with hold(prepared.directory):
-        return _run_held(prepared, dashboard_port, watch)
+        return _run_locked(prepared, dashboard_port, watch)
 
 
-def _run_held(
+def _run_locked(
     prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]
 ) -> tuple[Result, dict[str, Any]]:
     from raypipe.runtime.cluster.connect import connect
@@ -59,14 +64,14 @@ def _run_held(
         watch()
 
     try:
-        held = reserve(count, devices, prepared.job.train.wait_for_devices_s, waiting)
+        reservation = reserve(count, devices, prepared.job.train.wait_for_devices_s, waiting)
     finally:
         log.close()
-    request = RunRequest(prepared.job, directory, prepared.resume, devices, held)
+    request = RunRequest(prepared.job, directory, prepared.resume, devices, reservation)
     try:
         ended = _ended(request, watch)
     finally:
-        held.give_back()
+        reservation.give_back()
     result = _result(ended, directory)
     p = prepared.plan.parallel
     plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
@@ -76,7 +81,7 @@ def _run_held(
 
 
 def _ended(request: RunRequest, watch: Callable[[], None]) -> Result | BaseException:
-    """What Ray Train returns at the end, or raises."""
+    """Run Ray Train to the end and return its result or the exception that it raised."""
     from raypipe.runtime.cluster.ray_train import start_run
 
     ended: list[Result | BaseException] = []
@@ -97,11 +102,11 @@ def _ended(request: RunRequest, watch: Callable[[], None]) -> Result | BaseExcep
 
 
 def _result(ended: Result | BaseException, directory: Path) -> Result:
-    """Ray Train's result, unless the run failed for good: what its events say of that, or else what Ray Train raised.
+    """Return Ray Train's result, or raise the error of a failed run: from its events, else from Ray Train.
 
     Raises:
-        SpecError: an error whose exit status is that of a wrong request.
-        RunError: any other.
+        SpecError: the run failed because of a wrong request (exit status 2).
+        RunError: the run failed for another reason.
     """
     from raypipe.runtime.cluster.failure import describe
     from raypipe.runtime.cluster.ray_train import DRIVER_DIED
@@ -109,29 +114,29 @@ def _result(ended: Result | BaseException, directory: Path) -> Result:
     failed = isinstance(ended, BaseException)
     events = read_rows(directory / EVENTS)
     begun = max(i for i, e in enumerate(events) if e["event"] == "run")
-    goes_on = f"see {directory / EVENTS}; --resume goes on from its checkpoint"
+    fix = f"see {directory / EVENTS}; --resume continues from the last checkpoint"
     for event in reversed(events[begun:]):
         if event["event"] == "error":
             error = SpecError if event["exit_status"] == 2 else RunError
             raise error("", event["message"])
         if event["event"] == "failed" and failed:
-            raise RunError("run", event["message"], goes_on)
+            raise RunError("run", event["message"], fix)
         if event["event"] == "restarted" and failed:
             break
     if isinstance(ended, BaseException):
         from ray.train import WorkerGroupError
 
-        # Of the last attempt nothing is known: its process was killed.
+        # The last attempt's process was killed and left no event.
         died = isinstance(ended, WorkerGroupError)
-        raise RunError("run", DRIVER_DIED if died else describe(ended), goes_on)
+        raise RunError("run", DRIVER_DIED if died else describe(ended), fix)
     return ended
 
 
 def _outcome(result: Result, prepared: Prepared) -> Result:
-    """Ray Train's result, whose checkpoint is the last one it was told of; the best one where the job wants that."""
+    """Return Ray Train's result with the last reported checkpoint; with ``load_best_at_end``, the best one."""
     from ray.train import Checkpoint
 
     from raypipe.checkpoint import best
 
-    held = best(prepared.directory / CHECKPOINTS) if prepared.job.train.load_best_at_end else None
-    return result if held is None else replace(result, checkpoint=Checkpoint.from_directory(str(held.path)))
+    found = best(prepared.directory / CHECKPOINTS) if prepared.job.train.load_best_at_end else None
+    return result if found is None else replace(result, checkpoint=Checkpoint.from_directory(str(found.path)))

@@ -1,4 +1,4 @@
-"""Which directory a run has: a new one, or one that holds nothing but this run. And the job in its record."""
+"""Choose and claim the run directory, and read the job that a run recorded there."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from raypipe.observe.run_log import METRICS
 
 
 def run_directory(job: JobSpec, directory: Path | None, resume: bool) -> Path:
-    """Where the run's files go, made and found to be this run's: ``directory``, or a new one with the job's name.
+    """Claim the directory for the run's files: ``directory``, or a new one named after the job.
 
     Raises:
-        SpecError: nothing is named to resume, or as ``claim``.
+        SpecError: ``resume`` without a directory, or as for ``claim``.
     """
     if directory is None:
         if resume:
-            raise SpecError("--resume", "needs the run to resume", "add --run-dir DIR")
-        # A Ray job's working directory goes away with the job.
+            raise SpecError("--resume", "needs the directory of the run to resume", "add --run-dir DIR")
+        # The working directory of a Ray job is deleted with the job.
         base = Path.home() / "raypipe" / "runs" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else Path("runs")
         directory = base / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return claim(directory, resume)
 
 
 def claim(directory: Path, resume: bool) -> Path:
-    """Make a run directory, or see that it is one that this run may write into; returns its absolute path.
+    """Create a run directory, or check that this run may write into it; return its absolute path.
 
     Raises:
-        SpecError: it holds a run already, or somebody else's files, or cannot be written.
+        SpecError: the directory holds another run or other files, or cannot be written.
     """
     directory = place(directory)
     try:
@@ -50,7 +50,7 @@ def claim(directory: Path, resume: bool) -> Path:
 
 
 def unusable(directory: Path, error: OSError) -> SpecError:
-    """The error about a directory that the operating system refuses to read or write."""
+    """Return the error for a directory that the operating system refuses to read or write."""
     inside = str(error.filename or directory).removeprefix(str(directory)).strip("/")
     reason = error.strerror or str(error)
     why = f"{reason}: {inside}" if inside else reason
@@ -58,7 +58,7 @@ def unusable(directory: Path, error: OSError) -> SpecError:
 
 
 def saved_job(directory: Path) -> JobSpec:
-    """The job of a run, from its record.
+    """Read the job that a run recorded in its directory.
 
     Raises:
         SpecError: the directory holds no run, or the record is damaged.
@@ -69,4 +69,6 @@ def saved_job(directory: Path) -> JobSpec:
     except FileNotFoundError:
         raise SpecError(str(directory), "holds no run", "give the --run-dir of a `raypipe train`") from None
     except (OSError, ValueError, KeyError, TypeError, RaypipeError):
-        raise SpecError(str(path), "is no record of a job: damaged", "train anew, in another --run-dir") from None
+        raise SpecError(
+            str(path), "is not a job record, or is damaged", "start a new run in another --run-dir"
+        ) from None

@@ -223,7 +223,7 @@ def test_a_checkpoint_that_cannot_be_read(refused, stopped, damage, words) -> No
 
 
 def test_resuming_what_does_not_fit(refused, stopped) -> None:
-    assert refused("--resume", run_dir=None).startswith("--resume: needs the run to resume")
+    assert refused("--resume", run_dir=None).startswith("--resume: needs the directory of the run to resume")
     assert refused("--resume", "--set", "model.hidden=32", run_dir=stopped).startswith("model: differs")
     said = refused("--resume", "--set", "train.steps=2", run_dir=stopped)
     assert said.startswith("train.steps: is 2, and the run has done 2")
@@ -308,8 +308,8 @@ def test_a_plan_for_another_model_of_as_many_layers(refused, planned: Path) -> N
 def test_what_is_asked_for_beside_a_plan(refused, job: Path, planned: Path, tmp_path: Path) -> None:
     """What the plan has decided can't be asked for otherwise; what it leaves to the job can."""
     said = refused("--plan", str(planned), "--set", "parallel.microbatch=1")
-    assert said.startswith("--set parallel.microbatch: 1 is asked for, but ")
-    assert "has decided" in said
+    assert said.startswith("--set parallel.microbatch: 1 contradicts ")
+    assert "which decides" in said
     prepared = prepare_run(load_job(job), tmp_path / "own", False, planned, beside={"transport": "gloo"})
     assert prepared.plan.parallel.transport == "gloo"
     assert prepared.plan.predicted_step_s is not None
@@ -413,7 +413,7 @@ def test_a_resumed_search_is_made_anew_for_another_batch(job, tmp_path) -> None:
     assert said == []
     assert kept_plan(load_job(job, ["parallel.schedule=auto", "train.batch=32"]), tmp_path, said.append) is None
     (note,) = said
-    assert "does not fit this job and is made anew" in note
+    assert "does not fit this job, so a new plan is made" in note
     assert "train.batch is 32" in note
 
 

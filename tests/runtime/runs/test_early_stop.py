@@ -126,7 +126,7 @@ def test_a_run_stops_with_the_parameters_that_were_validated(schedule, stage_poo
     log = RunLog(directory)
     log.event("run", resume=False)
     log.close()
-    with pytest.raises(SpecError, match=f"(?s)has stopped, after {stop} steps.*it is finished"):
+    with pytest.raises(SpecError, match=f"(?s)stopped early after {stop} steps.*to train on"):
         check_resume(job, directory)
 
     # Begun again from an earlier checkpoint, it stops at the same step: it remembers what it had waited.
