@@ -1,4 +1,4 @@
-"""For how long a run's devices waited for a core that other processes, or other devices, had."""
+"""Measure how long the processes of a run waited for a CPU core."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 WORTH_SAYING = 0.1
-"""Share of the time that is more than a machine's own daemons take."""
+"""Waits above this share of the time are reported; daemons of the machine cause less."""
 
 
 class CoreWait:
-    """Reads what Linux counts of each process's first thread, which is the one that computes; call ``update`` now and
-    then while they live."""
+    """Measures waiting times from Linux's scheduler statistics of each process's first thread, the one that computes.
+
+    Call ``update`` from time to time while the processes live.
+    """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -19,21 +21,21 @@ class CoreWait:
         self._last: dict[int, tuple[int, int]] = {}
 
     def follow(self, pids: Iterable[int]) -> None:
-        """From now on these; of processes of this host alone."""
+        """Start measuring these processes, which must run on this host; replaces the ones measured before."""
         self._first = {pid: counted for pid in pids if (counted := self._read(pid)) is not None}
         self._last = dict(self._first)
 
     def update(self) -> None:
-        """Look at them again; one that has ended keeps what was seen last."""
+        """Read the statistics again; a process that has ended keeps its last values."""
         for pid in self._first:
             if (counted := self._read(pid)) is not None:
                 self._last[pid] = counted
 
     @property
     def share(self) -> float | None:
-        """Of the time that a device had something to run, the part in which it had no core: the largest over devices.
+        """Share of a process's runnable time in which it waited for a core: the largest over processes.
 
-        None where nobody counts it.
+        None if the kernel provides no statistics.
         """
         shares = []
         for pid, (ran, waited) in self._last.items():
@@ -43,9 +45,9 @@ class CoreWait:
         return max(shares, default=None)
 
     def _read(self, pid: int) -> tuple[int, int] | None:
-        """Nanoseconds that it ran, and that it was ready to run and did not."""
+        """Nanoseconds that the process ran, and that it was runnable but waited."""
         try:
             ran, waited, _ = (self._proc / str(pid) / "schedstat").read_text(encoding="ascii").split()
-        except (OSError, ValueError):  # it ended, or the kernel does not count
+        except (OSError, ValueError):  # the process ended, or the kernel has no statistics
             return None
         return int(ran), int(waited)

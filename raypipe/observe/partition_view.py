@@ -1,4 +1,4 @@
-"""A partition drawn in the terminal, from its report."""
+"""Show a partition in the terminal, from its report."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from raypipe.observe.profile_table import size_text
 
 COLOURS = ("bright_blue", "bright_green", "yellow", "magenta", "cyan", "bright_red")
 BAR = 12
-"""Characters of the slowest stage's bar."""
-WRAPPED = ("what they are", "crosses behind it")
+"""Width of the slowest stage's bar, in characters."""
+WRAPPED = ("contents", "sent to the next")
 COLUMNS = ("stage", "device", "sub-graphs", WRAPPED[0], "parameters", "forward", "backward", "", WRAPPED[1])
 
 
 def partition_view(found: dict[str, Any], name: str) -> RenderableType:
-    """The sub-graphs as one strip, a row a stage with what crosses behind it, and the deal before and after."""
+    """Return the sub-graphs as one strip, a table of stages with the tensors they send, and both assignments' figures.
+
+    The two assignments of sub-graphs to stages are the even one and the balanced one.
+    """
     return Group(_head(found, name), _strip(found), Text(), _stages(found), *_balance(found))
 
 
@@ -31,7 +34,7 @@ def _head(found: dict[str, Any], name: str) -> Text:
 
 
 def _strip(found: dict[str, Any]) -> Text:
-    """One letter per sub-graph, a bar at each cut of the balanced deal."""
+    """One letter per sub-graph, and a bar at each cut of the balanced assignment."""
     text = Text()
     for number, stage in enumerate(found["stages"]):
         first, end = stage["subgraphs"]
@@ -79,14 +82,14 @@ def _contents(subgraphs: list[dict[str, Any]]) -> str:
 def _balance(found: dict[str, Any]) -> list[Text]:
     lines = []
     for name in ("even", "balanced"):
-        deal = found["balance"][name]
-        sizes = "/".join(str(n) for n in deal["subgraphs"])
-        lines.append(Text(f"{name:>8}: {sizes} sub-graphs, slowest device {_time(max(deal['device_seconds']))}, "
-                          f"step {_time(deal['step_s'])}"))  # fmt: skip
-    proof = "no deal has a faster slowest device" if found["balance"]["proven"] else (
-        f"no deal can be below {_time(found['balance']['bound_s'])}"
+        assigned = found["balance"][name]
+        sizes = "/".join(str(n) for n in assigned["subgraphs"])
+        lines.append(Text(f"{name:>8}: {sizes} sub-graphs, slowest device {_time(max(assigned['device_seconds']))}, "
+                          f"step {_time(assigned['step_s'])}"))  # fmt: skip
+    proof = "proven optimal: no assignment has a faster slowest device" if found["balance"]["proven"] else (
+        f"no assignment can be below {_time(found['balance']['bound_s'])}"
     )  # fmt: skip
-    lines.append(Text(f"balanced over even: {found['balance']['speedup']:.3f} times as fast; {proof}"))
+    lines.append(Text(f"balanced is {found['balance']['speedup']:.3f} times as fast as even; {proof}"))
     where = f"times of a micro-batch of {found['microbatch']} on {found['device']} ({found['seconds_from']})"
     lines.append(Text(f"{where}; a step is {found['schedule']} of {found['microbatches']}", "dim"))
     return lines

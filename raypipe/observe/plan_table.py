@@ -1,4 +1,4 @@
-"""The planner's ranking for people: a table, the best three drawn on one time axis, Chimera's model beside ours."""
+"""Show the planner's ranking: a table, drawings of the best three plans, and a comparison with Chimera's model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from raypipe.simulate.engine import simulate
 from raypipe.simulate.timeline import Timeline
 
 WIDTH = 160
-"""Columns of the table where the terminal does not say."""
+"""Width of the table, in columns, if the terminal's width is unknown."""
 DRAWN_DEVICES = 16
-"""A drawing of more devices than this says no more than their number does."""
+"""Plans with more devices are not drawn."""
 DRAWN_TASKS = 6000
 WORDED = ("chunks", "unit", "pipelines", "concat", "memory_limit")
 """Options that have words of their own among the details."""
 
 
 def ranked_table(decision: Decision) -> Table:
-    """One row per candidate, the chosen one first."""
+    """Return a table with one row per candidate, the chosen one first."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     shared = any(row.prediction.candidate.tensor > 1 for row in decision.rows)
     across = "D x W x T" if shared else "D x W"
@@ -50,21 +50,21 @@ def _cells(number: int, row: Row, shared: bool) -> list[str]:
 
 
 def details(p: Prediction) -> str:
-    """What sets a candidate apart besides its shape."""
+    """Return the options in which a candidate differs from the defaults, besides its shape."""
     c = p.candidate
-    words = [
+    options = [
         f"{c.chunks} chunks" if c.chunks > 1 else "",
         f"units of {c.unit}" if c.unit is not None and c.unit < c.microbatches else "",
         f"{c.pipelines} pipelines" if p.form.replicas > 2 else "",
         c.concat if c.concat != "direct" else "",
         c.placement if c.schedule == "auto" else "",
         f"recompute {_recomputed(p)}" if c.recompute != "none" else "",
-        "halves beside sums" if c.sub_pipelined else "",
+        "sub-pipelined" if c.sub_pipelined else "",
         f"limit {c.memory_limit:g}" if c.memory_limit is not None else "",
         f"{c.sync} sums" if c.sync != "lazy" else "",
         *(f"{key} {value}" for key, value in c.options.items() if key not in WORDED and value != NEUTRAL[key]),
     ]
-    return ", ".join(word for word in words if word)
+    return ", ".join(option for option in options if option)
 
 
 def _recomputed(p: Prediction) -> str:
@@ -73,7 +73,7 @@ def _recomputed(p: Prediction) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time for people.
+    """Format a time in seconds.
 
     >>> seconds(0.0123), seconds(1.5), seconds(120.0)
     ('12.3 ms', '1.5 s', '120 s')
@@ -82,7 +82,7 @@ def seconds(value: float) -> str:
 
 
 def timeline_of(p: Prediction) -> Timeline:
-    """A step of one data-parallel copy, gradient sums and updates included."""
+    """Simulate a step of one data-parallel copy, all-reduces and updates included."""
     schedule = schedule_of(p)
     if schedule.versions == "flush":
         schedule = add_updates(place_gradient_sync(schedule, p.candidate.sync, copies=p.candidate.replicas))
@@ -90,7 +90,7 @@ def timeline_of(p: Prediction) -> Timeline:
 
 
 def closed_model(p: Prediction) -> RenderableType | None:
-    """Chimera's Eq. 1 beside the simulator for one candidate; None where Eq. 1 does not apply."""
+    """Return a table that compares Chimera's Eq. 1 with the simulator; None if Eq. 1 does not apply."""
     rows = terms_beside(p)
     if not rows:
         return None
@@ -103,13 +103,13 @@ def closed_model(p: Prediction) -> RenderableType | None:
     table.add_row("step", seconds(sum(r.closed_s for r in rows)), seconds(sum(r.simulated_s for r in rows)), "")
     shared = f" x {c.tensor}" if c.tensor > 1 else ""
     head = Text(
-        f"Chimera's Eq. 1 beside the simulator: {c.schedule}, {c.stages} x {c.replicas}{shared}, B = {c.microbatch}"
+        f"Chimera's Eq. 1 and the simulator: {c.schedule}, {c.stages} x {c.replicas}{shared}, B = {c.microbatch}"
     )
     return Group(head, table)
 
 
 def show_decision(decision: Decision, console: Console) -> None:
-    """Print the ranking, the best three on one axis, and Eq. 1 beside the best candidate it knows."""
+    """Print the ranking, the best three plans on one time axis, and Eq. 1 for the best plan to which it applies."""
     console.print(ranked_table(decision))
     console.print(
         f"\n{decision.searched:,} candidates, {decision.timed:,} simulated, the others ruled out by bounds; "
@@ -135,4 +135,4 @@ def _drawable(p: Prediction) -> bool:
 
 def _drawn_title(drawn: Sequence[Prediction]) -> str:
     which = "The best" if len(drawn) == 1 else f"The best {len(drawn)}"
-    return f"{which} on one axis, one data-parallel copy of each, in seconds:\n"
+    return f"{which} on one time axis in seconds, one data-parallel copy each:\n"

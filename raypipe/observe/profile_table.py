@@ -1,4 +1,4 @@
-"""A profile as tables for the terminal."""
+"""Tables that show a profile in the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypipe.cost.profile import LayerProfile, LinkFit, Profile
 
 
 def profile_tables(profile: Profile) -> RenderableType:
-    """Layers with their task times by micro-batch size, then links, collectives and the rest."""
+    """Return a table of layers with their task times by micro-batch size, and notes on links and collectives."""
     return Group(_layers(profile), *map(Text, _notes(profile)))
 
 
@@ -40,15 +40,15 @@ def _about(layers: list[LayerProfile]) -> tuple[str, str, str, str]:
 
 def _notes(profile: Profile) -> list[str]:
     lines = [
-        "kept: of a sample, from its forward to its backward; waiting: from B to W where the backward is split;",
-        "±: half the range between the quartiles of F, over its median",
-        f"{profile.devices} devices, {profile.devices_per_host} a host; {size_text(profile.memory_bytes)} each, of "
+        "kept: memory of a sample from forward to backward; waiting: from B to W with a split backward;",
+        "±: half the interquartile range of F, over its median",
+        f"{profile.devices} devices, {profile.devices_per_host} per host; {size_text(profile.memory_bytes)} each, of "
         f"which an empty process takes {size_text(profile.base_bytes)}",
-        f"optimizer {profile.update_s_per_parameter * 1e9:.2f} ns a value; between two tasks "
-        f"{profile.task_overhead_s * 1e6:.0f} us",
+        f"optimizer {profile.update_s_per_parameter * 1e9:.2f} ns per parameter; "
+        f"{profile.task_overhead_s * 1e6:.0f} us between two tasks",
     ]
     if profile.alone < 1:
-        lines.append(f"a device whose host's others are idle takes {profile.alone:.2f} of these times")
+        lines.append(f"the only busy device of a host takes {profile.alone:.2f} of these times")
     if profile.source == "measured":
         lines.append(f"disturbed: {profile.noise.sentence()}")
     if profile.devices > 1:
@@ -70,7 +70,7 @@ def _rate(seconds_per_byte: float) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes in words.
+    """Format a number of bytes.
 
     >>> size_text(1536), size_text(3 << 30)
     ('1.5 KiB', '3.0 GiB')

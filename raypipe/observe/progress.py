@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere. Reads the run's logs."""
+"""Show the progress of a run from its logs: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from raypipe.observe.core_wait import CoreWait
 from raypipe.observe.run_log import EVENTS, METRICS, Follower
 
 PLAIN_EVERY_S = 5.0
-"""Seconds between step lines where there is no terminal."""
+"""Seconds between step lines if there is no terminal."""
 
 
 class ProgressView:
-    """Follows one run's logs; call ``update`` now and then.
+    """Follows the logs of one run; call ``update`` from time to time.
 
-    ``throughput``: what ``tokens_per_s`` counts. ``opening``: lines to say once Ray is there and the run begins.
+    Args:
+        directory: the run directory.
+        steps: number of steps of the run.
+        console: where to print.
+        throughput: the unit that ``tokens_per_s`` counts.
+        opening: lines to print when Ray is connected and the run begins.
     """
 
     def __init__(
@@ -50,12 +55,12 @@ class ProgressView:
             self._live.start()
 
     def skip_past(self) -> None:
-        """Leave out what earlier attempts wrote (a resumed run)."""
+        """Skip the rows that earlier attempts of a resumed run wrote."""
         list(self._metrics.new_rows())
         list(self._events.new_rows())
 
     def update(self) -> None:
-        """Show what is new."""
+        """Show the rows written since the last call."""
         self.core_wait.update()
         for row in self._events.new_rows():
             self._event(row)
@@ -66,7 +71,7 @@ class ProgressView:
                 self._step(row)
 
     def close(self) -> None:
-        """Show the last rows and end the live line."""
+        """Show the last rows and stop the live line."""
         self.update()
         if self._live is not None:
             self._live.stop()
@@ -87,17 +92,15 @@ class ProgressView:
             self._predicted_bubble = row["bubble_ratio"]
             self._say(f"predicted step {row['step_s']:.4f} s, {row['bubble_ratio']:.1%} idle")
         elif kind == "replanned":
-            self._say(f"step {row['step']:>5}  planned again: {row['change']}; should gain {row['gain']:.1%} a step")
+            self._say(f"step {row['step']:>5}  replanned: {row['change']}; predicted gain {row['gain']:.1%} per step")
         elif kind == "realised":
-            back = ": going back" if row["gain"] < 0 else ""
-            self._say(f"step {row['step']:>5}  the change gained {row['gain']:.1%} a step{back}")
+            back = ", so it is reverted" if row["gain"] < 0 else ""
+            self._say(f"step {row['step']:>5}  the change gained {row['gain']:.1%} per step{back}")
         elif kind == "restored":
-            self._say(
-                f"step {row['step']:>5}  without the change it is {row['gain']:.1%} slower by now: taken up again"
-            )
+            self._say(f"step {row['step']:>5}  change restored: steps without it are now {row['gain']:.1%} slower")
         elif kind == "drifted":
             change = f"from {row['was_s']:.4f} to {row['now_s']:.4f} s"
-            self._say(f"step {row['step']:>5}  steps went {change}: measuring again")
+            self._say(f"step {row['step']:>5}  step time drifted {change}: measuring again")
         elif kind == "early_stop":
             self._say(f"step {row['step']:>5}  stopped early: {row['message']}")
         elif kind == "failed":
@@ -135,5 +138,5 @@ class ProgressView:
 
 
 def stderr_console() -> Console:
-    """The console for progress: standard error, so that standard output stays for results."""
+    """Return a console on standard error, so that standard output contains results only."""
     return Console(file=sys.stderr)

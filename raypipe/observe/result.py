@@ -1,4 +1,4 @@
-"""What ``raypipe schedule --json`` reports: the schedule, its costs, every task's time, and the figures."""
+"""The output of ``raypipe schedule --json``: the schedule, its costs, the times of all tasks, and summary figures."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from raypipe.simulate.timeline import Timeline
 
 
 def result(timeline: Timeline, costs: CostTable) -> dict[str, Any]:
-    """The JSON object; ``schedule.json_form.from_json`` reads schedule and costs back from it.
+    """Return the JSON object; ``schedule.forms.json_form.from_json`` reads schedule and costs back from it.
 
-    Times are in the unit of ``costs``, activations in those of one stage for one micro-batch.
+    Times are in the unit of ``costs``, activations in units of one stage and micro-batch.
     """
     schedule = timeline.schedule
     graph = link(schedule)

@@ -1,4 +1,4 @@
-"""A run directory before and beside its run: whether anything of worth is in it, and whether a run is at work there."""
+"""Checks of run directories: whether a path can be one, whether it holds a run, and whether a run uses it now."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from raypipe.observe.run_log import EVENTS, METRICS, aside, mend, read_rows
 
 CHECKPOINTS = "checkpoints"
 LOCK = ".running"
-"""Locked, not removed: a file that comes and goes could be locked twice."""
+"""The lock file. It is never removed, because two processes could then lock two different files of this name."""
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
-"""What file systems without locks answer."""
+"""Errors of file systems without locks."""
 
 
 RECORD = "job.json"
-"""The job, as the run was asked for."""
+"""The job as it was given for the run."""
 SECTIONS = {"name", "model", "data", "train", "parallel"}
 SHOWN = 3
-"""Files that an error names; of more it says how many."""
+"""Number of files that an error names; it counts the others."""
 
 
 def place(name: str | Path, where: str = "--run-dir") -> Path:
-    """The absolute path of a run directory that somebody named; ``where`` is what they named it with.
+    """Return the absolute path of a run directory; ``where`` is the option or argument that names it, for errors.
 
     Raises:
-        SpecError: an empty name, a URL, or a directory that no run can have to itself.
+        SpecError: the name is empty or a URL, or it is the root or home directory, which cannot be a run directory.
     """
     if not str(name).strip():
         raise SpecError(where, "is empty", "name a directory, such as runs/first")
@@ -40,14 +40,14 @@ def place(name: str | Path, where: str = "--run-dir") -> Path:
         why = f"{name} is a URL, and a run directory is a path on a file system that every node sees"
         raise SpecError(where, why, "give such a path, on several nodes that of a shared file system")
     if "\0" in str(name):
-        raise SpecError(where, "holds a NUL character, which no path does", "name a directory, such as runs/first")
+        raise SpecError(where, "contains a NUL character", "name a directory, such as runs/first")
     path = expanded(Path(name)).absolute()
     try:
-        whole = path.resolve()
-    except (OSError, RuntimeError):  # links that lead in a circle: said when it is used
+        resolved = path.resolve()
+    except (OSError, RuntimeError):  # a cycle of links: reported when the directory is used
         return path
-    for taken, what in ((Path(whole.anchor), "the root of the file system"), (_home(), "your home directory")):
-        if whole == taken:
+    for taken, what in ((Path(resolved.anchor), "the root of the file system"), (_home(), "your home directory")):
+        if resolved == taken:
             raise SpecError(where, f"{name} is {what}", f"give a directory in it: {taken / 'runs' / 'first'}")
     return path
 
@@ -60,11 +60,11 @@ def _home() -> Path | None:
 
 
 def check_own(directory: Path) -> None:
-    """Refuse a directory that holds files and is no run's: a run would write over some of them.
+    """Refuse a directory that holds files but no run, because a run could overwrite them.
 
     Raises:
-        SpecError: naming some of the files.
-        OSError: it is no directory, or cannot be read.
+        SpecError: there are such files; it names some of them.
+        OSError: the path is not a directory or cannot be read.
     """
     if not os.path.lexists(directory):
         return
@@ -72,13 +72,13 @@ def check_own(directory: Path) -> None:
     if not found or is_run(directory):
         return
     shown = ", ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
-    raise SpecError(str(directory), f"holds files that are no run's: {shown}", "give a new or an empty --run-dir")
+    raise SpecError(str(directory), f"holds files but no run: {shown}", "give a new or an empty --run-dir")
 
 
 def is_run(directory: Path) -> bool:
-    """Whether raypipe made this directory: it has a run's lock, or a record, events or checkpoints as runs write.
+    """Return whether raypipe made this directory: it has a run's lock file, valid record, events or checkpoints.
 
-    A file of that name alone says nothing: other programs write a ``metrics.jsonl`` too.
+    The name of a file alone proves nothing, since other programs write a ``metrics.jsonl`` too.
     """
     if (directory / LOCK).is_file():
         return True
@@ -92,22 +92,22 @@ def is_run(directory: Path) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file, so that the next one is made anew; returns its new name."""
+    """Rename a damaged file so that a new one can be written; return its new path."""
     return path.rename(aside(path))
 
 
 def mend_logs(directory: Path, say: Callable[[str], None]) -> None:
-    """Leave damaged lines out of a run's logs before it goes on; ``say`` is told of them."""
+    """Remove damaged lines from a run's logs before it resumes; ``say`` reports them."""
     for path in (directory / METRICS, directory / EVENTS):
         if wrong := mend(path):
             lines = f"line {wrong[0]} is" if len(wrong) == 1 else f"{len(wrong)} lines, the first {wrong[0]}, are"
-            say(f"note: {path}: {lines} damaged and left out")
+            say(f"note: {path}: {lines} damaged and removed")
 
 
 def stillborn(directory: Path) -> bool:
-    """Whether a run began here and left nothing that anybody could miss: no step's row and nothing of a checkpoint.
+    """Return whether a run began here but left no step's metrics and no checkpoint.
 
-    Such is a run whose Ray did not start, or whose first step failed. A directory without a run is none.
+    That happens if Ray did not start or the first step failed. A directory without a run is not stillborn.
     """
     if not os.path.isfile(directory / METRICS) or read_rows(directory / METRICS):
         return False
@@ -116,7 +116,7 @@ def stillborn(directory: Path) -> bool:
 
 
 def put_aside(directory: Path) -> None:
-    """Give the events of a stillborn run another name, so that the next one's are not mixed with them."""
+    """Rename the events of a stillborn run, so that the next run's events are not appended to them."""
     events = directory / EVENTS
     if events.exists():
         number = 1
@@ -126,11 +126,11 @@ def put_aside(directory: Path) -> None:
 
 
 def hold(directory: Path) -> TextIO:
-    """Say that a run is at work in this directory, until the file is closed or this process ends, however it does.
+    """Lock the directory for a run, until the returned file is closed or this process ends.
 
     Raises:
-        SpecError: one is at work there already.
-        OSError: no file can be written there.
+        SpecError: another run has locked it.
+        OSError: the lock file cannot be written.
     """
     file = (directory / LOCK).open("a", encoding="utf-8")
     try:
@@ -138,7 +138,7 @@ def hold(directory: Path) -> TextIO:
     except BlockingIOError:
         file.close()
         raise SpecError(
-            str(directory), "another `raypipe train` is at work in it", "wait for it, or give another --run-dir"
+            str(directory), "another `raypipe train` is running in it", "wait for it, or give another --run-dir"
         ) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:

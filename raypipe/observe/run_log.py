@@ -1,7 +1,7 @@
-"""The files of a run that people and programs read while it goes on: metrics.jsonl and events.jsonl.
+"""The logs of a run, metrics.jsonl and events.jsonl, which can be read while it runs.
 
-The driver writes them, the command line follows them; so progress looks the same whether the driver runs on this
-machine, in a Ray job or after a restart.
+The driver writes them and the command line follows them, so that progress looks the same whether the driver runs on
+this machine, in a Ray job or after a restart.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ EVENTS = "events.jsonl"
 
 
 class RunLog:
-    """Appends rows to a run directory's logs; each row is on disk for readers at once.
+    """Appends rows to a run directory's logs; readers can see each row at once.
 
-    A number that is not finite is null there: the logs are strict JSON.
+    The logs are strict JSON, so numbers that are not finite become null.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -32,11 +32,11 @@ class RunLog:
         self._events = _open_at_a_line(directory / EVENTS)
 
     def metric(self, row: dict[str, Any]) -> None:
-        """One step (``step loss grad_norm lr step_s tokens_per_s bubble_ratio``) or one validation (``val_loss``)."""
+        """Append a step (``step loss grad_norm lr step_s tokens_per_s bubble_ratio``) or validation (``val_loss``)."""
         self._metrics.write(strict_json(row) + "\n")
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something worth telling once: a start, a restart, a checkpoint, a prediction, an error."""
+        """Append an event such as a start, a restart, a checkpoint, a prediction or an error, with the current time."""
         self._events.write(strict_json({"event": kind, "time": time.time(), **fields}) + "\n")
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class RunLog:
 
 
 def _open_at_a_line(path: Path) -> TextIO:
-    """Open for appending; a last line that a crash cut short is ended first, so that it spoils no other."""
+    """Open for appending; a last line that a crash cut short is terminated first, so that the next row is intact."""
     file = path.open("a", encoding="utf-8", buffering=1)
     if path.stat().st_size:
         with path.open("rb") as written:
@@ -57,10 +57,10 @@ def _open_at_a_line(path: Path) -> TextIO:
 
 
 def rewind(directory: Path, step: int) -> None:
-    """Forget metrics of steps after ``step``, which will be run again, and lines that are damaged. Atomic.
+    """Atomically remove damaged lines and the metrics of steps after ``step``, which will run again.
 
-    What is kept is usually the beginning of the file, so the file is cut short in place: its readers have seen the
-    kept rows and go on behind them. Only a damaged line among those makes it a new file.
+    The kept rows are usually the beginning of the file, which is then truncated in place, so that readers who have seen
+    them continue after them. Only if a damaged line is among them, a new file is written.
     """
     path = directory / METRICS
     if not path.exists():
@@ -76,9 +76,9 @@ def rewind(directory: Path, step: int) -> None:
 
 
 def mend(path: Path) -> tuple[int, ...]:
-    """Take damaged lines out of a log; returns their numbers, from 1. The rows that are whole stay as they are.
+    """Remove damaged lines from a log and return their numbers, from 1; intact rows do not change.
 
-    The log as it was stays beside it, as ``NAME.damaged``, unless all that is wrong is the last line, cut short.
+    A copy of the old log is kept as ``NAME.damaged``, unless the only damage is a last line that was cut short.
     """
     if not path.exists():
         return ()
@@ -88,13 +88,13 @@ def mend(path: Path) -> tuple[int, ...]:
     if wrong:
         if wrong != (len(lines),) or content.endswith(b"\n"):
             shutil.copy2(path, aside(path))
-        left_out = set(wrong)
-        write_whole(path, b"".join(line + b"\n" for n, line in enumerate(lines, 1) if n not in left_out))
+        removed = set(wrong)
+        write_whole(path, b"".join(line + b"\n" for n, line in enumerate(lines, 1) if n not in removed))
     return wrong
 
 
 def aside(path: Path) -> Path:
-    """A name for a damaged file that no other has: ``NAME.damaged``, or numbered."""
+    """Return an unused name for a damaged file: ``NAME.damaged``, or with a number."""
     number, found = 1, path.with_name(f"{path.name}.damaged")
     while os.path.lexists(found):
         number += 1
@@ -103,10 +103,10 @@ def aside(path: Path) -> Path:
 
 
 def row_of(line: bytes, log: str) -> dict[str, Any] | None:
-    """The row in a line of a log of this name; None where the line is damaged.
+    """Parse a line of the log named ``log``; return None if it is damaged.
 
-    A crash cuts the last line short, and a disk may lose bytes of any. Of metrics the numbers are there that every
-    reader takes for granted; an event has its name.
+    A crash can cut the last line short, and a disk can lose bytes of any line. A metrics row must have the numbers that
+    all readers rely on, an event its name.
     """
     try:
         row = json.loads(line)
@@ -116,19 +116,19 @@ def row_of(line: bytes, log: str) -> dict[str, Any] | None:
         return None
     if log == METRICS:
         numbers = [row.get(key) for key in (("step", "val_loss") if "val_loss" in row else ("step",))]
-        whole = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers)
+        valid = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers)
     else:
-        whole = log != EVENTS or isinstance(row.get("event"), str)
-    return row if whole else None
+        valid = log != EVENTS or isinstance(row.get("event"), str)
+    return row if valid else None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a log; lines that are damaged or cut short are left out."""
+    """Return all rows of a log, without damaged lines."""
     return list(Follower(path).new_rows())
 
 
 class Follower:
-    """Reads the rows another process appends, each once; starts over when the file is another one."""
+    """Reads the rows that another process appends, each once; starts over if the file is replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,13 +136,13 @@ class Follower:
         self._inode = 0
 
     def new_rows(self) -> Iterator[dict[str, Any]]:
-        """Rows that came since the last call."""
+        """Yield the rows appended since the last call."""
         try:
             with self.path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino  # not the path's: it may lead to another file by now
+                inode = os.fstat(file.fileno()).st_ino  # of the open file: the path may lead to another one by now
                 if inode != self._inode:
                     self._inode, self._offset = inode, 0
-                self._offset = min(self._offset, os.fstat(file.fileno()).st_size)  # rewound: the rest has been read
+                self._offset = min(self._offset, os.fstat(file.fileno()).st_size)  # truncated: all left was read before
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:

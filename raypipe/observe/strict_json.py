@@ -1,4 +1,4 @@
-"""JSON that every reader takes: Python's own writes ``NaN`` and ``Infinity``, which are no JSON."""
+"""Strict JSON: Python's ``json`` writes ``NaN`` and ``Infinity``, which are not valid JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def strict_json(value: object, **options: Any) -> str:
-    """``json.dumps``, with null for every number that is not finite.
+    """Return ``json.dumps(value)`` with null for every number that is not finite.
 
     >>> strict_json({"loss": float("nan"), "times": [1.0, float("inf")]})
     '{"loss": null, "times": [1.0, null]}'

@@ -1,4 +1,4 @@
-"""The outcome of a run, read from its logs: what ``--json`` prints and the final summary says."""
+"""Summarise a run from its logs, for ``raypipe train --json`` and the final summary."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from raypipe.observe.core_wait import WORTH_SAYING
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 
 STEP = {"loss", "step_s", "tokens_per_s", "bubble_ratio"}
-"""What a step's row has; one that lacks any was damaged."""
+"""Keys of a step's row; a row that lacks one is damaged."""
 WARM_STEPS = 2
-"""Steps at the start of an attempt that no median counts."""
+"""Steps at the start of an attempt that medians leave out."""
 
 
 class Units(NamedTuple):
-    """What a run's figures count; the default is that of text."""
+    """The units of a run's figures; the defaults are those of text."""
 
     loss: str = "nats per token"
     throughput: str = "tokens"
-    """``tokens``, or ``samples`` where those are no sequences of tokens, or nobody says that they are."""
+    """``tokens``, or ``samples`` if samples are not known to be sequences of tokens."""
 
 
 OF_TEXT = Units()
@@ -30,11 +30,17 @@ def summarise(
     directory: Path, plan: dict[str, Any], planned_step_s: float | None = None, planned_on: str | None = None,
     units: Units = OF_TEXT,
 ) -> dict[str, Any]:  # fmt: skip
-    """CONTRACT.md's object for ``raypipe train --json``; figures that do not exist are None.
+    """Return the object that ``raypipe train --json`` prints (CONTRACT.md); figures that do not exist are None.
 
-    ``predicted_step_s`` is ``planned_step_s``, what the plan promised before anything ran; where nobody planned, it is
-    ``calibrated_step_s``, the schedule simulated with the first steps' own task times.
-    ``planned_on`` is the device that was planned for, which need not be one of these.
+    Its ``predicted_step_s`` is ``planned_step_s`` or, if that is None, ``calibrated_step_s``: the schedule simulated
+    with the task times of the first steps.
+
+    Args:
+        directory: the run directory.
+        plan: schedule, stages, replicas and micro-batch size of the plan.
+        planned_step_s: the plan's prediction, made before the run, in seconds; None if there is none.
+        planned_on: the device for which that prediction was made; the run may use another one.
+        units: units of loss and throughput.
     """
     rows, events = read_rows(directory / METRICS), read_rows(directory / EVENTS)
     steps = [r for r in rows if "val_loss" not in r and r.keys() >= STEP]
@@ -78,14 +84,14 @@ def summarise(
 
 
 def _best(rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Step and validation loss of the best checkpoint, where one is kept."""
+    """Step and validation loss of the best checkpoint, if one is kept."""
     losses = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
     steps = [e["step"] for e in events if e["event"] == "checkpoint" and e.get("best") and e["step"] in losses]
     return {"step": steps[-1], "val_loss": losses[steps[-1]]} if steps else None
 
 
 def _planned(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What the planner expected of the plan that it chose, and of the next best one."""
+    """The planner's prediction for the chosen plan, and the next best plan that fits."""
     decision = next((e for e in reversed(events) if e["event"] == "planned"), None)
     if decision is None:
         return None
@@ -98,7 +104,7 @@ def _planned(events: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def summary_lines(result: dict[str, Any]) -> list[str]:
-    """The final summary, a line each."""
+    """Return the lines of the final summary."""
     plan = result["plan"]
     lines = [
         f"{plan['schedule']}, {plan['stages']} stages x {plan['replicas']} replicas, "
@@ -135,19 +141,19 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
 
 
 def _shared(devices: int | None, cores: int | None, waited: float | None) -> str | None:
-    """What makes a step longer than predicted, where devices had to wait for a core; None where each had its own."""
+    """A sentence on devices that waited for a core, which makes steps longer than predicted; None if none did."""
     crowded = devices is not None and cores is not None and devices > cores
     if not crowded and (waited is None or waited <= WORTH_SAYING):
         return None
-    whose = f"{devices} devices shared {cores}" if crowded else "other processes took them"
+    whose = f"{devices} devices shared {cores}" if crowded else "other processes used them"
     return whose if waited is None else f"{whose}: a device waited for one {waited:.0%} of the time"
 
 
 def _choice(planned: dict[str, Any], measured_s: float, bubble_ratio: float) -> str:
-    """What became of the planner's choice, and whether it was computing or waiting that took another time."""
-    computing = planned["compute_s"] / (measured_s * (1 - bubble_ratio)) - 1
+    """Compare the planner's prediction with the measured step, for the whole step and for compute only."""
+    compute = planned["compute_s"] / (measured_s * (1 - bubble_ratio)) - 1
     line = f"step planned     {planned['step_s']:.4f} s ({planned['step_s'] / measured_s - 1:+.1%}"
-    line += f"; computing alone {computing:+.1%})"
+    line += f"; compute only {compute:+.1%})"
     line += f", the best of {planned['searched']} candidates"
     second = planned["next"]
     if second is None:

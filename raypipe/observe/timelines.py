@@ -1,4 +1,4 @@
-"""timeline.json and trace.json of a run: the predicted and the measured step, in one form, side by side."""
+"""Write timeline.json and trace.json of a run: the predicted and the measured step in the same format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = "timeline.json"
 
 
 def save_timelines(directory: Path, predicted: Timeline | None, measured: Timeline | None) -> None:
-    """Write both steps, in seconds from the start of the step; and the measured one as a trace."""
+    """Write both steps, in seconds from the start of the step, and the measured one also as a trace."""
     both = {"predicted": _as_json(predicted), "measured": _as_json(measured)}
     write_whole(directory / FILE, strict_json(both) + "\n")
     if measured is not None:

@@ -57,6 +57,6 @@ def test_the_table_holds_everything() -> None:
         "30 us + bytes / 1.00 GB/s",
         "between hosts",
         "all_reduce over 2: tree",
-        "3.00 ns a value",
+        "3.00 ns per parameter",
     ):
         assert piece in text

@@ -70,7 +70,7 @@ def test_two_runs_never_write_to_one_directory(tmp_path: Path) -> None:
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(SpecError, match="is at work in it"):
+        with pytest.raises(SpecError, match="is running in it"):
             hold(tmp_path)
     finally:
         os.kill(other.pid, signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_foreign_files_are_named_and_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).write_text('{"mine": 1}\n')
     (tmp_path / "checkpoints").mkdir()
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    with pytest.raises(SpecError, match=r"no run's: checkpoints, events\.jsonl, job\.json and 3 more"):
+    with pytest.raises(SpecError, match=r"holds files but no run: checkpoints, events\.jsonl, job\.json and 3 more"):
         check_own(tmp_path)
     assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
 
@@ -149,8 +149,8 @@ def test_damaged_lines_are_left_out_said_once_and_kept_beside(tmp_path: Path) ->
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == metrics
     assert (tmp_path / "events.jsonl").read_text() == '{"event": "run"}\n'
     assert not (tmp_path / "events.jsonl.damaged").exists()  # a line that a crash cut short is nothing to keep
-    assert "4 lines, the first 2, are damaged and left out" in said[0]
-    assert "line 2 is damaged and left out" in said[1]
+    assert "4 lines, the first 2, are damaged and removed" in said[0]
+    assert "line 2 is damaged and removed" in said[1]
     mend_logs(tmp_path, pytest.fail)
 
 

@@ -81,7 +81,7 @@ def test_shared_cores_are_told_beside_the_prediction_that_they_spoil(log, tmp_pa
 
     step(log, 1)
     assert cores(2, None) == cores(2, 0.05) == []
-    assert cores(2, 0.4) == ["cores            other processes took them: a device waited for one 40% of the time"]
+    assert cores(2, 0.4) == ["cores            other processes used them: a device waited for one 40% of the time"]
     assert cores(4, 0.5) == ["cores            4 devices shared 2: a device waited for one 50% of the time"]
     assert cores(4, None) == ["cores            4 devices shared 2"]
 
@@ -109,7 +109,7 @@ def test_what_became_of_the_planners_choice(log, tmp_path) -> None:
         step(log, number)  # computes for four fifths of 0.1 s
     line = next(line for line in summary_lines(summarise(tmp_path, PLAN)) if line.startswith("step planned"))
     assert line == (
-        "step planned     0.0900 s (-10.0%; computing alone -10.0%), the best of 30 candidates; "
+        "step planned     0.0900 s (-10.0%; compute only -10.0%), the best of 30 candidates; "
         "next: zb-h1, 2 x 1, micro-batches of 4, 11 % slower"
     )
 

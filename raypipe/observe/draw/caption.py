@@ -1,4 +1,4 @@
-"""The figures under every drawing, in one line."""
+"""The caption of a drawing: its figures in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raypipe.simulate.timeline import Timeline
 
 
 def caption(timeline: Timeline) -> str:
-    """Name, makespan, bubble ratio and peak activations per device."""
+    """Return a line with name, makespan, bubble ratio and peak activations per device."""
     return (
         f"{timeline.schedule.name}: makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_ratio:.1f} %, "
         f"peak activations {folded(timeline.peak_activations)}"
@@ -17,7 +17,7 @@ def caption(timeline: Timeline) -> str:
 
 
 def folded(values: Sequence[float]) -> str:
-    """The values in a row, runs of three and more equal ones folded, the middle of a long row left out.
+    """Join the values; runs of three or more equal values are folded, and the middle of a long list is left out.
 
     >>> folded([4, 3, 2, 1]), folded([16, 16, 16, 8])
     ('4 3 2 1', '16 (x3) 8')

@@ -1,4 +1,4 @@
-"""Write a Matplotlib figure to a file, the same bytes every time."""
+"""Write Matplotlib figures to files that are byte-identical every time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write ``figure``; the name's ending chooses SVG, PNG (200 dpi) or PDF.
+    """Write ``figure`` as SVG, PNG (200 dpi) or PDF, depending on the file's suffix.
 
     Raises:
-        RequestError: another ending, or a place that cannot be written.
+        RequestError: the suffix is another one, or the file cannot be written.
     """
     check_format(path)
-    # Text stays text (small files, searchable); no dates or random ids, so that pictures under git stay still.
+    # Text stays text (small, searchable files). No dates or random ids, so that equal pictures are equal files.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "raypipe", "font.family": "sans-serif"}
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower(), {})
     with matplotlib.rc_context(settings):
@@ -39,7 +39,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def slim(svg: str) -> str:
-    """The same picture in about a third of the bytes: no indentation, numbers to a hundredth of a point."""
+    """Shrink an SVG to about a third: no indentation, numbers to a hundredth of a point, shared styles as classes."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' clip-path="[^"]*"(?= style="fill)', "", svg)  # boxes never leave the axes
     svg = re.sub(r"font-family: [^;]*;", "font-family: 'DejaVu Sans', Arial, sans-serif;", svg)
@@ -57,11 +57,11 @@ def slim(svg: str) -> str:
 
 
 def check_format(path: Path) -> None:
-    """Refuse an ending that no picture format has, before any work is done.
+    """Check the file's suffix before any work is done.
 
     Raises:
-        RequestError: naming the endings that work.
+        RequestError: the suffix is not that of a supported picture format.
     """
     if path.suffix.lower() not in FORMATS:
-        why = f'cannot tell the picture format from "{path.name}"'
+        why = f'"{path.name}" has no suffix of a picture format'
         raise RequestError(str(path), why, f"end the name in {', '.join(FORMATS)}")

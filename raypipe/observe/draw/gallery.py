@@ -20,23 +20,23 @@ from raypipe.simulate.period import period
 from raypipe.simulate.timeline import Timeline
 
 COMPARED = ("1f1b", "interleaved-1f1b", "chimera-tight", "zb-h1", "zb-v")
-"""On the page's first picture, where they exist: the same model, devices and micro-batches."""
+"""Schedules on the page's first picture, with the same model, devices and micro-batches."""
 INTRODUCTION = """\
 # The schedules
 
-Every picture here is made by `python -m raypipe.observe.draw.gallery docs`, and any one by the command below it. Colour
-and number tell the micro-batch, lightness the kind of task, hatching the replica, a dark foot a later stage of the
-same device. Unless a command says otherwise F = B = W = 1 and messages take no time. In the formulas, `D` devices run
-`N` micro-batches; `F`, `B`, `W`, `BW` = `B + W` and `R` are the times of one device's share of the model, which `V`
-stages divide among them. *Makespan* runs from 0 to the end of the last task, *span* from a device's first start to
-its last end, *period* is the steady time per step without a barrier between steps. Activations count in those of one
-stage for one micro-batch.
+`python -m raypipe.observe.draw.gallery docs` makes every picture on this page; the command below a picture makes a
+single one. Colour and number show the micro-batch, lightness the kind of task, hatching the replica, and a dark foot
+marks later stages of the same device. Unless a command says otherwise, F = B = W = 1 and messages take no time. In the
+formulas, `D` devices run `N` micro-batches; `F`, `B`, `W`, `BW` = `B + W` and `R` are the times of one device's share
+of the model, which its `V` stages divide among them. *Makespan* is the time from 0 to the end of the last task, *span*
+the time from a device's first start to its last end, and *period* the time per step in steady state without a barrier
+between steps. The unit of activations is one stage's for one micro-batch.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """An entry with its schedule, made and timed."""
+    """An entry with its schedule and simulated timeline."""
 
     entry: Entry
     shape: Shape
@@ -45,16 +45,16 @@ class Drawn:
 
     @property
     def title(self) -> str:
-        """The section's heading."""
+        """Heading of the section."""
         return self.entry.title or self.entry.schedule
 
     @property
     def file(self) -> str:
-        """Name of the picture."""
+        """File name of the picture."""
         return self.title.replace(",", "").replace(" ", "-") + ".svg"
 
     def measured(self, figure: str) -> float:
-        """A figure of the timeline, for the formula of that name."""
+        """Return the simulated value of a figure, to compare with the formula of that name."""
         if figure == PERIOD:
             return period(self.timeline.schedule, self.costs)
         return {
@@ -66,7 +66,7 @@ class Drawn:
 
 
 def draw(entry: Entry) -> Drawn:
-    """Make and time an entry's schedule."""
+    """Generate and simulate an entry's schedule."""
     shape = Shape(**{"devices": 4, "microbatches": 8, **entry.shape})  # type: ignore[arg-type]
     costs = CostTable.even(stages_of(entry.schedule, shape), **entry.costs)
     schedule = replace(generate(entry.schedule, shape, costs), name=entry.title or entry.schedule)
@@ -74,15 +74,15 @@ def draw(entry: Entry) -> Drawn:
 
 
 def entries() -> list[Entry]:
-    """The entries of all schedules that have a name; one with nothing written about it shows itself."""
-    told = {entry.schedule for entry in ENTRIES}
-    known = [SCHEDULES[name].make for name in SCHEDULES if name in told]
-    rest = [name for name, family in SCHEDULES.items() if name not in told and family.make not in known]  # no aliases
-    return [e for e in ENTRIES if e.schedule in SCHEDULES] + [Entry(schedule=n, when="", source="") for n in rest]
+    """Return the entries of all named schedules; schedules without an entry get an empty one, aliases none."""
+    described = {entry.schedule for entry in ENTRIES}
+    known = [SCHEDULES[name].make for name in SCHEDULES if name in described]
+    missing = [name for name, family in SCHEDULES.items() if name not in described and family.make not in known]
+    return [e for e in ENTRIES if e.schedule in SCHEDULES] + [Entry(schedule=n, when="", source="") for n in missing]
 
 
 def section(drawn: Drawn) -> str:
-    """One section of the page, in Markdown."""
+    """Return one section of the page, in Markdown."""
     entry, timeline = drawn.entry, drawn.timeline
     options = {**entry.shape, **entry.costs}
     command = " ".join(f"--{key.replace('_', '-')} {value:g}" if not isinstance(value, str) else f"--{key} {value}"
@@ -94,7 +94,7 @@ def section(drawn: Drawn) -> str:
         f"`raypipe schedule {entry.schedule} {command}".rstrip() + "`",
         "",
     ]
-    lines += ["| figure | formula | here |", "|---|---|---|"]
+    lines += ["| figure | formula | simulated |", "|---|---|---|"]
     lines += [f"| {name} | `{text}` | {drawn.measured(name):g} |" for name, text in entry.formulas.items()]
     for name in (MAKESPAN, PERIOD):
         if name not in entry.formulas:
@@ -105,7 +105,7 @@ def section(drawn: Drawn) -> str:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write ``schedules.md`` and ``schedules/*.svg`` under ``folder``; returns what was written."""
+    """Write ``schedules.md`` and ``schedules/*.svg`` under ``folder``; return the paths written."""
     pictures = folder / "schedules"
     pictures.mkdir(parents=True, exist_ok=True)
     drawn = [draw(entry) for entry in entries()]
@@ -114,8 +114,8 @@ def write(folder: Path) -> list[Path]:
     firsts = {d.entry.schedule: d.timeline for d in reversed(drawn)}
     together = [firsts[name] for name in COMPARED if name in firsts]
     for name, figure, text in (
-        ("compare", gantt(together), "The same model on the same devices:"),
-        ("memory", memory_plot(together), "and what it asks of memory, each in its own stages' activations:"),
+        ("compare", gantt(together), "Five schedules of the same model on the same devices:"),
+        ("memory", memory_plot(together), "Their memory, each in units of its own stages' activations:"),
     ):
         save(figure, pictures / f"{name}.svg")
         written.append(pictures / f"{name}.svg")

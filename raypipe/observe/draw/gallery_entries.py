@@ -1,7 +1,7 @@
-"""What the gallery says about each schedule: a shape to draw, formulas, when to use it, and where it comes from.
+"""The gallery's entries: per schedule a shape to draw, formulas, when to use it, and its source.
 
-Formulas are Python expressions over ``D`` devices, ``N`` micro-batches, ``V`` stages per device, ``U`` the unit, and
-``F B W BW R``, the times of one *device's* share of the model; a test evaluates each against the simulator.
+Formulas are Python expressions in ``D`` (devices), ``N`` (micro-batches), ``V`` (stages per device), ``U`` (unit) and
+``F B W BW R`` (times of one *device's* share of the model); a test compares each with the simulator.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Entry:
     when: str
     source: str
     title: str = ""
-    """Heading; the schedule's name by default."""
+    """Heading; by default the schedule's name."""
     shape: dict[str, int | str] = field(default_factory=dict)
-    """What differs from 4 devices and 8 micro-batches."""
+    """Differences from the default shape of 4 devices and 8 micro-batches."""
     costs: dict[str, float] = field(default_factory=dict)
-    """Costs of one stage's task that differ from F = B = W = 1, R = 0."""
+    """Differences from the default costs of one stage's tasks, F = B = W = 1 and R = 0."""
     formulas: dict[str, str] = field(default_factory=dict)
     """Figure (``makespan``, ``span``, ``period``, ``most activations``, ``weight versions``) -> expression."""
 
@@ -43,7 +43,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Entry(
         schedule="1f1b", source="Fan et al. 2021, DAPPLE; Narayanan et al. 2019, PipeDream-Flush",
-        when="The default: GPipe's time in the memory of min(D, N) activations, whatever N.",
+        when="The default: GPipe's time with at most min(D, N) activations, whatever N.",
         formulas={MAKESPAN: "(N + D - 1) * (F + BW)", MOST: "min(D, N)"},
     ),
     Entry(
@@ -81,7 +81,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Entry(
         schedule="chimera-tight", source="raypipe; the placement is Chimera's",
-        when="Chimera's memory and N above D: the order that a fixed sequence of units cannot have.",
+        when="N above D with Chimera's memory: fewer bubbles than a fixed sequence of units allows.",
         formulas={MAKESPAN: "(3 * N + 2 * (D - 2)) * F", MOST: "D"},
     ),
     Entry(
@@ -91,7 +91,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Entry(
         schedule="pipedream", source="Narayanan et al. 2019, PipeDream",
-        when="Throughput above all: no flush, stale weights, up to D versions of them.",
+        when="Throughput matters most: no flush, but stale weights and up to D versions of them.",
         formulas={PERIOD: "N * (F + BW)", VERSIONS: "D"},
     ),
     Entry(
@@ -100,17 +100,18 @@ ENTRIES: tuple[Entry, ...] = (
         formulas={PERIOD: "N * (F + BW)", VERSIONS: "2"},
     ),
     Entry(
-        schedule="zb-h1", source=ZERO_BUBBLE, when="1F1B's memory with a third of its bubbles: needs B apart from W.",
+        schedule="zb-h1", source=ZERO_BUBBLE,
+        when="1F1B's memory with a third of its bubbles; it needs a split backward.",
         formulas={MAKESPAN: "N * (F + B + W) + (D - 1) * (F + B - W)", MOST: "D"},
     ),
     Entry(
         schedule="zb-h2", source=ZERO_BUBBLE,
-        when="Twice 1F1B's activations buy zero bubbles in the span, if the optimizer has no global barrier.",
+        when="No bubbles in the span for twice 1F1B's activations, if the optimizer has no global barrier.",
         formulas={SPAN: "N * (F + B + W) + (D - 1) * (F + B - 2 * W)", MOST: "2 * D - 1"},
     ),
     Entry(
         schedule="zb-v", costs=HALF, source="Qi et al. 2024, Pipeline Parallelism with Controllable Memory",
-        when="Zero bubbles in 1F1B's memory: two chunks a device in a V; the first and last stage share a device.",
+        when="Zero bubbles in 1F1B's memory, with two chunks per device; the first and last stage share a device.",
         formulas={SPAN: "N * (F + B + W)", MOST: "2 * D"},
     ),
     Entry(
@@ -120,17 +121,17 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Entry(
         schedule="early-recompute", shape={"microbatches": 5}, costs={"recompute": 1.0}, source=MERAK,
-        when="Recomputation is needed: it runs while the gradient is still on its way.",
+        when="If recomputation is needed: it runs while the device waits for the gradient.",
         formulas={MAKESPAN: "N * (F + R + BW) + (D - 1) * (F + BW)"},
     ),
     Entry(
         schedule="shifted-critical-path", shape={"microbatches": 5}, costs={"recompute": 1.0}, source=MERAK,
-        when="Recomputation is needed, and the last stage can hold its activations.",
+        when="If recomputation is needed and the last stage can hold its activations.",
         formulas={MAKESPAN: "N * (F + R + BW) + (D - 2) * (F + BW)"},
     ),
     Entry(
         schedule="model-parallel", shape={"devices": 2, "microbatches": 1, "chunks": 4}, source=OOO,
-        when="A yardstick: one micro-batch at a time, no pipelining.",
+        when="A baseline: one micro-batch at a time, no pipelining.",
         formulas={MAKESPAN: "N * (D * (F + B + W) - B / V)"},
     ),
     Entry(

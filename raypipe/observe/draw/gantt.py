@@ -1,8 +1,8 @@
-"""A timeline as a Gantt chart: one lane per device, time to the right; several schedules on one time axis.
+"""Draw timelines as Gantt charts: one lane per device, time to the right, several schedules on one time axis.
 
-Hue and number are the micro-batch, lightness the kind (palette.py), hatching the replica; a dark foot marks the
-later stages of a device that holds several of one replica, the darker the later. Where there is a single
-micro-batch, hue and number are the stage.
+Hue and number show the micro-batch, lightness the kind (palette.py), hatching the replica. If a device holds several
+stages of a replica, a dark foot marks the later ones, the darker the later. With a single micro-batch, hue and number
+show the stage.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from raypipe.simulate.timeline import Span, Timeline
 HATCHES = ("", "////", "\\\\\\\\", "xxxx", "----", "||||", "++++", "//")
 NAMES: dict[Kind, str] = {kind: f"{kind} {traits.what}" for kind, traits in TRAITS.items()}
 MANY = 20_000
-"""Above so many spans, boxes are drawn as an image inside an SVG."""
+"""With more spans than this, boxes are drawn as an image inside the SVG."""
 IDLE, OUTLINE = "#f3f3f3", "#d00000"
 HEIGHT = 0.84
-"""Share of its lane that a box takes."""
+"""Height of a box, relative to its lane."""
 
 
 def gantt(
     timelines: Sequence[Timeline], width: float = 10.0, time_label: str = "time", critical: bool = False
 ) -> Figure:
-    """One chart per timeline, stacked over one time axis.
+    """Draw one chart per timeline, stacked over one time axis.
 
     Args:
-        timelines: what to draw; predicted, emulated and measured steps look alike.
-        width: of the page, in inches; the height follows from the number of devices.
-        time_label: unit of the time axis.
-        critical: outline the tasks of each critical path.
+        timelines: predicted, emulated or measured steps.
+        width: width of the page, in inches; the height follows from the number of devices.
+        time_label: label of the time axis.
+        critical: whether to outline the tasks of each critical path.
     """
     lanes = [max(len(t.spans), 1) for t in timelines]
     lane = min(0.28, 9.0 / max(lanes, default=1))
@@ -68,7 +68,7 @@ def gantt(
 def draw_lanes(axes: Any, timeline: Timeline, points: float, lane_points: float = 20.0) -> None:
     """Draw one timeline into Matplotlib ``axes``; ``points`` is the width of one unit of time, for the labels."""
     schedule = timeline.schedule
-    boxes: dict[tuple[bool, int], list[tuple[int, Span]]] = {}  # all-reduces last, so that no box covers them
+    boxes: dict[tuple[bool, int], list[tuple[int, Span]]] = {}  # all-reduces are drawn last, so nothing covers them
     for device, spans in enumerate(timeline.spans):
         for span in spans:
             boxes.setdefault((span.task.kind == "AR", span.task.replica), []).append((device, span))
@@ -104,7 +104,7 @@ def draw_lanes(axes: Any, timeline: Timeline, points: float, lane_points: float 
 
 def _corners(device: int, span: Span) -> list[tuple[float, float]]:
     low, high = device - HEIGHT / 2, device + HEIGHT / 2
-    if span.task.kind == "AR":  # runs beside compute: a strip at the foot of the lane
+    if span.task.kind == "AR":  # overlaps compute, so it is a strip at the bottom of the lane
         low = device + HEIGHT / 2 - 0.2
     return [(span.start, low), (span.end, low), (span.end, high), (span.start, high)]
 
@@ -116,12 +116,12 @@ def _outline(axes: Any, timeline: Timeline) -> None:
 
 
 def _chunks(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """(replica, stage) -> how many earlier stages of that replica its device holds; only where any does."""
+    """(replica, stage) -> how many earlier stages of that replica its device holds; empty if no device holds two."""
     chunk: dict[tuple[int, int], int] = {}
-    for replica, places in enumerate(schedule.placement):
-        held: dict[int, int] = {}
-        for stage, device in enumerate(places):
-            chunk[replica, stage] = held[device] = held.get(device, -1) + 1
+    for replica, devices in enumerate(schedule.placement):
+        latest: dict[int, int] = {}
+        for stage, device in enumerate(devices):
+            chunk[replica, stage] = latest[device] = latest.get(device, -1) + 1
     return chunk if any(chunk.values()) else {}
 
 
@@ -148,7 +148,7 @@ def _labels(
     points: float,
     lane_points: float,
 ) -> None:
-    """Number the boxes that have room for their micro-batch, or stage where there is only one micro-batch."""
+    """Label boxes that have room with their micro-batch, or with their stage if there is only one micro-batch."""
     size = min(7.5, 0.5 * lane_points)
     if size < 3:
         return

@@ -1,4 +1,4 @@
-"""Live activations over time, one small chart per device: where memory peaks and when it is free again."""
+"""Plot live activations over time, one small chart per device."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ MOST_LANES = 16
 
 
 def memory_plot(timelines: Sequence[Timeline], width: float = 10.0, time_label: str = "time") -> Figure:
-    """One block per timeline, over one time axis; inside a block all devices share one memory axis.
+    """Plot the live activations of each timeline; all share one time axis.
 
-    Blocks don't share it: the unit is one stage's activation, and stages may be of different size.
+    Devices of one timeline share a memory axis. Timelines do not, because the unit is one stage's activation and their
+    stages may differ in size.
 
     Args:
-        timelines: what to draw.
-        width: of the page, in inches.
-        time_label: unit of the time axis.
+        timelines: the steps to draw.
+        width: width of the page, in inches.
+        time_label: label of the time axis.
     """
-    # More lanes than a page holds: evenly spaced devices, the first and the last among them.
+    # If there are more devices than fit a page, show evenly spaced ones, including the first and the last.
     shown = [_choose(len(t.spans)) for t in timelines]
     curves = [live_activations(t) for t in timelines]
     end = max((t.makespan for t in timelines), default=0.0) or 1.0

@@ -1,6 +1,6 @@
-"""Colours of the pictures: the hue tells the micro-batch, the lightness the kind of task.
+"""Colours of the pictures: the hue shows the micro-batch, the lightness the kind of task.
 
-Colours are made in OKLCH, where equal lightness looks equally light for every hue, so that the kinds stay apart in
+Colours are chosen in OKLCH, where equal lightness looks equally light for every hue, so that kinds stay distinct in
 grey print and for colour-blind readers. Source: B. Ottosson, "A perceptual color space for image processing", 2020.
 """
 
@@ -21,28 +21,28 @@ RGB = tuple[float, float, float]
 
 
 def colour(task: Task, schedule: Schedule) -> RGB:
-    """Fill colour of a task of ``schedule``; each channel 0..1. With a single micro-batch the hue tells the stage."""
+    """Return the fill colour of a task; channels are 0..1. With a single micro-batch, the hue shows the stage."""
     lightness, chroma = SHADES[task.kind]
     number, count = (task.mbs[0] if task.mbs else 0), schedule.microbatches
     if count == 1:
         number, count = task.stage, schedule.stages
-    # A sixth of the circle stays free, or the last micro-batch would look like the first.
+    # A sixth of the hue circle is unused; otherwise the last micro-batch would look like the first.
     turn = number / max(count, 4) * 5 / 6
     return oklch(lightness, chroma if task.mbs else 0.0, 250 + 360 * turn)
 
 
 def grey(kind: Kind) -> RGB:
-    """The kind's lightness without a hue, for legends."""
+    """Return the kind's lightness as a grey, for legends."""
     return oklch(SHADES[kind][0], 0.0, 0.0)
 
 
 def ink(kind: Kind) -> str:
-    """Text colour that reads well on a kind."""
+    """Return a text colour that is legible on a kind's fill colour."""
     return "white" if SHADES[kind][0] < 0.6 else "#202020"
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> RGB:
-    """sRGB of an OKLCH colour, clipped to what a screen shows; ``hue`` in degrees."""
+    """Convert an OKLCH colour to sRGB, clipped to the displayable range; ``hue`` is in degrees."""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3

@@ -1,8 +1,8 @@
-"""A timeline as a Chrome trace: open it in ui.perfetto.dev or chrome://tracing.
+"""Write a timeline as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-One lane per device, named ``device d``; one slice per task, named as the task; an arrow for every message between
-devices; a counter of live activations per device. Times are microseconds, as the format wants, taking the timeline's
-unit for seconds. Source: "Trace Event Format", Google, 2016.
+The trace has one lane per device, one slice per task, an arrow for every message between devices, and a counter of live
+activations per device. Times are microseconds, as the format requires; the timeline's unit is taken to be seconds.
+Source: "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from raypipe.simulate.activations import live_activations
 from raypipe.simulate.timeline import Timeline
 
 COLOURS = {"F": "thread_state_running", "B": "rail_response", "BW": "rail_response", "W": "rail_animation", "R": "grey"}
-"""Chrome's own colour names; Perfetto picks colours by slice name instead."""
+"""Chrome's colour names; Perfetto ignores them and picks colours by slice name."""
 SECOND = 1e6
 NETWORK = 1000
-"""Thread number of device d's all-reduces: NETWORK + d, since they run beside compute and slices may not cross."""
+"""All-reduces of device d are on thread NETWORK + d: they overlap compute, and slices of a thread must not overlap."""
 
 
 def trace(timeline: Timeline, graph: TaskGraph | None = None) -> dict[str, Any]:
-    """The trace object; ``graph`` is ``link(timeline.schedule)`` where the caller has it."""
+    """Return the trace object; pass ``graph``, ``link(timeline.schedule)``, if it exists already."""
     schedule = timeline.schedule
     graph = link(schedule) if graph is None else graph
     events: list[dict[str, Any]] = [_name("process_name", 0, schedule.name)]
@@ -67,7 +67,7 @@ def _name(what: str, tid: int, name: str) -> dict[str, Any]:
 
 
 def _messages(timeline: Timeline, graph: TaskGraph) -> list[dict[str, Any]]:
-    """An arrow from the end of the sender's slice to the start of the receiver's, for dependencies across devices."""
+    """Arrows from the end of the sender's slice to the start of the receiver's, for dependencies across devices."""
     times = [{task: (start, end) for task, start, end in spans} for spans in timeline.spans]
     events: list[dict[str, Any]] = []
     number = 0
@@ -80,7 +80,7 @@ def _messages(timeline: Timeline, graph: TaskGraph) -> list[dict[str, Any]]:
             if by == to or source not in times[by] or target not in times[to]:
                 continue
             start, end = times[by][source]
-            # A flow binds to the slice that encloses its time: a hair before the sender's end, still inside it.
+            # A flow binds to the slice that encloses its time, so it must start just before the sender's end.
             inside = end - min(1e-9, (end - start) / 2)
             number += 1
             common = {"name": f"{source} to {target}", "cat": "message", "id": number, "pid": 0}
@@ -90,7 +90,7 @@ def _messages(timeline: Timeline, graph: TaskGraph) -> list[dict[str, Any]]:
 
 
 def _live(timeline: Timeline) -> list[dict[str, Any]]:
-    """Counter events: activations alive on each device after every change."""
+    """Counter events: live activations on each device after every change."""
     return [
         {"name": f"activations of device {d}", "ph": "C", "pid": 0, "ts": time * SECOND, "args": {"alive": alive}}
         for d, curve in enumerate(live_activations(timeline))

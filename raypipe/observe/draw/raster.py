@@ -1,4 +1,4 @@
-"""A timeline as a grid of character cells: which span covers each column of each device's row."""
+"""Rasterise a timeline to character cells: which span covers each column of each device's row."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from raypipe.simulate.timeline import Span, Timeline
 
 
 def column_time(timelines: Sequence[Timeline], width: int, zoom: int = 1) -> float:
-    """Time that one column stands for, so that the longest of ``timelines`` takes at most ``width`` columns.
+    """Return the time of one column, so that the longest of ``timelines`` takes at most ``width`` columns.
 
-    Where all times are multiples of one step and fit, that step (over up to ``zoom`` columns); else an even share.
+    If all times are multiples of a step that fits, a column is that step, or a fraction of it with up to ``zoom``
+    columns per step; otherwise it is an equal share of the longest timeline.
     """
     width = max(width, 1)
     end = max((t.makespan for t in timelines), default=0.0)
@@ -23,9 +24,9 @@ def column_time(timelines: Sequence[Timeline], width: int, zoom: int = 1) -> flo
 
 
 def raster(timeline: Timeline, column: float) -> list[list[Span | None]]:
-    """``[device][column]``: the span that covers the column's middle, None where the device idles.
+    """Return ``[device][column]``: the span at the column's centre, or None where the device idles.
 
-    A span shorter than a column may be hidden. An all-reduce runs beside compute; where both are, compute shows.
+    A span shorter than a column may be hidden. Where an all-reduce overlaps compute, the compute task is shown.
     """
     columns = math.ceil(timeline.makespan / column - 1e-6) if column else 0
     rows: list[list[Span | None]] = []
@@ -37,19 +38,19 @@ def raster(timeline: Timeline, column: float) -> list[list[Span | None]]:
             first = math.ceil(span.start / column - 0.5 - 1e-6)
             last = math.ceil(span.end / column - 0.5 - 1e-6)
             for c in range(max(first, 0), min(last, columns)):
-                there = row[c]
-                if there is None or there.task.kind == "AR" or span.task.kind != "AR":
+                covering = row[c]
+                if covering is None or covering.task.kind == "AR" or span.task.kind != "AR":
                     row[c] = span
         rows.append(row)
     return rows
 
 
 def _common_step(timelines: Sequence[Timeline], end: float, width: int) -> float | None:
-    """The greatest common divisor of all times, None if there is none or ``width`` columns don't hold it."""
-    whole = _exact(end)
-    if not whole:
+    """The greatest common divisor of all times; None if there is none or it needs more than ``width`` columns."""
+    total = _exact(end)
+    if not total:
         return None
-    step = whole
+    step = total
     for timeline in timelines:
         for spans in timeline.spans:
             for span in spans:
@@ -58,7 +59,7 @@ def _common_step(timelines: Sequence[Timeline], end: float, width: int) -> float
                     if found is None:
                         return None
                     step = _gcd(step, found)
-                    if whole / step > width:
+                    if total / step > width:
                         return None
     return float(step)
 

@@ -1,4 +1,4 @@
-"""A timeline drawn in the terminal: one row per device, time to the right.
+"""Draw a timeline in the terminal: one row per device, time to the right.
 
     device 0  0123......aa.bb.cc.dd
     device 1  .012....aa3bb.cc.dd..
@@ -27,7 +27,7 @@ STYLES: dict[Kind, str] = {
     "F": "black on bright_blue", "B": "black on bright_green", "BW": "black on green", "W": "black on yellow",
     "R": "black on white", "AR": "white on magenta", "U": "black on cyan",
 }  # fmt: skip
-"""Named colours: they stay apart on terminals with 16 of them."""
+"""Named colours, so that kinds stay distinct on terminals with 16 colours."""
 WORDS: dict[Kind, tuple[str, str]] = {
     "F": ("digit", "forward of that micro-batch"), "B": ("letter", "input gradient"), "BW": ("letter", "backward"),
     "W": ("capital", "weight gradient"), "R": ("raised digit", "recompute"), "AR": ("~", "all-reduce"),
@@ -36,7 +36,7 @@ WORDS: dict[Kind, tuple[str, str]] = {
 
 
 def glyph(task: Task) -> str:
-    """The one character that stands for a task."""
+    """Return the character that stands for a task."""
     mb = task.mbs[0] if task.mbs else 0
     if task.kind == "F":
         return str(mb % 10)
@@ -50,9 +50,9 @@ def glyph(task: Task) -> str:
 
 
 def draw(timeline: Timeline, width: int = 100, column: float | None = None) -> list[str]:
-    """The drawing as plain lines of at most ``width`` characters: one per device.
+    """Draw the timeline as plain lines of at most ``width`` characters, one per device.
 
-    ``column`` is the time of one character; by default as little as ``width`` allows.
+    ``column`` is the time of one character; by default it is as small as ``width`` allows.
 
     >>> from raypipe.schedule import Shape, generate
     >>> from raypipe.schedule.costs import CostTable
@@ -71,14 +71,14 @@ def draw(timeline: Timeline, width: int = 100, column: float | None = None) -> l
 
 
 def draw_coloured(timeline: Timeline, width: int = 100, column: float | None = None) -> list[Text]:
-    """The drawing as styled lines: cells shaded by kind, with numbers; replicas after the first in bold."""
+    """Draw the timeline as styled lines: cells are shaded by kind and numbered; later replicas are bold."""
     heads = _heads(timeline)
     column = column_time([timeline], width - len(heads[0]), zoom=4) if column is None else column
     return [_coloured(head, row) for head, row in zip(heads, raster(timeline, column), strict=True)]
 
 
 def legend(timelines: Sequence[Timeline], plain: bool = True) -> Text:
-    """What the characters or colours mean, for the kinds that occur."""
+    """Return a legend of the characters or colours for the kinds that occur."""
     kinds = {task.kind for timeline in timelines for task in timeline.schedule.tasks()}
     line = Text()
     for kind, (sign, word) in WORDS.items():
@@ -90,9 +90,9 @@ def legend(timelines: Sequence[Timeline], plain: bool = True) -> Text:
 
 
 def show(timelines: Sequence[Timeline], console: Console | None = None) -> None:
-    """Print each timeline with its caption; in colour on a terminal, as plain text into a file or pipe.
+    """Print each timeline with its caption: in colour on a terminal, as plain text to a file or pipe.
 
-    Several timelines share one time axis, so that their lengths compare.
+    Several timelines share one time axis, so that their lengths can be compared.
     """
     console = Console(highlight=False, soft_wrap=True) if console is None else console
     plain = not console.is_terminal
@@ -120,6 +120,6 @@ def _coloured(head: str, row: Sequence[Span | None]) -> Text:
             continue
         label = ",".join(map(str, span.task.mbs))
         style = STYLES[span.task.kind] + (" bold" if span.task.replica else "")
-        # The last column of a task stays blank where it can, to part it from the next one of its kind.
+        # If possible, the last column of a task stays blank to separate it from the next task of its kind.
         line.append((label if len(label) <= room else glyph(span.task)).ljust(room)[:room], style)
     return line
