@@ -1,4 +1,4 @@
-"""What the user asks for: the job file and the cluster file, read and checked. Imports neither torch nor Ray."""
+"""The job file and the cluster file as typed, checked data. Imports neither torch nor Ray."""
 
 from raypipe.job.cluster import ClusterSpec, load_cluster
 from raypipe.job.data_spec import DataSpec

@@ -1,4 +1,4 @@
-"""Rules between the fields of a job, each with what to write instead, and what cannot be asked for yet."""
+"""Rules between the fields of a job, and values that are not available yet; each violation comes with a fix."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ AVAILABLE: dict[str, tuple[object, ...]] = {
     "sync": ("lazy", "eager", "eager-opt"),
     "recompute": ("none", "full", "stage-aware", *PLANNED),
 }
-"""Per key of ``parallel``, the values that work today; the others are refused instead of ignored."""
+"""Per key of ``parallel``, the available values; others are refused rather than ignored."""
 
 
 TIMEOUTS_S = (1.0, 7 * 24 * 3600.0)
-"""Shortest and longest wait for a message."""
+"""Smallest and largest ``train.message_timeout_s``."""
 
 
 class Problem(NamedTuple):
-    """What is wrong with which key, and what to do."""
+    """A broken rule: the key, the reason, and what to do."""
 
     key: str
     why: str
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
 
 def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
-    """All broken rules, the most basic first."""
+    """Yield all broken rules, the most basic first."""
     yield from (Problem(*found) for found in too_many(parallel))
     if isinstance(model, GptSpec):
         yield from (Problem(*found) for found in too_large(model, parallel.microbatch))
@@ -99,12 +99,12 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
         yield Problem(
             "train.message_timeout_s",
             f"{train.message_timeout_s:g} s: "
-            + ("messages take longer on a busy machine" if early else "a stage that hangs would never be named"),
+            + ("messages take longer on a busy machine" if early else "a hanging stage would not be detected"),
             f"use {shortest if early else longest:g}" + (" or more" if early else ", a week, or less"),
         )  # fmt: skip
     if train.keeps_best and not train.eval_every:
         key = "early_stop" if train.early_stop is not None else "load_best_at_end"
-        yield Problem(f"train.{key}", "nothing to go by: nothing is validated before the end", "set train.eval_every")
+        yield Problem(f"train.{key}", "there is no validation before the end of the run", "set train.eval_every")
 
 
 def _wire(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
@@ -112,7 +112,7 @@ def _wire(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     if wire is not None and WIDTH[wire] >= WIDTH[crossing]:
         narrower = " or ".join(name for name in get_args(WireDtype) if WIDTH[name] < WIDTH[crossing])
         yield Problem(
-            "parallel.wire_dtype", f"{wire} is no narrower than the {crossing} that stages exchange",
+            "parallel.wire_dtype", f"{wire} is not narrower than the {crossing} that stages exchange",
             f"use {narrower}, or leave it out",
         )  # fmt: skip
 
@@ -126,19 +126,22 @@ def _available(parallel: ParallelSpec) -> Iterator[Problem]:
 
 
 def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
-    """What sharing each layer between devices does not go with."""
+    """Keys that cannot be combined with tensor parallelism."""
     if parallel.tensor == 1:
         if parallel.tensor_table is not None:
-            yield Problem("parallel.tensor_table", "nothing is divided with tensor: 1", "leave it out, or raise tensor")
+            yield Problem(
+                "parallel.tensor_table", "no layer is divided with tensor: 1", "leave it out, or raise tensor"
+            )
         if parallel.sub_pipelined:
-            yield Problem("parallel.sub_pipelined", "nothing is summed with tensor: 1", "leave it out, or raise tensor")
+            why = "there is no all-reduce to overlap with tensor: 1"
+            yield Problem("parallel.sub_pipelined", why, "leave it out, or raise tensor")
         return
     if getattr(model, "loss", "task") == "model":
-        yield Problem("model.loss", "a model's own loss is not divided with its layers", "use tensor: 1, or loss: task")
+        why = "a model's own loss cannot be divided over tensor ranks"
+        yield Problem("model.loss", why, "use tensor: 1, or loss: task")
     if parallel.update == "optimistic":
-        yield Problem(
-            "parallel.update", f"optimistic does not go with tensor: {parallel.tensor}", "use auto, which then waits"
-        )
+        why = f"optimistic cannot be combined with tensor: {parallel.tensor}"
+        yield Problem("parallel.update", why, "use auto, which then waits")
 
 
 WISHES = {*SHAPE, *JOBS_OWN, "sync", "recompute", "tensor_table"}
@@ -149,7 +152,7 @@ def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Itera
     for key in parallel.given:
         if key not in WISHES and key not in AVAILABLE:
             yield Problem(
-                f"parallel.{key}", "cannot be given where the planner chooses",
+                f"parallel.{key}", "cannot be given if the planner chooses the plan",
                 "leave it out, or give schedule, stages and microbatch",
             )  # fmt: skip
     if parallel.recompute not in ("none", "full", *PLANNED):
@@ -161,29 +164,30 @@ def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Itera
         )  # fmt: skip
     if "schedule" in parallel.given and parallel.schedule not in (*SCHEDULES, "auto"):
         fix = "give stages and microbatch too" if is_file(parallel.schedule) else nearest(parallel.schedule, SCHEDULES)
-        yield Problem("parallel.schedule", f'"{parallel.schedule}" is none that the planner knows', fix)
+        yield Problem("parallel.schedule", f'"{parallel.schedule}" is unknown to the planner', fix)
     yield from _batch(train, parallel)
     if isinstance(model, GptSpec):
         yield from _depth(parallel.stages * parallel.chunks, parallel.stages, model.layers)
 
 
 KEYS = {"devices": "stages", "microbatches": "microbatch"}
-"""A shape's words that a job file has others for."""
+"""Names in errors about a shape -> the corresponding keys of ``parallel``."""
 
 
 def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
-    """What the schedule itself refuses: its name, its shape, an option it has no use for."""
-    # How many sub-graphs a captured model has is known once it is captured.
+    """Errors of the schedule: an unknown name, an impossible shape, or an option that it does not have."""
+    # The number of a captured model's layers is only known after capturing it.
     layers = model.layers if isinstance(model, GptSpec) else None
     if parallel.placement != "line" and parallel.schedule != "auto":
-        yield Problem("parallel.placement", f"{parallel.schedule} has its own", "leave it out, or use schedule: auto")
+        why = f"{parallel.schedule} has a fixed placement"
+        yield Problem("parallel.placement", why, "leave it out, or use schedule: auto")
     try:
         if parallel.schedule == "auto":
             placement = placed(parallel.placement, parallel.shape(train.batch))
             yield from _depth(len(placement[0]), parallel.stages, layers)
             yield from _keep(parallel, placement)
             return
-        schedule = looked_at(parallel, train.batch)
+        schedule = checked_schedule(parallel, train.batch)
     except ScheduleError as error:
         key = KEYS.get(error.where, error.where)
         yield Problem(f"parallel.{key if key in type(parallel).model_fields else 'schedule'}", _why(error), error.fix)
@@ -192,12 +196,12 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
     yield from _keep(parallel, schedule.placement)
     if parallel.memory_cap_mb is not None and schedule.versions != "flush":
         yield Problem(
-            "parallel.memory_cap_mb", f"{parallel.schedule} never flushes: nothing can change between two steps",
+            "parallel.memory_cap_mb", f"{parallel.schedule} never flushes, so shares cannot change between steps",
             "give alphas, or use a synchronous schedule",
         )  # fmt: skip
     if parallel.replan and schedule.versions != "flush":
         yield Problem(
-            "parallel.replan", f"{parallel.schedule} never flushes: nothing can change between two steps",
+            "parallel.replan", f"{parallel.schedule} never flushes, so plans cannot change between steps",
             "leave it out, or use a synchronous schedule",
         )  # fmt: skip
     if parallel.microbatch % schedule.size.denominator:
@@ -222,11 +226,12 @@ def _halves(parallel: ParallelSpec, schedule: Schedule) -> Iterator[Problem]:
         )  # fmt: skip
     if schedule.versions != "flush":
         yield Problem(
-            "parallel.sub_pipelined", f"{schedule.name} keeps several versions of the weights", "use a schedule without"
-        )
+            "parallel.sub_pipelined", f"{schedule.name} keeps several versions of the weights",
+            "use a synchronous schedule",
+        )  # fmt: skip
     if parallel.recompute not in ("none", "full"):
         yield Problem(
-            "parallel.sub_pipelined", "halves are recomputed whole, not some of their layers", "use recompute: full"
+            "parallel.sub_pipelined", "half batches cannot recompute only some layers", "use recompute: full or none"
         )
 
 
@@ -251,23 +256,23 @@ def _keep(parallel: ParallelSpec, placement: Sequence[Sequence[int]]) -> Iterato
             len(placement) > 1 or len(set(placement[0])) < stages
         ):  # fmt: skip
             yield Problem(
-                "parallel.alphas", f"{parallel.schedule} has several stages on a device: no formula for their shares",
-                f"give {stages} of them, or use a schedule with one stage a device",
+                "parallel.alphas", f"the formula for shares does not cover several stages per device, as in "
+                f"{parallel.schedule}", f"give {stages} shares, or use a schedule with one stage per device",
             )  # fmt: skip
 
 
 def _alphas(parallel: ParallelSpec) -> Iterator[Problem]:
-    """Shares of layers go with stage-aware recomputation."""
+    """``alphas`` and ``memory_cap_mb`` belong to stage-aware recomputation, which needs one of them."""
     if parallel.recompute != "stage-aware":
         for key in ("alphas", "memory_cap_mb"):
             if getattr(parallel, key) is not None:
-                why = f"nothing uses it with recompute: {parallel.recompute}"
+                why = f"has no effect with recompute: {parallel.recompute}"
                 yield Problem(f"parallel.{key}", why, "use recompute: stage-aware, or leave it out")
     elif parallel.alphas is None and parallel.memory_cap_mb is None:
-        why = "missing: how much memory stage-aware recomputation may fill"
+        why = "missing; stage-aware recomputation needs to know how much memory it may use"
         yield Problem("parallel.memory_cap_mb", why, "add it, or give alphas")
     elif parallel.alphas is not None and parallel.memory_cap_mb is not None:
-        yield Problem("parallel.memory_cap_mb", "nothing is raised where alphas are given", "leave one of them out")
+        yield Problem("parallel.memory_cap_mb", "has no effect if alphas are given", "leave one of them out")
 
 
 def _why(error: ScheduleError) -> str:
@@ -280,7 +285,7 @@ def _why(error: ScheduleError) -> str:
 
 
 def stash(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
-    """PipeDream updates each stage after each micro-batch, with nobody to agree with."""
+    """Keys that cannot be combined with PipeDream, which updates each stage after each micro-batch independently."""
     if parallel.replicas > 1:
         yield Problem(
             "parallel.replicas", "pipedream updates after every micro-batch: replicas would drift apart",
@@ -288,7 +293,7 @@ def stash(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterato
         )  # fmt: skip
     if train.clip is not None:
         yield Problem(
-            "train.clip", "pipedream never has all stages' gradients at one time, so there is no global norm",
+            "train.clip", "pipedream never has the gradients of all stages at once, so there is no global norm",
             "set it to null, or use schedule: pipedream-2bw",
         )  # fmt: skip
     if isinstance(model, GptSpec) and model.tie_embeddings and parallel.stages > 1:
@@ -311,7 +316,7 @@ def _batch(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
 
 
 def neighbours(value: int, unit: int) -> tuple[int, int]:
-    """The multiples of ``unit`` below and above ``value``; below is 0 where there is none.
+    """Return the multiples of ``unit`` below and above ``value``; the one below may be 0.
 
     >>> neighbours(30, 8)
     (24, 32)

@@ -1,4 +1,4 @@
-"""The cluster file as typed data: which devices, how many to a host, and the links between them."""
+"""The cluster file as typed data: the devices, how many per host, and the links between them."""
 
 from __future__ import annotations
 
@@ -19,91 +19,92 @@ Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 Software = Literal["raypipe", "pytorch-2020", "megatron"]
 
 EXAMPLE = "cluster/a100.yaml"
-"""A whole cluster, for whoever wonders how one looks."""
+"""A complete cluster file that errors point to."""
 
 
 class DeviceModel(Spec):
-    """One kind of device, as far as the analytic cost model needs to know it."""
+    """A kind of device, as the analytic cost model describes it."""
 
     name: Annotated[str, Field(min_length=1)]
     memory_gib: Above
     """Device memory in GiB."""
     usable: Annotated[float, Field(gt=0, le=1)] = 0.94
-    """Share of it that tensors can fill; the rest goes to the driver's context, libraries and fragmentation."""
+    """Share of the memory that tensors can use; the driver's context, libraries and fragmentation take the rest."""
     peak_tflops: Annotated[dict[Dtype, Above], Field(min_length=1)]
-    """Peak matrix throughput by arithmetic, in 10^12 operations per second; a multiply-add counts two."""
+    """Peak matrix throughput by dtype, in 10^12 operations per second; a multiply-add counts as two."""
     memory_gb_s: Above
     """Memory bandwidth in 10^9 bytes per second."""
     efficiency: Annotated[float, Field(gt=0, le=1)]
     """Share of the peak that large matrix products reach."""
     efficiency_by_dtype: Annotated[dict[Dtype, Annotated[float, Field(gt=0, le=1)]], Field(default_factory=dict)]
-    """Where an arithmetic reaches another share."""
+    """``efficiency`` of dtypes for which it differs."""
     layer_overhead_us: Annotated[float, Field(ge=0)] = 0.0
-    """Fixed time of a layer's forward: launches, and products too small to fill the device. So a layer of x operations
-    reaches the share x / (x + overhead * efficiency * peak) of what large ones reach."""
+    """Fixed time of a layer's forward in microseconds: kernel launches, and products too small to fill the device. A
+    layer of x operations reaches the share x / (x + overhead * efficiency * peak) of the efficiency."""
 
 
 class LinkModel(Spec):
-    """A link: a message of n bytes takes ``latency + n / bandwidth``."""
+    """A link. A message of n bytes takes ``latency + n / bandwidth``."""
 
     latency_us: Annotated[float, Field(ge=0)]
+    """Latency in microseconds."""
     bandwidth_gb_s: Annotated[float, Field(gt=1e-9)]
-    """In 10^9 bytes per second, one direction; more than a byte per second."""
+    """Bandwidth in one direction, in 10^9 bytes per second."""
 
 
 class CollectiveModel(LinkModel):
-    """The path of collectives between hosts, and how the library that runs them goes about it."""
+    """The link that collectives between hosts use, and how their library uses it."""
 
     algorithm: Literal["ring", "rabenseifner", "tree"] | None = None
-    """The one it has; null: the fastest of the three for each size and group."""
+    """The library's only algorithm; null: it chooses the fastest of the three for each size and group."""
     piece_mib: Above | None = None
-    """It cuts what is summed into pieces of so many MiB, each a collective of its own with its own latency (PyTorch's
-    DistributedDataParallel: 25); null: one piece."""
+    """The library cuts vectors into pieces of this many MiB, each a separate collective with its own latency (25 in
+    PyTorch's DistributedDataParallel); null: one piece."""
     at_once: Positive = 1
-    """Pieces under way at the same time. They share the bandwidth; their latencies pass side by side."""
+    """Pieces in flight at the same time. They share the bandwidth; their latencies overlap."""
 
 
 class ClusterSpec(Spec):
-    """One cluster: the whole file. All devices are of one kind."""
+    """A cluster. All its devices are of one kind."""
 
     name: Annotated[str, Field(min_length=1)]
     hosts: Positive
     devices_per_host: Positive = 1
     device: DeviceModel
     inside: LinkModel
-    """Between two devices of one host. May be left out where a host has one device."""
+    """Link between two devices of one host. May be left out if a host has one device."""
     between: LinkModel
-    """Between two hosts. May be left out where there is one host."""
+    """Link between two hosts. May be left out if there is one host."""
     collective: CollectiveModel | None = None
-    """Between hosts as collectives see it, where another path carries them than messages; null: ``between``."""
+    """Link between hosts for collectives, if they use another path than messages; null: ``between``."""
     host_links: Positive = 1
-    """Such links that a host can fill at the same time: its network cards."""
+    """Links to other hosts that a host can use at the same time: its network cards."""
     software: Software = "raypipe"
-    """Whose kernels computed costs are those of. Another's than raypipe's own is for holding plans against what others
-    measured on that machine; see ``cost/gpt_work.py``."""
+    """The framework whose kernels the costs describe. Others than raypipe serve to compare plans with published
+    measurements; see ``cost/gpt_work.py``."""
 
     @model_validator(mode="before")
     @classmethod
     def _links_that_nothing_uses(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        whole = dict(data)
-        if whole.get("devices_per_host", 1) == 1 and "between" in whole:
-            whole.setdefault("inside", whole["between"])
-        if whole.get("hosts") == 1 and "inside" in whole:
-            whole.setdefault("between", whole["inside"])
-        return whole
+        filled = dict(data)
+        if filled.get("devices_per_host", 1) == 1 and "between" in filled:
+            filled.setdefault("inside", filled["between"])
+        if filled.get("hosts") == 1 and "inside" in filled:
+            filled.setdefault("between", filled["inside"])
+        return filled
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.hosts * self.devices_per_host
 
     def resized(self, devices: int) -> ClusterSpec:
-        """The same kind of hosts, as many as ``devices`` take; part of one host where that is enough.
+        """Return a cluster of ``devices`` devices on hosts of the same kind, or on part of one host if that suffices.
 
         Raises:
-            SpecError: several hosts, and the last one would not be full.
+            SpecError: several hosts are needed and the last one would not be full.
         """
         per_host = self.devices_per_host
         if 1 <= devices <= per_host:
@@ -119,7 +120,8 @@ class ClusterSpec(Spec):
 def load_cluster(path: str | Path) -> ClusterSpec:
     """Read and check a cluster file.
 
-    Raises SpecError, whose ``where`` is the file and the key.
+    Raises:
+        SpecError: ``where`` is the file and the key.
     """
     return cluster_from(parse_yaml(read_text(Path(path), "cluster", EXAMPLE), str(path)), str(path))
 

@@ -1,4 +1,4 @@
-"""What to train on: the ``data`` section of a job file."""
+"""The ``data`` section of a job file."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from raypipe.job.field_types import Positive, Spec
 
 
 class DataSpec(Spec):
-    """What to train on."""
+    """The data to train on."""
 
     type: Literal["bytes", "lines", "arrays"] = "bytes"
-    """``bytes``: text files read as bytes, one token each, in windows of one length. ``lines``: each line of such files
-    (or ``text`` of each record of a ``.jsonl`` file) is a sample of its own length. ``arrays``: a file of named arrays,
-    one row per sample, whose lengths may differ; the names are those of the model's arguments, and ``labels``."""
+    """``bytes``: text files are read as bytes, one token each, in windows of equal length. ``lines``: each line of such
+    files (or ``text`` of each record of a ``.jsonl`` file) is a sample, and lengths differ. ``arrays``: a file of named
+    arrays with one row per sample; rows may differ in length, and the names are the model's arguments and
+    ``labels``."""
     path: Annotated[str, Field(min_length=1)]
-    """``stdlib`` (this Python's own library sources), or a file, a folder or a glob of text; for arrays, an ``.npz`` or
-    ``.safetensors`` file."""
+    """``stdlib`` (the sources of Python's standard library), or a text file, a folder or a glob; for arrays, an
+    ``.npz`` or ``.safetensors`` file."""
     held_out: Annotated[str, Field(min_length=1)] | None = None
     """A second file of arrays to validate on; without it, a tenth of the samples is held out."""
     pad_to_multiple_of: Positive = 8
-    """Where samples have their own lengths, a micro-batch is padded to its longest one's, rounded up to a multiple of
-    this: so that few shapes exist."""
+    """If samples differ in length, a micro-batch is padded to its longest sample, rounded up to a multiple of this, so
+    that there are few different shapes."""
     mask: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of the bytes that a masked language model is to guess."""
+    """Share of the bytes that are masked for a masked language model to predict."""

@@ -1,4 +1,4 @@
-"""A JSON file that raypipe writes, read back as its typed data: every way it can be wrong is one SpecError."""
+"""Read JSON files that raypipe writes as typed data; everything wrong with a file becomes one SpecError."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ Data = TypeVar("Data", bound=BaseModel)
 
 
 def load_json(path: Path, root: type[Data], made_by: str) -> Data:
-    """Read and check the file.
+    """Read and check a file.
 
     Args:
         path: the file.
-        root: what it holds.
-        made_by: the command that writes such a file, for whoever has to write another one.
+        root: the model of its content.
+        made_by: the command that writes such a file, for error messages.
 
     Raises:
-        SpecError: the file is missing, empty, no JSON, or holds a wrong key or value; the first one is named.
+        SpecError: the file is missing, empty, not JSON, or holds a wrong key or value; it names the first one.
     """
-    again = f"make it with: {made_by}"
+    fix = f"make it with: {made_by}"
     try:
         data = read_regular(path)
     except OSError as error:
-        raise SpecError(str(path), f"cannot be read: {error.strerror}", again) from None
+        raise SpecError(str(path), f"cannot be read: {error.strerror}", fix) from None
     if not data.strip():
-        raise SpecError(str(path), "is empty", again)
+        raise SpecError(str(path), "is empty", fix)
     try:
-        return root.model_validate_json(data)  # by JSON's rules: its lists are our tuples
-    except SpecError as error:  # a rule between its keys
+        return root.model_validate_json(data)  # JSON mode accepts lists for tuples
+    except SpecError as error:  # a rule between keys
         raise SpecError(f"{path}: {error.where}", error.why, error.fix) from None
     except ValidationError as invalid:
         first = invalid.errors()[0]
         if first["type"] == "json_invalid":
             why = first["msg"].removeprefix("Invalid JSON: ")
-            raise SpecError(str(path), f"is no JSON, or was cut short: {why}", again) from None
-        key, why, fix = first_problem(invalid, root, f"what `{made_by}` writes")
-        raise SpecError(f"{path}: {key}" if key else str(path), why, fix) from None
+            raise SpecError(str(path), f"is not valid JSON, or was cut short: {why}", fix) from None
+        key, why, remedy = first_problem(invalid, root, f"what `{made_by}` writes")
+        raise SpecError(f"{path}: {key}" if key else str(path), why, remedy) from None

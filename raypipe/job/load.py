@@ -1,4 +1,4 @@
-"""From a job file to a checked ``JobSpec``: every way it can be wrong is one SpecError."""
+"""Read a job file as a checked ``JobSpec``; everything wrong with it becomes one SpecError."""
 
 from __future__ import annotations
 
@@ -16,22 +16,27 @@ from raypipe.job.validation_errors import describe, first_problem
 from raypipe.job.yaml_text import parse_yaml
 
 EXAMPLE = "jobs/quickstart.yaml"
-"""A whole job, for whoever wonders how one looks."""
+"""A complete job file that errors point to."""
 MOST_BYTES = 128 << 10
-"""Of a job or a cluster file: a hundred times what such files take, and read within seconds."""
+"""Largest size of a job or cluster file: a hundred times what such files take, and still read within seconds."""
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
-    """Read a job file, apply ``key.path=value`` overrides (value in YAML) and check the whole.
+    """Read a job file, apply ``key.path=value`` overrides (with values in YAML) and check the result.
 
-    Raises SpecError, whose ``where`` is the file and the key, or ``--set key`` where an override is to blame.
+    Raises:
+        SpecError: ``where`` is the file and the key, or ``--set key`` if an override is wrong.
     """
     text = read_text(Path(path), "job", EXAMPLE)
     return job_from(parse_yaml(text, str(path)), str(path), overrides)
 
 
 def read_text(path: Path, what: str, example: str) -> str:
-    """The text of a ``what`` file such as ``example``; raises SpecError for one that is not there or no text."""
+    """Return the text of a file; ``what`` (such as "job") and ``example`` are used in error messages.
+
+    Raises:
+        SpecError: the file is missing, cannot be read or is not text.
+    """
     try:
         return read_regular(path, MOST_BYTES).decode("utf-8")
     except FileNotFoundError:
@@ -50,7 +55,8 @@ def read_text(path: Path, what: str, example: str) -> str:
 def job_from(mapping: object, where: str = "job", overrides: Sequence[str] = ()) -> JobSpec:
     """Check a job given as plain data (as YAML gives it); ``where`` names its origin in errors.
 
-    Raises SpecError for the first problem found; unknown keys come first, as they often explain the rest.
+    Raises:
+        SpecError: the first problem found; unknown keys come first, because they often cause the others.
     """
     if not isinstance(mapping, Mapping):
         raise SpecError(where, f"holds {describe(mapping)} instead of keys and values", f"see {EXAMPLE}")
@@ -70,7 +76,7 @@ def job_from(mapping: object, where: str = "job", overrides: Sequence[str] = ())
 
 
 def _with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
-    """A copy of the mapping with ``key.path=value`` set, and the keys that were set."""
+    """Return a copy of the mapping with ``key.path=value`` set, and the keys that were set."""
     data: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in mapping.items()}
     seen: set[str] = set()
     for text in overrides:

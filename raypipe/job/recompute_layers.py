@@ -1,4 +1,4 @@
-"""Which layers a job computes again instead of keeping their activations."""
+"""The layers that a job recomputes instead of keeping their activations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Cut = Sequence[Sequence[int]]
 
 
 def layers_to_recompute(parallel: ParallelSpec, cut: Cut) -> frozenset[int] | None:
-    """Layers that an R computes again; None where ``recompute`` does not name any: all of every stage that has R.
+    """Return the layers that R recomputes; None if ``recompute`` does not select layers, so R recomputes whole stages.
 
-    A stage keeps its first layers and computes the later ones again, so that what has to be kept between the two
-    parts is one layer's output.
+    With ``stage-aware``, a stage keeps the activations of its first layers and recomputes the later ones, so that only
+    one layer's output has to be kept between the two parts.
     """
     if isinstance(parallel.recompute, tuple):
         return frozenset(i for i in parallel.recompute if isinstance(i, int))
@@ -26,23 +26,26 @@ def layers_to_recompute(parallel: ParallelSpec, cut: Cut) -> frozenset[int] | No
 
 
 def kept_shares(parallel: ParallelSpec, stages: int) -> tuple[float, ...]:
-    """``stage-aware``: the share of each stage's layers that keeps its activations; 0 on the first until searched."""
+    """Return, for ``stage-aware``, the share of each stage's layers that keep their activations.
+
+    Without ``alphas`` the first stage's share is 0, the start of the search for it.
+    """
     given = parallel.alphas
     return given if isinstance(given, tuple) else alphas(stages, given or 0.0)
 
 
 def recomputed_after(cut: Cut, shares: Sequence[float]) -> frozenset[int]:
-    """All but the first layers of each stage: of a share of them, rounded down."""
+    """Return the layers to recompute: each stage keeps its first ``share`` of layers, rounded down."""
     return frozenset(
         i for layers, share in zip(cut, shares, strict=True) for i in layers[floor(share * len(layers) + 1e-9) :]
     )
 
 
 def named_layers(wanted: Sequence[int | str], names: Sequence[str]) -> tuple[int, ...]:
-    """Numbers of the layers that are asked for by number, by name or by pattern.
+    """Return the numbers of the layers given by number, name or pattern.
 
     Raises:
-        SpecError: one that no layer has.
+        SpecError: a number, name or pattern matches no layer.
     """
     found: set[int] = set()
     for one in wanted:

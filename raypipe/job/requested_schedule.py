@@ -1,4 +1,4 @@
-"""The schedule that a job asks for: one of the named ones, or a file written by hand."""
+"""The schedule that a job asks for: a named one, or one from a file."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from raypipe.schedule.verify import verify
 
 
 def is_file(name: str) -> bool:
-    """Whether ``parallel.schedule`` names a file: it has a suffix or a folder, which no schedule's name has."""
+    """Return whether ``parallel.schedule`` is a file: it contains a dot or a slash, which no schedule's name does."""
     return "." in name or "/" in name
 
 
 def base_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
-    """The order of one data-parallel copy, before replication, gradient sync and updates.
+    """Return the schedule of one data-parallel copy, before replication, gradient sync and updates.
 
     Raises:
-        ScheduleError: no such name or file, a shape that cannot be, or a file whose devices or micro-batches differ
-            from the job's.
+        ScheduleError: there is no such name or file, the shape is impossible, or a file's devices or micro-batches
+            differ from the job's.
     """
     shape = parallel.shape(batch)
     if not is_file(parallel.schedule):
@@ -38,18 +38,18 @@ def base_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
 
 
 def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str) -> Schedule:
-    """A schedule that was read, not generated, without its gradient syncs and updates; held against the job's shape.
+    """Check a schedule that was read, not generated, against the job's shape; return it without AR and U tasks.
 
-    A schedule of fewer micro-batches than the job's would train a part of each mini-batch, and divide its loss by all.
+    With fewer micro-batches than the job, it would train on only a part of each mini-batch but divide the loss by all.
 
     Args:
         schedule: one data-parallel copy.
-        parallel: what the job asks for.
+        parallel: the job's ``parallel`` section.
         batch: ``train.batch``.
-        source: what the schedule was read from, for messages.
+        source: where the schedule was read from, for messages.
 
     Raises:
-        ScheduleError: it cannot run, or its devices, micro-batches or graph of stages are not the job's.
+        ScheduleError: the schedule cannot run, or its devices, micro-batches or stage graph differ from the job's.
     """
     shape = parallel.shape(batch)
     bare = schedule.with_orders([t for t in order if t.kind not in BOOKKEEPING] for order in schedule.orders)
@@ -62,23 +62,23 @@ def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str)
             raise ScheduleError(what, f"{source} has {have} {what}, the job {want}", "make them agree")
     if schedule.graph != StageGraph.chain(schedule.stages):
         raise ScheduleError(
-            "edges", f"{source} has edges that make no chain, and a job's stages are one", "leave the edges out"
+            "edges", f"{source} has edges that are not a chain, but a job's stages are one", "leave the edges out"
         )
     return bare
 
 
 LONG = 20_000
-"""Stages times micro-batches above which a step is not made only to be looked at: a second or so."""
+"""Steps with more stages times micro-batches are not generated for a check, since that takes a second or more."""
 
 
-def looked_at(parallel: ParallelSpec, batch: int) -> Schedule:
-    """What tells the placement, the kinds of task and whether the schedule can be: ``base_schedule``, or of a long step
-    one of the same shape with fewer micro-batches.
+def checked_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
+    """Return ``base_schedule`` or, for a long step, one of the same shape with fewer micro-batches, to check a job.
 
-    A long step's activations are told from two shorter ones; a run, which makes it whole, counts them.
+    Both have the same placement and kinds of tasks and are refused for the same reasons. The activations of a long step
+    are extrapolated from two shorter ones; a run generates the whole step and counts them exactly.
 
     Raises:
-        ScheduleError: as ``base_schedule``.
+        ScheduleError: as for ``base_schedule``.
     """
     shape = parallel.shape(batch)
     family = SCHEDULES.get(parallel.schedule)
@@ -95,14 +95,14 @@ def looked_at(parallel: ParallelSpec, batch: int) -> Schedule:
     try:
         schedule = short(few)
     except ScheduleError as error:
-        if error.where != "microbatches":  # too few of them for so many devices
+        if error.where != "microbatches":  # the short step has too few micro-batches for so many devices
             raise
         few = min(shape.devices, shape.microbatches)
         schedule = short(few)
     limit = shape.memory_limit
     if limit is not None and "memory_limit" not in family.options and few > turn:
-        peak = max(peak_activations(_as_held(parallel, schedule)))
-        growth = peak - max(peak_activations(_as_held(parallel, short(few - turn))))
+        peak = max(peak_activations(_recomputed(parallel, schedule)))
+        growth = peak - max(peak_activations(_recomputed(parallel, short(few - turn))))
         if (peak := peak + growth * (shape.microbatches - few) / turn) > limit:
             raise ScheduleError(
                 "memory_limit", f"{parallel.schedule} holds {peak:g} activations, the limit is {limit:g}",
@@ -112,19 +112,19 @@ def looked_at(parallel: ParallelSpec, batch: int) -> Schedule:
 
 
 def _generated(parallel: ParallelSpec, shape: Shape) -> Schedule:
-    """The named schedule; one that is recomputed whole is held against the memory limit as it will be."""
+    """Generate the named schedule; with full recomputation, check the memory limit against the recomputed schedule."""
     name, limit = parallel.schedule, shape.memory_limit
     family = SCHEDULES.get(name)
     if limit is None or parallel.recompute != "full" or family is None or "memory_limit" in family.options:
         return generate(name, shape)
     schedule = generate(name, replace(shape, memory_limit=None))
-    check_memory(_as_held(parallel, schedule), limit)
+    check_memory(_recomputed(parallel, schedule), limit)
     return schedule
 
 
-def _as_held(parallel: ParallelSpec, schedule: Schedule) -> Schedule:
-    """With the recomputation that counts for the memory limit: of whole micro-batches."""
+def _recomputed(parallel: ParallelSpec, schedule: Schedule) -> Schedule:
+    """Add the recomputation that counts for the memory limit: that of whole stages."""
     if parallel.recompute != "full":
         return schedule
-    again = add_recompute(schedule, "early")
-    return again if parallel.keep is None else keep_activations(again, parallel.keep)
+    recomputed = add_recompute(schedule, "early")
+    return recomputed if parallel.keep is None else keep_activations(recomputed, parallel.keep)

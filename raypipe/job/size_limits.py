@@ -1,4 +1,4 @@
-"""Sizes that nothing could run, refused before lists and tensors of such sizes are made."""
+"""Refuse sizes that no cluster could run, before lists and tensors of such sizes are made."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import ParallelSpec
 
 MOST_LAYERS = 4096
-"""Plans list every layer and the planner weighs every cut between two: seconds for so many. The deepest published
-transformer has 1,000 (DeepNet, arXiv:2203.00555)."""
+"""A plan lists every layer and the planner considers every cut, which takes seconds for so many. The deepest published
+transformer has 1,000 layers (DeepNet, arXiv:2203.00555)."""
 MOST_DEVICES = 100_000
-"""More than any cluster that Ray has been run on. Every device's order is written out before a run starts."""
+"""More devices than in any cluster that has run Ray. Every device's order is built before a run starts."""
 MOST_VALUES = 2**40
-"""Of one tensor, which one device has to hold: 4 TiB in float32."""
+"""Values of one tensor, which one device has to hold: 4 TiB in float32."""
 
 
 def too_large(model: GptSpec, microbatch: int) -> Iterator[tuple[str, str, str]]:
-    """(key, why, fix) for each size of the built-in GPT that is beyond any device."""
+    """Yield (key, why, fix) for each size of the built-in GPT that is too large for any device."""
     if model.layers > MOST_LAYERS:
         deep = "a plan lists every layer, and the deepest published transformer has 1000"
         yield "model.layers", f"is above {MOST_LAYERS}: {deep}", f"use at most {MOST_LAYERS}"
@@ -40,13 +40,13 @@ def too_large(model: GptSpec, microbatch: int) -> Iterator[tuple[str, str, str]]
 
 
 def too_many(parallel: ParallelSpec) -> Iterator[tuple[str, str, str]]:
-    """(key, why, fix) where a job asks for more devices than there are anywhere."""
+    """Yield (key, why, fix) if a job asks for more than ``MOST_DEVICES`` devices."""
     if parallel.devices > MOST_DEVICES:
         sizes = {key: getattr(parallel, key) for key in ("stages", "replicas", "tensor")}
         key = max(sizes, key=lambda k: sizes[k])
-        rest = parallel.devices // sizes[key]
-        why = f"{parallel.devices} devices in all (stages x replicas x tensor), and at most {MOST_DEVICES} are planned"
-        yield f"parallel.{key}", why, f"use at most {max(1, MOST_DEVICES // rest)}"
+        others = parallel.devices // sizes[key]
+        why = f"{parallel.devices} devices in all (stages x replicas x tensor), above the limit of {MOST_DEVICES}"
+        yield f"parallel.{key}", why, f"use at most {max(1, MOST_DEVICES // others)}"
 
 
 def _why(what: str) -> str:

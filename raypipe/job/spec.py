@@ -1,8 +1,7 @@
-"""The job file as typed data: each field says what it means, in which unit, and what is allowed.
+"""The job file as typed data; each field documents its meaning, unit and allowed values.
 
-Keys and their spelling are CONTRACT.md's. A spec is immutable and complete: defaults are filled in, so that what
-a run directory records is what ran. Each section has a file of its own; rules between fields are in ``check``; reading
-files is in ``load``.
+CONTRACT.md defines the keys. A spec is immutable and complete: defaults are filled in, so that a run directory records
+exactly what ran. Each section has its own file; rules between fields are in ``check``; ``load`` reads files.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from raypipe.job.train_spec import TrainSpec
 
 
 class JobSpec(Spec):
-    """One training job: the whole file."""
+    """A training job."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Used for the run directory and in the Ray dashboard: letters, digits, dot, dash, underscore."""
+    """Name of the job, used for the run directory and in the Ray dashboard: letters, digits, dot, dash, underscore."""
     model: ModelSpec
     data: DataSpec
     train: TrainSpec
@@ -32,16 +31,16 @@ class JobSpec(Spec):
 
     @property
     def tokens_per_sample(self) -> int:
-        """Most tokens of a sample of text; 1 for a sample of arrays."""
+        """Largest number of tokens of a text sample; 1 for arrays."""
         return (self.model.sequence or 1) if self.data.type != "arrays" else 1
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of a step, over all replicas."""
+        """Number of micro-batches in a step, over all replicas."""
         return self.train.batch // self.parallel.microbatch
 
     @model_validator(mode="after")
     def _rules(self) -> JobSpec:
         for key, why, fix in problems(self.model, self.data, self.train, self.parallel):
-            raise SpecError(key, why, fix)  # pydantic passes it on as it is
+            raise SpecError(key, why, fix)  # pydantic does not wrap this exception
         return self

@@ -1,4 +1,4 @@
-"""How to train: the ``train`` section of a job file."""
+"""The ``train`` section of a job file."""
 
 from __future__ import annotations
 
@@ -10,72 +10,72 @@ from raypipe.job.field_types import Count, Positive, Share, Spec
 
 
 class EarlyStopSpec(Spec):
-    """When to give up: validation no longer improves."""
+    """Stop the run when the validation loss no longer improves."""
 
     patience: Positive
-    """Validations in a row without an improvement after which the run stops."""
+    """The run stops after this many validations in a row without an improvement."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """How much lower than the lowest before a validation loss must be to count as an improvement."""
+    """A validation loss must be this much below the lowest one so far to count as an improvement."""
 
 
 class TrainSpec(Spec):
-    """How to train: optimizer, length, precision, how often to look and to save."""
+    """Optimizer, length, precision, validation and checkpoints."""
 
     steps: Positive
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the run."""
     batch: Positive
-    """Mini-batch: sequences a step, over all replicas."""
+    """Mini-batch size: sequences per step, over all replicas."""
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    """``adamw`` decays weights apart from the gradient; ``adam`` and ``sgd`` add the decay to it."""
+    """Optimizer. ``adamw`` decouples weight decay from the gradient; ``adam`` and ``sgd`` add it to the gradient."""
     lr: Annotated[float, Field(gt=0)] = 0.001
     """Peak learning rate."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
     """Adam's decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Adam's guard against division by zero."""
+    """Adam's term that avoids division by zero."""
     momentum: Share = 0.0
     """SGD's momentum."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decay rate, applied to every parameter."""
+    """Weight decay, applied to every parameter."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape of the learning rate after the warm-up, from ``lr`` down to ``min_lr`` at the last step."""
+    """Learning rate after the warm-up; ``cosine`` and ``linear`` fall from ``lr`` to ``min_lr`` at the last step."""
     warmup_steps: Count = 0
     """Steps over which the learning rate rises linearly to ``lr``."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Where ``cosine`` and ``linear`` end."""
+    """Learning rate at the last step with ``cosine`` and ``linear``."""
     clip: Annotated[float, Field(gt=0)] | None = None
-    """Largest global gradient norm (L2, over all stages); null for none."""
+    """Gradients are clipped to this global norm (L2, over all stages); null for no clipping."""
     seed: Count = 0
-    """Start weights, order of the data and dropout all follow from it."""
+    """Seed of the initial weights, the order of the data and dropout."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Arithmetic. ``bfloat16`` is autocast over float32 weights."""
+    """Precision of training. ``bfloat16`` is autocast over float32 weights."""
     deterministic: bool = False
-    """Refuse kernels whose result may differ between two runs."""
+    """Fail rather than run kernels whose result may differ between two runs."""
     eval_every: Count = 0
-    """Steps between validations; 0 for none but the one at the end."""
+    """Steps between validations; 0 to validate only at the end."""
     eval_batches: Positive = 8
     """Mini-batches of held-out data per validation."""
     early_stop: EarlyStopSpec | None = None
-    """Stop before ``steps`` once validation no longer improves; null to go on to the end."""
+    """Stop before ``steps`` when validation no longer improves; null to run all steps."""
     load_best_at_end: bool = False
-    """Take the checkpoint with the lowest validation loss as the outcome, instead of the last one."""
+    """Return the checkpoint with the lowest validation loss instead of the last one."""
     checkpoint_every: Count = 0
-    """Steps between checkpoints; 0 for none but the one at the end."""
+    """Steps between checkpoints; 0 to save only at the end."""
     keep_checkpoints: Positive = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     max_failures: Count = 3
-    """Restarts from the last checkpoint before the run gives up."""
+    """Restarts from the last checkpoint before the run fails."""
     wait_for_devices_s: Annotated[float, Field(ge=0)] | None = 3600.0
-    """Seconds to wait for devices that other jobs have, or that an autoscaler has yet to start; null for no limit."""
+    """Seconds to wait for devices that other jobs use or that an autoscaler has to start; null for no limit."""
     message_timeout_s: float = 300.0
-    """Seconds a device waits for a message before it fails with its name: from 1 to a week."""
+    """Seconds a device waits for a message before it fails with an error that names the message; 1 s to one week."""
 
     @property
     def crossing_dtype(self) -> str:
-        """Of the floating-point tensors between two stages: the weights', which autocast leaves as it is."""
+        """Dtype of floating-point tensors between stages: that of the weights, which autocast does not change."""
         return "float32" if self.dtype == "bfloat16" else self.dtype
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the checkpoint with the lowest validation loss is kept beside the newest."""
+        """Whether the checkpoint with the lowest validation loss is kept in addition to the newest."""
         return self.early_stop is not None or self.load_best_at_end

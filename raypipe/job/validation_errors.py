@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a file, in the words of the person who wrote the YAML."""
+"""Translate pydantic's validation errors into the terms of the YAML file's author."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypipe.errors import nearest
 from raypipe.files import short
 
 UNKNOWN = ("extra_forbidden", "invalid_key")
-"""Pydantic's kinds of error for a key that isn't known; the second is one that isn't even text."""
+"""Pydantic's error types for unknown keys; the second one is for keys that are not text."""
 
 WANTED = {
     "a valid integer": "a whole number",
@@ -22,19 +22,22 @@ WANTED = {
     "a valid boolean": "true or false",
     "a valid tuple": "a list of two numbers",
 }
-"""Pydantic's words for what belongs in a field, as a writer of YAML would say them."""
+"""Pydantic's description of an expected value -> ours."""
 
 Kinds = Mapping[str, Mapping[str, type[BaseModel]]]
-"""Sections that come in several kinds: section -> kind -> spec."""
+"""Sections that have several kinds: section -> kind -> spec."""
 
 
 def first_problem(
     invalid: ValidationError, root: type[BaseModel], example: str, kinds: Kinds | None = None
 ) -> tuple[str, str, str]:
-    """(key path, why, fix) of the most basic problem: unknown keys come first, as they often explain the rest.
+    """Return (key path, why, fix) of the most basic problem; unknown keys come first, because they often cause others.
 
-    ``root`` is the spec of the whole file, ``example`` a file that shows how it should look; ``kinds`` are the
-    sections that pydantic tells apart by a tag.
+    Args:
+        invalid: pydantic's error.
+        root: the spec of the whole file.
+        example: a correct file to point to.
+        kinds: the sections that are discriminated unions.
     """
     found = sorted(invalid.errors(), key=lambda e: e["type"] not in UNKNOWN)
     if not found[0]["loc"]:
@@ -43,17 +46,17 @@ def first_problem(
 
 
 def _explain(error: ErrorDetails, root: type[BaseModel], example: str, kinds: Kinds) -> tuple[str, str, str]:
-    # A value that may be one of several things: pydantic names each of them too, as in "literal['none', 'full']".
+    # For a union, pydantic adds the name of each member to the path, as in "literal['none', 'full']".
     loc = tuple(part for part in map(str, error["loc"]) if part == "[key]" or not part.endswith("]"))
     options = kinds.get(loc[0], {})
     chosen = loc[1] if options and len(loc) > 1 else None
-    if chosen is not None:  # pydantic names the kind of section too, which the file does not
+    if chosen is not None:  # pydantic adds the kind of the section to the path; the file does not have it
         loc = (loc[0], *loc[2:])
     key, kind, given = ".".join(loc), error["type"], error["input"]
     if kind in UNKNOWN:
         elsewhere = [k for k, spec in options.items() if k != chosen and loc[-1] in _keys(spec)]
         if elsewhere:
-            why = f"unknown key: a {loc[0]} of kind {chosen} has none, one of kind {elsewhere[0]} has"
+            why = f"unknown key for a {loc[0]} of kind {chosen}; it belongs to the kind {elsewhere[0]}"
             return key, why, "leave it out"
         owner = options[chosen] if chosen is not None else _spec_at(loc[:-1], root)
         return key, "unknown key", nearest(loc[-1], _keys(owner))
@@ -69,7 +72,7 @@ def _explain(error: ErrorDetails, root: type[BaseModel], example: str, kinds: Ki
     if kind == "literal_error":
         expected = str(error.get("ctx", {}).get("expected", ""))
         words = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
-        if loc[-1] == "[key]":  # a table's key, not a value
+        if loc[-1] == "[key]":  # the key of a mapping, not a value
             return ".".join(loc[:-2]), f'has the unknown key "{given}"', nearest(str(given), words)
         return key, why, nearest(given, words) if isinstance(given, str) else "use " + ", ".join(words)
     if kind in ("model_type", "dict_type"):
@@ -98,10 +101,10 @@ def _noun(root: type[BaseModel]) -> str:
 
 
 def _spec_at(loc: Sequence[str], root: type[BaseModel]) -> type[BaseModel]:
-    """The spec class that a key path leads to, through lists and tables of them too."""
+    """Return the spec class at a key path, also through lists and mappings of specs."""
     owner = root
     for part in loc:
-        if part in owner.model_fields:  # else a place in a list, or a table's key
+        if part in owner.model_fields:  # otherwise an index of a list or a key of a mapping
             owner = _spec_in(owner.model_fields[part].annotation) or owner
     return owner
 
@@ -113,7 +116,7 @@ def _spec_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def describe(value: Any) -> str:
-    """A value as a reader of YAML would name it."""
+    """Describe a value in YAML's terms."""
     if isinstance(value, NoneType):
         return "empty"
     if isinstance(value, Mapping | list):
@@ -121,5 +124,5 @@ def describe(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) and abs(value) >= 10**80:
-        return "a number of more than 80 digits"  # Python refuses to write out very long ones
+        return "a number of more than 80 digits"  # Python refuses to format very long integers
     return f'the text "{short(value)}"' if isinstance(value, str) else short(str(value))

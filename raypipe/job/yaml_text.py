@@ -1,4 +1,4 @@
-"""YAML as people mean it: ``1e-3`` is a number, and a key written twice is a mistake."""
+"""Parse YAML with two corrections: ``1e-3`` is a number, and a duplicate key is an error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raypipe.errors import SpecError
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader plus two corrections, and a bound on what aliases stand for."""
+    """PyYAML's safe loader with the two corrections and a limit on the expansion of aliases."""
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
         if node is not None:
-            _check_size(node)  # before anything is made of it: merge keys (<<) copy what they refer to
+            _check_size(node)  # before construction, since merge keys (<<) copy what they refer to
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
@@ -32,21 +32,24 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
-# YAML 1.1, which PyYAML follows, wants a dot in every float: 1e-3 would be a string.
+# YAML 1.1, which PyYAML follows, requires a dot in every float, so 1e-3 would be a string.
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
 MOST_VALUES = 100_000
-"""In one text, aliases written out: a few lines of aliases of aliases stand for more than any memory holds."""
+"""Limit on the values of one text with aliases expanded: nested aliases can stand for more than any memory holds."""
 DEEPEST = 50
-"""Lists and groups of keys within one another: several times what any key takes."""
+"""Limit on the nesting of lists and mappings: several times what any key needs."""
 TOO_DEEP = f"nested more than {DEEPEST} deep"
 
 
 def parse_yaml(text: str, where: str) -> object:
-    """The plain data in a YAML text; raises SpecError with the line and column of a syntax error.
+    """Return the plain data in a YAML text; ``where`` names its origin in errors.
+
+    Raises:
+        SpecError: the text is not valid YAML; it names line and column of a syntax error.
 
     >>> parse_yaml("{lr: 1e-3, clip: null}", "example")
     {'lr': 0.001, 'clip': None}
@@ -59,14 +62,14 @@ def parse_yaml(text: str, where: str) -> object:
         raise SpecError(spot, f"not valid YAML: {error.problem or error.context}", "correct the line") from None
     except RecursionError:
         raise SpecError(where, f"not valid YAML: {TOO_DEEP}", "correct the brackets") from None
-    except Exception as error:  # a date that no calendar has, !!bool of no boolean: PyYAML lets any error through
+    except Exception as error:  # PyYAML lets any error through, for example of an impossible date or a wrong !!bool
         why = str(error) if isinstance(error, (yaml.YAMLError, ValueError)) else "a value is not what its tag says"
         raise SpecError(where, f"not valid YAML: {why}", "correct the file") from None
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Refuse more values, or deeper ones, than a file means, with aliases written out."""
-    sizes: dict[int, tuple[int, int] | None] = {}  # by identity: values within, and levels; None while under way
+    """Refuse more than ``MOST_VALUES`` values or ``DEEPEST`` levels, counted with aliases expanded."""
+    sizes: dict[int, tuple[int, int] | None] = {}  # by identity: (values, levels); None while being counted
     todo = [root]
     while todo:
         node = todo[-1]
@@ -77,14 +80,14 @@ def _check_size(root: yaml.Node) -> None:
                 if id(child) not in sizes:
                     todo.append(child)
                 elif sizes[id(child)] is None:
-                    _refuse("an alias stands for what it is in", child)
+                    _refuse("an alias refers to a value that contains it", child)
             continue
         todo.pop()
         if sizes[id(node)] is None:
             found = [sizes[id(child)] or (0, 0) for child in inner]
             size, levels = 1 + sum(s for s, _ in found), 1 + max((depth for _, depth in found), default=0)
             if size > MOST_VALUES:
-                _refuse(f"more than {MOST_VALUES} values, with aliases written out", node)
+                _refuse(f"more than {MOST_VALUES} values with aliases expanded", node)
             if levels > DEEPEST:
                 _refuse(TOO_DEEP, node)
             sizes[id(node)] = size, levels

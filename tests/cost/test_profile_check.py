@@ -91,7 +91,13 @@ def test_an_edited_profile_is_one_message(edit, words, tmp_path: Path, capsys) -
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "is empty"), ("{", "cut short"), ("[]", "holds a list"), ("hello", "is no JSON"), ("null", "holds empty")],
+    [
+        ("", "is empty"),
+        ("{", "cut short"),
+        ("[]", "holds a list"),
+        ("hello", "is not valid JSON"),
+        ("null", "holds empty"),
+    ],
 )
 def test_what_is_no_profile_is_one_message(text: str, words: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "p.json").write_text(text)

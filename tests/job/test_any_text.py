@@ -41,8 +41,8 @@ TEXTS = [
     ("a: " + "{b: " * 60 + "1" + "}" * 60, "nested more than 50 deep"),
     (bomb("[x, x]"), "more than 100000 values"),
     (MERGES, "more than 100000 values"),
-    ("a: &a [*a]", "an alias stands for what it is in"),
-    ("a: &a {b: *a}", "an alias stands for what it is in"),
+    ("a: &a [*a]", "an alias refers to a value that contains it"),
+    ("a: &a {b: *a}", "an alias refers to a value that contains it"),
     ("a: !!bool maybe", "not what its tag says"),
     ("a: !!timestamp x", "not what its tag says"),
     ('a: !!int ""', "not valid YAML"),
@@ -76,7 +76,7 @@ def test_files_that_are_none(path: str) -> None:
 
 def test_a_file_of_another_kind_and_size(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("x: 1\n" * 100_000)
-    with pytest.raises(SpecError, match="and such a file at most 128 KiB"):
+    with pytest.raises(SpecError, match="the limit is 128 KiB"):
         load_job(tmp_path / "job.yaml")
 
 
@@ -90,10 +90,10 @@ LIMITS = [
     (["train.message_timeout_s=1e-9"], "use 1 or more"),
     (["train.message_timeout_s=1e300"], "use 604800, a week, or less"),
     (["train.message_timeout_s=-1"], "use 1 or more"),
-    (["parallel.schedule=/dev/zero"], "no regular file"),
+    (["parallel.schedule=/dev/zero"], "not a regular file"),
     (["parallel.schedule=~no-such-user/x.txt"], "No such file"),
-    (["parallel.tensor=1000000000"], "at most 100000 are planned\n.*use at most 50000"),
-    (["parallel.replicas=1000000", "train.batch=4000000"], "at most 100000 are planned"),
+    (["parallel.tensor=1000000000"], "above the limit of 100000\n.*use at most 50000"),
+    (["parallel.replicas=1000000", "train.batch=4000000"], "above the limit of 100000"),
 ]
 
 

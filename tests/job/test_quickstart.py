@@ -40,7 +40,7 @@ def test_a_plan_can_be_given_instead():
         ("parallel.stages=5", "5 stages for a model of 4 layers"),
         ("parallel.microbatch=5", "32 is not divisible by microbatch = 5"),
         ("parallel.replicas=3", "times replicas = 3"),
-        ("parallel.placement=ring", "cannot be given where the planner chooses"),
+        ("parallel.placement=ring", "cannot be given if the planner chooses"),
     ],
 )
 def test_what_no_plan_can_have_is_refused_before_anything_is_measured(word, why):

@@ -48,7 +48,7 @@ def test_layers_by_name() -> None:
 
 def test_several_stages_on_a_device_need_their_own_shares() -> None:
     parallel = {"schedule": "zb-v", "stages": 2, "microbatch": 2, "recompute": "stage-aware"}
-    with pytest.raises(SpecError, match="give 4 of them"):
+    with pytest.raises(SpecError, match="give 4 shares"):
         job_from({**JOB, "parallel": {**parallel, "alphas": 0.5}})
     with pytest.raises(SpecError, match="3 shares for 4 stages"):
         job_from({**JOB, "parallel": {**parallel, "alphas": [0.5, 0.5, 1.0]}})

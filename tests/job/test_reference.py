@@ -24,8 +24,8 @@ def test_every_section_of_a_file_has_a_table():
 
 def test_a_field_has_the_docstring_below_it_and_that_of_its_base_class():
     found = field_docstrings(HfSpec)
-    assert found["config"].startswith("Changes to the type's")
-    assert found["sequence"].startswith("Tokens a sample of text holds")
+    assert found["config"].startswith("Changes to the configuration")
+    assert found["sequence"].startswith("Tokens per text sample")
     assert "model_config" not in found
 
 

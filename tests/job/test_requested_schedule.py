@@ -11,7 +11,7 @@ import pytest
 from raypipe.errors import SpecError
 from raypipe.job import requested_schedule as order
 from raypipe.job.load import job_from
-from raypipe.job.requested_schedule import base_schedule, looked_at
+from raypipe.job.requested_schedule import base_schedule, checked_schedule
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.ir import Schedule
@@ -69,7 +69,7 @@ def test_a_step_of_a_million_micro_batches_is_not_made_to_be_looked_at(schedule:
     """Made whole, it would take a minute and gigabytes."""
     job = long_job(1_000_004, schedule=schedule)
     with no_more_tasks_than(200_000):
-        schedule_seen = looked_at(job.parallel, job.train.batch)
+        schedule_seen = checked_schedule(job.parallel, job.train.batch)
     small = base_schedule(job.parallel, 24)
     for what in ("placement", "versions", "size", "rules", "graph"):
         assert getattr(schedule_seen, what) == getattr(small, what)

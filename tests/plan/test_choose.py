@@ -284,8 +284,8 @@ def test_wishes_are_kept() -> None:
 @pytest.mark.parametrize(
     ("wish", "clip", "words"),
     [
-        ({"recompute": ["block.*"]}, None, "a list of layers goes with one cut"),
-        ({"recompute": "stage-aware"}, None, "stage-aware goes with one cut"),
+        ({"recompute": ["block.*"]}, None, "a list of layers depends on the cut"),
+        ({"recompute": "stage-aware"}, None, "stage-aware depends on the cut"),
         ({"schedule": "pipedream"}, 1.0, "no global norm"),
         ({"schedule": "auto"}, None, "no time to search"),
     ],

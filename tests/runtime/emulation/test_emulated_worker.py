@@ -234,7 +234,10 @@ def test_more_processes_than_memory_are_refused() -> None:
         (["1f1b", "--clip-every", "2", "--norm", "free"], "nothing to undo"),
         (["pipedream", "--clip-every", "2", "--norm", "ahead"], "updates wait for none"),
         (["1f2b"], 'did you mean "1f1b"'),
-        (["1f1b", "--devices", "6000", "--replicas", "2"], "--devices: 12000 emulated devices are as many processes"),
+        (
+            ["1f1b", "--devices", "6000", "--replicas", "2"],
+            "--devices: 12000 emulated devices would need as many processes",
+        ),
         (["1f1b", "--steps", "1000000000"], "steps: 1000000000 steps of 68 tasks are too many to predict"),
     ],
 )

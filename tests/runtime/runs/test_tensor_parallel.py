@@ -133,9 +133,9 @@ def test_a_captured_model_is_divided_too(stage_pool, text_folder, tmp_path) -> N
     ("parallel", "message"),
     [
         ({"tensor": 3}, r"1.qkv: 2 heads do not divide over tensor = 3\n  fix: use tensor: 2"),
-        ({"tensor": 2, "update": "optimistic"}, "optimistic does not go with tensor: 2"),
-        ({"tensor_table": "mine.yaml"}, "nothing is divided with tensor: 1"),
-        ({"sub_pipelined": True}, "nothing is summed with tensor: 1"),
+        ({"tensor": 2, "update": "optimistic"}, "optimistic cannot be combined with tensor: 2"),
+        ({"tensor_table": "mine.yaml"}, "no layer is divided with tensor: 1"),
+        ({"sub_pipelined": True}, "no all-reduce to overlap with tensor: 1"),
         ({"tensor": 2, "sub_pipelined": True, "microbatch": 1}, "do not divide into halves"),
         ({"tensor": 2, "sub_pipelined": True, "schedule": "pipedream-2bw"}, "several versions of the weights"),
         ({"tensor": 2, "tensor_table": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
