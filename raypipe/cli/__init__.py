@@ -1,8 +1,8 @@
 """The ``raypipe`` command: verbs only, no logic.
 
-A verb is a module of this package with a function of the same name, which takes Typer parameters; a name that starts
-with an underscore is a helper. Only the verb that runs is imported, and it imports what is heavy inside its function,
-so that ``raypipe schedule --list`` answers at once. A verb module may define ``prepare(argv) -> argv``.
+A verb is a module of this package with a function of the same name, whose parameters Typer reads; modules that start
+with an underscore are helpers. Only the requested verb is imported, and it imports heavy modules inside its function,
+so that ``raypipe schedule --list`` is fast. A verb module may define ``prepare(argv) -> argv``.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ def main() -> NoReturn:
     """Run the command line of this process and exit with its status."""
     status = run(sys.argv[1:])
     if status == INTERRUPTED:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ray is ended at exit; a second Ctrl-C would leave it half ended
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ray shuts down at exit; a second Ctrl-C would interrupt that
     sys.exit(status)
 
 
 def verbs() -> list[str]:
-    """Names of the verbs there are, found without importing any."""
+    """Return the names of all verbs, without importing them."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line; returns the exit status.
+    """Run one command line and return its exit status.
 
-    0: done; 2: the request is wrong; 1: it failed while running; 130: interrupted.
+    0: done; 1: it failed while running; 2: the request is wrong; 130: interrupted.
     """
     try:
         return _run(list(argv))
     except RaypipeError as error:
         return _complain(str(error), error.exit_status)
-    except BrokenPipeError:  # the reader went away, as in `raypipe schedule 1f1b | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `raypipe schedule 1f1b | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     except Exception as error:
-        # Typer carries its own copy of click's errors, or click's, depending on its version; both have this shape.
+        # Depending on its version, Typer raises click's errors or its own copies; both have these attributes.
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
             raise
         return _complain(_usage(error, verb_of(argv)), int(error.exit_code))
@@ -90,12 +90,12 @@ def _top(
 
 
 def verb_of(argv: Sequence[str]) -> str | None:
-    """The first word that is no option."""
+    """Return the first argument that is not an option."""
     return next((word for word in argv if not word.startswith("-")), None)
 
 
 def _usage(error: Any, verb: str | None) -> str:
-    """One message for what the command-line parser refuses: where, why, what to do."""
+    """Format an error of the command-line parser: where, why, what to do."""
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else " ".join(["raypipe", *([verb] if verb else [])])
     fix = f"see {where} --help"

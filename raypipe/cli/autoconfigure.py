@@ -1,4 +1,4 @@
-"""``raypipe autoconfigure JOB.yaml``: choose the fastest plan for a job on a cluster, and say why the others lost."""
+"""``raypipe autoconfigure JOB.yaml``: choose the fastest plan for a job on a cluster and explain the choice."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ ALLOWED = ("asynchronous",)
 
 
 def autoconfigure(
-    job: Annotated[Path, typer.Argument(help="Job file; its parallel keys play no part, but those beside auto: true.")],
+    job: Annotated[
+        Path, typer.Argument(help="Job file; of its parallel keys, only those given with auto: true restrict the plan.")
+    ],
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plan for this described cluster, such as cluster/a100.yaml.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plan with the costs that `raypipe profile` measured.")
+        Path | None, typer.Option(metavar="FILE", help="Plan with the costs of this profile, from `raypipe profile`.")
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, metavar="P", help="Devices to use at most [all]; with --cluster, so many of such hosts."),
+        typer.Option(min=1, metavar="P", help="Largest number of devices [all]; with --cluster, resizes the cluster."),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, metavar="K", help="How many of the best to name.")] = 10,
+    top: Annotated[int, typer.Option(min=1, metavar="K", help="Number of plans to list.")] = 10,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -42,23 +44,25 @@ def autoconfigure(
             "--out",
             parser=output("--out"),
             metavar="FILE",
-            help="Where the plan goes, for `raypipe train --plan FILE`.",
+            help="Write the plan to FILE, for `raypipe train --plan FILE`.",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the ranking as one JSON object.")] = False,
     override: Annotated[
-        list[str] | None, typer.Option("--set", help="key.path=value over the job file; repeatable.")
+        list[str] | None, typer.Option("--set", help="Override a key of the job file: key.path=value; repeatable.")
     ] = None,
     allow: Annotated[
-        list[str] | None, typer.Option(metavar="WHAT", help="asynchronous: schedules on stale weights may win.")
+        list[str] | None, typer.Option(metavar="WHAT", help="asynchronous: also consider schedules with stale weights.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="best, or largest-microbatch: Chimera's greedy rule.")] = "best",
+    policy: Annotated[
+        str, typer.Option(help="best: the fastest plan; largest-microbatch: Chimera's greedy rule.")
+    ] = "best",
     search: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Time for searching orders of the best placements.")
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Time to search orders for the best placements.")
     ] = 3.0,
 ) -> None:
-    """Choose schedule, depth, width, micro-batch and the rest for a job. Without --cluster and --profile: for the live
-    Ray cluster, else this machine, measured by a short profile."""
+    """Choose the schedule, pipeline depth, replicas, micro-batch size and further options for a job. Without --cluster
+    and --profile, plan for the running Ray cluster or else this machine, after a short profile."""
     from raypipe.cost.profile_check import check_profile, doubts
     from raypipe.job import load_job
     from raypipe.plan.choose import POLICIES, choose
@@ -70,11 +74,9 @@ def autoconfigure(
     if policy not in POLICIES:
         raise RequestError("--policy", f'"{policy}" is unknown', nearest(policy, POLICIES))
     if cluster is not None and profile is not None:
-        raise RequestError(
-            "--cluster", "a profile knows its cluster", "give --cluster or --profile, and --devices with either"
-        )
+        raise RequestError("--cluster", "a profile already describes its cluster", "give either --cluster or --profile")
     if not search <= DAY_S:
-        raise RequestError("--search", f"{search:g} is no time for a search", f"give seconds from 0 to {DAY_S:g}")
+        raise RequestError("--search", f"{search:g} is not a valid time", f"give seconds from 0 to {DAY_S:g}")
     if out is not None:
         check_writable(out)
     spec = load_job(job, override or ())
@@ -102,8 +104,10 @@ def autoconfigure(
 def _costs(
     job: JobSpec, cluster: Path | None, profile: Path | None, devices: int | None
 ) -> tuple[Profile, dict[Sharing, Profile]]:
-    """The profile to plan with: the given one, one of the described cluster, or one measured now; and of a described
-    cluster those whose devices are groups that share layers."""
+    """Return the profile to plan with: the given one, that of the described cluster, or one measured now.
+
+    For a described cluster, also return the profiles whose devices are tensor-parallel groups.
+    """
     if profile is not None:
         from raypipe.cost.profile import load_profile
 
@@ -115,11 +119,11 @@ def _costs(
         described = load_cluster(cluster)
         if devices is not None:
             described = described.resized(devices)
-        with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
+        with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; keep standard output for results
             return job_profile(job, described), shared_profiles(job, described)
     from raypipe.observe.progress import stderr_console
     from raypipe.profiling.profile_and_plan import profile_this_machine
 
     console = stderr_console()
-    with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices; keep standard output for results
         return profile_this_machine(job, devices, None, None, lambda text: console.print(text, style="dim")), {}

@@ -1,4 +1,4 @@
-"""``raypipe emulate NAME``: run a schedule end to end with timed waits for kernels."""
+"""``raypipe emulate NAME``: run a schedule end to end with timed waits instead of kernels."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NORM_POLICIES, parse_norm_policy
 
 MOST_DEVICES = 10_000
-"""Far more than a cluster could run; refused before a schedule is made for them."""
+"""More devices than any cluster could run; refused before a schedule is generated for them."""
 
 
 def prepare(argv: Sequence[str]) -> list[str]:
-    """Let ``--json`` stand without a FILE."""
+    """Allow ``--json`` without a FILE."""
     return optional_value(argv, "--json", list(ABOUT))
 
 
@@ -47,8 +47,12 @@ def emulate(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 5,
     replicas: Annotated[int, typer.Option(min=1, help="Data-parallel copies, W.")] = 1,
-    bandwidth: Annotated[float, typer.Option(metavar="GBPS", help="Gigabytes a second of a link [no limit].")] = 0.0,
-    latency_us: Annotated[float, typer.Option(metavar="US", min=0.0, help="Latency of a link, beside --comm.")] = 0.0,
+    bandwidth: Annotated[
+        float, typer.Option(metavar="GBPS", help="Bandwidth of a link in gigabytes per second [no limit].")
+    ] = 0.0,
+    latency_us: Annotated[
+        float, typer.Option(metavar="US", min=0.0, help="Latency of a link in microseconds, added to --comm.")
+    ] = 0.0,
     message_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of an activation.")] = 0.0,
     grad_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of a stage's gradients.")] = 0.0,
     norm: Annotated[
@@ -63,7 +67,8 @@ def emulate(
         typer.Option(parser=output("--trace"), metavar="FILE", help="Trace of the last step, for ui.perfetto.dev."),
     ] = None,
 ) -> None:
-    """Run a schedule through the real driver, actors and messages; kernels are timed waits. Costs in milliseconds."""
+    """Run a schedule with the real driver, actors and messages, and timed waits instead of kernels. Costs are in
+    milliseconds."""
     if (name is None) == (load is None):
         raise RequestError("raypipe emulate", "needs one schedule", "give a NAME or --load FILE")
     for file in (json_file, trace):
@@ -121,14 +126,14 @@ def emulate(
         fmean(found.measured_s[1:] or found.measured_s),
         fmean(found.predicted_steps_s[1:] or found.predicted_steps_s),
     )
-    print(f"{made.schedule.name}: predicted step {found.predicted_s * 1e3:.2f} ms in the long run")
+    print(f"{made.schedule.name}: predicted step {found.predicted_s * 1e3:.2f} ms in steady state")
     pair = f"predicted {predicted * 1e3:.2f} ms, measured {measured * 1e3:.2f} ms"
     print(f"step{f's 2 to {steps}' if steps > 1 else ''}: {pair} ({measured / predicted - 1:+.1%})")
-    print(f"idle {found.bubble_ratio:.1%}; dispatch and messages {found.dispatch_overhead_s * 1e3:.2f} ms a step")
+    print(f"idle {found.bubble_ratio:.1%}; dispatch and messages {found.dispatch_overhead_s * 1e3:.2f} ms per step")
 
 
 def _in_seconds(costs: CostTable) -> CostTable:
-    """The table in seconds instead of milliseconds."""
+    """Convert a cost table from milliseconds to seconds."""
     kinds = ("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update")
     scaled = {kind: tuple(t * 1e-3 for t in getattr(costs, kind)) for kind in kinds}
     return replace(costs, comm=tuple(t * 1e-3 for t in costs.links), **scaled)

@@ -1,4 +1,4 @@
-"""``raypipe export``: a trained Hugging Face model as a directory that transformers loads."""
+"""``raypipe export``: write a trained Hugging Face model to a directory that transformers can load."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def export(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run of `raypipe train` with model: {hf: ...}.")],
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", parser=named("--output"), help="Directory to write; must not be there yet."),
+        typer.Option("--output", "-o", parser=named("--output"), help="Directory to write; it must be new or empty."),
     ],
 ) -> None:
-    """Write the newest (with train.load_best_at_end: the best) checkpoint's model for from_pretrained."""
+    """Write the model of the newest checkpoint (with train.load_best_at_end: the best) for from_pretrained."""
     from raypipe.export import export as write
 
     print(write(run_dir, output))

@@ -1,4 +1,4 @@
-"""``raypipe profile JOB.yaml``: measure what a model costs on the devices of the cluster."""
+"""``raypipe profile JOB.yaml``: measure the costs of a model on the devices of the cluster."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from raypipe.cli._shared.values import comma_list
 from raypipe.errors import RequestError
 
 WIDTH = 110
-"""Columns that the table needs; a narrower terminal wraps lines, which still reads better than cut figures."""
+"""Columns that the table needs; a narrower terminal wraps lines, which is more legible than truncated figures."""
 
 
 def profile(
     job: Annotated[Path, typer.Argument(help="Job file, such as jobs/quickstart.yaml.")],
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", parser=output("--out"), metavar="FILE", help="Where the profile goes.")
+        Path | None,
+        typer.Option("-o", "--out", parser=output("--out"), metavar="FILE", help="Write the profile to FILE."),
     ] = None,
     override: Annotated[
-        list[str] | None, typer.Option("--set", help="key.path=value over the job file; repeatable.")
+        list[str] | None, typer.Option("--set", help="Override a key of the job file: key.path=value; repeatable.")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, metavar="P", help="Devices that measure [all there are].")
+        int | None, typer.Option(min=1, metavar="P", help="Number of devices to measure on [all].")
     ] = None,
     microbatches: Annotated[
         str | None, typer.Option(metavar="LIST", help="Micro-batch sizes [powers of two up to 16, and the job's].")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: fewer repeats.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure for a few seconds only, with fewer repeats.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON object.")] = False,
 ) -> None:
-    """Measure a job's layers, optimizer, messages and collectives through Ray, on the devices that will train it."""
+    """Measure a job's layers, optimizer, messages and collectives with Ray, on the devices that will train it."""
     from raypipe.job import load_job
     from raypipe.observe.profile_table import profile_tables
     from raypipe.observe.progress import stderr_console
@@ -49,7 +50,7 @@ def profile(
     if out is not None:
         check_writable(out)
     console = stderr_console()
-    with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices; keep standard output for results
         from raypipe.profiling.profile_job import measure_profile
 
         found = measure_profile(

@@ -1,4 +1,4 @@
-"""``raypipe sample``: let a trained model write."""
+"""``raypipe sample``: generate text with a trained language model."""
 
 from __future__ import annotations
 
@@ -8,29 +8,33 @@ from typing import Annotated
 import typer
 
 LONGEST = 100_000
-"""Tokens: minutes on a CPU."""
+"""Largest number of tokens, which takes minutes on a CPU."""
 HOTTEST, COLDEST = 100.0, 1e-4
 
 
 def sample(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run of `raypipe train`, or of `raypipe export`.")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "def ",
-    ids: Annotated[str | None, typer.Option(help="Token ids to go on from, 1,2,3; ids are printed.")] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory of a tokenizer, where the model's tokens are no bytes.")
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    ids: Annotated[
+        str | None, typer.Option(help="Token ids to continue, such as 1,2,3; token ids are printed.")
     ] = None,
-    length: Annotated[int, typer.Option(help="Bytes, or tokens, to write; at most 100000.")] = 400,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest every time; at most 100.")] = 0.6,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same.")] = 0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory of a tokenizer, if the model's tokens are not bytes.")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Number of bytes or tokens to generate; at most 100000.")] = 400,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature, at most 100; 0 always takes the likeliest token.")
+    ] = 0.6,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same text.")] = 0,
 ) -> None:
-    """Write text with a trained language model: the newest checkpoint of a run, or an exported model."""
+    """Generate text with a trained language model: the newest checkpoint of a run, or an exported model."""
     from raypipe.errors import SpecError
     from raypipe.sample import Writer
 
     bounds = (
-        ("--length", length, 1, LONGEST, "the text is printed when it is whole"),
-        ("--temperature", temperature, 0, HOTTEST, "above, all tokens are as likely"),
-        ("--seed", seed, 0, 2**63 - 1, "torch's generators take no other"),
+        ("--length", length, 1, LONGEST, "the text is printed when it is complete"),
+        ("--temperature", temperature, 0, HOTTEST, "above, all tokens are about equally likely"),
+        ("--seed", seed, 0, 2**63 - 1, "torch's generators accept no other seed"),
     )
     for option, value, least, most, why in bounds:
         if not least <= value <= most:
@@ -45,7 +49,7 @@ def sample(
         print(writer.text(prompt, length, temperature, seed))
         return
     try:
-        begun = [int(part) for part in ids.split(",")]
+        given = [int(part) for part in ids.split(",")]
     except ValueError:
-        raise SpecError("--ids", f'"{ids}" is no list of whole numbers', "write 1,2,3") from None
-    print(",".join(map(str, writer.ids(begun, length, temperature, seed))))
+        raise SpecError("--ids", f'"{ids}" is not a list of whole numbers', "write 1,2,3") from None
+    print(",".join(map(str, writer.ids(given, length, temperature, seed))))

@@ -1,4 +1,4 @@
-"""``raypipe schedule NAME``: make a schedule, time it, and show it."""
+"""``raypipe schedule NAME``: generate a schedule, simulate it and show it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AUTO_OPTIONS = {*SEARCH, "chunks", "pipelines", "memory_limit"}
 
 
 def prepare(argv: Sequence[str]) -> list[str]:
-    """Let ``--json`` and ``--text`` stand without a FILE."""
+    """Allow ``--json`` and ``--text`` without a FILE."""
     return optional_value(optional_value(argv, "--json", list(ABOUT)), "--text", list(ABOUT))
 
 
@@ -30,13 +30,15 @@ def prepare(argv: Sequence[str]) -> list[str]:
 def schedule(
     *,
     names: Annotated[Optional[list[str]], typer.Argument(metavar="NAME", help="See --list.")] = None,  # noqa: UP045
-    list_: Annotated[bool, typer.Option("--list", help="Name and describe every schedule.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List all schedules with descriptions.")] = False,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Several names on one page; costs then are of a device's share of the model."),
+        typer.Option(
+            "--compare", help="Show several schedules; costs are then those of a device's share of the model."
+        ),
     ] = False,
     load: Annotated[
-        File, typer.Option(metavar="FILE", help="A hand-written schedule, JSON or text: verify, time.")
+        File, typer.Option(metavar="FILE", help="Verify and simulate a schedule file, JSON or text.")
     ] = None,
     shape: Texts,
     search: Texts,
@@ -49,11 +51,15 @@ def schedule(
     ] = None,
     json_file: Annotated[
         File,
-        typer.Option("--json", parser=output("--json"), metavar="[FILE]", help="JSON, to FILE and standard output."),
+        typer.Option(
+            "--json", parser=output("--json"), metavar="[FILE]", help="Write JSON to FILE and standard output."
+        ),
     ] = None,
     text_file: Annotated[
         File,
-        typer.Option("--text", parser=output("--text"), metavar="[FILE]", help="The text form, as --load reads it."),
+        typer.Option(
+            "--text", parser=output("--text"), metavar="[FILE]", help="Write the text form, which --load reads."
+        ),
     ] = None,
     plot: Annotated[
         File, typer.Option(parser=output("--plot"), metavar="FILE", help="Gantt chart: .svg, .png or .pdf.")
@@ -61,7 +67,7 @@ def schedule(
     critical: Annotated[bool, typer.Option("--critical", help="Outline the critical path in the Gantt chart.")] = False,
     memory_plot: Annotated[
         File,
-        typer.Option(parser=output("--memory-plot"), metavar="FILE", help="Live activations over time: a picture."),
+        typer.Option(parser=output("--memory-plot"), metavar="FILE", help="Plot live activations over time."),
     ] = None,
     trace: Annotated[
         File, typer.Option(parser=output("--trace"), metavar="FILE", help="Trace for ui.perfetto.dev.")
@@ -70,7 +76,7 @@ def schedule(
         File, typer.Option(parser=output("--csv"), metavar="FILE", help="CSV for torch.distributed.pipelining.")
     ] = None,
 ) -> None:
-    """Make one schedule and show it: drawn in the terminal, or as --json, --plot, --trace, --csv say."""
+    """Generate and simulate a schedule. It is drawn in the terminal or written as --json, --plot, --trace or --csv."""
     if list_:
         _list(json_file)
         return
@@ -79,9 +85,9 @@ def schedule(
         raise RequestError("raypipe schedule", "no schedule is named", "add a name, --list shows them, or --load FILE")
     if len(wanted) + (load is not None) > 1 and not compare:
         why = f"{len(wanted) + (load is not None)} schedules are named"
-        raise RequestError("raypipe schedule", why, "name one, or add --compare to see them on one page")
+        raise RequestError("raypipe schedule", why, "name one, or add --compare to show them together")
     if json_file == text_file == STANDARD_OUTPUT:
-        raise RequestError("--text", "standard output holds the JSON already", "give one of them a FILE")
+        raise RequestError("--text", "--json already writes to standard output", "give one of them a FILE")
     for option, file in (("--plot", plot), ("--memory-plot", memory_plot)):
         if file is not None:
             _check_picture(option, file)
@@ -95,7 +101,7 @@ def schedule(
     if load is not None:
         made.append(load_one(load, costs, shape["memory_limit"]))
     if critical and plot is None:
-        raise RequestError("--critical", "there is no chart to outline the path in", "add --plot FILE")
+        raise RequestError("--critical", "there is no Gantt chart to draw on", "add --plot FILE")
     _show(made, json_file, text_file, plot, memory_plot, trace, csv, critical)
 
 
@@ -148,7 +154,7 @@ def _show(
 
 
 def _proof(made: Made) -> dict[str, Any]:
-    """What the JSON says of a search."""
+    """The keys that a search adds to the JSON; empty if there was none."""
     if made.found is None:
         return {}
     from raypipe.cli._shared.auto import report
@@ -171,7 +177,7 @@ def _json(value: dict[str, Any], path: Path) -> None:
     text = strict_json(value)
     if path != STANDARD_OUTPUT:
         _write(path, text + "\n")
-    if path == STANDARD_OUTPUT or not sys.stdout.isatty():  # scripts read standard output in either case
+    if path == STANDARD_OUTPUT or not sys.stdout.isatty():  # scripts may read standard output even if there is a FILE
         print(text)
 
 
@@ -192,7 +198,7 @@ def _said(path: Path) -> None:
 
 def _only(option: str, items: list[Any]) -> Any:
     if len(items) > 1:
-        raise RequestError(option, f"holds one schedule, {len(items)} are named", "name one")
+        raise RequestError(option, f"writes one schedule, but {len(items)} are named", "name one")
     return items[0]
 
 

@@ -1,4 +1,4 @@
-"""``raypipe train``: run a job to its end and say how it went."""
+"""``raypipe train``: run a job and print a summary."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def _asked(job: JobSpec, overrides: Sequence[str]) -> dict[str, Any]:
-    """The ``parallel`` keys that the command line sets, and their values."""
+    """Return the ``parallel`` keys that the command line sets, with their values."""
     keys = [text.partition("=")[0].strip().split(".") for text in overrides]
     return {key[1]: getattr(job.parallel, key[1]) for key in keys if key[0] == "parallel" and len(key) > 1}
 
 
 def _place(name: str) -> Path:
-    """``--run-dir`` as it was typed: an empty name would become the current folder."""
+    """Check ``--run-dir`` as it was typed, because ``Path`` turns an empty name into the current folder."""
     from raypipe.observe.run_dir import place
 
     place(name)
@@ -33,18 +33,20 @@ def train(
     job: Annotated[Path, typer.Argument(help="Job file, such as jobs/quickstart.yaml.")],
     plan: Annotated[Path | None, typer.Option(help="Run this plan.json instead of the job's parallel keys.")] = None,
     override: Annotated[
-        list[str] | None, typer.Option("--set", help="key.path=value over the job file; repeatable.")
+        list[str] | None, typer.Option("--set", help="Override a key of the job file: key.path=value; repeatable.")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(parser=_place, help="Where the run's files go; default runs/NAME-TIME.")
+        Path | None, typer.Option(parser=_place, help="Directory for the run's files [runs/NAME-TIME].")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run directory's newest checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the run directory's newest checkpoint.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     dashboard_port: Annotated[
-        int | None, typer.Option(help="Also serve the Ray dashboard of a Ray started here, on this loopback port.")
+        int | None, typer.Option(help="If this command starts Ray, serve its dashboard on this loopback port.")
     ] = None,
 ) -> None:
-    """Train a model as the job file says, through Ray."""
+    """Train a model on Ray as described by a job file."""
     from raypipe.cli._shared.go_on import advice, resume_command
     from raypipe.errors import InterruptionError, RunError, shortest
     from raypipe.job import GptSpec, load_job
@@ -60,11 +62,11 @@ def train(
             _asked(spec, override or ()) if plan is not None else {},
         )  # fmt: skip
     go_on = resume_command(job, prepared.directory, override or (), plan)
-    opening = (f"run directory {shortest(prepared.directory)}; should it be interrupted, go on with", f"  {go_on}")
+    opening = (f"run directory {shortest(prepared.directory)}; if it is interrupted, continue with", f"  {go_on}")
     view = ProgressView(prepared.directory, prepared.job.train.steps, console, prepared.units.throughput, opening)
     view.skip_past()
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices; keep standard output for results
             try:
                 result = execute(prepared, dashboard_port, view.update)
             finally:

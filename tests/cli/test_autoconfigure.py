@@ -112,7 +112,7 @@ def test_the_worked_example_is_planned_for_its_machine(capsys) -> None:
 WRONG = [
     (["--cluster", "nowhere.yaml"], "no such file"),
     (["--profile", "nowhere.json"], "cannot be read"),
-    (["--cluster", "CLUSTER", "--profile", "p.json"], "a profile knows its cluster"),
+    (["--cluster", "CLUSTER", "--profile", "p.json"], "a profile already describes its cluster"),
     (["--cluster", "CLUSTER", "--devices", "0"], "greater than or equal to 1"),
     (["--cluster", "CLUSTER", "--devices", "3"], "use 2 or 4"),
     (["--cluster", "CLUSTER", "--policy", "bset"], 'did you mean "best"?'),

@@ -49,7 +49,7 @@ def test_gpt2_is_an_embedding_attentions_mlps_and_a_head(path, capsys):
     assert f"small: {parameters:,} parameters in 26 sub-graphs; at most 1 tensor across any cut" in drawn
     (strip,) = (line for line in drawn.splitlines() if line.startswith("Eam"))
     assert strip.replace("|", "").strip() == "E" + "am" * 12 + "H"
-    assert "balanced over even" in drawn
+    assert "balanced is " in drawn
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_gpt2_is_an_embedding_attentions_mlps_and_a_head(path, capsys):
     [
         (["--stages", "30"], "parallel.stages: 30 stages for a model of 26 layers\n  fix: use 1 to 26"),
         (["--profile", "nowhere.json"], "nowhere.json: cannot be read"),
-        (["--profile", "x.json", "--cluster", "y.yaml"], "--cluster: a profile has its devices already"),
-        (["--memory-gib", "0"], "--memory-gib: 0 GiB hold nothing"),
+        (["--profile", "x.json", "--cluster", "y.yaml"], "--cluster: a profile already describes its devices"),
+        (["--memory-gib", "0"], "--memory-gib: 0 GiB is not a memory size"),
         (["--memory-gib", "0.001"], "no cut into 2 stages fits the 1 MiB of a device; the leanest needs"),
         (["--set", "model.hf=gpt3"], 'model.hf: "gpt3" is neither a model type nor a local directory'),
         (["--set", "model.config.n_layers=3"], 'did you mean "n_layer"'),

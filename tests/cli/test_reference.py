@@ -18,6 +18,6 @@ def test_every_verb_has_a_section_with_its_options():
     sections = dict(part.split("\n", 1) for part in page().split("\n## ")[1:])
     assert sorted(sections) == verbs()
     assert "`raypipe train JOB [OPTIONS]`" in sections["train"]
-    assert "| `--top K` | How many of the best to name [10]. |" in sections["autoconfigure"]
+    assert "| `--top K` | Number of plans to list [10]. |" in sections["autoconfigure"]
     assert "| `--steps STEPS` | Steps to run [5]. |" in sections["emulate"]
     assert "| `--resume` |" in sections["train"]

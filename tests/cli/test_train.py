@@ -167,7 +167,7 @@ def test_a_directory_whose_run_made_no_step_is_used_again(job: Path, tmp_path: P
     said: list[str] = []
     prepared = prepare_run(load_job(job), there, resume, say=said.append)
     assert not prepared.resume
-    assert said == [f"{there}: the run in it ended before its first step; this one begins there anew"]
+    assert said == [f"{there}: the run in it ended before its first step; starting a new run there"]
     assert "no memory" in (there / "events-1.jsonl").read_text()
 
 
@@ -387,7 +387,7 @@ def test_a_schedule_file_whose_stages_make_no_chain(refused, job, tmp_path) -> N
     path.write_text(THREE.format(edges=SKIP))
     said = refused("--set", f"parallel.schedule={path}")
     assert "edges" in said
-    assert "make no chain" in said
+    assert "are not a chain" in said
     path.write_text(THREE.format(edges=""))
     assert len(make_plan(load_job(job, [f"parallel.schedule={path}"])).cut) == 3
 
@@ -400,7 +400,7 @@ def test_a_plan_whose_order_makes_no_chain_of_its_stages(refused, job, tmp_path)
     path.write_text(json.dumps(plan | {"order": plan["order"].replace("device 0:", SKIP + "device 0:")}))
     said = refused("--plan", str(path))
     assert said.startswith(f"{path}: ")
-    assert "make no chain" in said
+    assert "are not a chain" in said
 
 
 def test_a_resumed_search_is_made_anew_for_another_batch(job, tmp_path) -> None:
@@ -527,7 +527,7 @@ def test_a_run_that_ends_early_says_how_to_go_on(job, tmp_path, monkeypatch, cap
     start, end = said.split(f"\n{first}\n")
     assert f"run directory {directory}; " in start
     assert f"  {command}\n" in start
-    assert end.endswith(f"to go on from its checkpoint of step 100: {command}\n")
+    assert end.endswith(f"to resume from its checkpoint of step 100: {command}\n")
     assert "Traceback" not in said
 
 

@@ -87,7 +87,7 @@ def test_stages_that_recompute(command, which, stages):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["1f1b", "--budget", "2"], "only auto searches"),
+        (["1f1b", "--budget", "2"], "applies to auto only"),
         (["auto", "--budget", "soon"], '"soon" is not a number'),
         (["auto", "--budget", "0"], "give seconds above 0"),
         (["auto", "--placement", "vee"], "--placement"),
@@ -96,7 +96,7 @@ def test_stages_that_recompute(command, which, stages):
         (["auto", "--unit", "2"], "auto has no use for unit = 2"),
         (["auto", "--recompute-stages", "4"], "stage 4 does not exist"),
         (["auto", "--recompute-stages", "some"], '"some" is unknown'),
-        (["1f1b", "--recompute-stages", "all"], "only auto searches"),
+        (["1f1b", "--recompute-stages", "all"], "applies to auto only"),
         (["auto", "--memory-limit", "0.5"], "--memory-limit"),
     ],
 )

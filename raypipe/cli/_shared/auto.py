@@ -1,4 +1,4 @@
-"""``raypipe schedule auto``: from option texts to a search and its result."""
+"""``raypipe schedule auto``: run a search from the texts of the options."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from raypipe.search.recompute_stages import search_recompute
 def search_auto(
     shape: Shape, options: Mapping[str, str | None], table: Callable[[int], CostTable]
 ) -> tuple[Found, CostTable]:
-    """Search as the options say.
+    """Search an order with the given options.
 
     Args:
-        shape: devices, micro-batches, memory limit; chunks and pipelines where the placement has them.
-        options: texts of ``placement``, ``objective``, ``budget``, ``backward`` and ``recompute_stages``, None where
-            not given.
-        table: the costs for a number of stages.
+        shape: devices, micro-batches and memory limit; chunks and pipelines if the placement has them.
+        options: texts of ``placement``, ``objective``, ``budget``, ``backward`` and ``recompute_stages``; None if not
+            given.
+        table: returns the costs for a number of stages.
 
     Raises:
-        RequestError: an option that cannot be read or has no place here.
+        RequestError: an option is invalid or does not apply to ``auto``.
     """
     placement = placed(options.get("placement") or "line", shape)
     costs = table(len(placement[0]))
@@ -52,7 +52,7 @@ def search_auto(
 
 
 def report(found: Found) -> dict[str, Any]:
-    """What the JSON says of a search besides the schedule; ``lower_bound`` replaces the one without memory limit."""
+    """Return the keys that a search adds to the JSON; ``lower_bound`` replaces the bound that ignores the memory."""
     proof: dict[str, Any] = {
         "objective": found.objective, "objective_value": found.value, "objective_bound": found.bound,
         "gap": found.gap, "search_seconds": found.seconds, "recompute_stages": _recomputing(found),
@@ -63,7 +63,7 @@ def report(found: Found) -> dict[str, Any]:
 
 
 def sentence(found: Found) -> str:
-    """The same in words, for the terminal."""
+    """Return the result of a search as text for the terminal."""
     proof = "proven shortest" if found.gap <= 1e-9 else f"at most {found.gap:.2%} above the shortest"
     said = f"auto: {found.objective} {found.value:g}, bound {found.bound:g}, {proof}; searched {found.seconds:.2f} s"
     stages = ", ".join(map(str, _recomputing(found)))
@@ -75,7 +75,7 @@ def _recomputing(found: Found) -> list[int]:
 
 
 def _stages(text: str, stages: int) -> frozenset[int]:
-    """``none``, ``all`` or a comma list of stages."""
+    """Parse ``none``, ``all`` or a comma-separated list of stages."""
     option = "--recompute-stages"
     if text in ("none", "all"):
         return frozenset(range(stages if text == "all" else 0))
@@ -91,5 +91,5 @@ def _stages(text: str, stages: int) -> frozenset[int]:
 def _seconds(text: str) -> float:
     values = comma_list("--budget", text, float)
     if len(values) != 1 or not 0 < values[0] <= DAY_S:
-        raise RequestError("--budget", f'"{text}" is no time for a search', f"give seconds above 0, at most {DAY_S:g}")
+        raise RequestError("--budget", f'"{text}" is not a valid time', f"give seconds above 0, at most {DAY_S:g}")
     return values[0]

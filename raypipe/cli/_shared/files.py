@@ -1,4 +1,4 @@
-"""Files that a verb writes: looked at before the work is done, and one error where they can't be written after all."""
+"""Output files of verbs: they are checked before the work is done, and errors of writing are one message."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ OTHER = "give another file"
 
 
 def output(option: str) -> Callable[[str], Path]:
-    """Reads the value of an option that names a file or a directory to write, as it was typed.
+    """Return a parser for an option that names a file or directory to write.
 
-    Raises (when it is called):
-        SpecError: an empty name, which ``Path`` takes for the current folder, or a URL, which it takes for a folder.
+    The parser raises a SpecError for an empty name, which ``Path`` would take for the current folder, and for a URL,
+    which it would take for a folder.
     """
 
     def read(text: str) -> Path:
         if not text.strip():
-            raise SpecError(option, "is empty", "name what to write")
+            raise SpecError(option, "is empty", "give a path")
         if is_url(text):
             raise SpecError(
-                option, f"{text} is a URL, and only local paths are written", "give a path, and copy it there"
+                option, f"{text} is a URL, but only local paths can be written", "give a local path, then copy the file"
             )
         if "\0" in text:
-            raise SpecError(option, "holds a NUL character, which no path does", "name what to write")
+            raise SpecError(option, "contains a NUL character", "give a path")
         return Path(text)
 
     return read
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that can't be written, before anything is computed for it.
+    """Check that a file can be written, before anything is computed for it.
 
     Raises:
-        SpecError: no such folder, a folder in the file's place, or no permission.
+        SpecError: its folder does not exist, it is a folder itself, or there is no permission.
     """
     if path.is_dir():
         raise SpecError(str(path), "is a folder", "give the file's name too")
@@ -51,10 +51,10 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write the text.
+    """Write text to a file.
 
     Raises:
-        SpecError: the disk is full, or whatever else the system says.
+        SpecError: the system cannot write it, for example because the disk is full.
     """
     try:
         write_whole(path, text)

@@ -1,4 +1,4 @@
-"""How to go on with a run that ended before its last step: the command, and from where."""
+"""Advice on resuming a run that ended before its last step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypipe.observe.run_log import METRICS
 
 
 def program() -> str:
-    """What runs this program's commands: ``raypipe``, if the shell finds it; else this interpreter's module.
+    """Return how to call this program: ``raypipe`` if the shell finds it, otherwise this interpreter's module.
 
     >>> program() in ("raypipe", f"{python()} -m raypipe")
     True
@@ -22,17 +22,17 @@ def program() -> str:
 
 
 def resume_command(job: Path, directory: Path, overrides: Sequence[str], plan: Path | None) -> str:
-    """The command line that goes on with the run in a directory, as the one that started it was given."""
-    words = ["train", str(job), *(word for text in overrides for word in ("--set", text))]
-    words += ["--plan", str(plan)] if plan is not None else []
-    return f"{program()} {shlex.join([*words, '--run-dir', shortest(directory)])} --resume"
+    """Return the command line that resumes a run with the options of the command that started it."""
+    arguments = ["train", str(job), *(argument for text in overrides for argument in ("--set", text))]
+    arguments += ["--plan", str(plan)] if plan is not None else []
+    return f"{program()} {shlex.join([*arguments, '--run-dir', shortest(directory)])} --resume"
 
 
 def advice(directory: Path, command: str) -> str:
-    """What to do about a run that was interrupted or failed; "" where it left nothing to go on from."""
+    """Return how to continue a run that was interrupted or failed; "" if it trained no step."""
     if stillborn(directory) or not (directory / METRICS).exists():
         return ""
     newest = max((directory / CHECKPOINTS).glob("step-*/manifest.json"), default=None)
     if newest is None:
         return f"it had no checkpoint yet: start again, in another --run-dir than {shortest(directory)}"
-    return f"to go on from its checkpoint of step {int(newest.parent.name.removeprefix('step-'))}: {command}"
+    return f"to resume from its checkpoint of step {int(newest.parent.name.removeprefix('step-'))}: {command}"

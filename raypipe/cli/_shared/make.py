@@ -1,4 +1,4 @@
-"""From the options of ``raypipe schedule`` to schedules with their costs."""
+"""Make schedules and cost tables from the options of ``raypipe schedule``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 ABOUT = {name: family.about for name, family in SCHEDULES.items()} | {
-    AUTO: "searched for: the shortest order found for a placement, costs and memory, with a proven bound"
+    AUTO: "the shortest order that a search finds for a placement, costs and memory, with a proven bound"
 }
-"""Every schedule that can be named."""
+"""Every schedule name and its description."""
 SHAPE_KINDS: dict[str, Callable[[str], Any]] = {
     key: next((kind for kind in get_args(hint) or [hint] if kind in (int, float)), str)
     for key, hint in get_type_hints(Shape).items()
@@ -33,30 +33,30 @@ DEFAULT_COSTS = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "recompu
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A schedule and the costs to time it with."""
+    """A schedule and the costs to simulate it with."""
 
     schedule: Schedule
     costs: CostTable
     found: Found | None = None
-    """The search, where there was one."""
+    """The result of the search, if the schedule was searched."""
 
 
 def make(
     names: Sequence[str], shape: Mapping[str, str | None], costs: Mapping[str, str | None], compare: bool,
     search: Mapping[str, str | None] | None = None,
 ) -> list[Made]:  # fmt: skip
-    """Make the named schedules; the mappings hold the option texts, None where an option isn't given.
+    """Make the named schedules; the mappings hold the texts of the options, None if an option is not given.
 
-    With ``compare``, a shape option may list one value per schedule, a family is spared the options it has no use
-    for, and a cost given as one number is that of a device's share of the model, which its stages divide among
-    them: then all schedules do the same work.
+    With ``compare``, all schedules do the same work: a cost given as one number is that of a device's share of the
+    model, which is divided among its stages. A shape option may then list one value per schedule, and families ignore
+    options that they do not have.
 
     Raises:
-        RequestError: an option that cannot be read, or a shape or name that is refused.
+        RequestError: an option, a name or a shape is invalid.
     """
     wishes = {key: text for key, text in (search or {}).items() if text is not None}
     if wishes and AUTO not in names:
-        raise RequestError(flag(next(iter(wishes))), "only auto searches", "name auto, or leave it out")
+        raise RequestError(flag(next(iter(wishes))), "applies to auto only", "name auto, or leave it out")
     values = {key: comma_list(flag(key), text, SHAPE_KINDS[key]) for key, text in shape.items() if text is not None}
     for key, given in values.items():
         if len(given) > 1 and (not compare or len(given) != len(names)):
@@ -78,14 +78,14 @@ def make(
             stages = stages_of(name, wanted)
             table = cost_table(stages, costs, share=stages // wanted.devices if compare else 1)
             made.append(Made(generate(name, wanted, table), table))
-        except ScheduleError as error:  # say it in the words of the command line
+        except ScheduleError as error:  # name the option instead of the field
             where = flag(error.where) if error.where in {*SHAPE_KINDS, *wishes} else error.where
             raise ScheduleError(where, error.why, error.fix) from error
     return made
 
 
 def _own_options(name: str, search: Mapping[str, str]) -> frozenset[str]:
-    """Shape options that the schedule reads besides devices, micro-batches and the memory limit."""
+    """The shape options that a schedule has besides devices, micro-batches and the memory limit."""
     if name != AUTO:
         return SCHEDULES[name].options
     from raypipe.search.placements import OPTIONS
@@ -98,7 +98,7 @@ def _searched(
 ) -> Made:
     from raypipe.cli._shared.auto import search_auto
 
-    chunks = 2 if search.get("placement") in ("ring", "v") else 1  # with one chunk, both are a line
+    chunks = 2 if search.get("placement") in ("ring", "v") else 1  # with one chunk, both would be a line
     wanted = Shape(**{**DEFAULT_SHAPE, "chunks": chunks, **own})
     found, table = search_auto(
         wanted, search, lambda stages: cost_table(stages, costs, share=stages // wanted.devices if compare else 1)
@@ -110,7 +110,7 @@ def load_one(path: Path, costs: Mapping[str, str | None], memory_limit: str | No
     """Read and verify a schedule file; costs that are given as options replace the file's.
 
     Raises:
-        RequestError: the file is no schedule, or one that cannot run.
+        RequestError: the file is not a schedule, or its schedule cannot run.
     """
     from raypipe.schedule.forms.schedule_file import load
     from raypipe.schedule.live_activations import check_memory
@@ -128,11 +128,11 @@ def load_one(path: Path, costs: Mapping[str, str | None], memory_limit: str | No
 
 
 def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> CostTable:
-    """The costs per stage from option texts; a single number is divided by ``share``.
+    """Build the costs per stage from the texts of the options; a single number is divided by ``share``.
 
     Raises:
-        RequestError: no finite number >= 0, or a list that isn't one value per stage (of ``comm``, per link between
-            them will do).
+        RequestError: a value is not a finite number >= 0, or a list has not one value per stage (or, for ``comm``, per
+            link between stages).
     """
     table: dict[str, tuple[float, ...]] = {}
     for key, default in DEFAULT_COSTS.items():
@@ -141,7 +141,7 @@ def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> 
         if len(values) not in (1, stages, stages - (key == "comm")):
             raise RequestError(flag(key), f"{len(values)} values for {stages} stages", f"give 1 or {stages} values")
         if (wrong := next((v for v in values if not 0 <= v < math.inf), None)) is not None:
-            raise RequestError(flag(key), f"{wrong:g} is no time", "use finite numbers >= 0")
+            raise RequestError(flag(key), f"{wrong:g} is not a valid time", "use finite numbers >= 0")
         if (wrong := next((v for v in values if v > LONGEST), None)) is not None:
             why = f"{wrong:g} is too long: times of a step could not be added up"
             raise RequestError(flag(key), why, f"use at most {LONGEST:g}")
@@ -152,5 +152,5 @@ def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> 
 
 
 def flag(key: str) -> str:
-    """The option that sets ``key``."""
+    """Return the option that sets ``key``."""
     return "--" + key.replace("_", "-")

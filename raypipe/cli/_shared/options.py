@@ -1,4 +1,4 @@
-"""Options that several verbs share: which schedule, of which shape, how ``auto`` searches."""
+"""Options that several verbs share: the shape of a schedule and how ``auto`` searches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading option values: comma lists, and options whose value may be left out."""
+"""Parse option values: comma-separated lists, and options whose value may be left out."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TypeVar
 from raypipe.errors import RequestError
 
 STANDARD_OUTPUT = Path("-")
-"""What an option with an optional FILE holds when the FILE is left out."""
+"""Value of an option with an optional FILE if the FILE is left out."""
 DAY_S = 86400.0
-"""Longest search that may be asked for: a day."""
+"""Longest time of a search, in seconds: a day."""
 Value = TypeVar("Value")
 NOUNS: dict[object, str] = {int: "a whole number", float: "a number"}
 
 
 def comma_list(option: str, text: str, kind: Callable[[str], Value]) -> list[Value]:
-    """Read ``"1,2,3"``.
+    """Parse a list such as ``"1,2,3"``.
 
     Raises:
-        RequestError: naming the option and the item that isn't a ``kind``.
+        RequestError: an item is not a ``kind``; it names the option and the item.
 
     >>> comma_list("--forward", "1,2.5", float)
     [1.0, 2.5]
@@ -36,10 +36,11 @@ def comma_list(option: str, text: str, kind: Callable[[str], Value]) -> list[Val
 
 
 def optional_value(argv: Sequence[str], option: str, words: Sequence[str]) -> list[str]:
-    """Fill in the value of an option that may stand alone: the word after it is its value unless it looks otherwise.
+    """Fill in the value of an option whose value is optional.
 
-    The parser knows only options with and without a value. ``--json`` at the end, before another option, or before
-    one of ``words`` (names that the verb expects as arguments) becomes ``--json=-``.
+    The parser supports only options with and without a value. ``--json`` at the end, before another option, or before
+    one of ``words`` (names that the verb expects as arguments) becomes ``--json=-``; otherwise the next argument is
+    its value.
 
     >>> optional_value(["--json", "1f1b"], "--json", ["1f1b"])
     ['--json=-', '1f1b']
