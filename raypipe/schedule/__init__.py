@@ -93,7 +93,7 @@ SCHEDULES: dict[str, Family] = {
         placement=greedy.ring,
     ),
 }  # fmt: skip
-"""Every schedule that has a name."""
+"""All named schedules."""
 
 
 def _family(name: str) -> Family:
@@ -103,10 +103,10 @@ def _family(name: str) -> Family:
 
 
 def stages_of(name: str, shape: Shape) -> int:
-    """Stages of one replica that ``generate`` will make; the length of a cost table's lists.
+    """Return the number of stages of one replica that ``generate`` makes, which is the length of a cost table's tuples.
 
     Raises:
-        ScheduleError: unknown name, or an option this family has no use for.
+        ScheduleError: the name is unknown, or the family does not have one of the options.
     """
     family = _family(name)
     family.check(name, shape)
@@ -115,16 +115,16 @@ def stages_of(name: str, shape: Shape) -> int:
 
 @no_collection()
 def generate(name: str, shape: Shape, costs: CostTable | None = None) -> Schedule:
-    """Make the named schedule.
+    """Generate the named schedule.
 
     Args:
         name: a key of ``SCHEDULES``.
         shape: devices, micro-batches and the family's options.
-        costs: one value per stage; some families order their tasks by cost. Default: F = B = W = 1.
+        costs: one value per stage, by which some families order their tasks; by default F = B = W = 1.
 
     Raises:
-        ScheduleError: unknown or misspelt name, a shape the family does not exist for, costs for another number of
-            stages, or more activations than ``shape.memory_limit`` allows.
+        ScheduleError: the name is unknown, the family has no schedule of this shape, the costs have another number of
+            stages, or the schedule holds more activations than ``shape.memory_limit``.
     """
     stages = stages_of(name, shape)
     costs = CostTable.even(stages) if costs is None else costs

@@ -1,7 +1,7 @@
-"""The one cost table: how long each task of each stage takes, and each message between devices.
+"""The cost table: the time of each kind of task on each stage, and of messages between devices.
 
-Plain numbers in one unit (seconds in runs, milliseconds in emulation, units on paper); nothing here knows
-where they come from. ``cost/`` fills it from a model or a measurement.
+All times are plain numbers in one unit: seconds in runs, abstract units on paper. ``cost/`` computes them from a model
+or a measurement.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from raypipe.schedule.kinds import JOINT, KINDS, TRAITS
 from raypipe.schedule.latency import Comm, latency
 
 LONGEST = 1e12
-"""Of a time given by hand, in whatever unit: sums over a step of any size stay exact enough to compare."""
+"""Largest time that a user may give, in any unit; sums over a step then stay exact enough to compare."""
 _FIELDS: dict[str, tuple[str, ...]] = {kind: traits.cost for kind, traits in TRAITS.items()}
 
 
@@ -29,10 +29,10 @@ class CostTable:
     all_reduce: tuple[float, ...]
     update: tuple[float, ...]
     comm: Comm = 0.0
-    """Latency of a message between two devices; nothing inside one device. One number for every link, or a list whose
-    value s is that of the link between stages s and s+1, in both directions; see ``latency`` for messages between
-    stages further apart. A list of S values (the last one has no use) or of S-1 (which gets the one before as its
-    last); all the same, it becomes that number."""
+    """Latency of a message between two devices; messages inside a device take no time. It is one number for every link,
+    or a tuple whose value s is the latency between stages s and s+1 in both directions; see ``latency`` for stages
+    further apart. The tuple has S - 1 values or S (the last is unused). If all values are equal, it becomes a
+    number."""
 
     @staticmethod
     def even(
@@ -43,7 +43,7 @@ class CostTable:
         recompute: float = 0.0,
         comm: Comm = 0.0,
     ) -> CostTable:
-        """The same costs for every stage."""
+        """Return a table with the same costs for every stage."""
         zeros = (0.0,) * stages
         return CostTable(
             forward=(forward,) * stages, input_grad=(input_grad,) * stages, weight_grad=(weight_grad,) * stages,
@@ -67,25 +67,25 @@ class CostTable:
 
     @property
     def stages(self) -> int:
-        """Number of stages the table speaks of."""
+        """Number of stages."""
         return len(self.forward)
 
     @property
     def links(self) -> tuple[float, ...]:
-        """Latency of the link behind each stage; the last one has no use."""
+        """Latency of the link after each stage; the last value is unused."""
         return self.comm if isinstance(self.comm, tuple) else (self.comm,) * self.stages
 
     def latency(self, a: int, b: int) -> float:
-        """Of a message between two stages on different devices, in either direction."""
+        """Return the latency of a message between two stages on different devices, in either direction."""
         return latency(self.comm, a, b)
 
     def by_kind(self, kind: str) -> tuple[float, ...]:
-        """Times per stage of one kind; ``BW`` is B plus W."""
+        """Return the times per stage of one kind; ``BW`` is B plus W."""
         fields: list[tuple[float, ...]] = [getattr(self, name) for name in _FIELDS[kind]]
         return fields[0] if len(fields) == 1 else tuple(map(sum, zip(*fields, strict=True)))
 
     def durations(self, schedule: Schedule, tasks: list[Task]) -> list[float]:
-        """Time of each task: its stage's cost times the micro-batches it carries.
+        """Return the time of each task: its stage's cost times the number of its micro-batches.
 
         Raises:
             ScheduleError: the table has another number of stages than the schedule.
@@ -95,7 +95,7 @@ class CostTable:
                 "costs", f"{self.stages} values for {schedule.stages} stages", f"give 1 or {schedule.stages} values"
             )
         table = {k: self.by_kind(k) for k in KINDS}
-        if schedule.rules.skip_first_b:  # no input gradient there: a joint backward is W alone
+        if schedule.rules.skip_first_b:  # stage 0 has no input gradient, so its joint backward is W alone
             for joint in JOINT:
                 table[joint] = (self.weight_grad[0], *table[joint][1:])
         size = float(schedule.size)
@@ -105,10 +105,10 @@ class CostTable:
 
 
 def _per_link(values: tuple[float, ...], stages: int) -> Comm:
-    """One value per stage, or a number where all are the same.
+    """Return one value per stage, or a number if all are equal.
 
     Raises:
-        ScheduleError: neither a value per stage nor one per link.
+        ScheduleError: there is neither one value per stage nor one per link.
     """
     if len(values) not in (stages, stages - 1):
         raise ScheduleError(

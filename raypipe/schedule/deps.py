@@ -1,7 +1,7 @@
-"""The one dependency rule, and the task graph it induces.
+"""The dependency rule and the task graph of a schedule.
 
-``dependencies`` states the rule; ``link`` applies it to a whole schedule once. Verifier, simulator, drawings,
-transfers and executor all read the resulting ``TaskGraph``, so no second copy of the rule can disagree.
+``dependencies`` states the rule, and ``link`` applies it to a whole schedule. Verifier, simulator and drawings all use
+the resulting ``TaskGraph``, so there is only one copy of the rule.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ from raypipe.schedule.ir import Rules, Schedule, Task
 from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, KINDS, WEIGHT_GRADIENTS, Kind
 
 Need = tuple[tuple[Kind, ...], int]
-"""Any one of these kinds, at this stage, for the same micro-batch."""
+"""``(kinds, stage)``: a task of any of these kinds at this stage, for the same micro-batch."""
 _BACKWARD = tuple(kind for kind in KINDS if kind in BACKWARD)
 
 
 def dependencies(
     kind: Kind, stage: int, inputs: list[int], outputs: list[int], recomputed: bool, rules: Rules
 ) -> list[Need]:
-    """What must have finished before a compute task of ``stage`` may start, for each of its micro-batches.
+    """Return what must have finished before a compute task of ``stage`` may start, for each of its micro-batches.
 
-    ``inputs`` are the stages it reads, ``outputs`` the stages that read it; ``recomputed`` says whether this
-    (stage, micro-batch) has an R task. A last stage (no outputs) starts its backward from its own forward.
+    The backward of a last stage (without outputs) waits only for its own forward.
+
+    Args:
+        kind: kind of the task.
+        stage: its stage.
+        inputs: the stages that ``stage`` reads.
+        outputs: the stages that read ``stage``.
+        recomputed: whether this (stage, micro-batch) has an R task.
+        rules: the options of the schedule.
     """
     gradient: list[Need] = [(_BACKWARD, s) for s in outputs]
     own: list[Need] = [(("R",) if recomputed else ("F",), stage)]
@@ -49,23 +56,23 @@ class TaskGraph:
     schedule: Schedule
     tasks: list[Task]
     device: list[int]
-    """Device of each task, as the orders say."""
+    """Device of each task."""
     first: list[int]
-    """Number of each device's first task; one more entry at the end, the number of tasks."""
+    """Number of each device's first task, followed by the number of tasks."""
     preds: list[list[int]]
-    """Tasks that must have ended (own device's order not included)."""
+    """Per task, the tasks it depends on, without the order of its own device."""
     missing: list[tuple[int, Need, int]]
-    """(task, what it needs, micro-batch) where no task provides it: an invalid schedule."""
+    """(task, need, micro-batch) for dependencies that no task provides; the schedule is then invalid."""
     doubled: list[tuple[int, int]]
-    """Pairs of tasks that do the same thing."""
+    """Pairs of tasks that do the same work; the schedule is then invalid."""
 
 
 @no_collection()
 def link(schedule: Schedule) -> TaskGraph:
-    """Number the tasks of ``schedule`` and resolve every dependency; linear in tasks and edges.
+    """Number the tasks of ``schedule`` and resolve all dependencies, in time linear in tasks and edges.
 
     Raises:
-        ScheduleError: a task of a stage that does not exist.
+        ScheduleError: a task's stage does not exist.
     """
     tasks: list[Task] = []
     device: list[int] = []
@@ -109,7 +116,7 @@ def link(schedule: Schedule) -> TaskGraph:
     missing: list[tuple[int, Need, int]] = []
     recomputed = [where.get(("R", s), empty) for s in range(schedule.stages)]
     plain: dict[tuple[Kind, int], list[dict[int, int]]] = {}
-    """What a task without choices waits for: no recomputation at its stage, one kind for each need."""
+    """Fast path without recomputation: (kind, stage) -> per need, micro-batch -> the task that provides it."""
     for i, (kind, stage, mbs, _) in enumerate(tasks):
         if len(mbs) == 1:  # nearly all tasks of nearly all schedules
             one = plain.get((kind, stage))
@@ -122,7 +129,7 @@ def link(schedule: Schedule) -> TaskGraph:
                     preds.append([source[mb] for source in one])
                     continue
                 except KeyError:
-                    pass  # said below
+                    pass  # reported below
         found: list[int] = []
         for mb in mbs:
             case = (kind, stage, mb in recomputed[stage])
@@ -146,7 +153,7 @@ def link(schedule: Schedule) -> TaskGraph:
 
 
 def _either(where: dict[tuple[Kind, int], dict[int, int]], need: Need) -> dict[int, int]:
-    """Micro-batch -> task of the first of the kinds that has one."""
+    """Micro-batch -> the task of the first of the need's kinds that has one."""
     kinds, stage = need
     known = [where[kind, stage] for kind in kinds if (kind, stage) in where]
     if len(known) == 1:
@@ -158,9 +165,10 @@ def _either(where: dict[tuple[Kind, int], dict[int, int]], need: Need) -> dict[i
 
 
 def _link_bookkeeping(tasks: list[Task], bookkeeping: list[int], preds: list[list[int]]) -> None:
-    """AR of a stage waits for all its weight gradients on every holder; U for the AR, else for its own gradients.
+    """Resolve AR, which waits for the stage's weight gradients on every replica, and U, which waits for AR.
 
-    The last one of each holder stands for all of them: a device runs its tasks in order.
+    Without AR, U waits for its own weight gradients. The last weight gradient of a device stands for all of them,
+    because a device runs its tasks in order.
     """
     last: dict[int, dict[int, int]] = {}
     reduced: dict[tuple[int, int], int] = {}

@@ -1,4 +1,4 @@
-"""Turn what ``link`` and ``walk`` found wrong into one error: the task, what it waits for, and the device grid."""
+"""Turn faults that ``link`` and ``walk`` found into one error with the task, what it waits for, and the device grid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raypipe.schedule.walk import Walk
 
 
 def fault_at(graph: TaskGraph, task: int, why: str, fix: str) -> ScheduleError:
-    """An error that marks one task in the device grid."""
+    """Return an error that marks one task in the device grid."""
     device = graph.device[task]
     mark = (device, task - graph.first[device])
     where = f"device {device}, position {mark[1]}, task {graph.tasks[task]}"
@@ -17,15 +17,15 @@ def fault_at(graph: TaskGraph, task: int, why: str, fix: str) -> ScheduleError:
 
 
 def check_links(graph: TaskGraph) -> None:
-    """Refuse a doubled task or a dependency that no task provides.
+    """Check that no task occurs twice and that every dependency is provided by a task.
 
     Raises:
-        ScheduleError: with the first such task (by position in its device's order) marked.
+        ScheduleError: a check fails; the first such task, by position in its device's order, is marked.
     """
     if graph.doubled:
         early, late = min(graph.doubled, key=lambda pair: _position(graph, pair[1]))
         raise fault_at(
-            graph, late, f"does again what {graph.tasks[early]} on device {graph.device[early]} does", "remove one"
+            graph, late, f"repeats the work of {graph.tasks[early]} on device {graph.device[early]}", "remove one"
         )
     if graph.missing:
         task, (kinds, stage), mb = min(graph.missing, key=lambda m: _position(graph, m[0]))
@@ -34,14 +34,14 @@ def check_links(graph: TaskGraph) -> None:
 
 
 def check_ran(graph: TaskGraph, done: Walk) -> None:
-    """Refuse a schedule whose devices wait for one another in a circle.
+    """Check that the schedule does not deadlock.
 
     Raises:
-        ScheduleError: with the earliest task of the circle marked.
+        ScheduleError: devices wait for each other in a cycle; the cycle's earliest task is marked.
     """
     if not done.stuck:
         return
-    heads = {graph.device[i]: i for i in reversed(done.stuck)}  # a device's compute lane comes before its network lane
+    heads = {graph.device[i]: i for i in reversed(done.stuck)}  # prefer a device's compute task over its all-reduce
     waits: dict[int, int] = {}
     for i in heads.values():
         late = [p for p in graph.preds[i] if done.end[p] < 0]
@@ -52,14 +52,14 @@ def check_ran(graph: TaskGraph, done: Walk) -> None:
     while task not in seen and task in waits:
         seen.append(task)
         task = heads[graph.device[waits[task]]]
-    circle = seen[seen.index(task) :] if task in seen else [done.stuck[0]]
-    first = min(circle, key=lambda i: _position(graph, i))
+    cycle = seen[seen.index(task) :] if task in seen else [done.stuck[0]]
+    first = min(cycle, key=lambda i: _position(graph, i))
     if first not in waits:
         raise fault_at(
-            graph, first, "waits for the other holders' all-reduce, which they never reach",
+            graph, first, "waits for the all-reduce of the stage's other devices, which they never reach",
             "issue the all-reduces in the same order on every device",
         )  # fmt: skip
-    chain = ", ".join(f"{graph.tasks[i]} waits for {graph.tasks[waits[i]]}" for i in circle if i in waits)
+    chain = ", ".join(f"{graph.tasks[i]} waits for {graph.tasks[waits[i]]}" for i in cycle if i in waits)
     raise fault_at(graph, first, f"can never run, the devices wait in a circle: {chain}", "reorder one of these tasks")
 
 

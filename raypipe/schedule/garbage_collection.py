@@ -1,7 +1,7 @@
-"""Keep Python's cycle collector out of the way while a large schedule is built.
+"""Suspend Python's cyclic garbage collector while a large schedule is built.
 
-A schedule is hundreds of thousands of small tuples without cycles; the collector walks over all of them again and
-again as they are made, which is most of the time at 200,000 tasks and grows faster than they do.
+A schedule is hundreds of thousands of small tuples without cycles. The collector would scan them repeatedly, which
+takes most of the time at 200,000 tasks and grows faster than their number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Switch the cycle collector off for the body (also as a decorator); reference counts free memory as always."""
+    """Disable the cyclic collector for a block or a decorated function; reference counting still frees memory."""
     was_on = gc.isenabled()
     gc.disable()
     try:

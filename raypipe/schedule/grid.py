@@ -1,6 +1,6 @@
-"""The device grid: a schedule's orders as text, one row per device, for error messages.
+"""The device grid: a schedule's orders as text for error messages, one row per device.
 
-Positions, not times: a schedule that cannot run has no times.
+It shows positions, not times, because a schedule that cannot run has no times.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The schedule IR: a training step as data.
 
-Words, used the same way everywhere (the papers clash; these are ZeroPP's and zero-bubble's):
+Glossary. Papers use these words in different ways; raypipe uses those of ZeroPP and zero-bubble:
 
     stage        a contiguous run of model layers      device    one entry of a placement
     micro-batch  one forward + backward unit of a step replica   one chain of stages; ``placement[replica][stage]``
@@ -14,10 +14,10 @@ Kinds of task (``kinds.py`` has a row of properties for each):
     F forward   B gradient of the input   W gradient of the weights   BW both at once   R recompute of a forward
     AR all-reduce of a stage's gradients over its holders             U optimizer update of a stage
 
-A replica here is Chimera's direction, or a data-parallel copy written out; a job's ``parallel.replicas`` counts copies
-of a whole placement. NB: PyTorch writes ``I`` for our ``B`` and ``B`` for our ``BW``. Task ``2F0`` is stage 2, forward,
-micro-batch 0; ``2F0,1`` carries two micro-batches (Chimera's forward doubling); ``2F0@1`` belongs to replica 1.
-Bookkeeping tasks carry no micro-batch: ``2AR``, ``2U``.
+A replica is one of Chimera's directions, or a data-parallel copy in a replicated schedule; a job's
+``parallel.replicas`` counts copies of a whole placement. Note that PyTorch writes ``I`` for our ``B`` and ``B`` for our
+``BW``. Task ``2F0`` is stage 2, forward, micro-batch 0; ``2F0,1`` carries two micro-batches (Chimera's forward
+doubling); ``2F0@1`` belongs to replica 1. Bookkeeping tasks carry no micro-batch: ``2AR``, ``2U``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Task(NamedTuple):
     kind: Kind
     stage: int
     mbs: tuple[int, ...]
-    """Micro-batches it works on; one, except for paired forwards; none for AR and U."""
+    """Ids of its micro-batches: one, or several in a paired forward; none for AR and U."""
     replica: int = 0
 
     def __str__(self) -> str:
@@ -46,25 +46,25 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageGraph:
-    """Which stage feeds which: any edge from an earlier stage to a later one (DESIGN: a DAG, not a chain)."""
+    """Which stage feeds which: a DAG whose edges go from earlier to later stages."""
 
     stages: int
     edges: tuple[tuple[int, int], ...]
 
     @staticmethod
     def chain(stages: int) -> StageGraph:
-        """``0 -> 1 -> ... -> stages-1``."""
+        """Return the graph ``0 -> 1 -> ... -> stages-1``."""
         return StageGraph(stages, tuple((s, s + 1) for s in range(stages - 1)))
 
     def inputs(self) -> list[list[int]]:
-        """Per stage, the stages whose activations it reads."""
+        """Return, per stage, the stages whose activations it reads."""
         found: list[list[int]] = [[] for _ in range(self.stages)]
         for src, dst in self.edges:
             found[dst].append(src)
         return found
 
     def outputs(self) -> list[list[int]]:
-        """Per stage, the stages that read its activations (and send gradients back)."""
+        """Return, per stage, the stages that read its activations and send gradients back."""
         found: list[list[int]] = [[] for _ in range(self.stages)]
         for src, dst in self.edges:
             found[src].append(dst)
@@ -73,18 +73,19 @@ class StageGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Where a schedule's dependencies differ from the default; see ``deps.dependencies``."""
+    """Options of the dependency rule; see ``deps.dependencies``."""
 
     recompute: Literal["early", "late"] = "early"
-    """``early``: R waits for its own F only; ``late``: also for the incoming gradient (Merak section 3.3)."""
+    """With ``early``, R waits for its own F only; with ``late``, also for the incoming gradient (Merak section 3.3)."""
     w_dep: Literal["B", "grad"] = "B"
-    """``B``: W follows B of its stage; ``grad``: W needs only the incoming gradient (out-of-order backprop)."""
+    """With ``B``, W waits for B of its stage; with ``grad``, only for the incoming gradient (out-of-order backprop)."""
     skip_first_b: bool = False
-    """Stage 0 computes no input gradient: it has W tasks and no B."""
+    """Stage 0 computes no input gradient, so it has W tasks but no B."""
 
 
 Versions = Literal["flush", "stash", "2bw"]
-"""Weight versions: ``flush`` one version, synchronous; ``stash`` PipeDream's; ``2bw`` PipeDream-2BW's two."""
+"""Weight versions: ``flush`` has one (synchronous), ``stash`` one per micro-batch in flight (PipeDream), ``2bw`` two
+(PipeDream-2BW)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +94,15 @@ class Schedule:
 
     name: str
     placement: tuple[tuple[int, ...], ...]
-    """``placement[replica][stage]`` is the device that holds it."""
+    """``placement[replica][stage]`` is the device that holds the stage."""
     orders: tuple[tuple[Task, ...], ...]
     """Per device, its tasks in the order they run."""
     microbatches: int
-    """Micro-batches of a step, over all replicas; ids run from 0 (halved ones count each half)."""
+    """Number of micro-batch ids in a step, over all replicas; ids count from 0, and halves have ids of their own."""
     graph: StageGraph
     rules: Rules = field(default_factory=Rules)
     size: Fraction = Fraction(1)
-    """Share of a full micro-batch that one id stands for: 1/2 in backward halving."""
+    """Share of a full micro-batch that one id stands for; 1/2 in backward halving."""
     versions: Versions = "flush"
 
     @property
@@ -120,10 +121,10 @@ class Schedule:
         return len(self.placement)
 
     def tasks(self) -> Iterable[Task]:
-        """All tasks, device by device."""
+        """Iterate over all tasks, device by device."""
         for order in self.orders:
             yield from order
 
     def with_orders(self, orders: Iterable[Iterable[Task]], **changes: object) -> Schedule:
-        """The same schedule with other orders; what every pass returns."""
+        """Return the schedule with other orders, as passes do; ``changes`` are further fields."""
         return replace(self, orders=tuple(tuple(o) for o in orders), **changes)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""The kinds of task, one row each: what everybody who reads a schedule may ask about a kind.
+"""The table of task kinds and their properties.
 
-A new kind is a row here, a letter in ``Kind``, a rule in ``deps.py`` and a branch of the runtime's executor. Code that
-treats several kinds alike asks one of the sets below; a literal stands only where one kind is made or treated alone.
+A new kind needs a row here, a letter in ``Kind``, a rule in ``deps.py`` and a branch in the runtime's executor. Code
+that treats several kinds alike uses one of the sets below; literals are only for code that is about a single kind.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ Kind = Literal["F", "B", "W", "BW", "R", "AR", "U"]
 
 
 class Traits(NamedTuple):
-    """What is true of every task of a kind."""
+    """The properties of a kind of task."""
 
     what: str
-    """For legends."""
+    """Name for legends."""
     cost: tuple[str, ...]
     """The fields of ``CostTable`` whose sum is its time."""
     default_time: float
-    """In a schedule file without times."""
+    """Time if a schedule file gives none."""
     microbatches: bool = True
-    """It works on micro-batches; a bookkeeping task works on a whole stage, once a step."""
+    """Whether it works on micro-batches; a bookkeeping task works on a whole stage, once per step."""
     compute: bool = True
-    """It occupies its device and counts as busy time in the bubble ratio."""
+    """Whether it occupies its device and counts as busy time in the bubble ratio."""
     input_grad: bool = False
-    """It hands the gradient of its stage's input to the stage before."""
+    """Whether it computes the gradient of its stage's input for the stage before."""
     weight_grad: bool = False
-    """It makes gradients of weights, the last use of an activation."""
+    """Whether it computes gradients of weights, the last use of an activation."""
     torch_letter: str | None = None
-    """In the CSV of ``torch.distributed.pipelining``; None where that knows no such action."""
+    """Letter in the CSV of ``torch.distributed.pipelining``; None if that has no such action."""
 
 
 TRAITS: Final[dict[Kind, Traits]] = {
@@ -42,12 +42,12 @@ TRAITS: Final[dict[Kind, Traits]] = {
     "U": Traits("update", ("update",), 0.0, microbatches=False, compute=False),
 }
 KINDS: Final[tuple[Kind, ...]] = tuple(TRAITS)
-"""All kinds, in the order in which files and legends list them."""
+"""All kinds, in the order of files and legends."""
 COMPUTE: Final = frozenset(k for k, t in TRAITS.items() if t.compute)
 BOOKKEEPING: Final = frozenset(k for k, t in TRAITS.items() if not t.microbatches)
 BACKWARD: Final = frozenset(k for k, t in TRAITS.items() if t.input_grad)
 WEIGHT_GRADIENTS: Final = frozenset(k for k, t in TRAITS.items() if t.weight_grad)
 GRADIENTS: Final = BACKWARD | WEIGHT_GRADIENTS
-"""All that reads an activation backwards: B, W and BW."""
+"""All kinds of the backward pass: B, W and BW."""
 JOINT: Final = BACKWARD & WEIGHT_GRADIENTS
-"""Both gradients in one task; what is not joint is split."""
+"""Kinds that compute both gradients in one task, the opposite of a split backward."""

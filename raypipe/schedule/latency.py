@@ -1,10 +1,9 @@
-"""How long messages take: the one place that knows which dependencies are messages, and which links they cross.
+"""The latency of messages: which dependencies are messages and which links they cross.
 
-Link s joins stage s and stage s+1; activations go down it, gradients come up it, both at its latency. A message
-between stages that aren't neighbours (a skip connection) goes straight to its device and isn't passed on from stage to
-stage, so that it pays no link twice, but it is no faster than the slowest of the networks on its way: it takes the
-greatest latency of the links between its stages. Their sum would charge it for stops that it doesn't make, and would
-give ``comm = 1`` another meaning than that every message takes 1.
+Link s connects stages s and s+1; activations and gradients cross it with the same latency. A message between stages
+that are not neighbours (a skip connection) goes directly to its device, but is no faster than the slowest network on
+its way. It therefore takes the largest latency of the links between its stages. The sum would charge for stops that the
+message does not make, and ``comm = 1`` would no longer mean that every message takes 1.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from collections.abc import Sequence
 from raypipe.schedule.ir import StageGraph
 
 Comm = float | tuple[float, ...]
-"""Latency of every link, or one per stage: value s of the link between stages s and s+1 (the last one has no use)."""
+"""Latency of every link, or a tuple: value s is the latency between stages s and s+1 (the last value is unused)."""
 Delays = list[list[dict[int, float]]]
-"""``delays[replica][stage][other]``: from the end of a task of ``other`` to the earliest start of one of ``stage``
-that needs it."""
+"""``delays[replica][stage][other]`` is the time from the end of a task of ``other`` to the earliest start of a task of
+``stage`` that depends on it."""
 
 
 def latency(comm: Comm, a: int, b: int) -> float:
-    """Of a message between stages ``a`` and ``b`` on different devices, in either direction.
+    """Return the latency of a message between stages ``a`` and ``b`` on different devices, in either direction.
 
-    Nothing between tasks of one stage: what its replicas exchange is an all-reduce, whose cost has its messages.
+    It is 0 within a stage: replicas of a stage exchange all-reduces, whose cost includes their messages.
 
     >>> latency((1.0, 5.0, 2.0, 0.0), 1, 2), latency((1.0, 5.0, 2.0, 0.0), 3, 0), latency(1.0, 0, 9)
     (5.0, 5.0, 1.0)
@@ -34,9 +33,9 @@ def latency(comm: Comm, a: int, b: int) -> float:
 
 
 def delays(placement: Sequence[Sequence[int]], graph: StageGraph, comm: Comm) -> Delays | None:
-    """The delay of every dependency there can be; None where all are 0.
+    """Return the delay of every possible dependency; None if all delays are 0.
 
-    Stages on one device hand their results over without a message, whatever ``comm`` says.
+    Stages on one device pass results without a message, whatever ``comm`` is.
     """
     if comm == 0:
         return None

@@ -1,4 +1,4 @@
-"""Activations alive on a device: a matter of order alone, since a device runs one task at a time."""
+"""Live activations per device; they depend on the order only, because a device runs one task at a time."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from raypipe.schedule.kinds import JOINT, WEIGHT_GRADIENTS
 
 
 def recomputed_pairs(schedule: Schedule) -> set[tuple[int, int]]:
-    """The (stage, micro-batch) pairs that have an R task."""
+    """Return the (stage, micro-batch) pairs that have an R task."""
     return {(t.stage, mb) for t in schedule.tasks() if t.kind == "R" for mb in t.mbs}
 
 
-def births(task: Task, again: set[tuple[int, int]]) -> int:
-    """Activations that start to live when the task starts; a recomputed one lives from its R."""
+def births(task: Task, recomputed: set[tuple[int, int]]) -> int:
+    """Return the number of activations that become alive when the task starts; recomputed ones do at their R."""
     if task.kind == "F":
-        return sum((task.stage, mb) not in again for mb in task.mbs) if again else len(task.mbs)
+        return sum((task.stage, mb) not in recomputed for mb in task.mbs) if recomputed else len(task.mbs)
     return len(task.mbs) if task.kind == "R" else 0
 
 
 def deaths(task: Task) -> int:
-    """Activations whose last use is this task: weight gradients need them, so B alone frees nothing."""
+    """Return the number of activations freed by the task; B alone frees none, since weight gradients need them."""
     return len(task.mbs) if task.kind in WEIGHT_GRADIENTS else 0
 
 
 def live_counts(schedule: Schedule) -> list[list[int]]:
-    """Per device and position, micro-batch ids' activations alive while that task runs."""
+    """Return ``[device][position]``: the activations alive while that task runs, counted per micro-batch id."""
     again = recomputed_pairs(schedule)
     rows = []
     for order in schedule.orders:
@@ -40,16 +40,16 @@ def live_counts(schedule: Schedule) -> list[list[int]]:
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """Per device, most (stage, micro-batch) activations alive at once, in units of one stage's full micro-batch.
+    """Return the peak of live activations per device, in units of one stage and full micro-batch.
 
-    Alive from the start of F (of R where recomputed) to the end of W or BW. An id that stands for half a
+    An activation is alive from the start of F (of R if recomputed) to the end of W or BW. An id that stands for half a
     micro-batch counts one half.
     """
     return tuple(float(max(row, default=0) * schedule.size) for row in live_counts(schedule))
 
 
 def in_flight(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """Most micro-batches of a stage between their F and the end of their backward, per (stage, device)."""
+    """Return, per (stage, device), the peak number of micro-batches between their F and the end of their backward."""
     most: dict[tuple[int, int], int] = {}
     for device, order in enumerate(schedule.orders):
         now: dict[int, int] = {}
@@ -63,10 +63,10 @@ def in_flight(schedule: Schedule) -> dict[tuple[int, int], int]:
 
 
 def check_memory(schedule: Schedule, limit: float) -> None:
-    """Refuse a schedule that holds more than ``limit`` activations on some device.
+    """Check that no device holds more than ``limit`` activations.
 
     Raises:
-        ScheduleError: with the first task above the limit marked.
+        ScheduleError: a device exceeds the limit; the first task above it is marked.
     """
     for device, row in enumerate(live_counts(schedule)):
         for position, alive in enumerate(row):

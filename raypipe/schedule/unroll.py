@@ -1,4 +1,4 @@
-"""Several steps of a schedule as one, to look at steady state."""
+"""Concatenate several steps of a schedule, to study its steady state."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from raypipe.schedule.ir import Schedule, Task
 
 
 def unroll(schedule: Schedule, steps: int) -> Schedule:
-    """``steps`` steps one after another; step k has the micro-batch ids from k*N.
+    """Return ``steps`` steps one after another; the micro-batch ids of step k start at k*N.
 
-    A synchronous schedule's orders simply follow one another (all-reduces and updates are left out: a task graph
-    has them once a step). An asynchronous one never flushes: the backwards that drain one step alternate with the
-    forwards that fill the next, so that the device order is the endless 1F1B of PipeDream.
+    The orders of a synchronous schedule are concatenated, without all-reduces and updates, because a task graph can
+    have these only once. An asynchronous schedule never flushes: the backwards that drain one step alternate with the
+    forwards that fill the next, which gives PipeDream's continuous 1F1B.
     """
     count = schedule.microbatches
     rows: list[list[Task]] = []

@@ -1,4 +1,4 @@
-"""The verifier: is this schedule a complete training step that its devices can run within their budgets?"""
+"""The verifier checks that a schedule is a complete training step that its devices can run within their budgets."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def verify(
 ) -> None:  # fmt: skip
     """Check placement, completeness, dependencies, freedom from deadlock, and the budgets.
 
-    Complete means: every stage works on every micro-batch with exactly one F and one BW or one B and one W (no B on
-    a first stage that skips it). Where one holder of a stage all-reduces, every holder does.
+    A schedule is complete if every stage runs, for every micro-batch, exactly one F and one BW or one B and one W (no B
+    on a first stage that skips it). If one device all-reduces a stage, all devices with that stage must.
 
     Args:
-        schedule: what to check.
-        memory_limit: activations a device may hold at once, in units of one stage's.
-        version_limit: versions of its weights a device may hold at once.
-        graph: ``link(schedule)``, where the caller has it already.
+        schedule: the schedule to check.
+        memory_limit: limit on live activations per device, in units of one stage's.
+        version_limit: limit on weight versions per device.
+        graph: ``link(schedule)``, if the caller has it already.
 
     Raises:
-        ScheduleError: the first impossible task, marked in the device grid, and what to do.
+        ScheduleError: a check fails; the first impossible task is marked in the device grid.
     """
     if schedule.microbatches < 1:
-        raise ScheduleError("microbatches", "none: the step would work on nothing", "use a whole number >= 1")
+        raise ScheduleError("microbatches", "the step has no micro-batches", "use a whole number >= 1")
     _check_placement(schedule)
     _check_edges(schedule)
     graph = link(schedule) if graph is None else graph
@@ -68,14 +68,16 @@ def _check_edges(schedule: Schedule) -> None:
     seen: set[tuple[int, int]] = set()
     for a, b in schedule.graph.edges:
         if not 0 <= a < b < schedule.stages:
-            raise ScheduleError("edges", f"{a}>{b} joins no two stages", f"use stages 0 to {schedule.stages - 1}")
+            raise ScheduleError("edges", f"{a}>{b} does not join two stages", f"use stages 0 to {schedule.stages - 1}")
         if (a, b) in seen:
-            raise ScheduleError("edges", f"{a}>{b} is there twice", "keep one: a stage's tensors go as one message")
+            raise ScheduleError(
+                "edges", f"{a}>{b} is given twice", "keep one: a stage sends its tensors as one message"
+            )
         seen.add((a, b))
 
 
 def _check_tasks(graph: TaskGraph) -> None:
-    """Every task names what exists, on the device that holds it; a micro-batch stays with one replica."""
+    """Check that tasks name existing stages and micro-batches, on the right device and with one replica each."""
     schedule = graph.schedule
     replicas, count = schedule.replicas, schedule.microbatches
     placement, device = schedule.placement, graph.device
@@ -104,11 +106,11 @@ def _check_tasks(graph: TaskGraph) -> None:
 
 
 _COMPLETE: dict[Kind, frozenset[Kind]] = {"F": frozenset({"F"}), "B": BACKWARD, "W": WEIGHT_GRADIENTS}
-"""What each stage does with each micro-batch: one of these."""
+"""Each stage runs exactly one task of each of these groups per micro-batch."""
 
 
 def _check_complete(graph: TaskGraph) -> None:
-    """Nothing missing; ``check_links`` has shown already that nothing is doubled."""
+    """Check that no task is missing; ``check_links`` has checked that none occurs twice."""
     schedule = graph.schedule
     count = schedule.microbatches
     have: dict[Kind, list[int]] = {k: [0] * schedule.stages for k in COMPUTE}
@@ -123,7 +125,7 @@ def _check_complete(graph: TaskGraph) -> None:
                 _report_missing(graph, kind, s)
         if without_b and have["B"][s]:
             i = next(i for i, t in enumerate(graph.tasks) if t.kind == "B" and t.stage == s)
-            raise fault_at(graph, i, "the schedule says that this stage computes no input gradient", "remove it")
+            raise fault_at(graph, i, "this stage computes no input gradient (skip_first_B)", "remove it")
 
 
 def _report_missing(graph: TaskGraph, kind: Kind, stage: int) -> None:
@@ -138,7 +140,7 @@ def _report_missing(graph: TaskGraph, kind: Kind, stage: int) -> None:
 
 
 def _check_bookkeeping(graph: TaskGraph) -> None:
-    """AR after the device's own last gradient of the stage, U after everything of it; all holders or none."""
+    """Check that AR follows the device's last gradient of the stage, U all its tasks, and all replicas have both."""
     schedule = graph.schedule
     last: dict[tuple[int, int, bool], int] = {}
     first: dict[tuple[Kind, int, int], int] = {}
@@ -154,7 +156,7 @@ def _check_bookkeeping(graph: TaskGraph) -> None:
         if kind == "U":
             before += [last.get((stage, replica, False), -1), first.get(("AR", stage, replica), -1)]
         if max(before) > i:
-            raise fault_at(graph, i, f"comes before {graph.tasks[max(before)]}, which it needs", "move it behind that")
+            raise fault_at(graph, i, f"comes before {graph.tasks[max(before)]}, which it needs", "move it after that")
         for other in range(schedule.replicas):
             if (kind, stage, other) not in first:
                 raise fault_at(graph, i, f"replica {other} has no {kind} of stage {stage}", "add it, or remove this")

@@ -1,4 +1,4 @@
-"""Versions of its weights that a device keeps: one where steps are flushed, more in PipeDream's schedules."""
+"""The number of weight versions that a device keeps: one in synchronous schedules, more in PipeDream's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from raypipe.schedule.unroll import unroll
 
 
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Per device, the most versions of one stage's weights alive at once.
+    """Return, per device, the largest number of versions of one stage's weights alive at once.
 
-    ``flush``: 1. ``2bw``: 2, the current one and the one before (Narayanan et al. 2021, arXiv:2006.09503). ``stash``
-    updates after every backward and keeps, for each micro-batch in flight, the version its forward used
-    (Narayanan et al. 2019, PipeDream, section 3.3): counted in steady state, D - s on stage s given enough
-    micro-batches.
+    It is 1 for ``flush`` and 2 for ``2bw``, the current and the previous version (Narayanan et al. 2021,
+    arXiv:2006.09503). ``stash`` updates after every backward and keeps, for each micro-batch in flight, the version
+    that its forward used (Narayanan et al. 2019, PipeDream, section 3.3). Its versions are counted in steady state: D -
+    s on stage s, given enough micro-batches.
     """
     if schedule.versions == "flush":
         return (1,) * schedule.devices
@@ -42,10 +42,10 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
 
 
 def check_versions(schedule: Schedule, limit: int) -> None:
-    """Refuse a schedule that keeps more than ``limit`` versions of a stage's weights on some device.
+    """Check that no device keeps more than ``limit`` versions of a stage's weights.
 
     Raises:
-        ScheduleError: naming the device.
+        ScheduleError: a device exceeds the limit; it names the device.
     """
     for device, versions in enumerate(weight_versions(schedule)):
         if versions > limit:

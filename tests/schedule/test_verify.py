@@ -79,7 +79,7 @@ def test_placement_of_the_wrong_length(good: Schedule) -> None:
         verify(good.with_orders(good.orders, placement=((0, 5),)))
 
 
-@pytest.mark.parametrize(("edges", "why"), [("0>1 0>1", "0>1 is there twice"), ("0>9", "0>9 joins no two stages")])
+@pytest.mark.parametrize(("edges", "why"), [("0>1 0>1", "0>1 is given twice"), ("0>9", "0>9 does not join two stages")])
 def test_edges_that_are_none_or_doubled(edges: str, why: str) -> None:
     """Of the text form, whose reader knows the number of stages only when all is read."""
     with pytest.raises(ScheduleError, match=why):

@@ -70,7 +70,7 @@ def test_missing_and_doubled_tasks() -> None:
     with pytest.raises(ScheduleError, match="waits for 0F0, which no device runs") as caught:
         simulate(pair([BW0], [F1, BW1]), table())
     assert ">0BW0<" in str(caught.value)
-    with pytest.raises(ScheduleError, match="does again what 0F0 on device 0 does"):
+    with pytest.raises(ScheduleError, match="repeats the work of 0F0 on device 0"):
         simulate(pair([F0, F0, BW0], [F1, BW1]), table())
 
 

@@ -1,1 +1,1 @@
-"""One file per family of generators: ``(Shape, CostTable) -> Schedule``."""
+"""Generators of schedules, ``(Shape, CostTable) -> Schedule``, one file per family."""

@@ -16,10 +16,10 @@ Slotted = tuple[int, int, Task]
 
 
 def check_bidirectional(shape: Shape) -> None:
-    """Refuse an odd depth, and an f that does not divide D/2.
+    """Check that the depth D is even and that f, half the number of pipelines, divides D/2.
 
     Raises:
-        ScheduleError: with the numbers that would work.
+        ScheduleError: a check fails; the fix names numbers that work.
     """
     depth, f = shape.devices, shape.pipelines // 2
     if depth % 2:
@@ -33,9 +33,9 @@ def check_bidirectional(shape: Shape) -> None:
 
 
 def placement(depth: int, pipelines: int) -> tuple[tuple[int, ...], ...]:
-    """Devices of each replica's stages: replica 2i is down pipeline i, replica 2i+1 its reverse.
+    """Return the devices of each replica's stages: replica 2i is down pipeline i, replica 2i+1 its reverse.
 
-    Down pipeline i puts stage 0 on device i*D/f and goes round.
+    Down pipeline i puts stage s on device (i*D/f + s) mod D.
 
     >>> placement(4, 2)
     ((0, 1, 2, 3), (3, 2, 1, 0))
@@ -48,14 +48,15 @@ def placement(depth: int, pipelines: int) -> tuple[tuple[int, ...], ...]:
 
 
 def shares(count: int, pipelines: int) -> list[int]:
-    """Micro-batches of each pipeline, split as evenly as possible; the first ones take what is left over."""
+    """Return the number of micro-batches per pipeline, as even as possible; the first pipelines take the surplus."""
     return [count // pipelines + (p < count % pipelines) for p in range(pipelines)]
 
 
 def chain_slots(depth: int, m: int, s: int) -> tuple[int, int]:
-    """Slots of the forward and the backward of a pipeline's m-th micro-batch on stage s.
+    """Return the slots of the forward and the backward of a pipeline's m-th micro-batch on stage s.
 
-    1F1B at its steady pace, every other slot: on a device the two directions differ in parity, so they share none.
+    This is 1F1B in steady state, which uses every other slot. On a device, the slots of the two directions differ in
+    parity, so they never collide.
 
     >>> [chain_slots(4, m, 3) for m in range(2)]
     [(3, 4), (5, 6)]
@@ -64,10 +65,10 @@ def chain_slots(depth: int, m: int, s: int) -> tuple[int, int]:
 
 
 def basic_unit(depth: int, pipelines: int, groups: list[tuple[int, ...]], first_slot: int) -> Iterator[Slotted]:
-    """One unit of at most D forwards, each carrying a group of micro-batches with a backward each.
+    """Yield a unit of at most D forwards, each of a group of micro-batches, with one backward per micro-batch.
 
-    The groups go to the pipelines in contiguous shares as even as possible. No two tasks share a slot: a forward has
-    a slot, its backwards share one (numbered one by one here, hence the factor).
+    The groups are assigned to the pipelines in contiguous shares, as even as possible. A forward takes one slot, and
+    the backwards of its group share one slot, which is divided into parts here.
 
     Source: Li and Hoefler 2021 (Chimera), sections 3.1 and 3.6; 3.5 for groups of two.
     """
@@ -86,17 +87,17 @@ def basic_unit(depth: int, pipelines: int, groups: list[tuple[int, ...]], first_
 
 
 def chimera(shape: Shape, costs: CostTable) -> Schedule:
-    """Basic units of D forwards one after another, each starting in the bubbles at the end of the one before.
+    """Concatenate basic units of D forwards; each starts in the bubbles at the end of the one before.
 
-    ``direct``: a forward carries one micro-batch. F = BW, N a multiple of D: 2N + D - 2; BW = 2F: K(4D-2) + D - 2 for
-    K = N/D units. Devices hold D/2 + 1 to D activations.
+    ``direct``: a forward carries one micro-batch. The makespan is 2N + D - 2 for F = BW and N a multiple of D, and
+    K(4D-2) + D - 2 for BW = 2F and K = N/D units. Devices hold D/2 + 1 to D activations.
 
-    ``doubling``: a forward carries two, each recomputed and sent back on its own (R waits for the gradient). With a
-    pair's F = 2 and BW + R = 3: u(9D-2) + 2(D-2) for u = N/2D units. What is left over is a smaller unit, of pairs
-    where more than D are left.
+    ``doubling``: a forward carries two micro-batches, each with its own recomputation and backward (R waits for the
+    gradient). The makespan is u(9D-2) + 2(D-2) for a pair's F = 2, BW + R = 3 and u = N/2D units. Remaining
+    micro-batches form a smaller unit, in pairs if more than D remain.
 
-    ``halving``: a forward carries the two halves of a micro-batch, which go back one by one; ids are halves. BW = 2F:
-    3N + D - 2. Activations as in direct.
+    ``halving``: a forward carries the two halves of a micro-batch, whose backwards run one by one; ids are halves. The
+    makespan is 3N + D - 2 for BW = 2F. Activations are as in direct.
 
     Source: Li and Hoefler 2021 (Chimera), sections 3.1, 3.5 (concatenation), 3.6 (2f pipelines).
     """
@@ -107,8 +108,8 @@ def chimera(shape: Shape, costs: CostTable) -> Schedule:
     elif shape.concat == "halving":
         groups = [(2 * m, 2 * m + 1) for m in range(count)]
     else:
-        rest = count % (2 * depth)
-        paired = count - rest if rest <= depth else count - count % 2
+        remaining = count % (2 * depth)
+        paired = count - remaining if remaining <= depth else count - count % 2
         groups = [*((m, m + 1) for m in range(0, paired, 2)), *((m,) for m in range(paired, count))]
     slotted: list[Slotted] = []
     slot = 0
@@ -125,14 +126,14 @@ def chimera(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def tight(shape: Shape, costs: CostTable) -> Schedule:
-    """Chimera's placement and memory in an order that suits BW = 2F: 3N + 2(D-2) for even N >= D.
+    """Order Chimera's placement for BW = 2F: the makespan is 3N + 2(D-2) for even N >= D.
 
     Micro-batches alternate between the two directions, and each moves one stage every three slots, forward and back.
-    On a device the two directions' forwards and backwards then fill six slots exactly, so there is no bubble between
-    warm-up and drain, where direct concatenation leaves some in every unit. At most D activations.
+    On a device, the two directions' forwards and backwards then fill six slots exactly. There is no bubble between
+    warm-up and drain, whereas direct concatenation has some in every unit. A device holds at most D activations.
 
-    The slots are raypipe's own (found by searching periodic patterns with BW = 2F); placement: Li and Hoefler 2021
-    (Chimera), section 3.1.
+    The slots are raypipe's own, found by searching periodic patterns with BW = 2F; the placement is that of Li and
+    Hoefler 2021 (Chimera), section 3.1.
     """
     check_bidirectional(shape)
     depth, count = shape.devices, shape.microbatches

@@ -1,4 +1,4 @@
-"""GEMS: two replicas in opposite directions take turns, for the least memory."""
+"""GEMS: two replicas in opposite directions alternate, which needs the least memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from raypipe.schedule.shape import Shape
 
 
 def gems(shape: Shape, costs: CostTable) -> Schedule:
-    """Micro-batches alternate between the directions; the next one's forward runs under this one's backward.
+    """Alternate micro-batches between the directions; the next one's forward overlaps the current one's backward.
 
-    Even costs take (D-1)F + N(F + D*BW). One activation per device.
+    With even costs, the makespan is (D-1)F + N(F + D*BW). A device holds one activation.
 
     Source: Jain et al. 2020 (GEMS); as a baseline in Chimera section 2.
     """

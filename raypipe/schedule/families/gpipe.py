@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards; and its breadth-first form for several stages a device."""
+"""GPipe: all forwards, then all backwards; and breadth-first, its form for several stages per device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from raypipe.schedule.shape import Shape
 
 
 def gpipe(shape: Shape, costs: CostTable) -> Schedule:
-    """One stage a device; every micro-batch forward, then every micro-batch backward.
+    """Run all micro-batches forward, then all backward, with one stage per device.
 
-    Even costs take (N + D - 1)(F + BW); every device holds N activations.
+    With even costs, the makespan is (N + D - 1)(F + BW). Every device holds N activations.
 
     Source: Huang et al. 2019, arXiv:1811.06965; as a baseline in Chimera section 2.
     """
@@ -23,11 +23,11 @@ def gpipe(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def breadth_first(shape: Shape, costs: CostTable) -> Schedule:
-    """V stages a device, stage s on device s mod D; every micro-batch through one stage before the next stage.
+    """Run all micro-batches through one stage before the next; V stages per device, stage s on device s mod D.
 
-    Even costs and N >= D take (N + (D-1)/V)(F + BW), F and BW being the time of all V chunks of a device. A stage's
-    micro-batches are contiguous, so that sharded parameters are gathered once per pass; every device holds N*V
-    activations of a chunk.
+    With even costs and N >= D, the makespan is (N + (D-1)/V)(F + BW), where F and BW are the times of all V chunks of a
+    device. A stage's micro-batches are contiguous, so that sharded parameters are gathered once per pass. Every device
+    holds N*V activations of a chunk.
 
     Source: Lamy-Poirier 2022 (breadth-first pipeline parallelism), arXiv:2211.05953, section 4.
     """

@@ -1,7 +1,7 @@
-"""Order a schedule's tasks by list scheduling: whenever a device is free it takes the best task that is ready.
+"""Order a schedule's tasks by list scheduling: a free device starts the ready task of highest priority.
 
-The families that order by cost (zero-bubble, ZeroPP, out-of-order backprop) are policies of this one loop. It works
-on the linked task graph, so it has no dependency rule of its own.
+The families that order by cost (zero-bubble, ZeroPP, out-of-order backprop) are policies of this loop. It works on the
+linked task graph, so it has no dependency rule of its own.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ KINDS: tuple[Kind, Kind, Kind] = ("F", "B", "W")
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a free device chooses."""
+    """How a free device chooses its next task."""
 
     kinds: tuple[Kind, ...] = ("B", "F", "W")
-    """From most to least wanted; W is last and fills the time in which nothing better is ready."""
+    """Kinds from highest to lowest priority; W is last and fills the time when nothing else is ready."""
     key: Callable[[Task], tuple[int, ...]] = lambda task: (task.mbs[0], task.stage)
-    """Order among ready tasks of one kind; the smallest first."""
+    """Priority among ready tasks of one kind; the smallest key runs first."""
     patience: float = 0.0
-    """Stay idle rather than start a W, for a better task known to arrive within this share of the W's time."""
+    """Stay idle rather than start a W if another kind of task arrives within this share of the W's time."""
     limit: float = float("inf")
-    """A forward may start while its device holds fewer activations than this."""
+    """A forward may start only while its device holds fewer activations than this."""
     ahead: Callable[[int], int] | None = None
-    """stage -> most forwards it may run ahead of its input gradients; None: as many as the limit allows."""
+    """Stage -> how many forwards it may run ahead of its input gradients; None for no such limit."""
 
 
 class Ordered(NamedTuple):
-    """A schedule in its new order, and how long it takes."""
+    """An ordered schedule and its length."""
 
     schedule: Schedule
     makespan: float
     span: float
-    """The longest device's, from its first start to its last end."""
+    """The longest time from a device's first start to its last end."""
 
 
 def ring(shape: Shape) -> tuple[int, ...]:
-    """Device of each stage: stage s on device s mod D."""
+    """Return the device of each stage: stage s is on device s mod D."""
     return tuple(s % shape.devices for s in range(shape.devices * shape.chunks))
 
 
 def whole_step(name: str, placement: tuple[int, ...], count: int, rules: Rules | None = None) -> Schedule:
-    """F, B and W of every stage and micro-batch of one chain, stage by stage: tasks to be ordered."""
+    """Return a schedule with F, B and W of every stage and micro-batch of a chain, whose order is still arbitrary."""
     rules = Rules() if rules is None else rules
     rows: list[list[Task]] = [[] for _ in range(max(placement) + 1)]
     for stage, device in enumerate(placement):
@@ -65,14 +65,15 @@ def whole_step(name: str, placement: tuple[int, ...], count: int, rules: Rules |
 
 
 def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Ordered | None:
-    """The same tasks in the order the policy gives; None where its limits leave every device waiting.
+    """Order the tasks by a policy, in time O(n log r) for n tasks of which r are ready at once.
 
     Args:
-        schedule: tasks (of kinds F, B and W) and placement; the order they have is ignored.
+        schedule: tasks of kinds F, B and W, and their placement; their order is ignored.
         costs: time of each task, and the latency between devices.
-        policy: see there.
+        policy: how a free device chooses.
 
-    Tasks times the logarithm of those ready at once.
+    Returns:
+        The ordered schedule, or None on a deadlock: the limits leave every device waiting.
     """
     graph = link(schedule)
     tasks, device = graph.tasks, graph.device
@@ -92,7 +93,7 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
 
     n = schedule.devices
     coming: list[list[tuple[float, int]]] = [[] for _ in range(n)]
-    """Per device, (time, task) that will be ready then."""
+    """Per device, (time, task): the task becomes ready at that time."""
     ready: list[list[list[tuple[int, int]]]] = [[[] for _ in policy.kinds] for _ in range(n)]
     free, begun, live = [0.0] * n, [-1.0] * n, [0] * n
     lead, allowed = [0] * schedule.stages, [len(tasks)] * schedule.stages
@@ -120,7 +121,7 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
                 continue
             if kind == "F":
                 refused = []
-                while heap and not admitted(heap[0][1]) and live[d] < policy.limit:  # another stage's may be
+                while heap and not admitted(heap[0][1]) and live[d] < policy.limit:  # try a forward of another stage
                     refused.append(heapq.heappop(heap))
                 i = heapq.heappop(heap)[1] if heap and live[d] < policy.limit else -1
                 for entry in refused:

@@ -10,9 +10,9 @@ from raypipe.schedule.shape import Shape
 
 
 def early_recompute(shape: Shape, costs: CostTable) -> Schedule:
-    """1F1B whose stages recompute while they wait for the incoming gradient.
+    """Run 1F1B whose stages recompute while they wait for the incoming gradient.
 
-    F = R = 1, BW = 2: 4N + 3(D-1), where recomputing on demand takes 4N + 4(D-1).
+    With F = R = 1 and BW = 2, the makespan is 4N + 3(D-1); recomputing on demand takes 4N + 4(D-1).
 
     Source: Lai et al. 2022 (Merak), section 3.3, combining 1F1B with GPipe's early recomputation.
     """
@@ -20,11 +20,11 @@ def early_recompute(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def shifted_critical_path(shape: Shape, costs: CostTable) -> Schedule:
-    """Early recompute, but none on the last stage, and one more forward ahead on the one before it.
+    """Run early recompute, without recomputation on the last stage and one more forward ahead on the stage before it.
 
-    The last stage holds one activation anyway. It then does less than the others, so the critical path moves to the
-    penultimate stage, whose first bubble takes the third forward; after two backwards its order is 1F1B's again.
-    F = R = 1, BW = 2, N >= 3: 4N + 3(D-2).
+    The last stage holds only one activation anyway. Without recomputation it has less work than the others, so the
+    critical path moves to the stage before it. The first bubble of that stage takes the third forward; after two
+    backwards its order is again that of 1F1B. With F = R = 1, BW = 2 and N >= 3, the makespan is 4N + 3(D-2).
 
     Source: Lai et al. 2022 (Merak), section 3.3.
     """

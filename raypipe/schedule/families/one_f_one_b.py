@@ -10,7 +10,7 @@ from raypipe.schedule.shape import Shape
 
 
 def alternate(forwards: list[Task], backwards: list[Task], ahead: int) -> list[Task]:
-    """``ahead`` forwards, then forward and backward in turn, then the backwards that are left."""
+    """Return ``ahead`` forwards, then alternating forwards and backwards, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     order = forwards[:ahead]
     for k, backward in enumerate(backwards):
@@ -20,9 +20,9 @@ def alternate(forwards: list[Task], backwards: list[Task], ahead: int) -> list[T
 
 
 def one_f_one_b(shape: Shape, costs: CostTable) -> Schedule:
-    """One stage a device; stage s runs D - 1 - s forwards ahead of its first backward.
+    """Run 1F1B with one stage per device; stage s warms up with D - 1 - s forwards.
 
-    Even costs take (N + D - 1)(F + BW); stage s holds min(D - s, N) activations.
+    With even costs, the makespan is (N + D - 1)(F + BW). Stage s holds min(D - s, N) activations.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Fan et al. 2021 (DAPPLE).
     """
@@ -39,11 +39,12 @@ def one_f_one_b(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def interleaved(shape: Shape, costs: CostTable) -> Schedule:
-    """V stages a device, stage s on device s mod D; forwards go round the devices D micro-batches at a time.
+    """Run interleaved 1F1B: V stages per device, stage s on device s mod D, in rounds of D micro-batches.
 
-    Even costs take (N + (D-1)/V)(F + BW), F and BW being the time of all V chunks of a device, where D divides N.
-    Device d then holds at most 2(D-1-d) + (V-1)D + 1 activations of a chunk. Other N go in floor(N/D) rounds of
-    about equal size: a short last round would let a device wait for a forward that sits behind its own backward.
+    With even costs and D dividing N, the makespan is (N + (D-1)/V)(F + BW), where F and BW are the times of all V
+    chunks of a device, and device d holds at most 2(D-1-d) + (V-1)D + 1 activations of a chunk. For other N, there are
+    floor(N/D) rounds of about equal size: with a short last round, a device could wait for a forward that comes after
+    its own backward in the order.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
     """
@@ -65,7 +66,7 @@ def interleaved(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def _rounds(count: int, rounds: int) -> list[range]:
-    """0..count-1 cut into ``rounds`` runs, the longer ones first."""
+    """Divide 0..count-1 into ``rounds`` ranges, the longer ones first."""
     base, extra = divmod(count, rounds)
     starts = [r * base + min(r, extra) for r in range(rounds + 1)]
     return [range(a, b) for a, b in itertools.pairwise(starts)]

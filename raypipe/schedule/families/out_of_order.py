@@ -1,6 +1,6 @@
-"""Out-of-order backprop on a pipeline: weight gradients need only the incoming gradient, so they can wait.
+"""Out-of-order backprop on a pipeline: weight gradients can run late, because no other stage waits for them.
 
-All three schedules state two rules: W needs only the incoming gradient, and stage 0 computes no input gradient.
+In all three schedules, W depends only on the incoming gradient, and stage 0 computes no input gradient.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ RULES = Rules(w_dep="grad", skip_first_b=True)
 
 
 def blocks(shape: Shape) -> tuple[int, ...]:
-    """Device of each stage where neighbouring stages share one."""
+    """Return the device of each stage; neighbouring stages share a device."""
     return tuple(s // shape.chunks for s in range(shape.devices * shape.chunks))
 
 
 def model_parallel(shape: Shape, costs: CostTable) -> Schedule:
-    """One micro-batch at a time through all devices, joint backwards: nothing overlaps.
+    """Run one micro-batch at a time through all devices, with joint backwards and no overlap.
 
-    Takes N times the sum of all tasks (and the messages).
+    The makespan is N times the sum of all tasks and messages.
 
     Source: OOO backprop, section 5 (cross-layer model parallelism), Figure 5 (a).
     """
@@ -41,9 +41,9 @@ def model_parallel(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def fast_forward(shape: Shape, costs: CostTable) -> Schedule:
-    """Gradient fast-forwarding (OOO-Pipe1): forwards, then input gradients as soon as they can, W's in between.
+    """Gradient fast-forwarding (OOO-Pipe1): run forwards, then input gradients as early as possible, W in between.
 
-    Neighbouring stages share a device. Eight stages on two devices, one micro-batch, unit costs: 19.
+    Neighbouring stages share a device. Eight stages on two devices take 19 for one micro-batch and unit costs.
 
     Source: OOO backprop, section 5, Figures 5 (b) and 13 (b).
     """
@@ -51,10 +51,10 @@ def fast_forward(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def modulo(shape: Shape, costs: CostTable) -> Schedule:
-    """Fast-forwarding plus modulo allocation (OOO-Pipe2): stage s on device s mod D, input gradients first.
+    """Fast-forwarding with modulo allocation (OOO-Pipe2): stage s is on device s mod D, and input gradients run first.
 
-    Each stage hands its gradient to the next device and can compute its W at once. Eight stages on two devices, one
-    micro-batch, unit costs: 16.
+    Each stage sends its gradient to another device and can compute its W at once. Eight stages on two devices take 16
+    for one micro-batch and unit costs.
 
     Source: OOO backprop, section 5, Figures 5 (c) and 13 (c).
     """

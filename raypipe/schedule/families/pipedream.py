@@ -1,4 +1,4 @@
-"""Asynchronous 1F1B: steps follow one another without a flush, on several versions of the weights."""
+"""Asynchronous 1F1B: steps follow each other without a flush, on several versions of the weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from raypipe.schedule.shape import Shape
 
 
 def pipedream(shape: Shape, costs: CostTable) -> Schedule:
-    """1F1B that updates after every micro-batch; a backward uses the weights that its forward saw.
+    """Run 1F1B with an update after every micro-batch; a backward uses the weights of its forward.
 
-    The tasks are those of N micro-batches of 1F1B; ``schedule.unroll`` joins steps into the endless order, in which
-    only the first fill and the last drain idle. Stage s keeps D - s versions of its weights.
+    The tasks are those of N micro-batches of 1F1B. ``schedule.unroll`` joins steps to the continuous order, in which
+    devices idle only in the first fill and the last drain. Stage s keeps D - s versions of its weights.
 
     Source: Narayanan et al. 2019 (PipeDream), sections 3.2 and 3.3; Chimera section 2.
     """
@@ -24,7 +24,7 @@ def pipedream(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def pipedream_2bw(shape: Shape, costs: CostTable) -> Schedule:
-    """1F1B without a flush that updates once per N >= D micro-batches: w(t+1) = w(t) - lr * grad(w(t-1)).
+    """Run 1F1B without a flush, with an update per N >= D micro-batches: w(t+1) = w(t) - lr * grad(w(t-1)).
 
     Source: Narayanan et al. 2021 (PipeDream-2BW), arXiv:2006.09503, section 3.1; Chimera section 2.
     """

@@ -1,7 +1,7 @@
 """Make a long schedule from a short one by repeating its steady state.
 
-List scheduling costs more than writing an order down, and between warm-up and drain its orders only repeat. So a
-family orders a short step and stretches it.
+List scheduling is slow for many micro-batches, and between warm-up and drain its orders only repeat. A family therefore
+orders a short step and extends it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.walk import walk
 
-_new = tuple.__new__  # a quarter of the time of Task(...), and long schedules are mostly this
+_new = tuple.__new__  # takes a quarter of the time of Task(...), which dominates for long schedules
 
 
 def repeat_steady_state(schedule: Schedule, count: int, costs: CostTable, turn: int = 1) -> Schedule | None:
-    """The schedule with ``count`` micro-batches, or None where it has no steady state to repeat.
+    """Extend the schedule to ``count`` micro-batches; None if it has no steady state to repeat.
 
-    On every device the tasks from one forward to the one ``turn`` micro-batches later must be the same as the turn
-    before, with as many of each kind. That turn is inserted as often as needed.
+    On every device, the tasks from one forward to the forward ``turn`` micro-batches later must equal those of the turn
+    before, with as many of each kind. That turn is repeated as often as needed.
 
     Args:
-        schedule: one stage per device, tasks of one micro-batch each, ids of each kind ascending on a device.
-        count: more micro-batches than it has, by a multiple of ``turn``.
-        costs: to check that more turns take no longer than the busiest device's work in them.
-        turn: micro-batches of a turn.
+        schedule: a schedule with one stage per device, one micro-batch per task, and ascending ids per kind.
+        count: number of micro-batches; larger than the schedule's by a multiple of ``turn``.
+        costs: used to check that further turns take no longer than the busiest device's work in them.
+        turn: number of micro-batches in a turn.
     """
     have = schedule.microbatches
     forwards = [[k for k, t in enumerate(order) if t.kind == "F"] for order in schedule.orders]
@@ -45,7 +45,7 @@ def repeat_steady_state(schedule: Schedule, count: int, costs: CostTable, turn: 
 
 
 def _repeats(order: tuple[Task, ...], before: int, begin: int, end: int, turn: int) -> bool:
-    """Is the turn from ``begin`` to ``end`` the one from ``before``, ``turn`` micro-batches later?"""
+    """Whether the tasks from ``begin`` to ``end`` equal those from ``before``, ``turn`` micro-batches later."""
     if end - begin != 3 * turn or begin - before != 3 * turn:
         return False
     return all(_later(t, turn) == u for t, u in zip(order[before:begin], order[begin:end], strict=True))
@@ -68,8 +68,9 @@ def _repeated(schedule: Schedule, places: list[tuple[int, int]], extra: int, tur
 
 
 def _steady(schedule: Schedule, places: list[tuple[int, int]], costs: CostTable, turn: int) -> bool:
-    """Do more turns run, and take no more than the work of the busiest device? As many as there are devices are
-    tried: a delay needs that many to come round.
+    """Whether further turns can run and take no longer than the busiest device's work in them.
+
+    As many turns as devices are simulated, and two more, because a delay takes one turn per device to propagate.
     """
     ends = []
     turns = schedule.devices + 2

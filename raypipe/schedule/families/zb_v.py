@@ -1,4 +1,4 @@
-"""ZB-V: two stages a device in a V, so that the last stage's backward starts where the first forward did."""
+"""ZB-V: two stages per device, placed in a V, so that the first forward and the last stage are on the same device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from raypipe.schedule.walk import walk
 
 
 def zb_v(shape: Shape, costs: CostTable) -> Schedule:
-    """Stages d and 2D-1-d on device d; zero bubbles in the span at 1F1B's memory (2D activations of a chunk).
+    """Put stages d and 2D-1-d on device d: no bubbles in the span with 1F1B's memory (2D activations of a chunk).
 
-    F = B = W = 1 a device (1/2 a chunk), N >= 2D: span 3N. Where costs differ, list scheduling within the same memory
-    is tried too, and the order with the smaller span wins. The first and the last stage share device 0: tied
-    embeddings need no message.
+    With F = B = W = 1 per device (1/2 per chunk) and N >= 2D, the span is 3N. For other costs, list scheduling within
+    the same memory is also tried, and the order with the smaller span is returned. The first and the last stage share
+    device 0, so tied embeddings need no message.
 
     Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, section 6; the order: Qi et al. 2024 (controllable
     memory), arXiv:2405.15362, appendix.
@@ -51,12 +51,12 @@ def zb_v(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def vee(shape: Shape) -> tuple[int, ...]:
-    """Device of each stage: there and back."""
+    """Return the device of each stage: 0 to D-1, then D-1 to 0."""
     return (*range(shape.devices), *reversed(range(shape.devices)))
 
 
 _SEARCHED = 4096
-"""Devices times micro-batches up to which list scheduling competes with the textbook order."""
+"""Up to this many devices times micro-batches, list scheduling is compared with the textbook order."""
 
 
 def _policies(depth: int, cap: int) -> list[Policy]:
@@ -77,7 +77,7 @@ def _span(schedule: Schedule, costs: CostTable) -> float:
 
 
 def _textbook(placement: tuple[int, ...], count: int) -> Schedule:
-    """Fill with forwards, turn at the bottom of the V, then both chunks in turn, then drain."""
+    """The paper's order: fill with forwards, turn at the bottom of the V, alternate both chunks, then drain."""
     depth = len(placement) // 2
     rows = []
     for d in range(depth):
@@ -101,7 +101,7 @@ def _textbook(placement: tuple[int, ...], count: int) -> Schedule:
 
 
 class _Row:
-    """A device's order being written: ``Fd`` is the next forward on the way down the V, ``Wu`` the next W going up."""
+    """Builds a device's order: ``Fd`` is the next forward of the stage down the V, ``Wu`` the next W of the one up."""
 
     def __init__(self, down: int, up: int, count: int) -> None:
         self.down, self.up, self.count = down, up, count
@@ -109,7 +109,7 @@ class _Row:
         self.done: dict[tuple[Kind, int], int] = {(k, s): 0 for k in KINDS for s in (down, up)}
 
     def repeat(self, times: int, what: str) -> None:
-        """Append each named task ``times`` times, in turn, as far as there are any left that its device could run."""
+        """Append the named tasks in sequence, ``times`` times; skip tasks that are used up or lack input."""
         for _ in range(times):
             for name in what.split():
                 kind = next(k for k in KINDS if k == name[0])

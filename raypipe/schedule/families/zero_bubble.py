@@ -1,4 +1,4 @@
-"""Zero bubble: split backward, so that weight gradients fill what would be bubbles."""
+"""Zero bubble: the backward is split, so that weight gradients fill bubbles."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Score = Callable[[Ordered], tuple[float, float]]
 
 
 def h1(shape: Shape, costs: CostTable) -> Schedule:
-    """ZB-H1: no more activations than 1F1B's first device, the least makespan found.
+    """ZB-H1: the smallest makespan found with at most as many activations as 1F1B's first device.
 
-    Uniform costs, N >= 2D, W <= F + B: N(F+B+W) + (D-1)(F+B-W), plus 4(D-1)c with latency c; no order within that
-    memory ends earlier. The textbook order reaches it only where F = B = W.
+    With uniform costs, N >= 2D and W <= F + B, the makespan is N(F+B+W) + (D-1)(F+B-W), plus 4(D-1)c with latency c; no
+    order within that memory is shorter. The paper's order reaches it only for F = B = W.
 
     Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, sections 2.1 and 3.1 (the heuristic's idea).
     """
@@ -39,10 +39,10 @@ def h1(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def h2(shape: Shape, costs: CostTable) -> Schedule:
-    """ZB-H2: 2D - 1 activations, the least span found; no bubble between a device's first and last task.
+    """ZB-H2: the smallest span found with 2D - 1 activations; it has no bubble between a device's first and last task.
 
-    Uniform costs: span N(F+B+W) + max(0, (D-1)(F+B-2W)) without latency. Only steps without a barrier between them
-    gain from it: the makespan is no less than ZB-H1's where F = B = W.
+    With uniform costs and no latency, the span is N(F+B+W) + max(0, (D-1)(F+B-2W)). Only steps without a barrier
+    between them gain from it: for F = B = W, the makespan is no smaller than that of ZB-H1.
 
     Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, section 2.2.
     """
@@ -57,7 +57,7 @@ def h2(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def _cap(shape: Shape, usual: int) -> int:
-    """Activations a device may hold: the family's own number, or less if the user says so."""
+    """Limit on live activations per device: the family's own, or a smaller one from the user."""
     if shape.memory_limit is None:
         return usual
     if shape.memory_limit < 1:
@@ -70,7 +70,7 @@ def _cap(shape: Shape, usual: int) -> int:
 def _policies(
     cap: int, ahead: Callable[[int], int], kinds: tuple[tuple[Kind, ...], ...], leads_first: bool
 ) -> list[Policy]:
-    """What is tried, the ones that win at even costs first."""
+    """The policies to try, those that win at even costs first."""
     return [
         Policy(kinds=order, patience=patience, limit=cap, ahead=lead)
         for lead in ((ahead, None) if leads_first else (None, ahead))
@@ -83,7 +83,7 @@ def _search(
     name: str, shape: Shape, costs: CostTable, policies: list[Policy], score: Score, done: Callable[[Ordered], bool],
     warm_up: int = 0,
 ) -> Schedule:  # fmt: skip
-    """The best policy's order. Of many micro-batches only the first few rounds are ordered, then stretched."""
+    """The order of the best policy. With many micro-batches, only a short step is ordered and then extended."""
     depth, count = shape.devices, shape.microbatches
     placement = tuple(range(depth))
     rounds = warm_up + 2 * depth + 8

@@ -1,4 +1,4 @@
-"""ZeroPP: scheduling units of U micro-batches, blockwise by stage, with W's filling the turn."""
+"""ZeroPP: scheduling units of U micro-batches, stage by stage, with weight gradients in the bubbles."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from raypipe.schedule.shape import Shape
 
 
 def zeropp(shape: Shape, costs: CostTable) -> Schedule:
-    """V stages a device, stage s on device s mod P; units of U micro-batches run strictly one after another.
+    """Run units of U micro-batches strictly one after another; V stages per device, stage s on device s mod P.
 
-    Inside a unit: forwards breadth-first, stage by stage; input gradients as soon as they can, the deepest stage
-    first; weight gradients in what would be bubbles, the rest at the end. A stage's micro-batches stay together, so
-    that one gather of its parameters serves them; a unit's memory, min(N, U)*V activations of a chunk, is free before
-    the next begins. F = B = W = 1, U >= 2P-1 dividing N: span 3VN; for P <= U < 2P-1, N(2P-1-U)/U more. The last unit
-    may be smaller. A memory limit makes U smaller.
+    Inside a unit, forwards run breadth-first, stage by stage; input gradients as early as possible, the deepest stage
+    first; weight gradients in the bubbles and at the end. A stage's micro-batches are contiguous, so that its
+    parameters are gathered once for them. A unit's memory, min(N, U)*V activations of a chunk, is free before the next
+    unit begins. With F = B = W = 1 and U dividing N, the span is 3VN for U >= 2P-1, and N(2P-1-U)/U more for P <= U <
+    2P-1. The last unit may be smaller. A memory limit reduces U.
 
     Source: ZeroPP, sections 3.1 and 3.2.
     """

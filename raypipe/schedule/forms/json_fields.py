@@ -1,4 +1,4 @@
-"""One value of a decoded JSON document that knows its place, so that every complaint names the field."""
+"""Values of a decoded JSON document with their paths, so that every error names the field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Word = TypeVar("Word", bound=str)
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """``value`` at ``path`` (as in ``orders[0][3].kind``) of the document ``source``."""
+    """The value at ``path`` (such as ``orders[0][3].kind``) of the document ``source``."""
 
     value: Any
     source: str
@@ -24,11 +24,11 @@ class Field:
 
     @property
     def where(self) -> str:
-        """The place as messages name it."""
+        """The location for error messages."""
         return f"{self.source}: {self.path}" if self.path else self.source
 
     def fail(self, why: str, fix: str) -> NoReturn:
-        """Refuse this value.
+        """Raise an error about this value.
 
         Raises:
             ScheduleError: always.
@@ -41,44 +41,44 @@ class Field:
         return self.value
 
     def only(self, known: Sequence[str]) -> None:
-        """Refuse keys that aren't ``known``, naming the nearest one."""
+        """Check that all keys are ``known``."""
         for key in self._object():
             if key not in known:
                 self.fail(f'unknown key "{key}"', nearest(key, known))
 
     def get(self, key: str) -> Field | None:
-        """The value of ``key``, None if it is missing or null."""
+        """Return the value of ``key``; None if it is missing or null."""
         value = self._object().get(key)
         return None if value is None else Field(value, self.source, f"{self.path}.{key}" if self.path else key)
 
     def need(self, key: str) -> Field:
-        """The value of ``key``, which must be there."""
+        """Return the value of a required ``key``."""
         found = self.get(key)
         return self.fail(f'"{key}" is missing', f'add "{key}"') if found is None else found
 
     def items(self, what: str) -> list[Field]:
-        """The elements of a list."""
+        """Return the elements of a list."""
         if not isinstance(self.value, list):
             self.fail(f"expected a list of {what}, found {_short(self.value)}", "write [ ... ]")
         return [Field(v, self.source, f"{self.path}[{i}]") for i, v in enumerate(self.value)]
 
     def whole(self) -> int:
-        """A whole number from 0 to 999999 (more is a typing error)."""
+        """Return a whole number from 0 to 999999; larger ones are typing errors."""
         if isinstance(self.value, bool) or not isinstance(self.value, int) or not 0 <= self.value < 1_000_000:
             self.fail(f"{_short(self.value)} is not a whole number from 0 to 999999", "write for example 3")
         return self.value
 
     def number(self) -> float:
-        """A finite number, 0 or more, that can be added up."""
+        """Return a finite number >= 0 that is small enough to be summed."""
         value = self.value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             self.fail(f"{_short(value)} is not a number >= 0", "write for example 1.5")
-        if value > 1e3 * LONGEST:  # a task's own time is that of several
+        if value > 1e3 * LONGEST:  # a task of several micro-batches may take a multiple of LONGEST
             self.fail(f"{_short(value)} is too long: times of a step could not be added up", f"use at most {LONGEST:g}")
         return float(value)
 
     def per_stage(self, stages: int) -> tuple[float, ...]:
-        """One number for all stages, or a list with one for each."""
+        """Return one number per stage, from a number for all stages or a list."""
         if not isinstance(self.value, list):
             return (self.number(),) * stages
         if len(self.value) != stages:
@@ -86,33 +86,33 @@ class Field:
         return tuple(item.number() for item in self.items("numbers"))
 
     def text(self) -> str:
-        """A string."""
+        """Return a string."""
         if not isinstance(self.value, str):
             self.fail(f"{_short(self.value)} is not text", 'write "..."')
         return self.value
 
     def flag(self) -> bool:
-        """True or false."""
+        """Return a boolean."""
         if not isinstance(self.value, bool):
             self.fail(f"{_short(self.value)} is neither true nor false", "write true or false")
         return self.value
 
     def choice(self, known: tuple[Word, ...]) -> Word:
-        """One of a few words."""
+        """Return one of the ``known`` strings."""
         for each in known:
             if each == self.value:
                 return each
         return self.fail(f"unknown value {_short(self.value)}", nearest(str(self.value), known))
 
     def fraction(self) -> Fraction:
-        """A share, above 0 and at most 1: ``"1/2"``, or a number."""
+        """Return a share above 0 and at most 1, given as text such as ``"1/2"`` or as a number."""
         try:
-            # No exponents in texts: they may be huge. A float has its own, which are not.
+            # Exponents in text are refused, because they may be huge; those of a float are bounded.
             found = Fraction(str(self.value)) if _plain(self.value) else Fraction(0)
         except (ValueError, ZeroDivisionError):
             self.fail(f"{_short(self.value)} is not a fraction", 'write for example "1/2"')
         if not 0 < found <= 1:
-            self.fail(f"{_short(self.value)} is no share", 'use more than 0 and at most 1, as in "1/2"')
+            self.fail(f"{_short(self.value)} is not a share", 'use more than 0 and at most 1, as in "1/2"')
         return found
 
 

@@ -1,10 +1,10 @@
-"""The JSON form of a schedule with its costs: what other programs read and write (docs: ``raypipe schedule --json``).
+"""The JSON form of a schedule and its costs, for other programs (``raypipe schedule --json``).
 
-``to_json`` and ``from_json`` are inverse to each other. Times may be a number, or a list with one value per stage; of
-``comm``, value s is the latency of the link between stages s and s+1 (see ``latency``).
-A task's ``dur`` is stated whenever it isn't ``durations[kind]``: a pair of forwards, a half micro-batch. ``recompute``,
-``w_dep`` and ``skip_first_B`` appear where a rule differs from the default; ``edges``, ``size`` and ``versions`` where
-the stage graph is no chain, an id is a share of a micro-batch, or weights are stashed.
+``to_json`` and ``from_json`` are inverse to each other. A time is a number or a list with one value per stage; value s
+of ``comm`` is the latency between stages s and s+1 (see ``latency``). A task has ``dur`` if its time is not
+``durations[kind]``: a pair of forwards, or half a micro-batch. ``recompute``, ``w_dep`` and ``skip_first_B`` occur if
+a rule differs from the default; ``edges``, ``size`` and ``versions`` if the stage graph is not a chain, an id is a
+part of a micro-batch, or weights have several versions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESULTS = (
     "critical_forwards", "critical_backwards", "objective", "objective_value", "objective_bound", "gap",
     "search_seconds", "recompute_stages",
 )  # fmt: skip
-"""Keys that a simulation or a search adds; a reader passes over them."""
+"""Keys that a simulation or a search adds; a reader ignores them."""
 KEYS = (
     "name", "placement", "orders", "durations", "comm", "microbatches",
     "recompute", "w_dep", "skip_first_B", "edges", "size", "versions",
@@ -36,7 +36,7 @@ KEYS = (
 def to_json(
     schedule: Schedule, costs: CostTable, times: Iterable[Iterable[tuple[Task, float, float]]] | None = None
 ) -> dict[str, Any]:
-    """The JSON object of ``schedule``; with ``times`` (a Timeline's spans), each task says its start and end.
+    """Return the JSON object of ``schedule``; with ``times`` (a Timeline's spans), tasks have a start and an end.
 
     Raises:
         ScheduleError: ``costs`` has another number of stages than ``schedule``.
@@ -85,13 +85,13 @@ def to_json(
 
 
 def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTable]:
-    """Read the JSON form (already decoded); whether the schedule can run is for ``verify`` to say.
+    """Read the decoded JSON form; ``verify`` checks whether the schedule can run.
 
-    ``name``, ``placement``, ``durations``, ``comm`` and ``microbatches`` may be missing in a hand-written file: the
-    orders imply them, and times are 1 (R, AR and U 0). A task may be written as text, ``"2F0"``.
+    A hand-written file may omit ``name``, ``placement``, ``durations``, ``comm`` and ``microbatches``: they follow from
+    the orders, and times default to 1 (R, AR and U to 0). A task may be written as text, ``"2F0"``.
 
     Raises:
-        ScheduleError: with the field's path, for anything that isn't this form or contradicts itself.
+        ScheduleError: the data are not in this form or contradict themselves; it names the field's path.
     """
     top = Field(data, source, "")
     top.only((*KEYS, *RESULTS))
@@ -164,7 +164,7 @@ def _costs(top: Field, stages: int) -> CostTable:
         given.only(KINDS)
         times = {k: given.need(k).per_stage(stages) for k in KINDS if given.get(k) is not None}
     joint = times.pop("BW", None)
-    if joint is not None and "B" not in times and "W" not in times:  # only ever run jointly: any split will do
+    if joint is not None and "B" not in times and "W" not in times:  # only the sum is used, so split it evenly
         times["B"] = times["W"] = tuple(bw / 2 for bw in joint)
     for kind, traits in TRAITS.items():
         if kind not in JOINT:
@@ -190,7 +190,7 @@ def _links(field: Field, stages: int) -> Comm:
 
 
 def _check_lengths(top: Field, schedule: Schedule, costs: CostTable) -> None:
-    """A stated ``dur`` must be what costs, pairing and ``size`` give: two truths in one file help nobody."""
+    """Check that every ``dur`` agrees with the costs, the number of micro-batches and ``size``."""
     entries = [entry for order in top.need("orders").items("devices") for entry in order.items("tasks")]
     tasks = list(schedule.tasks())
     for entry, task in zip(entries, tasks, strict=True):
@@ -199,7 +199,7 @@ def _check_lengths(top: Field, schedule: Schedule, costs: CostTable) -> None:
     for entry, task, due in zip(entries, tasks, costs.durations(schedule, tasks), strict=True):
         stated = None if isinstance(entry.value, str) else entry.get("dur")
         if stated is not None and abs(stated.number() - due) > 1e-9 * max(1.0, due):
-            why = f"{task} is said to take {stated.number():g}, but its costs make it {due:g}"
+            why = f"{task} has dur {stated.number():g}, but its costs give {due:g}"
             stated.fail(why, 'set "durations" (a value or a list per stage) and "size", and leave "dur" out')
 
 
@@ -208,5 +208,5 @@ def _whole(value: float) -> float:
 
 
 def _short(values: Sequence[float]) -> float | list[float]:
-    """One number where all stages agree, else one per stage."""
+    """Return one number if all stages are equal, otherwise one per stage."""
     return _whole(values[0]) if len(set(values)) == 1 else [_whole(v) for v in values]

@@ -14,10 +14,10 @@ from raypipe.schedule.ir import Schedule
 
 
 def load(path: Path) -> tuple[Schedule, CostTable | None]:
-    """The schedule in the file ``path``, and the costs if it is JSON (the text form has none).
+    """Read a schedule from the file ``path``, and its costs if it is JSON (the text form has none).
 
     Raises:
-        ScheduleError: the file cannot be read, or is not a schedule; says where and why.
+        ScheduleError: the file cannot be read, or is not a schedule.
     """
     source = str(path)
     try:

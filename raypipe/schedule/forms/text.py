@@ -1,4 +1,4 @@
-"""The text form of a schedule: what people read, write by hand and paste into tests.
+"""The text form of a schedule, for people to read and write by hand.
 
     schedule 1f1b
     microbatches 2
@@ -6,9 +6,9 @@
     device 0: 0F0 0F1 0BW0 0BW1
     device 1: 1F0 1BW0 1F1 1BW1
 
-Lines that differ from the default are added when needed: ``edges 0>1 0>2 1>2`` (the stage graph is not a chain),
-``size 1/2``, ``versions stash``, ``recompute late``, ``w_dep grad``, ``skip_first_B``. A reader may leave out
-``schedule``, ``microbatches`` and ``placement``; the tasks tell them. ``#`` starts a comment.
+Further lines are present only if they differ from the default: ``edges 0>1 0>2 1>2`` (the stage graph is not a chain),
+``size 1/2``, ``versions stash``, ``recompute late``, ``w_dep grad``, ``skip_first_B``. A hand-written file may omit
+``schedule``, ``microbatches`` and ``placement``, which follow from the tasks. ``#`` starts a comment.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COMMENT = re.compile(r"(?:^|\s)#.*")
 
 
 def to_text(schedule: Schedule) -> str:
-    """Print ``schedule``; ``from_text`` reads back exactly the same one.
+    """Return ``schedule`` as text; ``from_text`` is the exact inverse.
 
     >>> print(to_text(from_text("device 0: 0F0 0BW0\\n", "example")), end="")
     schedule example
@@ -69,7 +69,7 @@ def parse_task(text: str, where: str = "task") -> Task:
     """Read one task such as ``2F0``, ``2F0,1``, ``2F0@1`` or ``2AR``.
 
     Raises:
-        ScheduleError: ``text`` is no task; ``where`` is the place named in the message.
+        ScheduleError: ``text`` is not a task; the message begins with ``where``.
 
     >>> parse_task("2F0,1@3")
     Task(kind='F', stage=2, mbs=(0, 1), replica=3)
@@ -92,7 +92,7 @@ def parse_task(text: str, where: str = "task") -> Task:
 
 
 def read_share(text: str) -> Fraction | None:
-    """A number such as ``1/2`` or ``0.5``; None where the text is none. Exponents are not read: they may be huge.
+    """Parse a number such as ``1/2`` or ``0.5``; else None. Exponents are refused, as they may be huge.
 
     >>> read_share("1/2"), read_share("1e-999999999")
     (Fraction(1, 2), None)
@@ -104,18 +104,18 @@ def read_share(text: str) -> Fraction | None:
 
 
 def from_text(text: str, source: str = "schedule") -> Schedule:
-    """Read the text form; ``source`` (a file name) starts every error's place.
+    """Read the text form; ``source`` (a file name) begins the location in every error.
 
-    The result has the right form; whether it can run is for ``verify`` to say.
+    ``verify`` checks whether the schedule can run.
 
     Raises:
-        ScheduleError: with line and column, for anything that isn't the text form.
+        ScheduleError: the text is not in this form; it names line and column.
     """
     return _Reader(source).read(text)
 
 
 def infer_placement(orders: Sequence[Sequence[Task]], source: str) -> tuple[tuple[int, ...], ...]:
-    """The placement that the orders of a hand-written schedule imply: per replica, the device of each stage.
+    """Return the placement that follows from the orders of a hand-written schedule: per replica, each stage's device.
 
     Raises:
         ScheduleError: a stage of a replica is on no device or on two.
@@ -143,7 +143,7 @@ def _words(head: str, items: Iterable[object]) -> str:
 
 
 class _Reader:
-    """Line by line; keeps the current line number for messages."""
+    """Parses a text line by line and keeps the line number for messages."""
 
     KEYS = ("schedule", "microbatches", "placement", "edges", "size", "versions", "recompute", "w_dep", "skip_first_B")
 
@@ -206,7 +206,9 @@ class _Reader:
         elif key == "size":
             self.size = read_share(rest) or Fraction(0)
             if not 0 < self.size <= 1:
-                self.fail(f'"{short(rest)}" is no share', "write the share of a micro-batch that one id is: size 1/2")
+                self.fail(
+                    f'"{short(rest)}" is not a share', "write the share of a micro-batch that one id is: size 1/2"
+                )
         elif key == "versions":
             self.versions = self.choice(rest, VERSIONS)
         elif key == "recompute":

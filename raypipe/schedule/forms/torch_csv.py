@@ -1,8 +1,8 @@
 """Export to the compute-only CSV that ``torch.distributed.pipelining`` loads (``_PipelineScheduleRuntime._load_csv``).
 
-One row per device, one action per cell: ``2F0``, ``2I0`` (our B), ``2W0``, ``2B0`` (our BW). PyTorch then adds the
-messages, gathers and gradient reductions itself. It knows chains of stages with one holder each, and plain
-micro-batches; whatever is beyond that is refused here rather than silently changed.
+The CSV has one row per device and one action per cell: ``2F0``, ``2I0`` (our B), ``2W0``, ``2B0`` (our BW). PyTorch
+adds messages, gathers and gradient reductions itself. It supports chains of stages on one device each, and plain
+micro-batches; everything else is refused rather than silently changed.
 
 Source: ``torch/distributed/pipelining/schedules.py``, ``_Action.from_str`` and ``_validate_schedule`` (2.13).
 """
@@ -17,14 +17,16 @@ from raypipe.schedule.kinds import BOOKKEEPING, TRAITS
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """The CSV text; trailing all-reduces and updates are left out, as PyTorch and the caller's optimizer do them.
+    """Return the CSV text, without trailing all-reduces and updates, which PyTorch and the caller's optimizer do.
 
     Raises:
-        ScheduleError: PyTorch's loader cannot express the schedule; says which task or rule is in the way.
+        ScheduleError: PyTorch's loader cannot express the schedule; it names the task or rule.
     """
     if schedule.replicas > 1:
         first, second = schedule.placement[0][0], schedule.placement[1][0]
-        _refuse(schedule, f"{schedule.replicas} replicas put stage 0 on devices {first} and {second}; torch knows one")
+        _refuse(
+            schedule, f"{schedule.replicas} replicas put stage 0 on devices {first} and {second}; torch supports one"
+        )
     if schedule.graph != StageGraph.chain(schedule.stages):
         _refuse(schedule, "its stage graph is not a chain")
     if schedule.versions != "flush":
@@ -62,5 +64,5 @@ def _refuse(schedule: Schedule, why: str) -> NoReturn:
     raise ScheduleError(
         f'schedule "{schedule.name}" as torch CSV',
         why,
-        "choose another schedule for --csv, or use --json, which holds all",
+        "choose another schedule for --csv, or use --json, which supports all",
     )

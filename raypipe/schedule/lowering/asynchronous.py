@@ -1,9 +1,9 @@
-"""A step of an asynchronous schedule: there is no flush, so a step's program also starts the step after it.
+"""Step programs of asynchronous schedules: without a flush, a step's program also starts the next step.
 
-A synchronous step is a program of its own. PipeDream's and PipeDream-2BW's device orders go on for ever; they are cut
-after the last backward of each step, so that one program still makes one step's update (or updates), and its tail
-of forwards already belongs to the next step: their micro-batch ids go on from N. Where the run stops for a moment
-(validation, checkpoint, the end) the step before drains and the step after fills afresh.
+A synchronous step is a separate program. The orders of PipeDream and PipeDream-2BW are continuous; they are cut after
+the last backward of each step, so that a program still makes one step's updates. The forwards at its end belong to the
+next step, and their micro-batch ids continue from N. Before an interruption (validation, checkpoint, the end of the
+run) the pipeline drains, and the step after it fills the pipeline again.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from raypipe.schedule.passes.sync import held
 from raypipe.schedule.unroll import unroll
 
 Part = tuple[bool, bool]
-"""(fills afresh, drains at the end)."""
+"""(fills an empty pipeline, drains it at the end)."""
 WHOLE: Part = (True, True)
 
 
 def parts(schedule: Schedule) -> dict[Part, Schedule]:
-    """The step programs of a schedule, as schedules: one if it flushes, else one per way to begin and to end.
+    """Return the step programs of a schedule as schedules: one if it flushes, otherwise one per way to begin and end.
 
-    In all but WHOLE, tasks of the next step have micro-batch ids from N, and forwards that the step before ran are
-    missing, so these are no complete schedules by themselves.
+    Except for WHOLE, these are not complete schedules: tasks of the next step have micro-batch ids from N, and forwards
+    that the step before ran are missing.
     """
     if schedule.versions == "flush":
         return {WHOLE: schedule}
@@ -42,7 +42,7 @@ def parts(schedule: Schedule) -> dict[Part, Schedule]:
 
 
 def _cut(order: tuple[Task, ...], until: int) -> int:
-    """Where a device has done the last weight gradient of the micro-batches below ``until``."""
+    """Position after the device's last weight gradient of the micro-batches below ``until``."""
     return 1 + max(i for i, t in enumerate(order) if t.kind in WEIGHT_GRADIENTS and t.mbs[0] < until)
 
 
@@ -51,11 +51,11 @@ def _shift(order: tuple[Task, ...], by: int) -> list[Task]:
 
 
 def _updated(schedule: Schedule, rows: list[list[Task]]) -> list[list[Task]]:
-    """Put the updates in: after every weight gradient (stash), or once at the end with the gradient sums before it."""
+    """Insert the updates: after every weight gradient (stash), or once at the end, after the all-reduces."""
     if schedule.versions == "stash":
         if schedule.replicas > 1:
             raise ScheduleError(
-                "replicas", f"{schedule.name} updates after every micro-batch, each replica would drift away",
+                "replicas", f"{schedule.name} updates after every micro-batch, so replicas would diverge",
                 "use one replica, or pipedream-2bw",
             )  # fmt: skip
         return [

@@ -1,7 +1,7 @@
-"""Lowered programs held against the one thing that a step must do: work on every micro-batch once.
+"""Check that lowered programs work on every micro-batch exactly once.
 
-``verify`` says it of a schedule. What devices run are programs, lowered from it and, for a schedule that never flushes,
-cut out of several steps of it; so it is said again of these, before the first step.
+``verify`` checks this for a schedule. Devices run programs, which are lowered from it and, for an asynchronous
+schedule, cut out of several steps; so the programs are checked as well, before the first step.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program
 
 Work = Mapping[tuple[str, int], Counter[int]]
-"""By (what, stage), how often each micro-batch is worked on; ids of the next step go on from N."""
+"""(task, stage) -> how often it runs for each micro-batch; ids of the next step continue from N."""
 
 
 def check_counted(
     train: Mapping[Part, Sequence[Program]], evaluate: Sequence[Program], stages: int, microbatches: int
 ) -> None:
-    """Check that every stage runs the forward of each micro-batch, and in training its weight gradient, exactly once.
+    """Check that every stage runs each micro-batch's forward and, in training, weight gradient exactly once.
 
     Args:
-        train: programs of a step per device, by how a step begins and ends.
-        evaluate: programs of a validation batch per device.
-        stages: stages of one replica.
-        microbatches: micro-batch ids of a step, over all replicas, N.
+        train: the programs of a step, one per device, for each way that a step begins and ends.
+        evaluate: the programs of a validation batch, one per device.
+        stages: number of stages of one replica.
+        microbatches: N, the number of micro-batch ids in a step over all replicas.
 
     Raises:
-        ScheduleError: one is left out or counted twice; says which.
+        ScheduleError: a task is left out or runs twice; it names the task.
     """
     _check("validation", _work(evaluate), None, stages, microbatches, gradients=False)
     done = {part: _work(rows) for part, rows in train.items()}
     for part, work in done.items():
         fills, drains = part
-        # What the step before has left running: that began afresh, or went on as this one does.
+        # A step that does not fill the pipeline follows a step that did not drain it.
         before = [None] if fills else [done[other] for other in done if not other[1]]
         for earlier in before:
             _check("a training step", work, earlier, stages, microbatches, gradients=True)
         if drains and any(mb >= microbatches for counts in work.values() for mb in counts):
-            raise ScheduleError("programs", "a step that should drain begins the next one", _REPORT)
+            raise ScheduleError("programs", "a step that must drain the pipeline begins the next step", _REPORT)
 
 
-_REPORT = "this is a fault of raypipe: report it with the plan.json"
+_REPORT = "this is a bug of raypipe: report it with the plan.json"
 
 
 def _work(programs: Sequence[Program]) -> Work:
@@ -59,7 +59,7 @@ def _work(programs: Sequence[Program]) -> Work:
 
 
 def _check(which: str, work: Work, before: Work | None, stages: int, microbatches: int, gradients: bool) -> None:
-    """One kind of step, after another that may have run some of its forwards."""
+    """Check one kind of step that follows another, ``before``, which may have run some of its forwards."""
     for what in ("forward", "weight gradient")[: 1 + gradients]:
         for stage in range(stages):
             own = work.get((what, stage), Counter())
@@ -74,4 +74,4 @@ def _check(which: str, work: Work, before: Work | None, stages: int, microbatche
                         "times instead of once", _REPORT,
                     )  # fmt: skip
             if len(count) > microbatches:
-                raise ScheduleError("programs", f"in {which}, stage {stage} works on what no step has", _REPORT)
+                raise ScheduleError("programs", f"in {which}, stage {stage} has unknown micro-batches", _REPORT)

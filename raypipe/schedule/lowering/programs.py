@@ -1,9 +1,9 @@
-"""The transfers pass: from compute orders to what each device receives and sends around every task.
+"""Lower a schedule to one program per device: its tasks, with the messages received before and sent after each.
 
-A message goes out right after the task that makes it; so the order of messages on a directed edge is the order of
-tasks of the sending device, and the receiver can post its receives in that order before the step starts. Sends
-never wait (the sender keeps a copy until the peer takes it) and a receiver keeps what it was sent early, so the
-only way to wait for ever is a cycle between tasks, which ``verify`` refuses.
+A message is sent right after the task that produces it. Messages on a directed edge are therefore in the order of the
+sending device's tasks, and the receiver can post its receives in that order before the step starts. Sends do not block
+(the sender keeps a copy until the receiver has taken it) and receivers buffer early messages, so only a cycle between
+tasks could deadlock, which ``verify`` excludes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raypipe.schedule.lowering.run_ahead import tasks_ahead
 
 
 class Message(NamedTuple):
-    """One tensor list between two stages of one micro-batch; inside one device it is only handed over."""
+    """The tensors of one micro-batch that one stage sends to another; inside a device they are passed by reference."""
 
     direction: Literal["act", "grad"]
     src_stage: int
@@ -29,12 +29,12 @@ class Message(NamedTuple):
 
     @property
     def local(self) -> bool:
-        """Both ends are on one device: nothing travels."""
+        """Whether both stages are on one device."""
         return self.src_device == self.dst_device
 
 
 class Action(NamedTuple):
-    """A task with the messages it waits for and the messages it causes."""
+    """A task with the messages that it waits for and those that it sends."""
 
     task: Task
     receives: tuple[Message, ...]
@@ -42,36 +42,37 @@ class Action(NamedTuple):
 
 
 class RunAhead(NamedTuple):
-    """The head of a program: what may run before the last step's update is certain (``schedule.ahead``)."""
+    """The head of a program, which may run while the last step's update is pending (``lowering.run_ahead``)."""
 
     tasks: int
+    """Number of tasks in the head."""
     arrivals: dict[int, int]
-    """Per source device, how many of its messages a head may need: those that come from heads, or all (2BW)."""
+    """Per source device, how many of its messages heads may need: those sent by heads, or all of them (2BW)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one device does in one step."""
+    """The actions of one device in one step."""
 
     device: int
     actions: tuple[Action, ...]
     arrivals: dict[int, tuple[Message, ...]]
-    """Per source device, every message that will come from it, in order."""
+    """Per source device, all messages from it, in order."""
     recomputed: frozenset[tuple[int, int]]
-    """(stage, micro-batch) whose activations are computed again by an R."""
+    """(stage, micro-batch) pairs whose activations an R recomputes."""
     weights_first: frozenset[tuple[int, int]]
-    """(stage, micro-batch) whose W comes before its B (out of order)."""
+    """(stage, micro-batch) pairs whose W comes before its B (out of order)."""
     drains: bool = True
-    """Nothing is in flight at its end; an asynchronous step's program may leave the next step's forwards."""
+    """Whether nothing is in flight at its end; an asynchronous program may leave forwards of the next step."""
     ahead: RunAhead | None = None
-    """None: an update is certain before the next step begins."""
+    """The head that may run ahead; None if an update is committed before the next step begins."""
 
 
 def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> list[Program]:
-    """Lower a schedule to one program per device; linear in tasks.
+    """Lower a schedule to one program per device, in time linear in tasks.
 
-    A gradient is received by the first task that needs it: B or BW, or a W that comes before. ``ahead`` lets devices
-    run into a step before the last update is certain.
+    A gradient is received by the first task that needs it: B, BW, or a W that comes before. With ``ahead``, devices may
+    begin a step while the last update is pending.
     """
     heads = tasks_ahead(schedule) if ahead else [0] * schedule.devices
     early: list[dict[int, int]] = [{} for _ in schedule.orders]
@@ -120,12 +121,12 @@ def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> li
 
 
 def step_programs(schedule: Schedule, ahead: bool = False) -> dict[Part, list[Program]]:
-    """The programs of every kind of step, per device: one kind if the schedule flushes, see ``endless``."""
+    """Return the programs of each kind of step, one per device; a schedule that flushes has one kind, see ``parts``."""
     return {part: programs(one, drains=part[1], ahead=ahead) for part, one in parts(schedule).items()}
 
 
 def edges(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """Directed device pairs that exchange messages, sorted: one channel each."""
+    """Return the sorted directed pairs of devices that exchange messages; each pair has one channel."""
     pairs: set[tuple[int, int]] = set()
     for held in schedule.placement:
         for src, dst in schedule.graph.edges:

@@ -1,12 +1,12 @@
-"""How far a device may run into a step while the update before it may still be undone or has yet to be made.
+"""How far a device may run into a step while the update before it is pending.
 
-With clipping by global norm an update is only certain once every device's gradients are complete. Synchronous
-schedules may run the forwards at the head of the next step meanwhile, and run them again should the update be undone
-(zero bubble's optimistic step, Qi et al. 2024, section 4). The set is the same for all devices to see and closed: such
-a forward reads only what others of them made, so none of them ever waits for a device that has stopped at its end.
+With clipping by global norm, an update can only be committed once every device's gradients are complete. Meanwhile, a
+synchronous schedule may run the forwards at the head of the next step, and run them again if the update is reverted
+(zero bubble's optimistic step, Qi et al. 2024, section 4). All devices know the set of these forwards, and it is closed
+under dependencies, so that none of them waits for a device that has stopped at the end of its head.
 
-PipeDream-2BW trains step t on the version before the newest, so nothing is run again: everything before the first
-forward of step t + 1 may come before the update.
+PipeDream-2BW trains step t on the previous version of the weights, so nothing has to run again: all tasks before the
+first forward of step t + 1 may run before the update.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from raypipe.schedule.kinds import BOOKKEEPING
 
 
 def tasks_ahead(schedule: Schedule) -> list[int]:
-    """Per device, how many tasks at the head of its order may run before the last step's update is certain.
+    """Return, per device, how many tasks at the head of its order may run while the last step's update is pending.
 
-    Linear in those tasks, unless many devices have to stop short of their own forwards.
+    The time is linear in these tasks, unless the heads of many devices have to be shortened repeatedly.
     """
     if schedule.versions == "2bw":
         return [_before_newest(schedule, device) for device in range(schedule.devices)]
@@ -46,7 +46,7 @@ def tasks_ahead(schedule: Schedule) -> list[int]:
 
 
 def _before_newest(schedule: Schedule, device: int) -> int:
-    """Where a device first needs the newest weights, or touches the gradients of the update before."""
+    """Position at which a device first needs the newest weights, or changes gradients that the last update reads."""
     order = schedule.orders[device]
     return next(
         (

@@ -1,4 +1,4 @@
-"""Passes: plain functions ``Schedule -> Schedule``, each keeping a valid schedule valid."""
+"""Passes are functions ``Schedule -> Schedule`` that keep a valid schedule valid."""
 
 from raypipe.schedule.passes.backward import fuse_backward, split_backward
 from raypipe.schedule.passes.recompute import add_recompute, keep_activations

@@ -9,9 +9,9 @@ from raypipe.schedule.kinds import JOINT
 
 @no_collection()
 def split_backward(schedule: Schedule) -> Schedule:
-    """Replace every BW by B followed at once by W (by W alone where stage 0 computes no input gradient).
+    """Replace every BW by B followed directly by W, or by W alone if stage 0 computes no input gradient.
 
-    The stage before then waits for B only, so nothing runs later than it did.
+    The stage before then waits for B only, so no task runs later than before.
 
     Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, section 2; OOO backprop section 3.
     """
@@ -31,12 +31,12 @@ def split_backward(schedule: Schedule) -> Schedule:
 
 
 def fuse_backward(schedule: Schedule, everywhere: bool = False) -> Schedule:
-    """Join each B with its W into one BW, where the W comes next in the device's order.
+    """Join each B with its W into one BW, if the W is next in the device's order.
 
     Args:
         schedule: any valid schedule.
-        everywhere: also join a W that comes later, in the place of its B. Valid, because W of a stage needs no more
-            than its B; only updates and all-reduces wait for it.
+        everywhere: also join a W that comes later, at the position of its B. This is valid, because a W needs only its
+            B, and only updates and all-reduces wait for the W.
     """
     orders: list[list[Task]] = []
     for order in schedule.orders:

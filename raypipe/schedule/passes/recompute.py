@@ -1,4 +1,4 @@
-"""Drop activations after the forward and rebuild them before the backward."""
+"""Recomputation: drop activations after the forward and recompute them before the backward."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from raypipe.schedule.kinds import GRADIENTS
 def add_recompute(
     schedule: Schedule, when: Literal["early", "late"] = "late", stages: Collection[int] | None = None
 ) -> Schedule:
-    """Put an R right before the first backward task of every micro-batch on the given stages.
+    """Insert an R right before the first backward task of every micro-batch on the given stages.
 
     Args:
-        schedule: any valid schedule; R tasks it has on other stages are kept, on the given ones placed anew.
-        when: ``late``: R also waits for the incoming gradient; ``early``: for its own forward only, so that it fills
-            the wait for that gradient (Merak section 3.3). One rule holds for the whole schedule.
-        stages: all by default; empty removes every R.
+        schedule: any valid schedule; its R tasks on other stages are kept, those on the given stages are replaced.
+        when: with ``late``, R also waits for the incoming gradient; with ``early``, only for its own forward, so that
+            it can run while the device waits for that gradient (Merak section 3.3). The rule applies to the whole
+            schedule.
+        stages: the stages that recompute; by default all. An empty collection removes every R.
 
     Raises:
-        ScheduleError: a stage that does not exist, or an unknown rule.
+        ScheduleError: a stage does not exist, or ``when`` is unknown.
     """
     if when not in ("early", "late"):
         raise ScheduleError("recompute", f'"{when}" is unknown', "use early or late")
@@ -34,13 +35,13 @@ def add_recompute(
     orders: list[list[Task]] = []
     for order in schedule.orders:
         new: list[Task] = []
-        rebuilt: set[tuple[int, int]] = set()
+        recomputed: set[tuple[int, int]] = set()
         for task in order:
             if task.kind == "R" and (task.stage in chosen or not chosen):
                 continue
             if task.kind in GRADIENTS and task.stage in chosen:
-                fresh = [mb for mb in task.mbs if (task.stage, mb) not in rebuilt]
-                rebuilt.update((task.stage, mb) for mb in fresh)
+                fresh = [mb for mb in task.mbs if (task.stage, mb) not in recomputed]
+                recomputed.update((task.stage, mb) for mb in fresh)
                 new += [Task("R", task.stage, (mb,), task.replica) for mb in fresh]
             new.append(task)
         orders.append(new)
@@ -48,18 +49,17 @@ def add_recompute(
 
 
 def keep_activations(schedule: Schedule, shares: Sequence[float]) -> Schedule:
-    """Take the R away from a share of each stage's micro-batches, evenly spread: these keep their activations.
+    """Remove R from an evenly spread share of each stage's micro-batches, which then keep their activations.
 
-    How a stage uses memory that recomputing everything would leave empty. Merak keeps a share of a stage's modules;
-    a share of its micro-batches saves the same time and takes the same memory on average, and needs no cut through a
-    stage.
+    This uses memory that full recomputation leaves free. Merak keeps the activations of a share of a stage's modules; a
+    share of its micro-batches saves the same time and takes the same memory on average, without dividing a stage.
 
     Args:
-        schedule: one with recomputation; stages without stay as they are.
-        shares: per stage, 0 (recompute every micro-batch) to 1 (keep all).
+        schedule: a schedule with recomputation; stages without it do not change.
+        shares: per stage, from 0 (recompute every micro-batch) to 1 (keep all).
 
     Raises:
-        ScheduleError: not one share from 0 to 1 per stage.
+        ScheduleError: there is not one share per stage, or a share is not from 0 to 1.
 
     Source: Lai et al. 2022 (Merak), section 3.4; by micro-batch: Korthikanti et al. 2022, arXiv:2205.05198,
     appendix C.
@@ -68,7 +68,7 @@ def keep_activations(schedule: Schedule, shares: Sequence[float]) -> Schedule:
         raise ScheduleError("keep", f"{len(shares)} shares for {schedule.stages} stages", "give one per stage")
     for stage, share in enumerate(shares):
         if not 0 <= share <= 1:
-            raise ScheduleError("keep", f"{share} of stage {stage}", "use 0 to 1")
+            raise ScheduleError("keep", f"the share for stage {stage} is {share}", "use 0 to 1")
     seen: dict[tuple[int, int], int] = {}
     kept: set[tuple[int, int, int]] = set()
     for task in schedule.tasks():

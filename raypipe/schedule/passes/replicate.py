@@ -1,4 +1,4 @@
-"""Data-parallel copies of a whole schedule."""
+"""Replicate a schedule for data parallelism."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from raypipe.schedule.ir import Schedule
 
 
 def replicate(schedule: Schedule, copies: int) -> Schedule:
-    """W copies side by side, each with devices, replicas and micro-batches of its own.
+    """Return W copies of a schedule, each with its own devices, replicas and micro-batches.
 
     With D devices, R replicas and N micro-batch ids, copy w has devices w*D + d, replicas w*R + r and ids w*N + n.
 
     Raises:
-        ScheduleError: fewer than one copy.
+        ScheduleError: ``copies`` is below 1.
     """
     if copies < 1:
         raise ScheduleError("replicas", f"{copies} copies", "use a whole number >= 1")

@@ -1,4 +1,4 @@
-"""Weight gradients where devices would idle, all other tasks in the order they have."""
+"""Move weight gradients into idle time and keep the order of all other tasks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from raypipe.schedule.live_activations import births, deaths, peak_activations, 
 def insert_weights(
     schedule: Schedule, costs: CostTable, patience: float = 0.5, memory_limit: Sequence[float] | None = None
 ) -> Schedule:
-    """Take every W out of its place and start it where its device has nothing else to do, the oldest first.
+    """Move every W to where its device would otherwise be idle, the oldest W first.
 
-    ZeroPP postpones all W's, times the schedule and moves W's into the bubbles that it sees, again and again; here
-    the bubbles are filled as they come up, since what is timed is known at every moment. Where a forward would exceed
-    a device's memory, a W comes first.
+    ZeroPP postpones all W, simulates the schedule and moves W into the bubbles, repeatedly. Here the bubbles are filled
+    during a single simulation. If a forward would exceed a device's memory, a W runs first.
 
     Args:
-        schedule: without all-reduces and updates; without W's it comes back as it is.
+        schedule: a schedule without all-reduces and updates; without W it is returned unchanged.
         costs: time of each task.
         patience: leave a device idle rather than start a W that would delay the next task by more than
             ``1 - patience`` of the W's time.
-        memory_limit: activations each device may hold, in units of one stage's for one full micro-batch; default as
-            many as now.
+        memory_limit: limit on live activations per device, in units of one stage and full micro-batch; by default
+            today's peaks.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -39,7 +38,7 @@ def insert_weights(
     check_links(graph)
     durations = costs.durations(schedule, graph.tasks)
     waits = delays(schedule.placement, schedule.graph, costs.comm)
-    again = recomputed_pairs(schedule)
+    recomputed = recomputed_pairs(schedule)
     limits = peak_activations(schedule) if memory_limit is None else memory_limit
     size = float(schedule.size)
     fixed = [
@@ -55,13 +54,13 @@ def insert_weights(
     end: dict[int, float] = {}
     rows: list[list[Task]] = [[] for _ in range(schedule.devices)]
     alive, position, free = [0] * schedule.devices, [0] * schedule.devices, [0.0] * schedule.devices
-    coming: list[list[tuple[float, int]]] = [[] for _ in range(schedule.devices)]  # W's, by when they can start
-    ready: list[list[int]] = [[] for _ in range(schedule.devices)]  # those that can start now, by number
-    asleep: dict[int, list[int]] = {}  # task -> devices that wait for it to begin
+    coming: list[list[tuple[float, int]]] = [[] for _ in range(schedule.devices)]  # W tasks by earliest start
+    ready: list[list[int]] = [[] for _ in range(schedule.devices)]  # W tasks that can start now, by number
+    asleep: dict[int, list[int]] = {}  # task -> devices that wait for it to start
     events = [(0.0, d) for d in range(schedule.devices)]
 
     def known(i: int) -> float | None:
-        """When the task could start, its device aside; None while something that it waits for has not begun."""
+        """Earliest start of the task, ignoring its device; None if a predecessor has not started yet."""
         at = 0.0
         _, stage, _, replica = graph.tasks[i]
         for p in graph.preds[i]:
@@ -71,7 +70,7 @@ def insert_weights(
         return at
 
     def run(i: int, d: int, now: float) -> None:
-        alive[d] += births(graph.tasks[i], again) - deaths(graph.tasks[i])
+        alive[d] += births(graph.tasks[i], recomputed) - deaths(graph.tasks[i])
         end[i] = free[d] = now + durations[i]
         rows[d].append(graph.tasks[i])
         heapq.heappush(events, (end[i], d))
@@ -85,16 +84,16 @@ def insert_weights(
     while events:
         now, d = heapq.heappop(events)
         if now < free[d]:
-            continue  # it will look again when it is through
+            continue  # the device is busy; the end of its task is another event
         while coming[d] and coming[d][0][0] <= now:
             heapq.heappush(ready[d], heapq.heappop(coming[d])[1])
         following = fixed[d][position[d]] if position[d] < len(fixed[d]) else None
         at = known(following) if following is not None else float("inf")
-        full = following is not None and (alive[d] + births(graph.tasks[following], again)) * size > limits[d]
+        full = following is not None and (alive[d] + births(graph.tasks[following], recomputed)) * size > limits[d]
         if ready[d] and (full or at is None or at - now >= patience * durations[ready[d][0]]):
             run(heapq.heappop(ready[d]), d, now)
         elif following is None or full:
-            continue  # the next W wakes the device
+            continue  # the arrival of the next W is another event
         elif at is None:
             asleep.setdefault(next(p for p in graph.preds[following] if p not in end), []).append(d)
         elif at > now:
