@@ -10,7 +10,7 @@ __all__ = ["PipelineTrainer", "__version__", "init"]
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: they need torch and Ray, and ``import raypipe`` shall need neither.
+    # Import on first use: they need torch and Ray, and ``import raypipe`` must need neither.
     if name in ("PipelineTrainer", "init"):
         return getattr(importlib.import_module("raypipe.trainer"), name)
     raise AttributeError(f"module 'raypipe' has no attribute '{name}'")

@@ -1,8 +1,7 @@
-"""``transformers.TrainingArguments``, or a dict of their names, as keys of a job file.
+"""Translate ``transformers.TrainingArguments``, or a dict of their names, to keys of a job file.
 
-An argument is read, or asks for nothing that matters here (how often to log: every step is), or has no counterpart. Of
-the last kind, those that would change the result, or that ask for another way to train, are refused; any other one that
-is set is named in one warning.
+Arguments without a counterpart are refused if they would change the result or need another way to train. Arguments that
+do not affect training (such as how often to log) are ignored. All others that are set are named in one warning.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ READ: dict[str, Any] = {
     "activation_checkpointing": None, "gradient_checkpointing": None, "full_determinism": False,
     "load_best_model_at_end": False, "metric_for_best_model": None, "greater_is_better": None,
 }  # fmt: skip
-"""The arguments that are read, with transformers' defaults. A dict may hold no others."""
+"""The arguments that are translated, with transformers' defaults. A dict may contain no others."""
 REFUSED = {
     "fp16", "label_smoothing_factor", "lr_scheduler_kwargs", "optim_args", "optim_target_modules",
     "neftune_noise_alpha", "auto_find_batch_size", "train_sampling_strategy", "group_by_length", "data_seed",
     "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "label_names", "torch_compile",
     "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cpu",
 }  # fmt: skip
-"""Without them the run would not be what was asked for."""
+"""Arguments that are refused, because without them the run would not be the requested one."""
 NO_MATTER = {
     "logging_strategy", "logging_first_step", "logging_dir", "log_on_each_node", "logging_nan_inf_filter", "log_level",
     "log_level_replica", "disable_tqdm", "run_name", "project", "average_tokens_across_devices",
@@ -40,23 +39,25 @@ NO_MATTER = {
     "local_rank", "remove_unused_columns", "use_cache", "accelerator_config", "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs", "overwrite_output_dir",
 }  # fmt: skip
-"""They say nothing of what is trained; ``dataloader_*`` and ``ddp_*`` neither."""
+"""Arguments that are ignored, because they do not affect training; likewise ``dataloader_*`` and ``ddp_*``."""
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 
 
 def read_arguments(args: Any) -> dict[str, Any]:
-    """The arguments in ``READ``, from ``TrainingArguments``, any object with such attributes, a dict, or None.
+    """Return the values of the arguments in ``READ``.
+
+    ``args`` is a ``TrainingArguments``, any object with such attributes, a dict, or None for the defaults.
 
     Raises:
-        SpecError: a dict holds another name; an argument without a counterpart is set that would change the result.
+        SpecError: a dict contains another name, or an argument in ``REFUSED`` is set.
     """
     if args is None:
         return dict(READ)
     if isinstance(args, Mapping):
         for name in args:
             if name not in READ:
-                raise SpecError(f"args.{name}", "is not read here", nearest(str(name), READ))
+                raise SpecError(f"args.{name}", "is not supported in a dict", nearest(str(name), READ))
         return {**READ, **args}
     if is_dataclass(args):
         _check_others(args)
@@ -66,16 +67,23 @@ def read_arguments(args: Any) -> dict[str, Any]:
 def train_keys(
     a: Mapping[str, Any], samples: int, held_out: int | None, replicas: int, early_stop: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The ``train`` section of a job: for a dataset of ``samples`` rows, and one of ``held_out`` to evaluate on.
+    """Return the ``train`` section of a job.
 
-    The mini-batch is per_device_train_batch_size * gradient_accumulation_steps * replicas. ``early_stop``: that key.
+    The mini-batch is per_device_train_batch_size * gradient_accumulation_steps * replicas.
+
+    Args:
+        a: values of the arguments, from ``read_arguments``.
+        samples: rows of the training dataset.
+        held_out: rows of the evaluation dataset, if there is one.
+        replicas: data-parallel copies.
+        early_stop: value of ``train.early_stop``.
 
     Raises:
-        SpecError: an optimizer, a schedule or a strategy that does not exist here.
+        SpecError: raypipe does not have the optimizer, learning-rate schedule or strategy.
     """
     metric = a["metric_for_best_model"] or "loss"
     if (a["load_best_model_at_end"] or early_stop) and (metric not in ("loss", "eval_loss") or a["greater_is_better"]):
-        raise SpecError("args.metric_for_best_model", f"{metric} is not what models are judged by", "use eval_loss")
+        raise SpecError("args.metric_for_best_model", f"{metric} is not available as a metric", "use eval_loss")
     batch = int(a["per_device_train_batch_size"]) * int(a["gradient_accumulation_steps"]) * replicas
     steps = int(a["max_steps"])
     if steps <= 0:
@@ -99,7 +107,7 @@ def train_keys(
 
 
 def recomputes(a: Mapping[str, Any]) -> bool:
-    """Whether activations are to be computed again instead of kept."""
+    """Return whether the arguments ask for activation recomputation."""
     return bool(a["activation_checkpointing"] or a["gradient_checkpointing"])
 
 
@@ -108,20 +116,20 @@ def _check_others(args: Any) -> None:
     refused = sorted(REFUSED.intersection(wanted))
     if refused:
         where = ", ".join(f"args.{name}" for name in refused)
-        raise SpecError(where, f"{'have' if len(refused) > 1 else 'has'} no counterpart here", "leave at the default")
+        raise SpecError(where, f"{'are' if len(refused) > 1 else 'is'} not supported", "leave at the default")
     others = sorted(name for name in set(wanted) - NO_MATTER if not name.startswith(("dataloader_", "ddp_")))
     if others:
-        warnings.warn(f"PipelineTrainer does not act upon args.{', args.'.join(others)}", stacklevel=4)
+        warnings.warn(f"PipelineTrainer ignores args.{', args.'.join(others)}", stacklevel=4)
 
 
 def _is_set(args: Any, field: Field[Any]) -> bool:
-    """Whether an argument has another value than its default; None, "none" and "no" are ways to say nothing."""
+    """Whether an argument differs from its default; None, "none" and "no" count as equal."""
     default = field.default if field.default_factory is MISSING else field.default_factory()
     value = getattr(args, field.name)
-    if field.name == "use_cpu" and not _gpus():  # what happens anyway
+    if field.name == "use_cpu" and not _gpus():  # without GPUs, training runs on CPUs anyway
         return False
-    said, unsaid = (None if not v or v in ("none", "no", ["none"]) else _text(v) for v in (value, default))
-    return said != unsaid
+    given, usual = (None if not v or v in ("none", "no", ["none"]) else _text(v) for v in (value, default))
+    return given != usual
 
 
 def _gpus() -> int:
@@ -131,7 +139,7 @@ def _gpus() -> int:
 
 
 def _every(a: Mapping[str, Any], what: str, given: Any, steps: int, epoch: int) -> int:
-    """Steps between two of what a strategy says; a number below 1 is a share of all steps."""
+    """Steps between two evaluations or saves; a given number below 1 is a share of all steps."""
     strategy = _text(a[f"{what}_strategy"])
     if strategy not in ("no", "steps", "epoch"):
         raise SpecError(f"args.{what}_strategy", f"{strategy} is not available", "use no, steps or epoch")
@@ -141,12 +149,12 @@ def _every(a: Mapping[str, Any], what: str, given: Any, steps: int, epoch: int) 
 
 
 def _warmup(steps: int, given: float, ratio: float) -> int:
-    """Steps, or below 1 a share of all of them, as newer transformers have it."""
+    """Warm-up steps; as in newer transformers, a number below 1 is a share of all steps."""
     return int(given) if given >= 1 else math.ceil(steps * (given or ratio))
 
 
 def _text(value: Any) -> str:
-    """transformers' enumerations as the words they stand for."""
+    """Convert a member of transformers' enumerations to its text."""
     return str(getattr(value, "value", value))
 
 

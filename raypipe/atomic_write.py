@@ -1,6 +1,6 @@
-"""Files and folders that are there whole or not at all: made under another name beside their place, then renamed.
+"""Write files and folders atomically: under a temporary name in the same folder, then renamed.
 
-The other name is nobody else's, so several processes may write the same file: the last one to finish wins.
+The temporary name is unique, so several processes may write the same file; the last one to finish wins.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 
 @contextmanager
 def whole(path: Path, *, folder: bool = False, synced: bool = False) -> Iterator[Path]:
-    """A temporary path for the content of ``path``, moved there at the end of the block, and removed if that fails.
+    """Yield a temporary path; rename it to ``path`` at the end of the block, or remove it if the block fails.
 
     Args:
-        path: what is written. Its folder is there. A file is replaced, and so is an empty folder.
-        folder: the temporary path is a new folder; otherwise the block creates a file, or a link, under that name.
-        synced: content and name survive a power cut.
+        path: the file or folder to write. Its parent must exist. A file or an empty folder there is replaced.
+        folder: the temporary path is a new folder; otherwise the block creates a file or a link at the path.
+        synced: flush content and name to disk, so that they survive a power failure.
 
     Raises:
-        OSError: the disk refuses; and whatever the block raises.
+        OSError: the file system refuses the write. Exceptions of the block are passed on.
     """
     partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     try:
@@ -34,7 +34,7 @@ def whole(path: Path, *, folder: bool = False, synced: bool = False) -> Iterator
             _sync(partial)
         partial.replace(path)
         if synced:
-            _sync(path.parent)  # the new name is in the folder, which is a file of its own
+            _sync(path.parent)  # the new name is stored in the folder, which must be flushed separately
     except BaseException:
         if folder:
             shutil.rmtree(partial, ignore_errors=True)
@@ -55,7 +55,7 @@ def write_whole(path: Path, content: bytes | str, *, synced: bool = False) -> No
         synced: as in ``whole``.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the file system refuses the write.
     """
     data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
@@ -66,7 +66,7 @@ def write_whole(path: Path, content: bytes | str, *, synced: bool = False) -> No
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file's or a folder's content is on the disk."""
+    """Wait until the content of a file or folder is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,21 +1,21 @@
-"""Every error raypipe raises on purpose: where it is wrong, why, and what to do.
+"""All errors that raypipe raises on purpose; each says where, why, and what to do.
 
 RaypipeError
 ├── RequestError            the request is wrong: exit status 2
-│   ├── SpecError           a key, value or file of a job, cluster or profile
+│   ├── SpecError           a wrong key, value or file of a job, cluster, profile or plan
 │   ├── CaptureError        a model that cannot be captured or cut
 │   ├── ScheduleError       a schedule that cannot exist or cannot run
 │   └── ClusterError        nodes that cannot work together
-├── InterruptionError       the user ended it: exit status 130
+├── InterruptionError       the user interrupted it: exit status 130
 └── RunError                it failed while running: exit status 1
-    ├── TransportError      a message that did not come, or came wrong
-    ├── DevicesError        devices that did not come free in the time that the job gives them
-    ├── DeviceError         what a device's own code or its user's raised
-    ├── DivergenceError     a loss, gradient or state that is no longer a number
-    ├── SampleCountError    a step that left samples out, or counted some twice
-    └── CheckpointError     a checkpoint that cannot be written or read back
+    ├── TransportError      a message that did not arrive, or is not the expected one
+    ├── DevicesError        devices that did not become free in time
+    ├── DeviceError         another exception that a device raised, in raypipe's or the user's code
+    ├── DivergenceError     a loss, gradient or state that is infinite or not a number
+    ├── SampleCountError    a step that left samples out or counted some twice
+    └── CheckpointError     a checkpoint that cannot be written or read
 
-``args`` equals the constructor's signature everywhere, so that errors survive the pickling between Ray actors.
+``args`` always equals the constructor's signature, so that errors survive pickling between Ray actors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 
 class RaypipeError(Exception):
-    """Base of all errors raised on purpose; ``exit_status`` is what the command line returns."""
+    """Base of all errors that raypipe raises on purpose; ``exit_status`` is that of the command line."""
 
     exit_status = 1
 
@@ -42,29 +42,29 @@ class RaypipeError(Exception):
 
 
 class RequestError(RaypipeError):
-    """The user asked for something that cannot be: exit status 2, one message, no traceback."""
+    """The user requested something impossible: exit status 2, one message, no traceback."""
 
     exit_status = 2
 
 
 class SpecError(RequestError):
-    """A job, cluster, profile or plan file holds a wrong key or value."""
+    """A job, cluster, profile or plan file has a wrong key or value."""
 
 
 class CaptureError(RequestError):
-    """A model whose operations cannot be read off, or cannot be cut into stages."""
+    """A model's operations cannot be captured, or the model cannot be cut into stages."""
 
 
 class ScheduleError(RequestError):
-    """A schedule that is impossible for its shape, or an order that cannot run."""
+    """A schedule does not exist for its shape, or its order cannot run."""
 
 
 class ClusterError(RequestError):
-    """Nodes of the cluster that cannot run a job together; it stays so until somebody changes them."""
+    """The cluster's nodes cannot run a job together until somebody changes them."""
 
 
 class InterruptionError(RaypipeError):
-    """The user ended it with Ctrl-C; says what becomes of what was done. Exit status 130, as shells have it."""
+    """The user interrupted the command with Ctrl-C. The exit status is 130, as in shells."""
 
     exit_status = 130
 
@@ -74,18 +74,18 @@ class RunError(RaypipeError):
 
 
 class TransportError(RunError):
-    """A message between devices did not arrive in time, or is not the one the program expects."""
+    """A message between devices did not arrive in time, or is not the one that the program expects."""
 
 
 class DevicesError(RunError):
-    """The cluster's devices did not come free in time."""
+    """The cluster's devices did not become free in time."""
 
 
 class DeviceError(RunError):
-    """An exception that is not raypipe's own, raised on one device: which device and task, and what it was.
+    """A device raised an exception that is not one of raypipe's errors; the message names the device and the task.
 
-    ``details`` is its traceback as text: the exception itself may not survive pickling, or may need the user's modules.
-    ``kind`` says what it means for the run; see ``runtime.failure``.
+    ``details`` is its traceback as text, because the exception itself may not be picklable or may need the user's
+    modules. ``kind`` classifies it; see ``runtime.cluster.failure``.
     """
 
     def __init__(self, where: str, why: str, fix: str = "", details: str = "", kind: str = "bug") -> None:
@@ -95,14 +95,14 @@ class DeviceError(RunError):
 
 
 class DivergenceError(RunError):
-    """Training diverged: loss, gradients or what they made of the parameters are infinite or not a number.
+    """Training diverged: the loss, a gradient or a parameter is infinite or not a number.
 
-    Running again would do the same.
+    The run is not restarted, because it would diverge again.
     """
 
 
 class SampleCountError(RunError):
-    """A step's loss is not of each sample of its mini-batch once. Running again would do the same."""
+    """A step's loss does not count each sample of its mini-batch exactly once. The run is not restarted."""
 
 
 class CheckpointError(RunError):
@@ -110,7 +110,7 @@ class CheckpointError(RunError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Say which known name is meant by a misspelt one.
+    """Return a fix for a misspelt name: the nearest known name, or all known names.
 
     >>> nearest("schedul", ["schedule", "stages"])
     'did you mean "schedule"?'

@@ -1,5 +1,7 @@
-"""A trained model as a directory that transformers loads: ``from_pretrained`` finds the weights of the newest
-checkpoint (with ``train.load_best_at_end``, the best), the configuration, and the tokenizer that the run began with.
+"""Export a trained Hugging Face model to a directory for ``from_pretrained``.
+
+The directory holds the weights of the newest checkpoint (with ``train.load_best_at_end``: the best), the configuration,
+and the tokenizer that the run started with.
 """
 
 from __future__ import annotations
@@ -22,19 +24,15 @@ BESIDE = (
 
 
 def export(directory: Path, out: Path) -> Path:
-    """Write the model of a run to ``out``, in float32; returns it.
-
-    Holds the whole model in memory, once.
+    """Write the model of a run to ``out`` in float32, and return ``out``. The full model is in memory once.
 
     Raises:
-        SpecError: no run, no checkpoint, not a Hugging Face model, or ``out`` is there and not empty.
+        SpecError: there is no run or no checkpoint, the model is not a Hugging Face model, or ``out`` is not empty.
     """
     given = out
     job = saved_job(directory)
     if not isinstance(job.model, HfSpec):
-        raise SpecError(
-            str(directory), "is no Hugging Face model", "only model: {hf: ...} has a form transformers reads"
-        )
+        raise SpecError(str(directory), "is not the run of a Hugging Face model", "export a run with model: {hf: ...}")
     last_checkpoint(directory, job)
     out = out.absolute()
     if is_url(given):
@@ -43,15 +41,15 @@ def export(directory: Path, out: Path) -> Path:
         raise SpecError("--output", f"{out} is already there", "give a new directory")
     source, module = load_hugging_face(directory, job, job.model)
     if hasattr(source.config, "use_cache"):
-        source.config.use_cache = True  # of no use in training, but in writing
+        source.config.use_cache = True  # switched off for training, needed for generation
     setattr(source.config, TOKENS, None if job.data.type == "arrays" else "bytes")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole(out, folder=True) as partial:
             module.save_pretrained(partial)  # type: ignore[operator]
-            began = Path(job.model.hf)
-            if began.is_dir():
-                for file in {path for pattern in BESIDE for path in began.glob(pattern) if path.is_file()}:
+            initial = Path(job.model.hf)
+            if initial.is_dir():
+                for file in {path for pattern in BESIDE for path in initial.glob(pattern) if path.is_file()}:
                     shutil.copy2(file, partial / file.name)
     except OSError as error:
         raise SpecError("--output", f"{out} can't be written: {error.strerror}", "give another directory") from None

@@ -1,6 +1,6 @@
-"""Files that people name: read where they are regular and of a size that such a file can have, else one OSError.
+"""Read files that users name, refusing what is not a regular file of a plausible size.
 
-A device such as ``/dev/zero`` never ends, and a named pipe waits for whoever writes to it.
+Reading a device such as ``/dev/zero`` would never end, and reading a named pipe would wait for a writer.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ import stat
 from pathlib import Path
 
 MOST_BYTES = 256 << 20
-"""Of a schedule, plan, profile or manifest: several million tasks. What is above is another kind of file."""
+"""Largest size of a schedule, plan, profile or manifest; a schedule of several million tasks fits."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a regular file of at most ``most`` bytes.
+    """Return the content of a regular file of at most ``most`` bytes.
 
     Raises:
-        OSError: whatever the system says, or that it is no regular file, or too large; ``strerror`` says which.
+        OSError: the file cannot be read, is not a regular file, or is too large; ``strerror`` gives the reason.
     """
     try:
-        # A pipe must not be waited for: whether it is one is known before it is opened.
+        # Check the type before opening, because opening a pipe would wait for a writer.
         about = path.stat()
         if stat.S_ISDIR(about.st_mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "is no regular file, but a device or a pipe", str(path))
+            raise OSError(errno.EINVAL, "is not a regular file but a device or a pipe", str(path))
         with path.open("rb") as file:
-            content = file.read(most + 1)  # not by its size: files below /proc say that they are empty
-    except ValueError as error:  # a name that no file can have: it holds a NUL
+            content = file.read(most + 1)  # do not trust st_size: files below /proc report 0
+    except ValueError as error:  # the name contains a NUL character
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     if len(content) > most:
         size = said(max(about.st_size, len(content)))
-        raise OSError(errno.EFBIG, f"has {size}, and such a file at most {said(most)}", str(path))
+        raise OSError(errno.EFBIG, f"has {size}; the limit is {said(most)}", str(path))
     return content
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's content, read a mebibyte at a time.
+    """Return the hex digest of a file's content, which is read in blocks of 1 MiB.
 
     Raises:
         OSError: the file cannot be read.
@@ -55,7 +55,7 @@ def sha256(path: Path) -> str:
 
 
 def said(size: int) -> str:
-    """A size as people say it.
+    """Format a number of bytes.
 
     >>> said(300), said(3 << 19)
     ('300 bytes', '1.5 MiB')
@@ -68,7 +68,7 @@ def said(size: int) -> str:
 
 
 def is_url(name: object) -> bool:
-    """Whether a name has a scheme as in ``s3://bucket/x``; a ``Path`` has lost one of the two slashes.
+    """Return whether a name has a URL scheme, as in ``s3://bucket/x``; converting to ``Path`` drops one of the slashes.
 
     >>> is_url("s3://bucket/x"), is_url("gs:/bucket"), is_url("runs/a:b/c"), is_url("C:/runs")
     (True, True, False, False)
@@ -77,7 +77,7 @@ def is_url(name: object) -> bool:
 
 
 def expanded(path: Path) -> Path:
-    """With ``~`` as the home directory; unchanged where there is none, or no such user, as a shell has it."""
+    """Expand ``~`` to the home directory; as in shells, an unknown user's ``~`` stays as it is."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -85,7 +85,7 @@ def expanded(path: Path) -> Path:
 
 
 def short(text: str, most: int = 80) -> str:
-    """A text for a message: cut in the middle where it is long.
+    """Shorten a text for a message by leaving out its middle.
 
     >>> short("abcdefghij", 7)
     'ab...ij'

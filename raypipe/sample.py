@@ -1,5 +1,8 @@
-"""Text, or token ids, from a trained language model: a run's newest checkpoint, or its best one, in one process; or
-from a directory that transformers reads, such as `raypipe export` writes."""
+"""Generate text or token ids with a trained language model in one process.
+
+The model is a run's newest or best checkpoint, or a directory that transformers can load, such as one that
+``raypipe export`` wrote.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +27,27 @@ from raypipe.trained import TOKENS, load_body, load_hugging_face
 
 CONFIG = "config.json"
 LONGEST = 1024
-"""Tokens that a model looks back on which does not say how many it can."""
+"""Context length of models that do not state theirs."""
 Logits = Callable[[list[int]], Tensor]
-"""What a model makes of the tokens so far: ``[vocabulary]``, of the one that follows."""
+"""Maps the tokens so far to the logits of the next token, of shape ``[vocabulary]``."""
 
 
 class Writer:
-    """A trained model that writes: a run's, or one in a directory that transformers reads.
+    """Generates text with the model of a run or of a directory that transformers can load.
 
-    ``tokenizer`` is a directory that transformers reads one from.
+    Args:
+        directory: the directory of a run or of a model.
+        tokenizer: a directory from which transformers loads a tokenizer.
 
     Raises:
-        SpecError: neither a run nor a model, no checkpoint, a model that does not write, or no tokenizer there.
+        SpecError: the directory holds neither a run with a checkpoint nor a model, the model is not a causal language
+            model, or ``tokenizer`` holds no tokenizer.
     """
 
     def __init__(self, directory: Path, tokenizer: Path | None = None) -> None:
         self.directory = directory
         self.end: int | None = None
-        """Token after which nothing follows."""
+        """End-of-text token, if the model has one."""
         if not (directory / RECORD).exists() and (directory / CONFIG).is_file():
             module = _exported(directory)
             self.tokenizer = _tokenizer(tokenizer or _with_tokenizer(directory))
@@ -51,11 +57,11 @@ class Writer:
         job = saved_job(directory)
         self.tokenizer = _tokenizer(tokenizer or _of_run(job))
         self.bytes = self.tokenizer is None and job.data.type != "arrays"
-        """Tokens are bytes."""
+        """Whether tokens are bytes."""
         self._logits, self.window, self.vocabulary = self._load(job)
 
     def _load(self, job: JobSpec) -> tuple[Logits, int, int]:
-        """The model, most tokens it looks back on, and how many it knows."""
+        """Load the model of a run; return its logits function, context length and vocabulary size."""
         model = job.model
         fields = known_fields(self.directory / "data")
         if isinstance(model, GptSpec):
@@ -74,7 +80,7 @@ class Writer:
         return self._of_transformers(module, sequence)
 
     def _of_transformers(self, module: Any, sequence: int | None) -> tuple[Logits, int, int]:
-        """The same of a module of transformers; ``sequence``: tokens it was trained on at once, None if unknown."""
+        """Return the same for a transformers module; ``sequence`` is the training length in tokens, if known."""
         text = module.config.get_text_config(decoder=True)
         if not self.bytes:
             self.end = text.eos_token_id if isinstance(text.eos_token_id, int) else None
@@ -82,36 +88,40 @@ class Writer:
         return _of_module(module.eval()), min(sequence or longest, longest), int(text.vocab_size)
 
     def text(self, prompt: str, length: int, temperature: float, seed: int) -> str:
-        """``prompt`` and ``length`` more tokens as text; what cannot be shown is U+FFFD."""
+        """Return ``prompt`` and ``length`` more tokens as text; characters that cannot be printed become U+FFFD.
+
+        Raises:
+            SpecError: the prompt is empty, or the model has no tokenizer.
+        """
         if self.bytes:
             made = self.ids(list(prompt.encode()) or [0], length, temperature, seed)
             text = bytes(t for t in made if 0 < t < BYTES).decode(errors="replace")
         elif self.tokenizer is not None:
-            begun = self.tokenizer.encode(prompt, add_special_tokens=False)
-            if not begun:
-                raise SpecError("--prompt", "holds no token", "give some text to go on from")
-            text = self.tokenizer.decode(self.ids(begun, length, temperature, seed), skip_special_tokens=True)
+            given = self.tokenizer.encode(prompt, add_special_tokens=False)
+            if not given:
+                raise SpecError("--prompt", "contains no token", "give some text to continue")
+            text = self.tokenizer.decode(self.ids(given, length, temperature, seed), skip_special_tokens=True)
         else:
-            why = f"{self.directory} has no tokenizer, and what the model's tokens mean is not known"
+            why = f"{self.directory} has no tokenizer, so text cannot be converted to tokens"
             raise SpecError("--prompt", why, "give --tokenizer DIR, or token ids: --ids 1,2,3")
-        # An untrained model writes control characters too; a terminal must not obey them.
+        # An untrained model also generates control characters, which must not reach the terminal.
         return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
-    def ids(self, begun: Sequence[int], length: int, temperature: float, seed: int) -> list[int]:
-        """``begun`` and up to ``length`` more tokens; with a temperature of 0 the likeliest each time.
+    def ids(self, given: Sequence[int], length: int, temperature: float, seed: int) -> list[int]:
+        """Return the ``given`` tokens and up to ``length`` more; with temperature 0, always the likeliest token.
 
         Raises:
-            SpecError: a token that the model does not know.
+            SpecError: a given token is not in the vocabulary.
         """
-        wrong = next((t for t in begun if not 0 <= t < self.vocabulary), None)
+        wrong = next((t for t in given if not 0 <= t < self.vocabulary), None)
         if wrong is not None:
             raise SpecError("--prompt", f"token {wrong} is beyond the vocabulary of {self.vocabulary}", "use others")
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # one short window at a time: more threads only wait for each other
-        generator, tokens = torch.Generator().manual_seed(seed), list(begun)
+        torch.set_num_threads(1)  # the work per token is too small to be divided over threads
+        generator, tokens = torch.Generator().manual_seed(seed), list(given)
         try:
             with torch.no_grad():
-                while len(tokens) < len(begun) + length:
+                while len(tokens) < len(given) + length:
                     logits = self._logits(tokens[-self.window :]).float()
                     if temperature == 0:
                         tokens.append(int(logits.argmax()))
@@ -126,7 +136,7 @@ class Writer:
 
 
 def sample_text(directory: Path, prompt: str, length: int, temperature: float, seed: int) -> str:
-    """As ``Writer.text``, with what the run itself says of its tokens."""
+    """Generate text as ``Writer.text`` does, with the tokenizer of the run."""
     return Writer(directory).text(prompt, length, temperature, seed)
 
 
@@ -150,16 +160,16 @@ def _of_module(module: nn.Module) -> Logits:
 
 
 def _check_writes(directory: Path, what: str, task: object, inputs: Sequence[str] = ("input_ids",)) -> None:
-    """Refuse what does not say which token comes next, or needs more than the tokens for it."""
+    """Refuse a model that does not predict the next token, or that needs other inputs than the tokens."""
     fix = "sample a run of a causal language model, or `raypipe export` this one"
     if not isinstance(task, NextToken):
-        raise SpecError(str(directory), f"{what} does not write text token by token", fix)
+        raise SpecError(str(directory), f"{what} is not a causal language model", fix)
     if len(inputs) != 1:
-        raise SpecError(str(directory), f"{what} needs {', '.join(inputs)}, and only tokens are here", fix)
+        raise SpecError(str(directory), f"{what} needs {', '.join(inputs)}, but sampling provides only tokens", fix)
 
 
 def _exported(directory: Path) -> Any:
-    """The causal language model in a directory that `raypipe export`, or transformers itself, has written."""
+    """Load the causal language model from a directory that ``raypipe export`` or transformers wrote."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -167,19 +177,19 @@ def _exported(directory: Path) -> Any:
         raise SpecError(str(directory), "needs transformers, which is not installed", install("hf")) from None
     config = configuration(str(directory), {})
     named = (config.architectures or [None])[0]
-    writes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if writes is None or named not in (None, writes):
-        why = f"holds a {named or config.model_type}, which does not write text token by token"
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if causal is None or named not in (None, causal):
+        why = f"holds a {named or config.model_type}, which is not a causal language model"
         raise SpecError(str(directory), why, "sample a causal language model")
     try:
         return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
-        raise SpecError(str(directory), f"holds no model that can be read: {first}", "export it again") from None
+        raise SpecError(str(directory), f"holds a model that cannot be loaded: {first}", "export it again") from None
 
 
 def _of_run(job: JobSpec) -> Path | None:
-    """The model's own directory where the run read arrays: it began with a tokenizer that may be there."""
+    """The initial model's directory, if the run read arrays and the directory has a tokenizer."""
     return _with_tokenizer(Path(job.model.hf)) if isinstance(job.model, HfSpec) and job.data.type == "arrays" else None
 
 
@@ -188,7 +198,7 @@ def _with_tokenizer(directory: Path) -> Path | None:
 
 
 def _tokenizer(directory: Path | None) -> Any:
-    """The tokenizer in a directory; None where none is given."""
+    """Load the tokenizer from a directory; None if no directory is given."""
     if directory is None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""Train a job: from the job file to a finished run. The command line and Ray jobs both come through here.
+"""Train a job, from the job file to a finished run; used by the command line, Ray jobs and the Python API.
 
-``prepare_run`` checks the request, finds the plan and lays out the run directory; ``run`` (or ``execute``) starts Ray
+``prepare_run`` checks the request, finds the plan and creates the run directory; ``run`` (or ``execute``) starts Ray
 Train and follows it to the end. The parts are in ``raypipe/launch/``.
 """
 
@@ -33,16 +33,23 @@ def prepare_run(
     dashboard_port: int | None = None, say: Say = lambda _: None,
     beside: Mapping[str, Any] = MappingProxyType({}),
 ) -> Prepared:  # fmt: skip
-    """Check everything that can be checked before Ray starts, and lay out the run directory.
+    """Check the request, make the plan and create the run directory.
 
-    ``beside`` are ``parallel`` keys that were asked for beside ``plan_file``.
+    If the planner chooses the plan (``parallel: auto``), this starts Ray and profiles the devices; otherwise Ray is not
+    started.
 
-    Where the plan is left to the planner (``parallel: auto``), start Ray, measure, and choose it; ``say`` is told how
-    that goes.
+    Args:
+        job: the job.
+        directory: the run directory; None for a new one.
+        resume: whether to resume the run in ``directory``.
+        plan_file: a plan to run; None to use the job's ``parallel`` keys.
+        dashboard_port: port of Ray's dashboard; None for none.
+        say: called with notes and the progress of planning.
+        beside: ``parallel`` keys given together with ``plan_file``.
 
     Raises:
-        SpecError, ScheduleError: whatever is wrong with the request, one error.
-        RunError: a device died while it was measured.
+        SpecError, ScheduleError: something is wrong with the request.
+        RunError: a device died while it was profiled.
     """
     if directory is not None:
         directory = place(directory)
@@ -55,7 +62,7 @@ def prepare_run(
     data = where / "data"
     if empty:
         put_aside(where)
-        say(f"{where}: the run in it ended before its first step; this one begins there anew")
+        say(f"{where}: the run in it ended before its first step; starting a new run there")
     if resume:
         check_resume(job, where)
     try:
@@ -78,7 +85,7 @@ def prepare_run(
 def _planned_at_once(
     job: JobSpec, run_to_resume: Path | None, plan_file: Path | None, beside: Mapping[str, Any], say: Say
 ) -> Planned | None:  # fmt: skip
-    """The plan that is given, kept from the run to resume, or made as asked; None where devices must be measured."""
+    """The plan that is given, kept from the run to resume, or made from the job's keys; None if the planner chooses."""
     if plan_file is not None:
         return given_plan(job, plan_file, beside, say)
     if run_to_resume is not None and (kept := kept_plan(job, run_to_resume, say)) is not None:
@@ -87,7 +94,7 @@ def _planned_at_once(
 
 
 def _prepare_data(model: JobModel, data: Path, resume: bool) -> None:
-    """Prepare the job's data, unless a resumed run has them: it goes on with the data it began with."""
+    """Prepare the job's data; a resumed run keeps the data that it started with."""
     from raypipe.data import is_prepared, prepare_data
 
     if not (resume and is_prepared(data)):

@@ -1,4 +1,4 @@
-"""The model of a run with the weights that it ended with: as a module of transformers, or as layers in one stage."""
+"""Load the trained model of a run, as a transformers module or as one stage of layers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.start_values import Constructed
 
 TOKENS = "raypipe_tokens"
-"""Key of the exported config.json: ``bytes`` where the model was trained on them and so has no tokenizer. transformers
-keeps keys that it does not know."""
+"""Key of the exported config.json: ``bytes`` if the model was trained on bytes and so has no tokenizer. transformers
+preserves unknown keys."""
 
 
 def last_checkpoint(directory: Path, job: JobSpec) -> Checkpoint:
-    """A run's newest checkpoint; with ``train.load_best_at_end``, its best.
+    """Open a run's newest checkpoint; with ``train.load_best_at_end``, its best.
 
     Raises:
-        SpecError: it has none yet.
+        SpecError: the run has no checkpoint yet.
     """
     found, notices = outcome(directory / "checkpoints", job.train.load_best_at_end)
     if found is None:
@@ -35,7 +35,7 @@ def last_checkpoint(directory: Path, job: JobSpec) -> Checkpoint:
 
 
 def load_body(directory: Path) -> tuple[JobSpec, StageBody]:
-    """All layers as one stage, in evaluation mode; of a model that was trained on its own loss, up to the output.
+    """Load all layers as one stage in evaluation mode. A model that computes its own loss ends with its output instead.
 
     Raises:
         SpecError: the directory holds no run, or the run has no checkpoint yet.
@@ -57,7 +57,7 @@ def load_body(directory: Path) -> tuple[JobSpec, StageBody]:
 
 
 def load_hugging_face(directory: Path, job: JobSpec, spec: HfSpec) -> tuple[HuggingFace, nn.Module]:
-    """The library's own module, in float32, as ``job``'s run left it. Holds the whole model in memory, once.
+    """Load the trained model as a transformers module in float32. The full model is in memory once.
 
     Raises:
         SpecError: the run has no checkpoint yet.
@@ -70,8 +70,8 @@ def load_hugging_face(directory: Path, job: JobSpec, spec: HfSpec) -> tuple[Hugg
 
 
 def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace) -> None:
-    """Give the parameters the checkpoint's values, and the buffers too, or those that the run began with."""
-    for name, parameter in list(module.named_parameters()):  # tied ones by their first name, as checkpoints do
+    """Fill the parameters from the checkpoint, and the buffers from it or, if it lacks them, from the initial model."""
+    for name, parameter in list(module.named_parameters()):  # tied parameters by their first name, as in checkpoints
         value = checkpoint.read([f"param/{name}"])[f"param/{name}"].to(torch.float32)
         _replace_everywhere(module, parameter, nn.Parameter(value))
     buffers = dict(module.named_buffers())
@@ -86,6 +86,6 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace) -> Non
 
 def _replace_everywhere(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
     for part in module.modules():
-        for name, held in part._parameters.items():
-            if held is old:
+        for name, current in part._parameters.items():
+            if current is old:
                 part._parameters[name] = new

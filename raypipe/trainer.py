@@ -1,13 +1,13 @@
-"""``PipelineTrainer``: the Python API, shaped like a Hugging Face Trainer.
+"""``PipelineTrainer``: a Python API in the style of the Hugging Face Trainer.
 
     import raypipe
 
-    raypipe.init(pp=2)                      # or leave it out: the planner chooses
+    raypipe.init(pp=2)                      # optional; by default the planner chooses
     trainer = raypipe.PipelineTrainer(model="gpt2", args={"max_steps": 100, "output_dir": "runs/tune"},
                                       train_dataset=rows, eval_dataset=others)
     result = trainer.train()                # ray.train.Result
 
-Datasets are written to the run directory as plain arrays: no code and no pickle travels to the stage actors.
+Datasets are written to the run directory as plain arrays, so neither code nor pickles are sent to the workers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How many devices each kind of parallelism takes; None where that is left to the planner."""
+    """Degrees of data, tensor and pipeline parallelism; None if the planner chooses."""
 
     dp: int | None = None
     tp: int | None = None
@@ -46,42 +46,45 @@ _degrees = Degrees()
 
 
 def init(dp: int | None = None, tp: int | None = None, pp: int | None = None) -> None:
-    """Set the degrees of data, tensor and pipeline parallelism for the trainers made from here on.
+    """Set the degrees of data, tensor and pipeline parallelism for trainers created afterwards.
 
-    Without ``pp`` the planner chooses the schedule, its stages and micro-batches, and the replicas unless ``dp`` says
-    how many: it measures the model on the devices there are, for some seconds, before training starts. With ``pp``,
-    what is not given is 1. ``tp`` needs ``pp``: the planner does not divide layers.
+    Without ``pp``, the planner chooses the schedule, stages and micro-batches, and also the replicas unless ``dp`` is
+    given. For that, it profiles the model on the available devices for some seconds before training. With ``pp``,
+    degrees that are not given are 1. ``tp`` requires ``pp``, because the planner does not choose tensor parallelism.
 
     Raises:
-        SpecError: a degree below 1, or ``tp`` without ``pp``.
+        SpecError: a degree is below 1, or ``tp`` is given without ``pp``.
     """
     global _degrees
     for name, value in (("dp", dp), ("tp", tp), ("pp", pp)):
         if value is not None and value < 1:
-            raise SpecError(f"raypipe.init({name}=)", f"{value} is no number of devices", "give 1 or more")
+            raise SpecError(f"raypipe.init({name}=)", f"{value} is not a number of devices", "give 1 or more")
     if tp is not None and tp > 1 and pp is None:
-        raise SpecError("raypipe.init(tp=)", "layers are divided only where pp is given", "add pp=, 1 for no pipeline")
+        raise SpecError("raypipe.init(tp=)", "tensor parallelism needs pp", "add pp=; 1 for no pipeline")
     _degrees = Degrees(dp, tp, pp)
 
 
 class PipelineTrainer:
-    """Trains a model over the stages of a pipeline; the result does not depend on how many there are.
+    """Trains a model with pipeline parallelism; the result does not depend on the number of stages.
 
-    ``model``: a transformers model type or local directory, a transformers model (its weights are the start), or what
-    a job file has under ``model`` as a dict. ``args``: ``transformers.TrainingArguments``, or a dict of the names in
-    ``arguments.READ``. ``train_dataset``, ``eval_dataset``: ``torch.utils.data.Dataset``, Hugging Face dataset or list
-    of dicts; every row has the same names. Rows may have lengths of their own: each micro-batch is padded to its
-    longest row, tokens with the model's padding token, labels with -100, masks with 0; where there is no
-    ``attention_mask``, one is made. Without ``eval_dataset`` a tenth is held out.
-    ``data_collator``: makes the model's arguments of rows that are not yet those. It is called here on each row alone,
-    once before training, so no code of yours travels; padding is as it pads.
-    The mini-batch is per_device_train_batch_size * gradient_accumulation_steps * dp (1 unless ``init`` was given one),
-    whatever the plan; the trainer or the planner picks micro-batches. ``callbacks`` may hold a
-    ``transformers.EarlyStoppingCallback``, and nothing else. ``job`` holds further keys of a job file, section by
-    section: ``{"parallel": {"schedule": "zb-h1"}}``.
+    The mini-batch is per_device_train_batch_size * gradient_accumulation_steps * dp (``dp`` of ``init``, else 1), for
+    any plan; the trainer or the planner chooses the micro-batch size.
+
+    Args:
+        model: a transformers model type or local directory, a transformers model, whose weights are the initial ones,
+            or the ``model`` section of a job file as a dict.
+        args: ``transformers.TrainingArguments``, or a dict with names from ``arguments.READ``.
+        train_dataset: a ``torch.utils.data.Dataset``, a Hugging Face dataset or a list of dicts; all rows have the same
+            names. Rows may differ in length: each micro-batch is padded to its longest row, tokens with the model's
+            padding token, labels with -100, masks with 0. A missing ``attention_mask`` is added.
+        eval_dataset: rows to validate on; by default a tenth of ``train_dataset``.
+        data_collator: converts rows to the model's arguments. It is called in this process, once per row before
+            training, so it is not sent to the workers; its padding is used.
+        callbacks: may contain a ``transformers.EarlyStoppingCallback`` and nothing else.
+        job: further keys of a job file by section, such as ``{"parallel": {"schedule": "zb-h1"}}``.
 
     Raises:
-        SpecError: whatever is wrong with these.
+        SpecError: an argument is invalid.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class PipelineTrainer:
         self.arguments = read_arguments(args)
         output = self.arguments["output_dir"]
         if not output:
-            raise SpecError("args.output_dir", "is missing", "say where the run's files go")
+            raise SpecError("args.output_dir", "is missing", "give a directory for the run's files")
         self.directory = place(output, "args.output_dir")
         self.degrees = _degrees
         self._early_stop = _early_stop(callbacks)
@@ -108,19 +111,19 @@ class PipelineTrainer:
         self._collator = data_collator
 
     def train(self) -> Result:
-        """Run to the end; returns Ray Train's result (metrics, newest checkpoint, path).
+        """Train and return Ray Train's result (metrics, newest checkpoint, path).
 
         Raises:
-            SpecError: the model or the data can't be trained like this.
-            RunError: the run failed for good.
+            SpecError: the model or the data cannot be trained with these arguments.
+            RunError: the run failed and was not restarted.
         """
         prepared = self.prepare()
         result, _ = run(prepared, None, lambda: None)
         return result
 
     def prepare(self) -> Prepared:
-        """Write the data, make the plan, lay out the run directory; what ``train`` does before Ray starts."""
-        claim(self.directory, resume=False)  # before anything is written there
+        """Create the run directory, write the data and make the plan: the part of ``train`` before Ray Train starts."""
+        claim(self.directory, resume=False)  # check the directory before writing into it
         data = {"type": "arrays", "path": str(self._write(self._train, "train"))}
         if self._eval is not None:
             data["held_out"] = str(self._write(self._eval, "eval"))
@@ -158,7 +161,7 @@ class PipelineTrainer:
         return job_from({"name": self.directory.name, **sections}, "PipelineTrainer")
 
     def _spec(self) -> dict[str, Any]:
-        """What a job file would say of the model."""
+        """The ``model`` section of the job."""
         model = self._model
         if isinstance(model, str):
             return {"hf": model}
@@ -169,19 +172,19 @@ class PipelineTrainer:
             model.save_pretrained(path)
             return {"hf": str(path)}
         raise SpecError(
-            "model", f"a {type(model).__name__} can't be built again on every stage",
+            "model", f"a {type(model).__name__} cannot be rebuilt on the workers",
             'give {"import": "package.module:function"} for a function that builds it',
         )  # fmt: skip
 
 
 def _early_stop(callbacks: Sequence[Any]) -> dict[str, Any] | None:
-    """transformers' callback as a job file says it. There the loss is what stopping goes by as well."""
+    """Translate transformers' callback to ``train.early_stop``, which also watches the validation loss."""
     found: dict[str, Any] | None = None
     for callback in callbacks:
         if not hasattr(callback, "early_stopping_patience"):
             raise SpecError(
-                "callbacks", f"a {type(callback).__name__} is not run here: the driver trains, in another process",
-                "leave it out; only an EarlyStoppingCallback is read",
+                "callbacks", f"a {type(callback).__name__} is not supported: training runs in other processes",
+                "leave it out; only EarlyStoppingCallback is supported",
             )  # fmt: skip
         found = {
             "patience": int(callback.early_stopping_patience),
@@ -191,12 +194,12 @@ def _early_stop(callbacks: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _say(text: str) -> None:
-    """How measuring and planning go."""
+    """Print the progress of profiling and planning."""
     print(text, file=sys.stderr, flush=True)
 
 
 def microbatch(share: int, stages: int) -> int:
-    """Samples of a micro-batch: the most that divide one pipeline's share of the mini-batch into two per stage.
+    """Return the largest micro-batch size that divides ``share`` into at least two micro-batches per stage, else 1.
 
     >>> microbatch(32, 4), microbatch(12, 2), microbatch(4, 8)
     (4, 3, 1)

@@ -21,9 +21,9 @@ def test_what_is_none_or_too_large_is_refused_at_once(tmp_path: Path) -> None:
     large.write_bytes(b"x" * 101)
     os.mkfifo(pipe)
     for path, words in (
-        (large, "has 101 bytes, and such a file at most 100 bytes"),
-        (pipe, "no regular file"),
-        (Path("/dev/zero"), "no regular file"),
+        (large, "has 101 bytes; the limit is 100 bytes"),
+        (pipe, "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
         (tmp_path, "Is a directory"),
         (tmp_path / "nowhere", "No such file"),
         (Path("a\0b"), "null"),

@@ -96,7 +96,7 @@ def test_a_module_of_ones_own_and_a_local_tokenizer(arrays: dict[str, Any], tmp_
     tokenizers = pytest.importorskip("tokenizers")
     directory = finished(tmp_path / "run", {"import": f"{HERE}:Counting", "task": "causal-lm"}, arrays)
     assert Writer(directory).ids([3], 4, 0, seed=0) == [3, 4, 5, 6, 7]
-    with pytest.raises(SpecError, match="what the model's tokens mean is not known") as caught:
+    with pytest.raises(SpecError, match="so text cannot be converted to tokens") as caught:
         Writer(directory).text("w3", 4, 0, seed=0)
     assert "--tokenizer" in caught.value.fix
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w63"))
@@ -111,10 +111,10 @@ def test_what_does_not_write_says_so(arrays: dict[str, Any], text_folder: Path, 
     config = {**FAMILIES["bert"], "vocab_size": 257}
     bert = finished(tmp_path / "bert", {"hf": "bert", "config": config, "sequence": 16},
                     {"type": "bytes", "path": str(text_folder)})  # fmt: skip
-    with pytest.raises(SpecError, match="bert, trained for masked-lm, does not write"):
+    with pytest.raises(SpecError, match="bert, trained for masked-lm, is not a causal"):
         Writer(bert)
     labels = finished(tmp_path / "labels", {"import": f"{HERE}:Counting"}, arrays)
-    with pytest.raises(SpecError, match="does not write text token by token"):
+    with pytest.raises(SpecError, match="is not a causal language model"):
         Writer(labels)
     assert run(["sample", str(bert)]) == 2
     assert "raypipe export" in capsys.readouterr().err
@@ -136,8 +136,8 @@ def test_an_exported_model_that_cannot_be_sampled_is_one_error(tmp_path: Path, m
     capsys.readouterr()
     config = transformers.BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
-    assert "holds a BertForMaskedLM, which does not write text token by token" in refused("bert", ids="1,2")
+    assert "holds a BertForMaskedLM, which is not a causal language model" in refused("bert", ids="1,2")
     (tmp_path / "gpt2" / "model.safetensors").unlink()
-    assert "holds no model that can be read" in refused("gpt2", ids="1,2")
+    assert "holds a model that cannot be loaded" in refused("gpt2", ids="1,2")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "needs transformers, which is not installed\n  fix: " in refused("gpt2", ids="1,2")

@@ -60,7 +60,7 @@ def test_a_manifest_that_is_nested_too_deeply(tmp_path: Path) -> None:
 
 def test_a_manifest_that_never_ends(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").symlink_to("/dev/zero")
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         open_checkpoint(tmp_path)
 
 
