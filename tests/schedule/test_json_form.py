@@ -99,7 +99,7 @@ def task(**changes):
         ({"orders": [[task(), "0Q1"]]}, "s: orders[0][1]", "unknown kind"),
         ({"orders": [[task(stag=1)]]}, "s: orders[0][0]", 'did you mean "stage"'),
         ({"orders": [[task(mb=[])]]}, "s: orders[0][0]", "needs a micro-batch"),
-        ({"orders": [[task(dur=9)]]}, "s: orders[0][0].dur", "its costs make it 1"),
+        ({"orders": [[task(dur=9)]]}, "s: orders[0][0].dur", "its costs give 1"),
         ({"orders": [[task(stage=1)]], "placement": [[0]]}, "s: orders[0][0]", "stage 1 of 1"),
         ({"orders": [[task()]], "placement": [[0], []]}, "s: placement", "no stages"),
         ({"orders": [[task()]], "durations": {"F": [1, 2]}}, "s: durations.F", "2 values for 1 stages"),
