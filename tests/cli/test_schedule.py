@@ -179,7 +179,7 @@ def test_wrong_requests_end_with_2_and_one_message(command, monkeypatch, tmp_pat
     ("text", "why"),
     [
         ("device 0: 0F0\ndevice 1: 1F0 1BW0", "0"),
-        ("device 0: 0F0 0F0 0BW0\ndevice 1: 1F0 1BW0", "does again"),
+        ("device 0: 0F0 0F0 0BW0\ndevice 1: 1F0 1BW0", "repeats the work"),
         ("device 0: 0BW0 0F0\ndevice 1: 1F0 1BW0", "can never run"),
     ],
 )
