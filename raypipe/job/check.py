@@ -10,7 +10,7 @@ from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec, ModelSpec
 from raypipe.job.parallel_spec import JOBS_OWN, PLANNED, SHAPE, ParallelSpec
-from raypipe.job.requested_schedule import is_file, looked_at
+from raypipe.job.requested_schedule import checked_schedule, is_file
 from raypipe.job.size_limits import too_large, too_many
 from raypipe.job.train_spec import TrainSpec
 from raypipe.schedule import SCHEDULES

@@ -74,7 +74,7 @@ def _kinds(judge: Judge, same: Sequence[Grid], pick: Pick) -> Iterable[list[Cand
     for grid in same:
         for made in judge.on(grid):
             c = pick(made)
-            if c is not None and _spoken_of(c):
+            if c is not None and _covered(c):
                 kinds.setdefault((c.schedule, options_of(c)), []).append(c)
     return kinds.values()
 

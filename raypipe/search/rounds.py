@@ -173,7 +173,7 @@ class Rounds:
         return self.elite[self.best], self.best
 
 
-def cross(p: Problem, one: Words, other: Words, weight: float) -> Words | None:
+def cross(p: Problem, one: DeviceOrders, other: DeviceOrders, weight: float) -> DeviceOrders | None:
     """A crossover: each device's tasks sorted by a weighted mean of their start times in two orders.
 
     The mean of two feasible sets of start times keeps every dependency, so the result can run; only the memory limit
