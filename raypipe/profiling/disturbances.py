@@ -1,8 +1,8 @@
-"""What else the machine did while it was measured: told by the measuring threads' own clocks, and by measuring twice.
+"""Detect disturbances of measurements, by the measuring threads' CPU clocks and by measuring twice.
 
-A task of a CPU device computes all the time it takes, so what its thread did not run was another process's. What slows
-the thread itself down (another clock frequency, somebody else's traffic to memory, a host that gives its guest less)
-shows only as a difference between two measurements.
+A task of a CPU device computes all the time, so the part of its time in which its thread did not run went to other
+processes. What slows down the thread itself (clock frequency, memory traffic of others, a hypervisor) shows only as a
+difference between two measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raypipe.profiling.profiled_steps import Samples, own_seconds
 
 
 def stolen(found: Iterable[Samples]) -> float:
-    """The largest share, over devices, of the time of compute tasks in which their thread did not run."""
+    """Return the largest share, over devices, of the compute tasks' time in which their thread did not run."""
     worst = 0.0
     for one in found:
         compute = [k for k, task in enumerate(one.order) if task.kind != "U"]
@@ -28,10 +28,10 @@ def stolen(found: Iterable[Samples]) -> float:
 
 
 def charge(found: Iterable[Samples]) -> float:
-    """By what factor compute tasks took longer than their threads ran for them, as far as that will be so in training.
+    """Return the factor by which compute tasks took longer than their threads ran, as expected in training too.
 
-    A machine's own daemons, Ray's among them, take some hundredths of every core that has nothing idle beside it. More
-    than ``LIMIT`` is a disturbance, which is warned of and not expected to go on.
+    A machine's daemons, Ray's among them, take some percent of every core when no core is idle. The factor is limited
+    to ``LIMIT``, because more is a disturbance, which is warned of and not expected to last.
     """
     took = ran = 0.0
     for one in found:
@@ -42,7 +42,7 @@ def charge(found: Iterable[Samples]) -> float:
 
 
 def drift(pairs: Iterable[tuple[float, float]]) -> float:
-    """The largest relative difference between two measurements of the same thing.
+    """Return the largest relative difference between the two measurements of each pair.
 
     >>> drift([(1.0, 1.02), (2.0, 1.6)])
     0.25
@@ -51,7 +51,7 @@ def drift(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def to_repeat(stolen_by_size: Mapping[int, float], drifted: float) -> list[int]:
-    """Micro-batch sizes to measure again: those that were disturbed; all where the machine changed on the way.
+    """Return the micro-batch sizes to measure again: the disturbed ones, or all if the machine's speed changed.
 
     >>> to_repeat({1: 0.02, 4: 0.3, 8: 0.01}, 0.05), to_repeat({1: 0.02, 4: 0.3}, 0.2), to_repeat({1: 0.02}, 0.0)
     ([4], [1, 4], [])

@@ -1,4 +1,4 @@
-"""How long a profile measures: thorough for a file that is kept, quick for a job that is about to start."""
+"""The effort of a profile: thorough for a profile file, quick for a job that is about to start."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from raypipe.cost.collectives import Kind
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How often what is measured."""
+    """How often everything is measured."""
 
     warm_up: int
-    """Steps that are left out: optimizer state and gradients are allocated, the allocator finds its size."""
+    """Steps before timing, in which gradients, optimizer state and the allocator's pools are allocated."""
     least: int
-    """Steps that are timed, of each order of tasks, however long they take."""
+    """Smallest number of timed steps per order of tasks, however long they take."""
     most: int
-    """The same at most, where steps are short."""
+    """Largest number of timed steps per order of tasks."""
     budget_s: float
-    """For each order of a pass, beyond ``least`` steps."""
+    """Seconds per order of tasks, after which no step beyond ``least`` begins."""
     passes: int
-    """Times that all sizes are gone through, every second time backwards: a machine's speed wanders within seconds, and
-    sizes are compared with each other."""
+    """Number of passes over all sizes, every second one backwards. A machine's speed varies within seconds, and sizes
+    are compared with each other."""
     pairs: int
-    """Comparisons of a device that has its host to itself with all devices at work."""
+    """Number of comparisons of one working device with all devices working."""
     every_memory: bool
-    """Look at memory at every micro-batch size; else at the smallest and the middle one, which a line goes through."""
+    """Whether to measure memory at every micro-batch size; otherwise at the smallest and the middle one, through which
+    a line is fitted."""
     again: int
-    """Times that disturbed measurements are made again at most."""
+    """How often disturbed measurements are repeated at most."""
     patience_s: float
-    """None is made again once so much time has passed."""
+    """Seconds after which no measurement is repeated."""
     brief: bool
-    """Say once what is measured."""
+    """Whether to report progress only once."""
     message_bytes: tuple[int, ...]
     collective_bytes: tuple[int, ...]
     repeats: int

@@ -1,7 +1,7 @@
-"""Quick profiles on disk: a job's second start on the same devices need not measure everything again.
+"""A cache of quick profiles, so that a job's next start on the same devices need not measure everything again.
 
-Beside captured models (``partition.cache``), under a key of all that a profile depends on and that can be known without
-measuring. What cannot be known so, whether the machine is as fast as it was, ``profiling`` finds out by measuring once.
+It is beside the captured models (``graph.captured_files``). A key covers everything that a profile depends on and that
+is known without measuring. Whether the machine is still as fast is found by one measurement (``profile_job``).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 
 MEASURED_AS = 2
-"""Counted up when what is measured, or how, changes: older profiles are not found any more."""
+"""Version of the measurements; increased when they change, so that older profiles are no longer found."""
 
 
 def profile_path(job: JobSpec, model: LayeredModel, sizes: Sequence[int], devices: int) -> Path:
-    """Where the quick profile of this model, on ``devices`` of this cluster, is kept; Ray must be initialised."""
+    """Return the path of the cached profile of this model on ``devices`` of this cluster; Ray must be initialised."""
     train = job.train
     key = {
         "measured_as": MEASURED_AS,
         "torch": torch.__version__,
         "model": job.model.model_dump(mode="json"),
-        # A model of the user's own may be another one under the same name.
+        # A user's function may build another model under the same name.
         "layers": [
             (name, model.flops[i], model.parameters(i), sorted(model.reads((i,))), repr(_crossing(model, i)))
             for i, name in enumerate(model.names)
@@ -56,7 +56,7 @@ def _crossing(model: LayeredModel, i: int) -> object:
 
 
 def read_kept(path: Path) -> tuple[Profile, str] | None:
-    """The profile that is kept there, and its age in words; None if there is none that can be read."""
+    """Read a cached profile; return it with its age in words, or None if it is missing or unreadable."""
     if not path.exists():
         return None
     try:
@@ -66,7 +66,7 @@ def read_kept(path: Path) -> tuple[Profile, str] | None:
 
 
 def keep(path: Path, profile: Profile) -> None:
-    """Write it; a folder that can't be written is no error: then the next start measures again."""
+    """Cache a profile. If the folder cannot be written, nothing happens, and the next start measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, (profile.model_dump_json(indent=1) + "\n").encode())
@@ -75,7 +75,7 @@ def keep(path: Path, profile: Profile) -> None:
 
 
 def age(seconds: float) -> str:
-    """How long ago.
+    """Express an age in words.
 
     >>> age(20), age(90 * 60), age(50 * 3600)
     ('less than a minute', '90 minutes', '2 days')

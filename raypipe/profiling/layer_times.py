@@ -1,4 +1,4 @@
-"""Measure every kind of layer on all devices at once, one micro-batch size after another."""
+"""Measure every kind of layer on all devices at the same time, for one micro-batch size after another."""
 
 from __future__ import annotations
 
@@ -49,35 +49,35 @@ from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import Program, programs
 
 LONGEST = 1 << 40
-"""More than any sample holds: where they have their own lengths, all are measured as long as the longest."""
+"""Padding multiple that is larger than any sample, so that all samples are measured at the longest one's length."""
 MEMORY: tuple[tuple[str, Way, Kind, int, int], ...] = (
     ("F", "joint", "F", BEFORE, AFTER),
     ("BW", "joint", "BW", BEFORE, WORST),
     ("B", "split", "B", BEFORE, WORST),
     ("W", "split", "W", AFTER, BEFORE),
 )
-"""What memory is looked at: its name, in which step, of which task, from when to when."""
+"""Measurements of memory: name, kind of step, kind of task, and the two moments whose difference is taken."""
 WAYS: tuple[Way, ...] = ("joint", "recompute", "split")
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One micro-batch size, measured in every way once."""
+    """One measurement of a micro-batch size, in all ways of running the backward."""
 
     found: dict[Way, list[Samples]]
-    """Of each device."""
+    """Per way, the samples of each device."""
     stolen: float
-    """Share of its tasks' time in which other processes had the core."""
+    """Share of the tasks' time in which other processes had the core."""
 
     @staticmethod
     def of(found: dict[Way, list[Samples]]) -> Pass:
-        """With what was stolen from it."""
+        """Make a pass, computing ``stolen``."""
         return Pass(found, max(map(stolen, found.values())))
 
 
 @dataclass(slots=True)
 class LayerBench:
-    """The layers of a model, on devices that measure them."""
+    """Measures the layers of a model on a group of devices."""
 
     job: JobSpec
     model: LayeredModel
@@ -85,44 +85,44 @@ class LayerBench:
     data: Path
     """Folder of the prepared data."""
     groups: list[int] = field(init=False)
-    """Per layer, the first one like it."""
-    here: list[int] = field(init=False)
+    """Per layer, the first layer of the same kind."""
+    measured: list[int] = field(init=False)
     """Layers that are built and measured."""
     passes: dict[int, list[Pass]] = field(default_factory=lambda: defaultdict(list))
-    """By micro-batch size."""
+    """Measurements by micro-batch size."""
     grown: dict[str, dict[int, dict[int, float]]] = field(default_factory=lambda: defaultdict(dict))
-    """Bytes by what of, micro-batch size and kind of layer."""
+    """Measured bytes by name (``MEMORY``), micro-batch size and kind of layer."""
     casts: dict[int, dict[int, float]] = field(default_factory=dict)
     """Bytes of autocast's copies of the weights, by micro-batch size and kind of layer."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Values of each parameter that is built, by name."""
+    """Number of elements of each parameter that is built, by name."""
     alone: float = 1.0
-    """Time of a task on a device whose host's others are idle, over its time when all of them are at work."""
+    """Time of a task while the other devices of the host are idle, over its time while all of them work."""
 
     def __post_init__(self) -> None:
         self.groups = alike(self.model)
-        self.here = measured_layers(self.groups)
+        self.measured = measured_layers(self.groups)
 
     def facts(self) -> list[DeviceFacts]:
-        """What the devices say of themselves."""
+        """Return the facts about every device."""
         found: list[DeviceFacts] = ray.get(self.workers.call("facts", self.job, declared_fields(self.job.data)))
         return found
 
     def check_room(self, room: float) -> None:
-        """Refuse a model of which one layer of each kind does not fit a device with ``room`` bytes.
+        """Check that the measured layers fit a device with ``room`` bytes.
 
         Raises:
-            SpecError: naming the largest layer.
+            SpecError: they do not; the error names the largest layer.
         """
         need = {i: self._state_bytes(i) for i in self.here}
         if sum(need.values()) > room:
             largest = max(need, key=lambda i: need[i])
             raise SpecError(
                 "model",
-                f"layers {', '.join(self.model.names[i] for i in self.here)} with gradients and optimizer state take "
-                f"{_gib(sum(need.values()))} ({self.model.names[largest]} alone {_gib(need[largest])}), a device has "
-                f"{_gib(room)}",
-                "profile on devices with more memory, or fewer of them a host, or a smaller model",
+                f"layers {', '.join(self.model.names[i] for i in self.measured)} with gradients and optimizer state "
+                f"take {_gib(sum(need.values()))} ({self.model.names[largest]} alone {_gib(need[largest])}), but a "
+                f"device has {_gib(room)}",
+                "profile on devices with more memory, on fewer devices per host, or a smaller model",
             )
 
     def _state_bytes(self, layer: int) -> float:
@@ -138,16 +138,21 @@ class LayerBench:
         return weights + 1.5 * alive <= room  # a task's temporaries beside what it keeps
 
     def measure(self, size: int, effort: Effort, memory: bool, alone: bool = False) -> None:
-        """Times of every task at this micro-batch size; the ``memory`` that layers keep, too. ``alone``: compare with
-        a device that has its host to itself.
+        """Measure the times of every task at one micro-batch size.
+
+        Args:
+            size: samples of a micro-batch.
+            effort: how often to measure.
+            memory: whether to measure the memory that layers keep, too.
+            alone: whether to compare with a device whose host's other devices are idle.
         """
         found: dict[Way, list[Samples]] = {}
         for way in WAYS:
-            if way == "recompute":  # the same modules as joint, and only R is new
+            if way == "recompute":  # uses the modules built for joint; only R is new
                 found[way] = self._run(size, way, 0, effort, False)
             else:
                 self._hold(size, way)
-                # Memory settles later than times: one step more.
+                # Memory use becomes steady later than times, so it needs one more warm-up step.
                 found[way] = self._run(size, way, effort.warm_up + memory, effort, memory)
             if alone and way == "joint":
                 self.alone = self._alone(size, effort)
@@ -158,22 +163,22 @@ class LayerBench:
         self.passes[size].append(Pass.of(found))
 
     def forget(self, size: int) -> None:
-        """The times measured so far: the machine is another one by now."""
+        """Discard the times measured so far, because the machine's speed has changed."""
         self.passes[size].clear()
 
     @property
     def stolen(self) -> dict[int, float]:
-        """By micro-batch size, the share of the counted passes' time in which other processes had a core."""
+        """Per micro-batch size, the share of the used passes' time in which other processes had a core."""
         return {size: max(one.stolen for one in self._counted(size)) for size in self.passes}
 
     def _counted(self, size: int) -> list[Pass]:
-        """Passes that went undisturbed; if none did, the least disturbed one."""
+        """Return the undisturbed passes, or the least disturbed one if there are none."""
         passes = self.passes[size]
         quiet = [one for one in passes if one.stolen <= LIMIT]
         return quiet or [min(passes, key=lambda one: one.stolen)]
 
     def _taken(self, size: int) -> dict[tuple[Kind, int], Taken]:
-        """By kind of task and kind of layer."""
+        """Return the times by kind of task and kind of layer."""
 
         def found(way: Way) -> dict[tuple[Kind, int], Taken]:
             return task_times([one for counted in self._counted(size) for one in counted.found[way]], self.groups)
@@ -183,30 +188,30 @@ class LayerBench:
         return times | {key: t for key, t in found("split").items() if key[0] in ("B", "W")}
 
     def _joint(self) -> list[list[Samples]]:
-        """Of every size and every pass that counts, the steps with a joint backward, of each device."""
+        """Return, for every size and every used pass, each device's samples with a joint backward."""
         return [one.found["joint"] for size in self.passes for one in self._counted(size)]
 
     def _alone(self, size: int, effort: Effort) -> float:
-        """The first device's time while all others wait, over its time beside them.
+        """Measure the first device's time while all others wait, over its time while all work.
 
-        The two take turns: what is looked for is a few hundredths, and a machine's speed wanders by as much.
+        The two measurements alternate, because the difference is a few percent and a machine's speed varies as much.
         """
         program = self._program(size, "joint")
         shares = []
         for _ in range(effort.pairs):
             by_itself: Samples = ray.get(self.workers.actors[0].run_layers.remote(program, 0, effort, False))
             beside = self._run(size, "joint", 0, effort, False)[:1]
-            # The host's daemons have a core for themselves beside the one: that is part of it.
+            # With one device at work, the host's daemons run on other cores; ``charge`` includes that effect.
             shares.append(charge([by_itself]) * self._seconds([by_itself]) / (charge(beside) * self._seconds(beside)))
         return min(1.0, median(shares))
 
     def _seconds(self, found: list[Samples]) -> float:
-        """Of one micro-batch there and back, through one layer of every kind, undisturbed."""
+        """Return the undisturbed seconds of one micro-batch's F and BW through one layer of every kind."""
         times = task_times(found, self.groups)
         return sum(taken.seconds for (task, _), taken in times.items() if task in ("F", "BW"))
 
     def probe(self, size: int, effort: Effort) -> float:
-        """Seconds of one micro-batch there and back, through one layer of every kind, measured now."""
+        """Measure the seconds of one micro-batch's F and BW through one layer of every kind."""
         found = self._recompute(size, effort)
         return charge(found) * self._seconds(found)
 
@@ -215,23 +220,23 @@ class LayerBench:
         return self._run(size, "joint", effort.warm_up, effort, False)
 
     def drift(self, sizes: Iterable[int], effort: Effort) -> float:
-        """By how much times of these micro-batch sizes differ from what was measured before."""
+        """Measure again and return the largest relative change of the times of these micro-batch sizes."""
         kept = {n: sum(t.seconds for (task, _), t in self._taken(n).items() if task in ("F", "BW")) for n in sizes}
         return drift((seconds, self._seconds(self._recompute(n, effort))) for n, seconds in kept.items())
 
     def known_seconds(self, profile: Profile, size: int) -> float:
-        """What ``probe`` measures, by a profile of this model."""
+        """Return the seconds that ``probe`` should measure according to a profile of this model."""
         times = (profile.layers[kind].times[size] for kind in sorted(set(self.groups)))
         return sum(t.forward + t.joint for t in times)
 
     def _run(self, size: int, way: Way, warm_up: int, effort: Effort, memory: bool) -> list[Samples]:
-        """Of each device, all of them at work."""
+        """Run a step on all devices at the same time; return each device's samples."""
         calls = self.workers.call("run_layers", self._program(size, way), warm_up, effort, memory)
         found: list[Samples] = ray.get(calls)
         return found
 
     def _step(self, size: int, way: Way) -> Schedule:
-        return measured_step(self.model.count, self.here, way, step_microbatches(size, self.job.train.batch))
+        return measured_step(self.model.count, self.measured, way, step_microbatches(size, self.job.train.batch))
 
     def _program(self, size: int, way: Way) -> Program:
         return programs(self._step(size, way))[0]
@@ -262,21 +267,21 @@ class LayerBench:
             checkpoint=None,
         )  # fmt: skip
         peers = [location.peer for location in self.workers.locations]
-        held = ray.get(
+        parameter_sizes = ray.get(
             [
                 actor.hold.remote(replace(setup, topology=replace(setup.topology, peers=(replace(peer, rank=0),))))
                 for actor, peer in zip(self.workers.actors, peers, strict=True)
             ]
         )
-        self.sizes |= held[0]
+        self.sizes |= parameter_sizes[0]
 
     def profiles(self) -> tuple[LayerProfile, ...]:
-        """All layers of the model; alike ones share their figures."""
+        """Return the profiles of all layers of the model; layers of one kind share their figures."""
         taken, longer = {size: self._taken(size) for size in self.passes}, self._charge()
         return tuple(self._profile(i, kind, taken, longer) for i, kind in enumerate(self.groups))
 
     def _charge(self) -> float:
-        """Of all that counts."""
+        """Return ``charge`` over all used passes."""
         counted = (one for size in self.passes for one in self._counted(size))
         return charge(one for found in counted for way in WAYS for one in found.found[way])
 
@@ -294,7 +299,7 @@ class LayerBench:
             by_size = {size: max(0.0, of[kind] + size * cross) for size, of in self.grown[what].items()}
             return fixed_and_each(list(by_size), list(by_size.values()))
 
-        # A forward leaves its output behind, which is the next layer's to count, and keeps its input.
+        # Memory grows by a forward's output, but a layer's figure counts its kept input instead of its output.
         kept_fixed, kept = memory("F", self._crossing(i - 1) - self._crossing(i))
         fixed, each = memory("BW")
         return LayerProfile(
@@ -314,15 +319,15 @@ class LayerBench:
         )
 
     def _read(self, i: int) -> float:
-        """Bytes of one sample's raw inputs that a layer reads out of arrays."""
+        """Return the bytes of one sample's raw inputs that a layer reads from arrays."""
         fields = declared_fields(self.job.data) or {}
         reads = self.model.reads((i,)) | (self.model.task.reads if i == self.model.count - 1 else frozenset())
         return float(sum(TensorSpec(fields[n].shape, fields[n].dtype).nbytes for n in reads if n in fields))
 
     def _crossing(self, i: int, floating: bool = False) -> float:
-        """Bytes of one sample that cross a cut behind a layer; 0 before the first and behind the last.
+        """Return the bytes of one sample that cross a cut after a layer; 0 before the first and after the last layer.
 
-        ``floating``: only of floating-point tensors.
+        ``floating`` counts only floating-point tensors.
         """
         if not 0 <= i < self.model.count - 1:
             return 0.0
@@ -331,21 +336,21 @@ class LayerBench:
         return float(sum(TensorSpec(t.shape, t.dtype).nbytes for t in counted))
 
     def code_bytes(self) -> float:
-        """What kernels keep for the shapes of one micro-batch size; a run has one size."""
+        """Return the bytes that kernels keep for the shapes of one micro-batch size, since a run has only one."""
         left: list[int] = ray.get(self.workers.call("left_behind_bytes"))
         return float(median(left)) / len(self.passes)
 
     def update_s_per_parameter(self) -> float:
-        """Norm, clipping and optimizer, of each value."""
-        values = sum(self.model.parameters(i) for i in self.here)
+        """Return the seconds per parameter element of norm, clipping and optimizer step."""
+        values = sum(self.model.parameters(i) for i in self.measured)
         return self._charge() * median(map(update_seconds, self._joint())) / values if values else 0.0
 
     def overhead_seconds(self) -> float:
-        """Between two tasks of a device."""
-        return median(overhead_seconds(found, self.here) for found in self._joint())
+        """Return the median seconds between two tasks of a device."""
+        return median(overhead_seconds(found, self.measured) for found in self._joint())
 
     def tied_parameters(self) -> int:
-        """Values that are counted in more than one layer."""
+        """Return the number of parameter elements that layers count beyond once, because they are tied."""
         holders = [(group, {layer for layer, _ in group.parameters}) for group in self.model.tied]
         return sum((len(layers) - 1) * self.sizes.get(group.name, 0) for group, layers in holders)
 

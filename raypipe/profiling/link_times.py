@@ -1,4 +1,4 @@
-"""Measure messages and collectives between devices over the transports that training uses."""
+"""Measure messages and collectives between devices, over the transports that training uses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from raypipe.runtime.communicators import Topology, rendezvous_of
 
 
 class LinkBench:
-    """All devices joined into one world: pairs that exchange messages, groups that sum."""
+    """Measures all devices joined in one world: pairs of them exchange messages, and groups run collectives."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
-        locations = ray.get(workers.call("locate"))  # a fresh port
+        locations = ray.get(workers.call("locate"))  # called again for a new port
         nodes = [at.peer.node for at in locations]
         self.inside = _pairs(nodes)
         self.between = _first_of_each(nodes)
@@ -39,7 +39,7 @@ class LinkBench:
         ray.get(self.workers.call("connect", self.topology))
 
     def messages(self, pairs: Sequence[tuple[int, int]], sizes: Sequence[int], repeats: int) -> list[Timed]:
-        """Mean seconds one way by size, over all pairs, which measure at the same time; nothing without pairs."""
+        """Return the mean one-way seconds per size in bytes; all pairs measure at the same time."""
         if not pairs:
             return []
         refs = []
@@ -53,7 +53,7 @@ class LinkBench:
         ]
 
     def collective(self, kind: Kind, size: int, sizes: Sequence[int], repeats: int) -> list[TimedCollective]:
-        """Mean seconds of the slowest device of a group of ``size``, by bytes of the whole buffer."""
+        """Return the mean seconds of the slowest device of a group of ``size``, per size of the whole buffer."""
         found = [
             one
             for one in ray.get(self.workers.call("collective_seconds", kind, f"first {size}", sizes, repeats))
@@ -66,7 +66,7 @@ class LinkBench:
 
 
 def group_sizes(devices: int) -> list[int]:
-    """Sizes of the groups that are measured: powers of two, and all.
+    """Return the sizes of the groups that are measured: powers of two, and all devices.
 
     >>> group_sizes(6), group_sizes(1)
     ([2, 4, 6], [])
@@ -76,7 +76,7 @@ def group_sizes(devices: int) -> list[int]:
 
 
 def _pairs(nodes: Sequence[str]) -> list[tuple[int, int]]:
-    """Disjoint pairs of devices of one host.
+    """Pair devices of the same host; no device is in two pairs.
 
     >>> _pairs(["a", "a", "b", "a", "a", "b"])
     [(0, 1), (2, 5), (3, 4)]
@@ -92,7 +92,7 @@ def _pairs(nodes: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _first_of_each(nodes: Sequence[str]) -> list[tuple[int, int]]:
-    """Disjoint pairs of hosts, each by its first device.
+    """Pair hosts, each represented by its first device; no host is in two pairs.
 
     >>> _first_of_each(["a", "a", "b", "c"])
     [(0, 2)]

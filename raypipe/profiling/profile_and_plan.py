@@ -1,4 +1,4 @@
-"""``parallel: auto``: measure the job on the devices that will train it, then choose its plan."""
+"""Plan a job with ``parallel: auto``: measure it on the devices that will train it, then choose a plan."""
 
 from __future__ import annotations
 
@@ -19,43 +19,51 @@ from raypipe.runtime.cluster.connect import connect_all
 
 PROFILE = "profile.json"
 SIZES = (1, 2, 4, 8, 16)
-"""Micro-batch sizes that are measured, as far as they divide the mini-batch."""
+"""Micro-batch sizes that are measured, if they divide the mini-batch."""
 CORES = 8
-"""Cores of one host that are measured at most: every one takes a process of its own."""
+"""Largest number of cores of one host that are measured, because every one takes a process of its own."""
 SEARCH_S = 1.0
-"""Seconds for searching orders: the run searches again on the times that it measures."""
+"""Seconds for searching orders. It is short because the run searches again on the times that it measures."""
 
 
 def profile_this_machine(
     job: JobSpec, devices: int | None, data: Path | None, dashboard_port: int | None, say: Callable[[str], None]
 ) -> Profile:  # fmt: skip
-    """A short profile on the Ray cluster there is, or on this machine.
+    """Measure a short profile on the Ray cluster, or on this machine if there is none.
+
+    Args:
+        job: the job.
+        devices: the number of devices to plan for; None for all.
+        data: the folder of the prepared data; None prepares it in a temporary folder.
+        dashboard_port: port for the dashboard of a Ray started here; None for no dashboard.
+        say: called with sentences about the progress.
 
     Raises:
-        SpecError: RAY_ADDRESS names a cluster that does not answer, or it has not so many devices; layers are
-            to be divided.
+        SpecError: the cluster that RAY_ADDRESS names does not answer or has too few devices, or the job asks for
+            tensor parallelism, which is not measured.
         RunError: a device died.
     """
     given = job.parallel.given if job.parallel.auto else {}
     if given.get("tensor", 1) > 1:
         raise SpecError(
-            "parallel.tensor", "costs of divided layers are computed for a described cluster, not measured",
+            "parallel.tensor", "tensor-parallel layers cannot be measured, only computed for a described cluster",
             "plan with raypipe autoconfigure --cluster FILE, or give schedule, stages and microbatch",
         )  # fmt: skip
     count = connect_all(dashboard_port, given.get("stages", 1) * given.get("replicas", 1))
-    wish = given.get("microbatch")
-    sizes = [wish] if wish is not None else [size for size in SIZES if job.train.batch % size == 0]
+    microbatch = given.get("microbatch")
+    sizes = [microbatch] if microbatch is not None else [size for size in SIZES if job.train.batch % size == 0]
     wanted = devices or count
     measured = min(wanted, _most_measured())
     began = time.monotonic()
     profile = measure_profile(job, sizes, measured, quick=True, cached=True, data=data, say=say)
     say(f"measured in {time.monotonic() - began:.1f} s")
-    share = min(1.0, measured / min(wanted, count))  # of the host's memory, where only some of its cores measured
+    # Where only some of the host's cores were measured, each of them counted too large a share of its memory.
+    share = min(1.0, measured / min(wanted, count))
     return profile.model_copy(update={"devices": wanted, "memory_bytes": profile.memory_bytes * share})
 
 
 def _most_measured() -> int:
-    """Devices that measure at the same time: a few cores of one host tell what all of them would."""
+    """Return how many devices measure at most: on one host of CPUs, a few cores represent all of them."""
     one_host = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
     return CORES if one_host and not ray.cluster_resources().get("GPU") else sys.maxsize
 
@@ -63,10 +71,10 @@ def _most_measured() -> int:
 def profile_and_plan(
     job: JobSpec, directory: Path, data: Path, dashboard_port: int | None, say: Callable[[str], None]
 ) -> Decision:  # fmt: skip
-    """Choose the plan of a job that leaves it to the planner; the profile is kept in the run's directory.
+    """Measure a job and choose its plan; the profile is saved in the run's directory.
 
     Raises:
-        SpecError: no plan fits, or nothing to measure on.
+        SpecError: no plan fits, or the job cannot be measured.
         RunError: a device died while measuring.
     """
     profile = profile_this_machine(job, None, data, dashboard_port, say)
@@ -74,13 +82,13 @@ def profile_and_plan(
     if (warning := profile.noise.warning()) is not None:
         say(warning)
     decision = choose(job, profile, search_s=SEARCH_S)
-    for line in told(decision):
+    for line in decision_lines(decision):
         say(line)
     return decision
 
 
-def told(decision: Decision) -> list[str]:
-    """What was chosen, why, and what came next."""
+def decision_lines(decision: Decision) -> list[str]:
+    """Describe the chosen plan, the reason, and the second best plan."""
     best, *others = decision.rows
     c = best.prediction.candidate
     lines = [

@@ -1,7 +1,7 @@
-"""``raypipe profile``: what a model's layers, the optimizer and the links cost on the devices that will train it.
+"""Measure a profile: the costs of a model's layers, the optimizer and the links on the devices that will train it.
 
-All devices measure at the same time: stages that compute beside each other share memory bandwidth and caches, and are
-slower than one alone. Times come from the executor that trains, in actors set up as for training.
+All devices measure at the same time, because stages on one host share memory bandwidth and caches and slow each other
+down. Times come from the executor used in training, in workers set up as for training.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from raypipe.profiling.effort import QUICK, THOROUGH, Effort
 from raypipe.profiling.kept_profiles import keep, profile_path, read_kept
 from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.link_times import LinkBench
-from raypipe.profiling.profiling_worker import DeviceFacts, ProfilingStage
+from raypipe.profiling.profiling_worker import DeviceFacts, ProfilingWorker
 from raypipe.runtime.cluster.connect import connect, connect_all
 from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.worker_group import start_actors
 
 Say = Callable[[str], None]
 SAME = 0.1
-"""Share by which a measurement may differ from a kept profile: machines' speed moves by so much from hour to hour."""
+"""Relative change of speed up to which a cached profile is used; machines' speed varies by as much over hours."""
 PROBE_S = 0.5
-"""Seconds of that measurement."""
+"""Seconds of the measurement that checks a cached profile."""
 CLEAR_S = 5.0
 """Seconds that the devices have to remove their copies of the data."""
 
@@ -46,38 +46,40 @@ def measure_profile(
     job: JobSpec, microbatches: Sequence[int], devices: int | None = None, *, quick: bool = False,
     cached: bool = False, data: Path | None = None, say: Say = lambda _: None,
 ) -> Profile:  # fmt: skip
-    """Measure the job's model on the devices of the Ray cluster (a local Ray is started where there is none).
+    """Measure the job's model on the devices of the Ray cluster; a local Ray is started if there is no cluster.
 
     Args:
-        job: model, optimizer, arithmetic; its ``parallel`` keys play no part.
-        microbatches: sizes in samples.
-        devices: how many measure at the same time; default, all that the cluster has.
-        quick: a few seconds instead of about half a minute: fewer repeats, and sums as the only collective.
-        cached: take the profile that an earlier call kept of the same model on the same devices, if one measurement
-            agrees with it; else keep this one.
-        data: folder of the prepared data, where there is one already.
-        say: told what is being measured, and what is left out.
+        job: the job; its ``parallel`` section is not used.
+        microbatches: micro-batch sizes in samples.
+        devices: number of devices that measure at the same time; by default all devices of the cluster.
+        quick: whether to take a few seconds instead of about half a minute, with fewer repeats and all-reduce as the
+            only collective.
+        cached: whether to use the cached profile of the same model on the same devices, if one measurement agrees with
+            it, and otherwise to cache the new profile.
+        data: folder of the prepared data; None prepares it in a temporary folder.
+        say: called with sentences about what is measured and what is left out.
 
     Raises:
-        SpecError: no such number of devices, or a model of which not even one layer of each kind fits.
+        SpecError: the micro-batch sizes or the number of devices are invalid, or the measured layers do not fit a
+            device.
         ClusterError: the nodes cannot work together.
         DevicesError: the devices were not free within ``train.wait_for_devices_s``.
         RunError: a device died, for example because it ran out of memory.
     """
     sizes = sorted(set(microbatches))
     if not sizes or sizes[0] < 1:
-        raise SpecError("microbatches", f"{list(microbatches)} are no micro-batch sizes", "give sizes from 1")
+        raise SpecError("microbatches", f"{list(microbatches)} are not micro-batch sizes", "give sizes from 1")
     if devices is not None and devices < 1:
         raise SpecError("devices", f"{devices} devices measure nothing", "give 1 or more, or leave it out for all")
     model = build_model(job, declared_fields(job.data))
     if model.batch_statistics and sizes[0] == 1 and len(sizes) > 1:
-        sizes = sizes[1:]  # a batch norm may find one value per channel in a single sample, which has no variance
+        sizes = sizes[1:]  # a single sample may have only one value per channel, and then batch norm has no variance
     count = devices if devices is not None else connect_all()
     request = connect(count)
     with _folder(job, model, data) as folder:
         say(f"starting {count} device actor{'s' * (count > 1)}")
         titles = [f"profile · device {rank}" for rank in range(count)]
-        workers = start_actors(titles, request, ProfilingStage, job.train.wait_for_devices_s, tell=say)
+        workers = start_actors(titles, request, ProfilingWorker, job.train.wait_for_devices_s, notify=say)
         try:
             check_hosts(workers)
             bench = LayerBench(job, model, workers, folder)
@@ -93,17 +95,17 @@ def measure_profile(
         except ray.exceptions.RayActorError as error:
             raise RunError(
                 "profile", f"a device died: {str(error).strip().splitlines()[0]}",
-                "if it ran out of memory: profile smaller micro-batches, or with fewer devices a host",
+                "if it ran out of memory: profile smaller micro-batches, or with fewer devices per host",
             ) from None  # fmt: skip
         finally:
-            with suppress(ray.exceptions.RayError):  # one that died has nothing to say
+            with suppress(ray.exceptions.RayError):  # a worker may have died
                 ray.get(workers.call("clear"), timeout=CLEAR_S)
             workers.stop()
 
 
 @contextmanager
 def _folder(job: JobSpec, model: LayeredModel, data: Path | None) -> Iterator[Path]:
-    """Where the data is: the given folder, or a new one that goes away again."""
+    """Yield the given folder of data, or prepare the data in a temporary folder for the duration of the block."""
     if data is not None:
         yield data
         return
@@ -115,9 +117,10 @@ def _folder(job: JobSpec, model: LayeredModel, data: Path | None) -> Iterator[Pa
 def at_present(
     bench: LayerBench, facts: Sequence[DeviceFacts], known: Profile, age: str, effort: Effort, say: Say
 ) -> Profile | None:
-    """``known`` as these devices are now, if they are what they were then and take about as long; else None.
+    """Adapt a cached profile to the devices' present speed; None if the devices or their speed differ too much.
 
-    One micro-batch size is measured, and all times follow it: a shared machine's speed differs from hour to hour.
+    One micro-batch size is measured, and all times are scaled by its change, because the speed of a shared machine
+    varies over hours.
     """
     if any(one.name != known.device for one in facts) or per_host(facts) != known.devices_per_host:
         return None
@@ -133,7 +136,7 @@ def at_present(
 
 
 def per_host(facts: Sequence[DeviceFacts]) -> int:
-    """Devices of the fullest host."""
+    """Return the largest number of devices on one host."""
     return max(sum(one.node == other.node for other in facts) for one in facts)
 
 
@@ -142,10 +145,10 @@ def _middle(sizes: Sequence[int]) -> int:
 
 
 def measure_again(bench: LayerBench, effort: Effort, say: Say, began: float) -> Noise:
-    """Repeat what was disturbed, a few times at most; returns what remains.
+    """Repeat disturbed measurements, at most ``effort.again`` times; return the noise that remains.
 
-    A machine that is busy all the time makes measuring long and repeating vain: then ``effort.patience_s`` after
-    ``began`` (monotonic) the least disturbed measurements so far have to do.
+    On a machine that is always busy, repeating does not help. So no measurement is repeated later than
+    ``effort.patience_s`` after ``began`` (monotonic seconds), and the least disturbed ones are used.
     """
     sizes = sorted(bench.stolen)
     ends = sorted({sizes[0], _middle(sizes)})
@@ -165,15 +168,15 @@ def measure_again(bench: LayerBench, effort: Effort, say: Say, began: float) -> 
 
 
 def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) -> Profile:
-    """``measure_profile`` on devices that are there: ``sizes`` ascending."""
+    """Measure a profile as ``measure_profile`` does, on running workers; ``sizes`` must be ascending."""
     workers, model, facts, began = bench.workers, bench.model, bench.facts(), time.monotonic()
     sharing = per_host(facts)
     memory = min(one.memory_bytes for one in facts)
     if all(at.peer.device == "cpu" for at in workers.locations):
-        memory /= sharing  # its devices share a host's
+        memory /= sharing  # CPU devices share their host's memory
     base = fmean(one.base_bytes for one in facts)
     bench.check_room(memory - base)
-    layers = f"{len(bench.here)} of {model.count} layers on each of {len(facts)} devices"
+    layers = f"{len(bench.measured)} of {model.count} layers on each of {len(facts)} devices"
     if effort.brief:
         say(f"micro-batches of {', '.join(map(str, sizes))}: {layers}")
     sizes = list(sizes)
@@ -230,5 +233,5 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
 
 
 def _link(samples: list[Timed]) -> LinkFit:
-    """The fit; of a single device, which has nobody to talk to, a link that costs nothing."""
+    """Fit a link to measured messages; without any (a single device), return a link that costs nothing."""
     return fit_link(samples) if samples else LinkFit(alpha_s=0.0, beta_s_per_byte=0.0)

@@ -1,8 +1,8 @@
-"""The steps that a profile is measured with: which layers, in which order, and the times of each task from the spans.
+"""The steps that a profile runs: their layers and orders, and the times and memory of each task from their samples.
 
-Every layer is a stage of its own. The real executor runs those that are measured on device 0; the others live on a
-second device that does not exist, whose messages are made up (``profiling_device``). So layers of any kind are
-measured in the surroundings they have in training: autograd graphs of a few micro-batches alive, caches as full.
+Every layer is a stage of its own. The real executor runs the measured layers on device 0. The others are on device 1,
+which does not exist; its messages are made up (``profiling_worker``). So layers of any kind are measured under the
+conditions of training, with the autograd graphs of a few micro-batches in memory and the caches as full.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from raypipe.schedule.ir import Schedule, StageGraph, Task
 from raypipe.schedule.kinds import Kind
 
 MICROBATCHES = 4
-"""Of a measured step at most: the first one's gradients are new memory, the others' are added to it, as in training."""
+"""Largest number of micro-batches of a measured step. The first allocates gradients, and the others add to them, as in
+training."""
 ALIVE = 2
-"""Micro-batches between forward and backward."""
+"""Number of micro-batches between forward and backward."""
 INSTANCES = 2
-"""Alike layers that are measured in a row: a lone one would find its weights in the cache too often."""
+"""Number of layers of a kind that are measured; a single one would find its weights in the cache too often."""
 
 Way = Literal["joint", "recompute", "split"]
-"""How the backward runs: BW; R and BW; B and W."""
+"""How the backward runs: as BW; as R and BW; or as B and W."""
 
 
 def alike(model: LayeredModel) -> list[int]:
-    """Per layer, the first one with the same name but for numbers, the same work, parameters, inputs and outputs.
+    """Return, per layer, the first layer of the same kind.
 
-    Such layers take the same time, so one of them is measured for all.
+    Layers are of one kind if they have the same name except for digits, and the same FLOPs, parameters, inputs and
+    outputs. They take the same time, so one of them is measured for all.
     """
     first: dict[object, int] = {}
     found = []
@@ -48,7 +50,7 @@ def alike(model: LayeredModel) -> list[int]:
 
 
 def measured_layers(groups: Sequence[int]) -> list[int]:
-    """The first few of every kind of layer.
+    """Return the layers to measure: the first ``INSTANCES`` of every kind.
 
     >>> measured_layers([0, 1, 1, 1, 4])
     [0, 1, 2, 4]
@@ -63,7 +65,7 @@ def measured_layers(groups: Sequence[int]) -> list[int]:
 
 
 def step_microbatches(size: int, batch: int) -> int:
-    """Micro-batches of a measured step: as many as the job's step has, ``MICROBATCHES`` at most, ``ALIVE`` at least.
+    """Return the micro-batches of a measured step: those of the job's step, but between ``ALIVE`` and ``MICROBATCHES``.
 
     >>> step_microbatches(4, 32), step_microbatches(16, 48), step_microbatches(32, 32)
     (4, 3, 2)
@@ -71,17 +73,17 @@ def step_microbatches(size: int, batch: int) -> int:
     return max(ALIVE, min(MICROBATCHES, batch // size))
 
 
-def measured_step(stages: int, here: Iterable[int], way: Way, microbatches: int = MICROBATCHES) -> Schedule:
-    """A step in which device 0 holds the stages ``here`` and device 1, which need not exist, all others.
+def measured_step(stages: int, measured: Iterable[int], way: Way, microbatches: int = MICROBATCHES) -> Schedule:
+    """Make a step in which device 0 holds the stages ``measured``, and device 1, which need not exist, all others.
 
-    Two micro-batches are alive at a time, forwards and backwards alternate: 1F1B as a middle stage sees it.
+    Forwards and backwards alternate, with two micro-batches in flight, as on a middle stage of 1F1B.
     """
-    mine = frozenset(here)
+    own = frozenset(measured)
     rows: list[list[Task]] = [[], []]
 
     def put(kind: Kind, order: Iterable[int], mb: int) -> None:
         for stage in order:
-            rows[stage not in mine].append(Task(kind, stage, (mb,)))
+            rows[stage not in own].append(Task(kind, stage, (mb,)))
 
     def backward(mb: int) -> None:
         deep = range(stages - 1, -1, -1)
@@ -99,10 +101,10 @@ def measured_step(stages: int, here: Iterable[int], way: Way, microbatches: int 
             backward(mb + 1 - ALIVE)
     for mb in range(microbatches + 1 - ALIVE, microbatches):
         backward(mb)
-    rows[0] += [Task("U", stage, ()) for stage in sorted(mine)]
+    rows[0] += [Task("U", stage, ()) for stage in sorted(own)]
     return Schedule(
         name=way,
-        placement=(tuple(int(stage not in mine) for stage in range(stages)),),
+        placement=(tuple(int(stage not in own) for stage in range(stages)),),
         orders=tuple(map(tuple, rows)),
         microbatches=microbatches,
         graph=StageGraph.chain(stages),
@@ -111,45 +113,46 @@ def measured_step(stages: int, here: Iterable[int], way: Way, microbatches: int 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Steps of one order on one device, as measured."""
+    """Measured steps of one order of tasks on one device."""
 
     order: tuple[Task, ...]
     times: NDArray[np.float64]
-    """``[steps, tasks, 2]`` start and end, in seconds."""
+    """``[steps, tasks, 2]``: start and end, in seconds."""
     ran: NDArray[np.float64]
-    """``[steps, tasks]`` seconds that the thread ran in each task; not a number on GPUs, whose tasks no thread runs."""
+    """``[steps, tasks]``: CPU seconds of the thread in each task; NaN on GPUs, whose tasks no thread runs."""
     memory: NDArray[np.int64]
-    """``[tasks, 3]`` bytes in use before each task, at its worst moment and after it, in steps of their own; no rows
-    where nobody looked."""
+    """``[tasks, 3]``: bytes in use before each task, at its peak and after it, measured in separate steps; no rows if
+    memory was not measured."""
 
 
 LONGER, LONGER_S = 0.1, 50e-6
-"""A thread lost its core for a moment where a task took longer than it ran by this share, and by this time."""
+"""A thread lost its core if a task took longer than the thread ran by both this share and this many seconds."""
 
 
 def own_seconds(one: Samples) -> NDArray[np.float64]:
-    """``[steps, tasks]`` seconds of each task by itself: as measured; where its thread lost the core, while it ran.
+    """Return the undisturbed seconds of each task, ``[steps, tasks]``.
 
-    A task of a CPU device computes all the time it takes, so what its thread did not run was another process's.
+    They are the measured ones, or the thread's CPU seconds where it lost its core. A task of a CPU device computes all
+    the time, so the rest went to other processes.
     """
     took = one.times[:, :, 1] - one.times[:, :, 0]
-    lost = took > one.ran + np.maximum(LONGER * one.ran, LONGER_S)  # never where no thread's time is known
+    lost = took > one.ran + np.maximum(LONGER * one.ran, LONGER_S)  # False where ``ran`` is NaN
     return np.where(lost, one.ran, took)
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Times of one kind of task of one kind of layer, over all micro-batches, steps, instances and devices."""
+    """Times of one kind of task on one kind of layer, over all micro-batches, steps, instances and devices."""
 
     seconds: float
-    """The mean without hiccups: it is sums that are predicted."""
+    """Mean without outliers (``typical``). It is a mean because sums of times are predicted."""
     median: float
     spread: float
-    """Half of the range between the quartiles, over the median."""
+    """Half of the interquartile range, divided by the median."""
 
 
 def task_times(found: Iterable[Samples], groups: Sequence[int]) -> dict[tuple[Kind, int], Taken]:
-    """By kind of task and kind of layer."""
+    """Return the times by kind of task and kind of layer; ``groups`` is from ``alike``."""
     every: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for one in found:
         lengths = own_seconds(one)
@@ -165,7 +168,7 @@ def _taken(values: Sequence[float]) -> Taken:
 
 
 def update_seconds(found: Iterable[Samples]) -> float:
-    """From the end of a device's last backward to the end of its last update: gradients' norm, clipping, optimizer."""
+    """Return the seconds from a device's last backward to its last update: gradient norm, clipping, optimizer."""
     spans = []
     for one in found:
         last = max(k for k, task in enumerate(one.order) if task.kind != "U")
@@ -175,12 +178,12 @@ def update_seconds(found: Iterable[Samples]) -> float:
 
 
 def overhead_seconds(found: Iterable[Samples], own_stages: Iterable[int]) -> float:
-    """Between two tasks of a device where the later one waits for no message."""
-    mine = frozenset(own_stages)
+    """Return the seconds between two tasks of a device of which the second waits for no message."""
+    own = frozenset(own_stages)
     gaps = []
     for one in found:
         for k, (a, b) in enumerate(zip(one.order, one.order[1:], strict=False)):
-            waits = b.stage - 1 in mine if b.kind == "F" else b.stage + 1 in mine or b.kind in ("W", "R")
+            waits = b.stage - 1 in own if b.kind == "F" else b.stage + 1 in own or b.kind in ("W", "R")
             if a.kind != "U" and b.kind != "U" and waits:
                 gaps += (one.times[:, k + 1, 0] - one.times[:, k, 1]).tolist()
     return typical(gaps) if gaps else 0.0
@@ -191,9 +194,9 @@ BEFORE, WORST, AFTER = range(3)
 
 
 def middle_look(looks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """``Samples.memory`` from several steps' worth of it: what each task added, in the middle one of them.
+    """Combine several steps' measurements of memory to ``Samples.memory``, by the median growth in each task.
 
-    A process's other threads allocate and free, too, so one look may be wrong by some kilobytes.
+    Other threads of the process allocate and free too, so a single measurement may be wrong by some kilobytes.
     """
     if not looks:
         return np.zeros((0, 3), dtype=np.int64)
@@ -205,9 +208,9 @@ def middle_look(looks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 def grown_bytes(
     found: Iterable[Samples], kind: Kind, groups: Sequence[int], since: int, until: int
 ) -> dict[int, float]:
-    """By kind of layer, how much more memory is in use at ``until`` than at ``since`` in tasks of a kind.
+    """Return, by kind of layer, by how many bytes memory grows from ``since`` to ``until`` in tasks of a kind.
 
-    The first micro-batch is left out: its backward allocates the gradients.
+    The first micro-batch is left out, because its backward allocates the gradients.
     """
     every: dict[int, list[float]] = defaultdict(list)
     for one in found:
@@ -218,7 +221,7 @@ def grown_bytes(
 
 
 def cast_bytes(found: Sequence[Samples], groups: Sequence[int]) -> dict[int, float]:
-    """By kind of layer, how much more the first forward of a step leaves behind than the others: what is made once."""
+    """Return, by kind of layer, the bytes that only the first forward of a step keeps: autocast's casts of weights."""
     first: dict[int, list[float]] = defaultdict(list)
     for one in found:
         for k, task in enumerate(one.order):
@@ -229,7 +232,7 @@ def cast_bytes(found: Sequence[Samples], groups: Sequence[int]) -> dict[int, flo
 
 
 def fixed_and_each(sizes: Sequence[int], totals: Sequence[float]) -> tuple[float, float]:
-    """Bytes whatever the micro-batch's size, and of each sample, that explain the totals best; neither is negative.
+    """Fit a constant number of bytes and bytes per sample to the totals; neither is negative.
 
     >>> fixed_and_each([1, 2, 4], [110.0, 210.0, 410.0])
     (10.0, 100.0)

@@ -1,4 +1,4 @@
-"""The actor that a profile is measured with: a stage actor that times single layers, links and collectives."""
+"""The worker that measures a profile: it times single layers, messages and collectives."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from raypipe.schedule.ir import Task
 from raypipe.schedule.lowering.programs import Action, Program
 
 LOOKS, LOOKING_S = 5, 0.2
-"""Steps in which memory is looked at, at most; and seconds of this thread after which none is begun. Where a step takes
-longer, the few kilobytes of other threads are nothing beside what layers keep."""
+"""Largest number of steps in which memory is measured, and the CPU seconds after which no further one begins. Where
+steps take longer, the few kilobytes that other threads allocate are negligible beside what layers keep."""
 WORK_S = 0.005
-"""Seconds that a CPU device computes before each message and collective that is timed."""
+"""Seconds that a CPU device computes before each timed message and collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What a device says of itself."""
+    """The name and the memory of a device."""
 
     name: str
     memory_bytes: float
-    """All of its memory; of a CPU device, its host's."""
+    """Memory of the device; for a CPU device, that of its host."""
     base_bytes: float
-    """What its process takes before it holds a parameter."""
+    """Memory that the process uses before it holds any parameter."""
     node: str
 
 
-class MadeUp:
-    """Both ends of a channel to a device that does not exist: swallows what is sent, makes up what is received."""
+class FakeChannel:
+    """Sender and receiver to a device that does not exist: drops what is sent, and makes up what is received."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,11 +61,11 @@ class MadeUp:
         self._patterns: dict[TensorSpec, Tensor] = {}
 
     def post(self, expected: Sequence[Expected]) -> None:
-        """Note what will be asked for."""
+        """Remember the specs of expected messages."""
         self._specs |= {one.label: one.tensors for one in expected}
 
     def recv(self, label: Label, timeout_s: float) -> list[Tensor]:
-        """Fresh tensors, as a message brings them."""
+        """Return new tensors, as receiving a message does."""
         return [self._pattern(spec).clone() for spec in self._specs.pop(label)]
 
     def _pattern(self, spec: TensorSpec) -> Tensor:
@@ -75,35 +75,35 @@ class MadeUp:
         return self._patterns[spec]
 
     def send(self, label: Label, tensors: Sequence[Tensor]) -> None:
-        """Nobody is there."""
+        """Drop the message."""
 
     @property
     def pending(self) -> bool:
-        """Never."""
+        """Whether messages are unsent, which is never so."""
         return False
 
     def progress(self) -> None:
-        """Nothing is left."""
+        """Do nothing, because no message is pending."""
 
     def flush(self, timeout_s: float) -> None:
-        """Nothing is left."""
+        """Do nothing, because no message is pending."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because nothing is open."""
 
 
-class ProfilingStage(StageWorker):
-    """One device being measured."""
+class ProfilingWorker(StageWorker):
+    """A worker that measures its device."""
 
     def __init__(self, rank: int, title: str) -> None:
         super().__init__(rank, title)
         self._base_bytes: float | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        """The data, on a host that does not have it."""
+        """Folder of the prepared data, on a host that does not share the driver's."""
 
     def facts(self, job: JobSpec, fields: Fields | None) -> DeviceFacts:
-        """Name and memory. Its process has the code of the job's model loaded, and a captured one's graph in memory."""
-        if self._base_bytes is None:  # at the first call, before it holds anything
+        """Return the device's name and memory; base memory includes the model's code and captured graph."""
+        if self._base_bytes is None:  # at the first call, before any parameter is built
             self._described = build_model(job, fields)
             self._base_bytes = process_bytes(self.device)
             gc.collect()
@@ -115,19 +115,21 @@ class ProfilingStage(StageWorker):
         return DeviceFacts(_processor(), _host_memory(), base, node)
 
     def left_behind_bytes(self) -> int:
-        """What is in use beyond the base, now that no layer is held: oneDNN keeps the code that it makes for each shape
-        of a product, half a megabyte each in bfloat16."""
+        """Drop all layers, and return the bytes that are still in use beyond the base.
+
+        oneDNN keeps the code that it generates for each shape of a product, half a megabyte each in bfloat16.
+        """
         self._leave()
-        gc.unfreeze()  # setup froze what it built, and some of that refers to itself
+        gc.unfreeze()  # setup froze its objects, and some of them are in reference cycles
         gc.collect()
         return max(0, allocated_bytes(self.device) - self._in_use)
 
     def hold(self, setup: Setup) -> dict[str, int]:
         """Build the measured layers; the rest of the model is on a device that does not exist.
 
-        Returns how many values each of their parameters has, by name.
+        Returns the number of elements of each parameter, by name.
         """
-        if not is_prepared(setup.data):  # another host's temporary folder
+        if not is_prepared(setup.data):  # the driver's temporary folder is on another host
             if self._folder is None:
                 self._folder = tempfile.TemporaryDirectory(prefix="raypipe-profile-")
             own = Path(self._folder.name)
@@ -135,19 +137,22 @@ class ProfilingStage(StageWorker):
                 prepare_data(setup.job, build_model(setup.job, setup.fields).task, own)
             setup = replace(setup, data=own)
         self.setup(setup)
-        elsewhere = MadeUp(self.device)
-        self.executor.senders = {1: elsewhere}
-        self.executor.receivers = {1: elsewhere}
+        channel = FakeChannel(self.device)
+        self.executor.senders = {1: channel}
+        self.executor.receivers = {1: channel}
         return {name: p.numel() for module in self.modules.values() for name, p in module.named.items()}
 
     def clear(self) -> None:
-        """Remove what is on disk: this process is killed, and cleans nothing up then."""
+        """Delete the temporary data. This must be called, because the process will be killed without cleaning up."""
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
 
     def run_layers(self, program: Program, warm_up: int, effort: Effort, memory: bool) -> Samples:
-        """Run a step again and again, and look at its ``memory``; ``effort`` says how often."""
+        """Run a step repeatedly and time its tasks, after measuring its memory if ``memory`` is set.
+
+        ``effort`` says how often.
+        """
         train = self.setup_data.job.train
         plain = type(self.executor).run_task
         in_use: list[tuple[int, int]] = []
@@ -158,7 +163,7 @@ class ProfilingStage(StageWorker):
 
         def timed(action: Action) -> None:
             before = own_clock()
-            plain(self.executor, action)  # the runner's clock knows when a GPU was through
+            plain(self.executor, action)  # on a GPU, the runner's clock measures the task instead
             ran.append(own_clock() - before)
 
         def metered(action: Action) -> None:
@@ -182,13 +187,13 @@ class ProfilingStage(StageWorker):
             step(timed)
         if memory:
             gc.collect()
-            gc.disable()  # else what an earlier step left in cycles is given back in the middle of a task
+            gc.disable()  # otherwise reference cycles of earlier steps may be freed in the middle of a task
             began = time.thread_time()
             while len(looks) < LOOKS and (not looks or time.thread_time() - began < LOOKING_S):
                 in_use.clear()
                 peaks.clear()
                 step(metered)
-                step(peaking)  # apart: the meter's own traces are freed late
+                step(peaking)  # in a step of its own, because the meter itself allocates memory that is freed late
                 looks.append(np.array([(a, a + peak, b) for (a, b), peak in zip(in_use, peaks, strict=True)]))
             gc.enable()
         times: list[NDArray[np.float64]] = []
@@ -200,14 +205,21 @@ class ProfilingStage(StageWorker):
         return Samples(order, np.stack(times), np.array(ran).reshape(len(times), -1), middle_look(looks))
 
     def connect(self, topology: Topology) -> None:
-        """Join the groups and open the channels that are measured next."""
+        """Join the process groups and open the channels that are to be measured."""
         self._leave()
         self.communicators = Communicators(self.rank, topology, self._backend(topology))
 
     def message_seconds(self, other: int, first: bool, sizes: Sequence[int], repeats: int) -> list[list[float]]:
-        """Half of the time that a message takes to ``other`` and back, by size in bytes; every repeat.
+        """Measure half of the seconds that a message takes to ``other`` and back.
 
-        ``first``: this end begins.
+        Args:
+            other: rank of the other worker, which must make the same call.
+            first: whether this worker sends first.
+            sizes: message sizes in bytes.
+            repeats: number of messages per size.
+
+        Returns:
+            Per size, the seconds of every repeat.
         """
         sender, receiver = self.communicators.senders[other], self.communicators.receivers[other]
         found: list[list[float]] = []
@@ -235,12 +247,15 @@ class ProfilingStage(StageWorker):
         return found
 
     def collective_seconds(self, kind: str, group: str, sizes: Sequence[int], repeats: int) -> list[list[float]]:
-        """Time of a collective, by bytes of its whole buffer; every repeat. Empty where this device takes no part."""
-        tensor_ranks = self.communicators.groups.get(group)
-        if tensor_ranks is None:
+        """Measure the seconds of a collective, per size in bytes of its whole buffer and repeat.
+
+        Returns an empty list if this device is not in the group.
+        """
+        process_group = self.communicators.groups.get(group)
+        if process_group is None:
             return []
-        count = tensor_ranks.size()
-        # Named anew in torch 2.13; what they do is the same.
+        count = process_group.size()
+        # torch 2.13 renamed these functions.
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         found: list[list[float]] = []
@@ -250,14 +265,14 @@ class ProfilingStage(StageWorker):
             times = []
             for _ in range(repeats + 1):
                 self._work()
-                dist.barrier(group=tensor_ranks)
+                dist.barrier(group=process_group)
                 start = time.monotonic()
                 if kind == "all_reduce":
-                    dist.all_reduce(whole, group=tensor_ranks)
+                    dist.all_reduce(whole, group=process_group)
                 elif kind == "all_gather":
-                    all_gather(whole, part, group=tensor_ranks)
+                    all_gather(whole, part, group=process_group)
                 else:
-                    reduce_scatter(part, whole, group=tensor_ranks)
+                    reduce_scatter(part, whole, group=process_group)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 times.append(time.monotonic() - start)
@@ -265,10 +280,10 @@ class ProfilingStage(StageWorker):
         return found
 
     def _work(self) -> None:
-        """Compute for a moment, as a device has done when it sends.
+        """Compute for a moment on a CPU device, as devices do in training before they send.
 
-        Threads that sleep meanwhile take longer to wake than in a loop of nothing but messages, on a busy host
-        milliseconds now and then: means of such times are what steps are made of. Kernels of a GPU leave the host idle.
+        The transport's threads sleep meanwhile, and then take longer to wake up than in a loop of messages alone, on a
+        busy host sometimes milliseconds. Training sees the same times. Kernels of a GPU leave the host idle.
         """
         if self.device.type == "cuda":
             return
@@ -278,14 +293,14 @@ class ProfilingStage(StageWorker):
 
 
 def _processor() -> str:
-    """The processor's model name."""
+    """Return the processor's model name."""
     with open("/proc/cpuinfo") as lines:
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
     return f"{name}, one core"
 
 
 def _host_memory() -> float:
-    """Bytes of memory of this host, or what a container is given of it."""
+    """Return the bytes of memory of this host, or the limit of its container."""
     total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():

@@ -1,4 +1,4 @@
-"""Memory of a device's process: what its allocator has handed out, and what is resident."""
+"""Measure the memory of a worker process: the bytes its allocator has in use, their peak, and the resident set."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from raypipe.runtime.process import heap_bytes
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes in use: on a GPU what torch's allocator has handed out, else what malloc has.
+    """Return the bytes in use: by torch's allocator on a GPU, by malloc on a CPU.
 
-    Where the C library cannot tell, the resident set, which moves in pages and seldom falls.
+    Where the C library does not report them, it is the resident set, which changes in pages and rarely shrinks.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -27,9 +27,10 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within the block, the most memory in use after any operator; on a GPU, the allocator's own peak.
+    """Context manager that records the peak of the memory in use, in bytes, as ``peak``.
 
-    What a kernel needs for itself and gives back before it returns is seen on GPUs only.
+    On a GPU it is the allocator's own peak. On a CPU memory is read after every operator, so what a kernel allocates
+    and frees before it returns is not seen.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,14 +59,14 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def process_bytes(device: torch.device) -> float:
-    """What a process takes that has trained something tiny and dropped it again; on a GPU, of its memory.
+    """Measure the memory that a training process needs without its model: resident, or on a GPU the GPU's.
 
-    The first backward and the first optimizer step load a hundred megabytes of code that no tensor will ever fill.
+    It trains a tiny model first, because the first backward and optimizer step load about 100 MB of code.
     """
     layer = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()).to(device)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-    for narrow in (False, False, True):  # products in bfloat16 load code of their own
-        with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
+    for bfloat16 in (False, False, True):  # bfloat16 matrix products load code of their own
+        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
             q = layer(torch.ones(2, 4, 16, 64, device=device))
             y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
             loss = F.cross_entropy(y.flatten(0, 2), torch.zeros(128, dtype=torch.long, device=device))
@@ -79,6 +80,6 @@ def process_bytes(device: torch.device) -> float:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

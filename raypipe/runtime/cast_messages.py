@@ -1,4 +1,4 @@
-"""Messages in a narrower dtype than the arithmetic: ``parallel.wire_dtype``."""
+"""Cast messages between devices to a smaller dtype than the arithmetic's: ``parallel.wire_dtype``."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from raypipe.runtime.transport.channel import Direction, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class MessageCast:
-    """Casts floating tensors for the way from device to device, and back on arrival.
+    """Casts floating-point tensors to ``dtype`` before they are sent, and back on arrival.
 
-    Tensors that are as narrow already, integers and booleans go as they are. Rounding is to nearest, in both
-    directions of the pipeline.
+    Integers, booleans and tensors of a dtype that is no larger than ``dtype`` are sent unchanged. Casts round to
+    nearest, for activations and for gradients.
     """
 
     dtype: torch.dtype
     scale: float = 1.0
-    """A power of two that gradients are multiplied by on their way.
+    """A power of two that gradients are multiplied by before the cast, and divided by after it.
 
-    float16 ends at 6e-8, and a gradient of a mean over a mini-batch's targets is mostly smaller; multiplied by about
-    as many targets it is not (loss scaling: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, for messages
-    alone).
+    The smallest float16 is 6e-8, and gradients of a mean over a mini-batch's targets are mostly smaller. Multiplying
+    by about the number of targets avoids the underflow. It is loss scaling (Micikevicius et al. 2018,
+    arXiv:1710.03740, section 3.2), applied to messages only.
     """
 
     def spec(self, spec: TensorSpec) -> TensorSpec:
-        """What a tensor is on its way."""
+        """Return the shape and dtype in which a tensor is sent."""
         return TensorSpec(spec.shape, self.dtype) if self._casts(spec.dtype) else spec
 
     def pack(self, direction: Direction, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As they are sent."""
+        """Scale and cast tensors to be sent."""
         up = self.scale if direction == "grad" else 1.0
         return [(t * up if up != 1.0 else t).to(self.dtype) if self._casts(t.dtype) else t for t in tensors]
 
     def unpack(self, direction: Direction, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
-        """As the stage expects them: ``specs`` are those before ``spec``."""
+        """Cast and scale received tensors back; ``specs`` are those that the stage expects, before any cast."""
         down = 1.0 / self.scale if direction == "grad" else 1.0
         found = []
         for tensor, spec in zip(tensors, specs, strict=True):
@@ -56,7 +56,7 @@ class MessageCast:
 
 
 def message_cast_of(job: JobSpec) -> MessageCast | None:
-    """What a job's messages go through; None where they go as they are."""
+    """Return the cast of a job's messages; None if they are sent unchanged."""
     if job.parallel.wire_dtype is None:
         return None
     dtype: torch.dtype = getattr(torch, job.parallel.wire_dtype)

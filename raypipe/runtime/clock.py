@@ -1,4 +1,4 @@
-"""When a task ran: on the host's clock, or, where kernels run behind the host, by events in the device's stream."""
+"""Clocks that record when a task ran: the host's clock, or events in the compute stream where kernels run later."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 from numpy.typing import NDArray
 
 Mark = float
-"""A moment of the current step; what it means is the clock's business until the step is over."""
+"""A moment of the current step. Only the clock that made it can interpret it, through ``Clock.resolve``."""
 
 
 class Clock(Protocol):
     """Takes marks during a step and turns them into times at its end."""
 
     def mark(self) -> Mark:
-        """A mark for now: after all work issued so far, before all that follows. Waits for nothing."""
+        """Mark the moment between the work issued so far and the work issued next. Does not block."""
 
     def resolve(self, marks: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The marks of a step as seconds on this host's monotonic clock; then the next step may begin."""
+        """Convert the marks of a step to seconds on this host's monotonic clock, and forget them."""
 
 
 class HostClock:
-    """For devices whose work is done when the call returns."""
+    """The clock for devices whose work is done when the call returns."""
 
     def mark(self) -> Mark:
         """See Clock.mark."""
@@ -38,14 +38,13 @@ class HostClock:
 
 
 class EventClock:
-    """For GPUs: a mark is an event in the compute stream, so it says when kernels ran, not when they were launched.
+    """The clock for GPUs: a mark is an event in the compute stream, which shows when kernels ran, not their launch.
 
-    ``make`` gives a timing event of the device (``torch.cuda.Event``).
+    ``make`` returns a timing event of the device (``torch.cuda.Event``). Events are reused in every step.
 
-    The events are tied to the host's clock where the host knows where the stream is: once a step, at its end, after
-    a wait for the last of them. Counting back from there keeps every distance short (an event's clock has single
-    precision) and lets no drift add up. Against the host's clock all times of a step are
-    late by what the host takes to wake, tens of microseconds. Events are used again in every step.
+    ``resolve`` waits for the last event, reads the host's clock, and counts all other events back from there. Doing so
+    once a step keeps the distances short (an event's clock has single precision) and does not accumulate drift. All
+    times of a step are late by the time the host takes to wake up, tens of microseconds.
     """
 
     def __init__(self, make: Callable[[], Any], host: Callable[[], float] = time.monotonic) -> None:
@@ -73,7 +72,7 @@ class EventClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """Return the clock for a device."""
     if device.type == "cuda":
         return EventClock(partial(torch.cuda.Event, enable_timing=True))
     return HostClock()

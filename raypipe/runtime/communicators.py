@@ -1,4 +1,4 @@
-"""A device's connections: the process groups it belongs to and its channels, opened and closed together."""
+"""A worker's communicators: the process groups it belongs to and its channels, opened and closed together."""
 
 from __future__ import annotations
 
@@ -25,35 +25,40 @@ from raypipe.runtime.transport.transport import Ends
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where an actor came up."""
+    """Where a worker runs."""
 
     peer: Peer
     address: str
     """IP address of its node."""
     port: int
-    """Where this actor listens; rank 0's carries the rendezvous."""
+    """Port on which this worker listens; rank 0's serves the rendezvous."""
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Who talks to whom; the same on all devices."""
+    """Which workers communicate with each other; the same on all of them."""
 
     peers: tuple[Peer, ...]
     rendezvous: str
     """``tcp://address:port`` of rank 0; an IPv6 address in brackets."""
     edges: tuple[tuple[int, int], ...]
-    """Directed device pairs that exchange messages."""
+    """Directed pairs of ranks: one channel each."""
     groups: Mapping[str, tuple[int, ...]]
-    """Ranks of each group that sums gradients, by name."""
+    """Ranks of each process group, by name."""
     transport: str
     run_id: str
     timeout_s: float = 300.0
-    """How long a device waits for the others, in set-up and in every gradient sum."""
+    """How long a worker waits for the others, in set-up and in every all-reduce."""
 
 
 class Communicators:
-    """What ``Topology`` means for one device. Making it waits for all the others."""
+    """The open process groups and channels of one worker. The constructor waits for all other workers.
+
+    Raises:
+        ClusterError: this node has no network interface by which the others reach it.
+        TransportError: a worker cannot be reached.
+    """
 
     def __init__(self, rank: int, topology: Topology, backend: str) -> None:
         self.world: dist.ProcessGroup | None = None
@@ -81,7 +86,7 @@ class Communicators:
                 topology.peers[rank], topology.peers, topology.edges, topology.transport, topology.run_id
             )
         except BaseException:
-            self.close()  # the actor's next set-up joins another world
+            self.close()  # so that the worker's next set-up can join another world
             raise
 
     def close(self) -> None:
@@ -92,8 +97,8 @@ class Communicators:
             dist.destroy_process_group()
 
 
-_doors: dict[int, socket.socket] = {}
-"""The listening socket that this process last told the driver of, by port."""
+_listening: dict[int, socket.socket] = {}
+"""The listening socket that this process last reported to the driver, by port."""
 
 
 def _address_of(rendezvous: str) -> tuple[str, int]:
@@ -104,23 +109,23 @@ def _address_of(rendezvous: str) -> tuple[str, int]:
 
 
 def _meet(rank: int, topology: Topology, address: str, port: int) -> Any:
-    """The store through which the devices find each other; rank 0 serves it."""
-    door = _doors.pop(port, None) if rank == 0 else None
+    """Open the store through which the workers find each other; rank 0 serves it."""
+    listener = _listening.pop(port, None) if rank == 0 else None
     return dist.TCPStore(  # type: ignore[attr-defined]
         address, port, len(topology.peers), is_master=rank == 0, timeout=timedelta(seconds=topology.timeout_s),
-        master_listen_fd=door.detach() if door is not None else None,
+        master_listen_fd=listener.detach() if listener is not None else None,
     )  # fmt: skip
 
 
 def locate(rank: int, title: str, device: torch.device) -> Location:
-    """Say where the calling actor runs, and listen there: nobody else can take the port before the devices meet."""
+    """Return where the calling actor runs, and listen there so that its port is not taken before the rendezvous."""
     import ray
 
     name = "cpu"
     if device.type == "cuda":
         name = f"cuda:{torch.cuda.get_device_properties(device).uuid}"
     address = own_address()
-    for old in _doors.values():
+    for old in _listening.values():
         old.close()
     _doors.clear()
     door = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -132,13 +137,13 @@ def locate(rank: int, title: str, device: torch.device) -> Location:
 
 
 def own_address() -> str:
-    """IP address by which Ray knows this process's node."""
+    """Return the IP address by which Ray knows this process's node."""
     import ray.util
 
     return str(ray.util.get_node_ip_address()).strip("[]")
 
 
 def rendezvous_of(locations: list[Location]) -> str:
-    """Where the devices meet: where rank 0 listens."""
+    """Return the URL of the rendezvous, which rank 0 serves."""
     first = locations[0]
     return f"tcp://[{first.address}]:{first.port}" if ":" in first.address else f"tcp://{first.address}:{first.port}"

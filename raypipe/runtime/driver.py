@@ -1,7 +1,7 @@
-"""The driver: a queue of tickets. It fills the workers' queues, and collects what they report in the same order.
+"""The driver queues steps, validations and saves with all workers, and collects their results in the same order.
 
-It never stands between two devices: every device has its whole step as a program, and at least ``QUEUED_STEPS`` steps
-are queued with it, so that no device waits for the driver.
+Devices never wait for the driver inside a step: each of them has its whole step as a program, and at least
+``QUEUED_STEPS`` steps are queued ahead.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ QUEUED_STEPS = 2
 
 @dataclass(slots=True)
 class _Ticket:
-    """Calls that every worker has queued."""
+    """One step, validation or save that has been queued with every worker."""
 
     kind: Literal["step", "eval", "save"]
     step: int
-    """Steps done once it is through."""
+    """Number of steps done when this call has finished."""
     refs: list[Any]
     clock: StepClock
     part: Part = WHOLE
     val_loss: float | None = None
-    """Of the parameters that are saved, where it is known."""
+    """For a save: the validation loss of the saved parameters, if known."""
     best: bool = False
-    """The checkpoint is the best so far."""
+    """For a save: whether this checkpoint is the best so far."""
 
 
 class Driver:
-    """One attempt at a run: from the newest checkpoint, or the start, to the last step or a failure."""
+    """Runs one attempt: from a checkpoint, or from the start, to the last step or to a failure."""
 
     def __init__(self, job: JobSpec, plan: Plan, directory: Path, log: RunLog, saved: Saved) -> None:
         self.job, self.directory, self.log = job, directory, log
@@ -67,27 +67,31 @@ class Driver:
         self.tokens_per_step = batch * tokens_per_sample(job, directory / "data")
         self.last_metrics: dict[str, Any] = {}
         self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0, "p2p_bytes": 0}
-        """Of the newest step: messages and collectives between devices."""
+        """Number of messages, their bytes and the collectives between devices in the newest step."""
         self.memory_bytes: list[int] = []
         self._pending: deque[_Ticket] = deque()
         self._stored = plan
-        """What is in the run's directory."""
+        """The plan that the run's ``plan.json`` holds now."""
 
     @property
     def schedule(self) -> Schedule:
-        """The whole step over all devices, as it runs now."""
+        """The schedule that newly queued steps run."""
         return self.running.schedule
 
     def run(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
-        """Train on ``workers``, from ``checkpoint``, which has ``done`` steps behind it, to the job's last step or to
-        where it stops early.
+        """Train on ``workers`` until the job's last step, or until validation stops improving.
+
+        Args:
+            workers: the running worker group.
+            checkpoint: where to read parameters and optimizer state from; None to start afresh.
+            done: number of steps that ``checkpoint`` was trained for; 0 without one.
 
         Raises:
             ClusterError: the nodes cannot run the job together.
-            ray.exceptions.RayActorError: a stage actor died.
-            DivergenceError: the loss, a gradient or what a checkpoint would hold is no longer a number.
+            ray.exceptions.RayActorError: a worker died.
+            DivergenceError: the loss, a gradient or a tensor to be saved is infinite or not a number.
             SampleCountError: a step counted another number of samples than its mini-batch has.
-            RaypipeError: as the stage actors raise it, wrapped by Ray.
+            RaypipeError: a worker raised it; Ray has wrapped it.
         """
         self._store_plan()
         if self.job.train.early_stop is not None:
@@ -101,36 +105,39 @@ class Driver:
 
     def _setup(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
         measures = self.controller.measures_memory
-        held = set_up(workers, self.job, self.running, self.directory, checkpoint, search_recompute=measures)
-        for name in sorted({name for _, joint in held for name in joint}):
+        per_rank = set_up(workers, self.job, self.running, self.directory, checkpoint, search_recompute=measures)
+        for name in sorted({name for _, joint in per_rank for name in joint}):
             self.log.event("notice", message=f"the weight gradient of {name} cannot wait: it is computed in B")
         self.log.event(
             "started",
             devices=[
                 {"name": title, "node": at.peer.node, "device": at.peer.device, "pid": at.pid, "parameters": count}
-                for title, at, (count, _) in zip(workers.titles, workers.locations, held, strict=True)
+                for title, at, (count, _) in zip(workers.titles, workers.locations, per_rank, strict=True)
             ],
             resumed_from=done if checkpoint is not None else None,
         )
 
     def _loop(self, workers: WorkerGroup, done: int) -> int:
-        """Returns the number of steps done."""
+        """Queue and collect everything; return the number of steps done."""
         try:
-            through = self._fill(workers, done)
+            steps_done = self._fill(workers, done)
             self._collect_all()
         except (DivergenceError, SampleCountError):
             for ticket in self._pending:
                 if ticket.kind == "save":
                     self.checkpoints.discard(ticket.step, ticket.refs)
             raise
-        if self.patience is not None and through < self.job.train.steps:
-            self.log.event("early_stop", step=through, message=str(self.patience))
-        return through
+        if self.patience is not None and steps_done < self.job.train.steps:
+            self.log.event("early_stop", step=steps_done, message=str(self.patience))
+        return steps_done
 
     def _fill(self, workers: WorkerGroup, done: int) -> int:
-        """Queue all tickets, and collect the oldest ones on the way; returns the number of steps queued and done."""
+        """Queue all calls of the run, collecting the oldest ones meanwhile.
+
+        Returns the number of steps done when all queued calls have finished.
+        """
         train = self.job.train
-        fills, through = True, done
+        fills, queued = True, done
         for step in range(done, train.steps):
             if self.patience is not None and self.patience.exhausted:
                 break
@@ -146,8 +153,8 @@ class Driver:
                 self._pending.append(_Ticket("eval", step + 1, refs, self.clock))
             save = _Ticket("save", step + 1, [], self.clock)
             if evaluates and train.keeps_best:
-                # What comes next depends on it, so nothing is queued behind it: the parameters stay those that were
-                # validated. It costs the devices one wait for the driver a validation.
+                # Whether to save depends on the validation loss, and only the validated parameters may be saved, so
+                # nothing is queued until it is known. The devices wait for the driver once per validation.
                 self._collect_all()
                 save.val_loss = loss = self.last_metrics["val_loss"]
                 save.best = self.checkpoints.improves(loss)
@@ -157,8 +164,8 @@ class Driver:
                 self._pending.append(save)
             while sum(t.kind == "step" for t in self._pending) > QUEUED_STEPS:
                 self._collect(self._pending.popleft())
-            through = step + 1
-        return through
+            queued = step + 1
+        return queued
 
     def _collect_all(self) -> None:
         while self._pending:
@@ -193,11 +200,11 @@ class Driver:
         if not math.isfinite(loss):
             raise self.checkpoints.diverged(step, f"the training loss is {loss}")
         norm = norm_of(r.norm_squared for r in results)
-        if not math.isfinite(norm):  # the loss may be finite still, and the parameters are not any more
+        if not math.isfinite(norm):  # the loss may still be finite although the parameters no longer are
             raise self.checkpoints.diverged(step, f"the gradient norm is {norm}, the training loss {loss:.4f}")
         if results[0].optimistic and clip_factor(train.clip or math.inf, norm) < 1.0:
             self.log.event("undone", step=step, grad_norm=norm)
-        # A device's members work in step: the first one's times stand for all.
+        # The tensor-parallel ranks of a device run in lockstep, so the times of the first one stand for all.
         devices = results[::tensor]
         step_s, bubble_ratio = ticket.clock.add(ticket.part, [r.times for r in devices])
         self.counts |= communication_counts(results, tensor)
@@ -213,19 +220,19 @@ class Driver:
                 "bubble_ratio": bubble_ratio,
             }
         )
-        if ticket.clock is self.clock:  # not a step that was queued before the plan changed
+        if ticket.clock is self.clock:  # False for a step that was queued before the plan changed
             self.controller.observe(MeasuredStep(step_s, [r.memory for r in devices], self.clock))
             self._log_events(step)
 
     def _take_next_plan(self, workers: WorkerGroup, step: int) -> None:
-        """Run another plan from ``step`` on, if there is one to take up."""
+        """Switch to another plan from ``step`` on, if the controllers ask for one."""
         target = self.controller.next_plan()
         self._log_events(step)
         if target is None:
             return
-        again = target.schedule is self.schedule and target.ahead == self.running.ahead
+        unchanged = target.schedule is self.schedule and target.ahead == self.running.ahead
         self.running, self.clock = target, StepClock(target.schedule)
-        if not again:  # else the same plan is measured anew
+        if not unchanged:  # an unchanged plan is only measured again
             install(workers, target, self.controller.measures_memory)
         self._store_plan()
 
@@ -237,7 +244,7 @@ class Driver:
             self._store_plan()
 
     def _store_plan(self) -> None:
-        """Let a restart begin with what has proved itself."""
+        """Save the proven plan, which a restart begins with."""
         if self.controller.proven != self._stored:
             self._stored = self.controller.proven
             self._stored.save(self.directory / "plan.json")

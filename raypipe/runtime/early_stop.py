@@ -1,4 +1,7 @@
-"""When validation no longer improves. That follows from the run's log alone, so a restart finds it again."""
+"""Early stopping: decide when validation no longer improves.
+
+The state follows from the run's log alone, so a restart recovers it.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,22 @@ from raypipe.observe.run_log import METRICS, read_rows
 
 @dataclass(slots=True)
 class Patience:
-    """How long validation has not improved.
+    """Counts the validations since the last improvement.
 
-    An improvement is a loss more than ``min_delta`` below that of the last improvement: many small steps down add up.
-    A loss that is no number is none.
+    A loss is an improvement if it is more than ``min_delta`` below the loss of the last improvement, so several small
+    decreases add up to one. NaN is never an improvement.
     """
 
     spec: EarlyStopSpec
     loss: float = math.inf
-    """Of the last improvement."""
+    """Validation loss at the last improvement."""
     step: int = 0
-    """Steps done by then."""
+    """Number of steps done at the last improvement."""
     waited: int = 0
-    """Validations since."""
+    """Number of validations since the last improvement."""
 
     def saw(self, step: int, loss: float) -> None:
-        """Another validation."""
+        """Record the loss of a validation after ``step`` steps."""
         if loss < self.loss - self.spec.min_delta:
             self.loss, self.step, self.waited = loss, step, 0
         else:
@@ -35,7 +38,7 @@ class Patience:
 
     @property
     def exhausted(self) -> bool:
-        """Time to stop."""
+        """Whether training should stop."""
         return self.waited >= self.spec.patience
 
     def __str__(self) -> str:
@@ -46,7 +49,7 @@ class Patience:
 
 
 def patience_of(directory: Path, spec: EarlyStopSpec, done: int) -> Patience:
-    """As it was after ``done`` steps of the run in ``directory``."""
+    """Recover the state after ``done`` steps from the log of the run in ``directory``."""
     patience = Patience(spec)
     for row in read_rows(directory / METRICS):
         if "val_loss" in row and row["step"] <= done:

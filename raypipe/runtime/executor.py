@@ -1,4 +1,4 @@
-"""The executor: what each task of a program does to tensors."""
+"""The executor runs each task of a program on tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from raypipe.tensor import ProcessGroup, current_group
 
 
 class Executor(ProgramRunner):
-    """Owns the stage replicas of one device and runs programs over them."""
+    """Owns the stage replicas of one device and runs programs on them."""
 
     def __init__(
         self,
@@ -66,26 +66,32 @@ class Executor(ProgramRunner):
         self.casts = Casts(settings.device, settings.autocast, modules.values())
         self.turns = Alternation() if settings.sub_pipelined else None
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update)
-        # By micro-batch ids that count on over the steps, as in ``p2p_buffers``.
+        # The micro-batch ids in keys continue over the steps, as in ``p2p_buffers``.
         self._saved: dict[tuple[int, int], MicrobatchState] = {}
         self._fed: dict[int, Inputs] = {}
         self._losses: dict[int, list[Tensor]] = {}
         self._counted: dict[int, int] = {}
-        """By step, the samples that ``_losses`` are of."""
+        """Per step, the number of samples that ``_losses`` cover."""
         self._used: dict[StageKey, Snapshot] = {}
-        # Updates after every micro-batch (PipeDream) make each one a mini-batch of its own: nothing to share, no norm
-        # to wait for.
+        # PipeDream updates after every micro-batch, so each one is a mini-batch of its own: there are no gradients to
+        # sum over devices, and no norm to wait for.
         self._stashes = any(v.rule == "stash" for v in versions.values())
         self._share = settings.microbatches if self._stashes else 1
         self._scales: dict[int, Tensor] = {}
         self.measures = False
-        """Measure memory in every step."""
+        """Whether to measure memory in every step."""
 
     def run(self, program: Program, step: int, lr: float, split: Split = "train") -> StepResult:
-        """Run one step (``split="train"``) or one forward-only evaluation batch (``split="val"``).
+        """Run one step (``split="train"``) or one forward-only validation batch (``split="val"``).
+
+        Args:
+            program: this device's program.
+            step: number of the step or of the validation batch, from 0.
+            lr: learning rate of the step.
+            split: which data to run on.
 
         Raises:
-            TransportError: a message did not come in time; names task, peer and micro-batch.
+            TransportError: a message did not arrive in time; it names task, peer and micro-batch.
         """
         self.split, self.training, self.lr = split, split == "train", lr
         self._squares: list[float] = []
@@ -98,7 +104,7 @@ class Executor(ProgramRunner):
         return self._end(times, StepMemory(meter.peak if meter is not None else 0, self._recomputed_bytes))
 
     def run_task(self, action: Action) -> None:
-        """One task on tensors."""
+        """Run one task on tensors."""
         task = action.task
         kind = task.kind
         if kind == "F":
@@ -126,18 +132,18 @@ class Executor(ProgramRunner):
         return self.feed.lengths(self.split, self.step + ahead, of_step)
 
     def io_spec_of(self, stage: int, mb: int) -> StageIOSpec:
-        """See ProgramRunner.wire_of; every device knows all micro-batches' lengths from the data."""
+        """See ProgramRunner.io_spec_of; every device knows all micro-batches' lengths from the data."""
         return self.io_specs.of(stage, self._lengths(mb))
 
     def _inputs(self, mb: int) -> Inputs:
-        held = self._fed.get(self.base + mb)
-        if held is None:
+        inputs = self._fed.get(self.base + mb)
+        if inputs is None:
             ahead, of_step = divmod(mb, self.settings.microbatches)
-            held = self._fed[self.base + mb] = self.feed.inputs(self.split, self.step + ahead, of_step)
-        return held
+            inputs = self._fed[self.base + mb] = self.feed.inputs(self.split, self.step + ahead, of_step)
+        return inputs
 
     def _scale(self, mb: int) -> Tensor:
-        """What the backward of a loss starts from: one over the targets of its mini-batch."""
+        """Return the gradient of a micro-batch's loss sum: one over the number of targets of its mini-batch."""
         step = self.step + mb // self.settings.microbatches
         scale = self._scales.get(step)
         if scale is None:
@@ -155,9 +161,11 @@ class Executor(ProgramRunner):
         weights: Snapshot | None,
         segment: Segment | None = None,
     ) -> tuple[Payload, tuple[HalfBatch, HalfBatch] | None]:
-        """Outputs of a stage, or of a segment of it, for some micro-batches of one step.
+        """Run a stage, or a segment of it, forward on some micro-batches of one step.
 
-        Of the last stage's end, the sum of their losses. With ``sub_pipelined`` also the halves that they were made in.
+        Returns:
+            The outputs (at the end of the last stage, the sum of the losses); and with ``sub_pipelined``, the two
+            half batches they were computed in.
         """
         ahead = mbs[0] // self.settings.microbatches
         each = self.settings.samples_per_microbatch
@@ -191,7 +199,7 @@ class Executor(ProgramRunner):
         return whole, (HalfBatch(first, made[0]), HalfBatch(second, made[1]))
 
     def _forward(self, action: Action) -> None:
-        """A forward's micro-batches, in one go where that is possible: larger kernels take less time."""
+        """Run a forward task; stack its micro-batches where possible, because larger kernels are faster."""
         task = action.task
         together = len(task.mbs) > 1 and self._keeps_nothing(task) and self.modules[(task.stage, task.replica)].stacks
         together = together and all(self._lengths(mb) == self._lengths(task.mbs[0]) for mb in task.mbs[1:])
@@ -199,7 +207,10 @@ class Executor(ProgramRunner):
             self._forward_of(action, mbs)
 
     def _keeps_nothing(self, task: PipelineTask) -> bool:
-        """Nothing of this forward is left for a backward, which needs each micro-batch's own: all is made again."""
+        """Return whether this forward keeps no graph for the backward, which would need one per micro-batch.
+
+        That is so in validation, and where the whole stage is recomputed.
+        """
         if not self.training:
             return True
         recomputed = all((task.stage, mb) in self.program.recomputed for mb in task.mbs)
@@ -244,14 +255,14 @@ class Executor(ProgramRunner):
                 self._saved[(stage, self.base + mb)] = saved
 
     def _rows(self, mbs: Sequence[int]) -> int:
-        """Samples that the data had for these micro-batches, which is not told from how many it should have had."""
-        held = [next(iter(self._inputs(mb).values()), None) for mb in mbs]
-        return sum(self.settings.samples_per_microbatch if x is None else len(x) for x in held)
+        """Count the samples that the data really delivered for these micro-batches (if the stage reads any)."""
+        inputs = [next(iter(self._inputs(mb).values()), None) for mb in mbs]
+        return sum(self.settings.samples_per_microbatch if x is None else len(x) for x in inputs)
 
     def _forward_in_segments(
         self, task: PipelineTask, mb: int, arrived: Payload, weights: Snapshot | None, boundaries: RecomputeBoundaries
     ) -> Payload:
-        """A forward that keeps the activations of some layers; see ``segments``."""
+        """Run a forward that keeps the activations of some layers and recomputes others; see ``segments``."""
         x = arrived
         for segment in self.modules[(task.stage, task.replica)].segments:
             if not segment.recomputed:
@@ -266,7 +277,7 @@ class Executor(ProgramRunner):
         return x
 
     def _recompute(self, task: PipelineTask, mb: int) -> None:
-        """Compute again what the forward of a micro-batch has not kept."""
+        """Recompute the activations that the forward of a micro-batch did not keep."""
         saved = self._saved[(task.stage, self.base + mb)]
         if saved.boundaries is None:
             made, saved.halves = self._compute(task.stage, task.replica, (mb,), saved.inputs, saved.weights)
@@ -291,7 +302,7 @@ class Executor(ProgramRunner):
             if saved.back is None:
                 back = module.run_backward(saved, self._gradients(action, saved, mb), self.turns)
                 saved.ran = True
-            else:  # out of order: this micro-batch's W came first and had to run the backward
+            else:  # out-of-order backprop: this micro-batch's W came first and has run the backward already
                 back = saved.back
             if also_weights:
                 self._finish_weights(module, saved, (stage, task.replica))
@@ -327,23 +338,23 @@ class Executor(ProgramRunner):
             return (self._scale(mb).to(saved.outputs[0].dtype),)
         if len(arrived) == 1:
             return arrived[0]
-        # Several stages read this output: their gradients add up.
+        # Several stages read this output, so their gradients are summed.
         return tuple(torch.stack(parts).sum(0) for parts in zip(*arrived, strict=True))
 
     def _collect(self, key: StageKey) -> None:
-        """With weight versions: hand the gradients of the version that was used to the optimizer."""
+        """With weight versions, pass the gradients of the version that was used to the optimizer's parameters."""
         used = self._used.pop(key, None)
         if used is not None:
             self.versions[key].collect(used)
 
     def before_updates(self, times: NDArray[np.float64]) -> None:
-        """Wait for the gradient sums; then, when clipping, for the global norm or not (``updates``)."""
+        """Wait for the gradient all-reduces; when clipping, ``updates`` decides whether to wait for the global norm."""
         if self._stashes:
             return
         for key in self.modules:
             self._collect(key)
         completed = self.sync.finish(self.outgoing.push, self.clock)
-        for i, action in enumerate(self.program.actions):  # an all-reduce lasts until it is complete, beside compute
+        for i, action in enumerate(self.program.actions):  # an AR ends when it is complete, not when it was launched
             if action.task.kind == "AR" and (action.task.stage, action.task.replica) in completed:
                 times[i, 1] = completed[(action.task.stage, action.task.replica)]
         self._squares.append(self.updates.begin(self.program.ahead is not None, self.outgoing.push))
@@ -357,12 +368,12 @@ class Executor(ProgramRunner):
         self._move_statistics(key)
 
     def _seen(self, key: StageKey) -> Tensor | None:
-        """This replica's part of what the step's micro-batches have seen (``running_statistics``)."""
+        """Return this replica's share of the step's batch statistics (``running_statistics``); None without any."""
         statistics = self.modules[key].statistics
         return part_of_step(statistics, self.step, self.settings.microbatches) if statistics else None
 
     def _move_statistics(self, key: StageKey) -> None:
-        """The forwards of the step are certain and complete, in all replicas."""
+        """Update running statistics; called when the step's forwards are complete and final in all replicas."""
         statistics = self.modules[key].statistics
         if not statistics:
             return
@@ -377,11 +388,11 @@ class Executor(ProgramRunner):
         move_all(statistics, total, self.step, self.settings.microbatches)
 
     def update_pending(self) -> bool:
-        """See ProgramRunner.uncertain."""
+        """See ProgramRunner.update_pending."""
         return self.updates.pending
 
     def commit(self, wait: bool = True) -> bool | None:
-        """See ProgramRunner.settle; also before anything but the next step reads weights or optimizer state."""
+        """See ProgramRunner.commit. Call it before anything but the next step reads weights or optimizer state."""
         pending = self.updates.pending
         stands = self.updates.commit(self.outgoing.push, wait)
         if pending and stands is not None:
@@ -407,10 +418,10 @@ class Executor(ProgramRunner):
             left = [*self._saved, *self.p2p_buffers]
             self._saved.clear()
             self.p2p_buffers.clear()
-            assert not left, f"a verified program leaves nothing behind, yet {left[:3]} is left"
+            assert not left, f"a verified program leaves nothing behind, but {left[:3]} is left"
         until = self.base + self.settings.microbatches
-        self._fed = {at: held for at, held in self._fed.items() if at >= until}
-        # Of several updates in a step (PipeDream), the mean square.
+        self._fed = {mb: inputs for mb, inputs in self._fed.items() if mb >= until}
+        # With several updates in a step (PipeDream), report the mean of their squared norms.
         square = sum(self._squares) / max(1, len(self._squares))
         all_reduces, group = 0, current_group()
         if isinstance(group, ProcessGroup):

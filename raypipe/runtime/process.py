@@ -1,4 +1,4 @@
-"""What a stage actor's process sets once, before any tensor exists."""
+"""Settings of a worker process, made once before any tensor exists."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import os
 import torch
 
 MMAP_THRESHOLD_BYTES = 32 << 20
-"""The largest that glibc accepts."""
+"""The largest mmap threshold that glibc accepts."""
 TRIM_THRESHOLD_BYTES = 2**31 - 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def set_up_process(device: torch.device) -> None:
-    """One compute thread, ordinary priority, and freed activations kept for the next micro-batch."""
+    """Use one compute thread and ordinary priority, and keep freed activations' memory for the next micro-batch."""
     torch.set_num_threads(1)
-    # Ray starts workers at niceness 15: any other process would push a stage, and so the whole pipeline, aside.
+    # Ray starts workers at niceness 15, where any other process would slow down a stage and so the whole pipeline.
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)
     if device.type == "cpu":
@@ -36,9 +36,11 @@ class _MallInfo(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Bytes that malloc has handed out and not got back, over all arenas: what a leak grows, and nothing else does.
+    """Return the bytes that malloc has allocated and not freed, over all arenas.
 
-    Raises OSError or AttributeError where the C library is not glibc >= 2.33.
+    Raises:
+        OSError: the C library is not glibc.
+        AttributeError: glibc is older than 2.33.
     """
     libc = ctypes.CDLL("libc.so.6")
     libc.mallinfo2.restype = _MallInfo
@@ -47,9 +49,9 @@ def heap_bytes() -> int:
 
 
 def _keep_freed_memory() -> None:
-    """Have malloc reuse activations' pages: by default it gives them back and faults them in again, a few % of a step.
+    """Have glibc's malloc reuse the pages of freed activations; other C libraries are left as they are.
 
-    glibc only; elsewhere nothing is changed.
+    By default malloc returns the pages to the system and faults them in again, which costs a few % of a step.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")

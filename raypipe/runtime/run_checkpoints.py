@@ -1,4 +1,4 @@
-"""The checkpoints of one attempt at a run: made whole or not at all, the best one kept."""
+"""The checkpoints of one attempt at a run: each is committed whole or not at all, and the best one is kept."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
 
 DISCARD_S = 60.0
-"""Longest wait for saves that nobody will commit; they are queued behind two steps at most."""
+"""Longest wait for queued saves that will be discarded; they are queued behind at most two steps."""
 
 Saved = Callable[[int, Path, dict[str, Any]], None]
-"""Told of every complete checkpoint: (step, directory, metrics)."""
+"""Called for every complete checkpoint with its step, directory and metrics."""
 
 
 class RunCheckpoints:
-    """Workers write their shards; this says where, and makes a checkpoint of them."""
+    """Chooses where workers write their shards, and commits a checkpoint when all have been written."""
 
     def __init__(self, job: JobSpec, directory: Path, log: RunLog, saved: Saved) -> None:
         self._job, self._root, self._log, self._saved = job, directory / "checkpoints", log, saved
         self._best_loss = math.inf
         """Validation loss of the best checkpoint."""
         self._committed: tuple[int, Path] | None = None
-        """The newest checkpoint that a resume would go on from: steps done, and where it is."""
+        """The newest complete checkpoint, which a resume would continue from: steps done, and its directory."""
 
     def resume(self, checkpoint: Path | None, done: int) -> None:
-        """Go on from ``checkpoint``, which has ``done`` steps behind it, or start afresh."""
+        """Start from ``checkpoint``, written after ``done`` steps; from no checkpoint if None."""
         self._committed = (done, checkpoint) if checkpoint is not None else None
         if self._job.train.keeps_best:
-            held = best(self._root)
-            if held is not None and held.step > done:  # of steps that will be run again, perhaps by another job
+            kept = best(self._root)
+            if kept is not None and kept.step > done:  # its steps will be run again, perhaps by another job
                 forget_best(self._root)
-            elif held is not None:
-                self._best_loss = held.meta[LOSS]
+            elif kept is not None:
+                self._best_loss = kept.meta[LOSS]
 
     def improves(self, val_loss: float) -> bool:
-        """Whether the parameters that were just validated are the best so far; then they are to be saved."""
+        """Record a validation loss; return whether it is the best so far, so that its parameters must be saved."""
         better = val_loss < self._best_loss
         self._best_loss = min(val_loss, self._best_loss)
         return better
 
     def folder(self, step: int) -> Path:
-        """Where the workers shall save after ``step`` steps; free of what an attempt left that died while saving."""
+        """Create the directory for the save after ``step`` steps, removing an incomplete save of an earlier attempt."""
         path = step_directory(self._root, step)
         if path.exists() and not (path / "manifest.json").exists():
             shutil.rmtree(path)
@@ -60,18 +60,18 @@ class RunCheckpoints:
         self, step: int, saves: Sequence[tuple[ShardInfo | None, str | None]], metrics: dict[str, Any],
         val_loss: float | None, is_best: bool,
     ) -> None:  # fmt: skip
-        """Make a checkpoint of what the workers have saved.
+        """Commit the workers' shards as one checkpoint.
 
         Args:
-            step: steps done.
+            step: number of steps done.
             saves: what every worker's ``save`` returned.
-            metrics: for ``Saved``.
-            val_loss: of these parameters, where it is known.
-            is_best: the best so far.
+            metrics: passed on to ``Saved``.
+            val_loss: validation loss of these parameters, if known.
+            is_best: whether this checkpoint is the best so far.
 
         Raises:
-            DivergenceError: a parameter or an optimizer's state is not finite; nothing of it is kept.
-            CheckpointError: the disk refuses.
+            DivergenceError: a parameter or an optimizer state is not finite; the checkpoint is deleted.
+            CheckpointError: it cannot be written to disk.
         """
         path = step_directory(self._root, step)
         broken = next((key for _, key in saves if key is not None), None)
@@ -89,15 +89,15 @@ class RunCheckpoints:
         self._saved(step, path, {"step": step, **metrics})
 
     def discard(self, step: int, refs: list[Any]) -> None:
-        """Remove what queued saves have written: nobody will commit it."""
+        """Delete what queued saves have written, because it will not be committed."""
         _, late = ray.wait(refs, num_returns=len(refs), timeout=DISCARD_S)
         if not late:
             shutil.rmtree(step_directory(self._root, step), ignore_errors=True)
 
     def diverged(self, step: int, what: str) -> DivergenceError:
-        """The error of a step whose numbers are not finite; says what a resume would begin with."""
+        """Make the error for a step whose numbers are not finite; it names the checkpoint that a resume begins with."""
         fix = "lower train.lr, or set a longer warm-up" + (" or train.clip" if self._job.train.clip is None else "")
         if self._committed is None:
-            return DivergenceError(f"step {step}", what, f"{fix}; no checkpoint was written before, so train anew")
+            return DivergenceError(f"step {step}", what, f"{fix}; there is no earlier checkpoint, so train anew")
         done, path = self._committed
-        return DivergenceError(f"step {step}", what, f"{fix}; --resume then goes on from step {done} ({path})")
+        return DivergenceError(f"step {step}", what, f"{fix}; --resume then continues from step {done} ({path})")

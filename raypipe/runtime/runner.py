@@ -1,14 +1,15 @@
-"""The program runner: walks one device's program of a step, moves its messages, and records when each task ran.
+"""The program runner: runs one device's program of a step, moves its messages, and records when each task ran.
 
-What a task does is a subclass's business: kernels on tensors (``executor``) or timed waits (``emulation``).
+Subclasses define what a task does: kernels on tensors (``executor``) or timed waits (``emulation``).
 
-Where the update before a step is not certain yet (``updates``), the head of the program runs on it all the same and
-then settles it. If it had to be undone, what the heads of all devices have sent is stale: every device takes out of its
-channels what it has not read of that, and begins the step again as attempt 1. Which messages these are is known
-beforehand: every device sends all of its head's, if only blank ones, and no head waits for more than other heads.
+While the update before a step is pending (``updates``), the runner already runs the first tasks of the program, its
+head, on the uncommitted weights, and then commits the update. If the update had to be undone, all messages that the
+heads of all devices have sent are stale: every device drains them from its channels and begins the step again as
+attempt 1. Which messages these are is known beforehand, since every device sends all messages of its head (blank ones
+for tasks it did not run), and a head receives only messages that other heads send.
 
-Hot path: everything that can be decided before the step is decided before it (what is posted, who waits for whom), so
-that between two tasks there is only the message and a few dictionary look-ups.
+Hot path: which receives are posted and who waits for whom is decided before the step, so that between two tasks there
+are only the message and a few dictionary look-ups.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class ProgramRunner(ABC):
-    """One device: its channels, and the messages that have come and not been used yet."""
+    """Runs the programs of one device: owns its channels and the messages that arrived but are not used yet."""
 
     def __init__(
         self,
@@ -58,43 +59,49 @@ class ProgramRunner(ABC):
         self.message_cast = message_cast
         self.device = device
         self.clock = clock_for(device)
-        # Micro-batch ids below count on over the steps (step * N + id): an asynchronous program reaches into the next.
+        # Keys hold micro-batch ids that continue over the steps (step * N + id), because an asynchronous program also
+        # runs micro-batches of the next step.
         self.p2p_buffers: dict[tuple[str, int, int, int], Payload] = {}
         self.received = self.received_bytes = 0
         self.doing: Action | None = None
-        """The task under way, for errors."""
+        """The task that is running, for error messages."""
 
     @abstractmethod
     def run_task(self, action: Action) -> None:
-        """Do one task; leave what it sends in ``p2p_buffers``."""
+        """Run one task; leave the tensors to send in ``p2p_buffers``."""
 
     @abstractmethod
     def before_updates(self, times: NDArray[np.float64]) -> None:
-        """Called before the first U of a step: wait for what other devices contribute. Part of no task.
+        """Wait for what other devices contribute to the update. Called before the first U, outside of any task.
 
-        ``times`` holds marks of ``clock``.
+        ``times`` (``[tasks, 2]``) holds marks of ``clock``, and may be changed.
         """
 
     @abstractmethod
     def update_pending(self) -> bool:
-        """Whether the last update may still be undone, or has yet to be made."""
+        """Return whether the last update may still be undone, or has yet to be made."""
 
     @abstractmethod
     def commit(self, wait: bool = True) -> bool | None:
-        """Make the last update certain. False if it was undone and made again: what ran since ran on wrong weights.
+        """Make the last update final.
 
-        None if that is not known yet and not to be waited for.
+        Returns:
+            True if the update stands; False if it was undone and made again, so that all tasks since ran on wrong
+            weights; None if that is not known yet and ``wait`` is False.
         """
 
     @abstractmethod
     def forget(self) -> None:
-        """Drop what the head of the step has left behind, but for ``p2p_buffers``."""
+        """Drop the state that the head of the step has left, except ``p2p_buffers``."""
 
     def walk(self, program: Program, step: int) -> NDArray[np.float64]:
-        """Run a whole program; returns ``[tasks, 2]`` start and end in seconds on this host's monotonic clock.
+        """Run a whole program.
+
+        Returns:
+            ``[tasks, 2]``: start and end of every task, in seconds on this host's monotonic clock.
 
         Raises:
-            TransportError: a message did not come in time; names task, peer and micro-batch.
+            TransportError: a message did not arrive in time; it names task, peer and micro-batch.
         """
         self.step, self.base, self.program = step, step * self.microbatches, program
         self.attempt = self.received = self.received_bytes = 0
@@ -111,7 +118,7 @@ class ProgramRunner(ABC):
         return self.clock.resolve(times)
 
     def _run_head(self, times: NDArray[np.float64]) -> int:
-        """Run ahead of the last update, then settle it; returns the task to go on with."""
+        """Run the head of the program, then commit the last update; return the index of the next task to run."""
         head = self.program.ahead or NO_RUN_AHEAD
         for source, count in head.arrivals.items():
             self._announce(source, 0, count)
@@ -134,10 +141,10 @@ class ProgramRunner(ABC):
         return 0
 
     def _break_off(self, ran: int, head: RunAhead) -> None:
-        """Leave nothing of attempt 0 in any channel: send what is still expected, read what is still due."""
+        """Empty the channels of attempt 0: send the head's remaining messages as blanks, receive the unread ones."""
         actions = self.program.actions
         for message in (m for action in actions[ran : head.tasks] for m in action.sends if not m.local):
-            # Nobody uses what is in them; zeros, because a stage may take some for indices.
+            # Nobody uses the values; they are zeros because a receiving stage may read some as indices.
             blank = [torch.zeros(s.shape, dtype=s.dtype, device=self.device) for s in self._specs(message)]
             self.senders[message.dst_device].send(self.label(message), blank)
         used = {m for action in actions[:ran] for m in action.receives}
@@ -147,7 +154,7 @@ class ProgramRunner(ABC):
                     self.receivers[source].recv(self.label(message), self.timeout_s)
 
     def _post(self, announced: Mapping[int, int]) -> None:
-        """Announce all messages of the step but for the first ones ``announced`` per source."""
+        """Post receives for all messages of the step, except the first ``announced[source]`` of each source."""
         for source, messages in self.program.arrivals.items():
             self._announce(source, announced.get(source, 0), len(messages))
 
@@ -177,11 +184,11 @@ class ProgramRunner(ABC):
                 sender.progress()
 
     def io_spec_of(self, stage: int, mb: int) -> StageIOSpec:
-        """What a stage sends on for a micro-batch of this step, or of the one after it."""
+        """Return the dtypes and shapes a stage sends on for ``mb``, of this step or (ids from N on) of the next."""
         return self.io_spec[stage]
 
     def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
-        """Of the tensors on their way."""
+        """Return the specs of a message's tensors as they are sent, after any cast."""
         specs = self._stage_specs(message)
         return specs if self.message_cast is None else tuple(map(self.message_cast.spec, specs))
 
@@ -192,12 +199,12 @@ class ProgramRunner(ABC):
         return self.io_spec_of(message.dst_stage, message.mb).grad
 
     def label(self, m: Message) -> Label:
-        """How a message of this step is called on its channel."""
+        """Return the label that identifies a message of this step on its channel."""
         ahead, mb = divmod(m.mb, self.microbatches)
         return Label(m.direction, m.src_stage, m.dst_stage, mb, self.step + ahead, self.attempt)
 
     def receive(self, m: Message, action: Action) -> None:
-        """Take one message into ``p2p_buffers``."""
+        """Receive one message into ``p2p_buffers``."""
         try:
             tensors = self.receivers[m.src_device].recv(self.label(m), self.timeout_s)
         except TransportError as error:
@@ -211,7 +218,7 @@ class ProgramRunner(ABC):
         self.p2p_buffers[(m.direction, m.src_stage, m.dst_stage, self.base + m.mb)] = tuple(tensors)
 
     def send(self, m: Message) -> None:
-        """Send what a task has left in ``p2p_buffers``."""
+        """Send one message that a task has left in ``p2p_buffers``, and remove it there."""
         payload: Sequence[Tensor] = self.p2p_buffers.pop((m.direction, m.src_stage, m.dst_stage, self.base + m.mb))
         if self.message_cast is not None:
             payload = self.message_cast.pack(m.direction, payload)

@@ -1,4 +1,4 @@
-"""What the driver tells the workers: everything before the first step, and other programs when the plan changes."""
+"""Set up the workers before the first step, and send them new programs when the plan changes."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ def set_up(
     workers: WorkerGroup, job: JobSpec, running: Running, directory: Path, checkpoint: Path | None,
     search_recompute: bool,
 ) -> list[tuple[int, list[str]]]:  # fmt: skip
-    """Make every worker ready for the first step.
+    """Set up every worker for the first step.
 
     Args:
-        workers: at least one per rank of the plan.
-        job: whose ``parallel`` the plan's takes the place of.
+        workers: the running worker group, with at least one worker per rank of the plan.
+        job: the job; the plan's ``parallel`` section replaces its own.
         running: the plan to begin with.
-        directory: the run's, with the prepared data.
+        directory: the run's directory, with the prepared data in ``data``.
         checkpoint: where to read parameters and optimizer state from; None to start afresh.
-        search_recompute: which layers are recomputed will change, and memory is measured.
+        search_recompute: whether the recomputed layers may change during the run; memory is then measured.
 
     Returns:
-        Per rank, the parameters it holds, and the names of those whose weight gradients cannot wait for W.
+        Per rank, the number of parameters (elements) it holds, and the names of the parameters whose weight gradient
+        is computed in B because it cannot be deferred to W.
 
     Raises:
         ClusterError: the nodes cannot run the job together.
-        ScheduleError: a program would not count every micro-batch once.
+        ScheduleError: a program would not count every micro-batch exactly once.
     """
     check_hosts(workers, directory)
     plan, schedule, _ = running
@@ -93,7 +94,7 @@ def set_up(
 
 
 def install(workers: WorkerGroup, running: Running, measures_memory: bool) -> None:
-    """Run another plan from the next step on: every device gets its new programs between two steps."""
+    """Run another plan from the next step on, by sending every worker its new programs between two steps."""
     train, evaluate = lower(running)
     parallel, cut = running.plan.parallel, running.plan.cut
     recomputed = layers_to_recompute(parallel, cut)
@@ -104,10 +105,10 @@ def install(workers: WorkerGroup, running: Running, measures_memory: bool) -> No
 
 
 def lower(running: Running) -> tuple[dict[Part, list[Program]], list[Program]]:
-    """Every device's programs: of training steps, by how they begin and end, and of validation.
+    """Lower a plan to one program per device: for training steps, by how they begin and end, and for validation.
 
     Raises:
-        ScheduleError: one of them would not count every micro-batch once.
+        ScheduleError: a program would not count every micro-batch exactly once.
     """
     schedule = running.schedule
     train, evaluate = step_programs(schedule, running.ahead), programs(forward_only(schedule))
@@ -116,7 +117,7 @@ def lower(running: Running) -> tuple[dict[Part, list[Program]], list[Program]]:
 
 
 def tied_holders(plan: Plan, schedule: Schedule, model: LayeredModel) -> tuple[TiedHolders, ...]:
-    """Tied groups of the model with the devices that hold them under a plan."""
+    """Return the model's groups of tied parameters with the devices that hold them under a plan."""
     stage_of = {layer: stage for stage, layers in enumerate(plan.cut) for layer in layers}
     return tuple(
         TiedHolders(
@@ -124,7 +125,7 @@ def tied_holders(plan: Plan, schedule: Schedule, model: LayeredModel) -> tuple[T
             parameters=tuple(dict.fromkeys(name for _, name in group.parameters)),
             layer=group.parameters[0][0],
             ranks=tuple(
-                sorted({held[stage_of[layer]] for held in schedule.placement for layer, _ in group.parameters})
+                sorted({devices[stage_of[layer]] for devices in schedule.placement for layer, _ in group.parameters})
             ),
         )
         for group in model.tied

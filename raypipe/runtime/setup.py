@@ -1,4 +1,4 @@
-"""What the driver tells a stage actor before the first step: plain data, a few kilobytes."""
+"""What the driver sends a worker before the first step: plain data, a few kilobytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from raypipe.schedule.lowering.programs import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything one process needs; the same on all but for ``device``, ``tensor_rank`` and the two programs."""
+    """Everything one worker needs; only ``device``, ``tensor_rank`` and the programs differ between workers."""
 
     device: int
-    """Of the schedule."""
+    """Number of the device in the schedule."""
     tensor_rank: int
-    """Which of the device's processes (``tensor_ranks``)."""
+    """Tensor rank of the process within its device (``tensor_ranks``)."""
     job: JobSpec
     cut: tuple[tuple[int, ...], ...]
     """Per stage, the model layers it holds."""
@@ -39,20 +39,20 @@ class Setup:
     data: Path
     """Folder of the prepared data."""
     fields: dict[str, Field] | None
-    """Raw inputs that the data's arrays give; None for text."""
+    """Per prepared array, the shape of one sample and its dtype; None for text."""
     checkpoint: Path | None
     """Where to read parameters and optimizer state from; None to start afresh."""
     recomputed: frozenset[int] | None = None
-    """Layers that an R computes again; None for all of its stage."""
+    """Layers that an R task recomputes; None for all of its stage."""
     search_recompute: bool = False
-    """That will change, and memory is measured."""
+    """Whether ``recomputed`` may change during the run; memory is then measured."""
 
     @property
     def tensor(self) -> int:
-        """Members of a device."""
+        """Number of tensor-parallel ranks of a device."""
         return self.job.parallel.tensor
 
     @property
     def rank(self) -> int:
-        """Of this process among all of them."""
+        """Rank of this process among all processes."""
         return rank_of(self.device, self.tensor_rank, self.tensor)

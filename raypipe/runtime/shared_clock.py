@@ -1,9 +1,9 @@
-"""One clock for all devices of a run: rank 0's monotonic clock, as every other host knows it.
+"""One clock for all devices of a run: rank 0's monotonic clock, which every other host converts its times to.
 
-Every host counts its monotonic seconds from its own boot, so times of two hosts mean nothing to each other. Of each
-other host one process, its leader, asks rank 0 for the time (NTP's exchange, RFC 5905): what it is off by, to within
-half of the round trip. It goes on asking beside training, because clocks drift, and shares what it finds with its
-host's other processes, so that times of one host keep their exact distances.
+Every host counts its monotonic seconds from its own boot, so times of two hosts cannot be compared. On each host other
+than rank 0's, one process, the leader, asks rank 0 for the time (NTP's exchange, RFC 5905); the answer gives the
+offset of its clock to within half of the round trip. The leader keeps asking during training, because clocks drift,
+and shares the offset with the other processes of its host, so that differences of times on one host stay exact.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ from raypipe.errors import TransportError
 from raypipe.runtime.transport.same_host.ring import directory
 
 DRIFT = 15e-6
-"""Seconds a second that two clocks may drift apart: RFC 5905's PHI."""
+"""How far two clocks may drift apart, in seconds per second: RFC 5905's PHI."""
 FIRST = 32
-"""Exchanges at the start."""
+"""Number of exchanges at the start."""
 EVERY_S = 1.0
-"""Between two later ones."""
+"""Interval of later exchanges."""
 KEPT = 32
+"""Number of newest estimates that are kept."""
 ANSWER_S = 30.0
-"""Time rank 0 has to answer; its process may be stopped for a while."""
+"""Time that rank 0 has to answer; its process may be stopped for a while."""
 _TIME = struct.Struct("=d")
 
 Local = Callable[[], float]
 
 
 class Estimate(NamedTuple):
-    """What one exchange says."""
+    """The clock offset that one exchange measured."""
 
     offset_s: float
     """Rank 0's clock minus this host's."""
-    doubt_s: float
-    """How far off that is at most: half of the round trip."""
+    error_s: float
+    """Largest error of ``offset_s``: half of the round trip."""
     at: float
-    """When it was, on this host's clock."""
+    """When it was measured, on this host's clock."""
 
 
 def exchange(local: Local, ask: Callable[[], float]) -> Estimate:
-    """Ask the other clock once."""
+    """Ask the other clock once, and estimate its offset."""
     before = local()
     theirs = ask()
     after = local()
@@ -59,17 +60,17 @@ def exchange(local: Local, ask: Callable[[], float]) -> Estimate:
 
 
 def best(estimates: Iterable[Estimate], now: float) -> Estimate:
-    """The one that is least in doubt now: a quick round trip, and not too long ago.
+    """Return the estimate with the smallest error bound now: a short round trip, and recent.
 
     >>> quick, slow = Estimate(5.0, 0.001, 0.0), Estimate(5.3, 0.4, 100.0)
     >>> best([quick, slow], 100.0) is quick
     True
     """
-    return min(estimates, key=lambda one: one.doubt_s + DRIFT * (now - one.at))
+    return min(estimates, key=lambda one: one.error_s + DRIFT * (now - one.at))
 
 
 class SharedClock:
-    """Turns this host's monotonic seconds into those of rank 0's clock and back."""
+    """Converts this host's monotonic seconds to those of rank 0's clock and back."""
 
     def __init__(self, offset: ctypes.c_double | None = None, *opened: contextlib.AbstractContextManager[Any]) -> None:
         self._offset = ctypes.c_double() if offset is None else offset
@@ -81,15 +82,15 @@ class SharedClock:
         return self._offset.value
 
     def shared(self, local: Any) -> Any:
-        """A time (or an array of times) of this host on rank 0's clock."""
+        """Convert a time (or an array of times) of this host to rank 0's clock."""
         return local + self._offset.value
 
     def local(self, shared: float) -> float:
-        """A time on rank 0's clock on this host's."""
+        """Convert a time of rank 0's clock to this host's."""
         return shared - self._offset.value
 
     def close(self) -> None:
-        """Stop answering or asking; the offset stays as it is."""
+        """Stop the clock's server or follower; the last offset stays in use."""
         self._offset = ctypes.c_double(self._offset.value)
         for one in self._opened:
             one.__exit__(None, None, None)
@@ -97,31 +98,33 @@ class SharedClock:
 
 
 class Store(Protocol):
-    """What is used of ``torch.distributed.Store``."""
+    """The methods of ``torch.distributed.Store`` that are used here."""
 
     def set(self, key: str, value: str) -> None:
-        """Publish."""
+        """Publish a value."""
 
     def get(self, key: str) -> bytes:
-        """Wait for what is published."""
+        """Wait until a value is published, and return it."""
 
     def add(self, key: str, amount: int) -> int:
-        """Count; returns the sum."""
+        """Add to a counter; return its new value."""
 
 
 def open_clock(
     rank: int, nodes: Sequence[str], address: str, store: Store, run_id: str, local: Local = time.monotonic
 ) -> SharedClock:
-    """The run's clock. Every process of the run calls this with the same ``nodes``, the host of each rank.
+    """Open the run's clock; every process of the run must call this.
 
     Args:
-        address: of rank 0's host.
-        store: where the processes tell each other what they need.
-        run_id: names the run's files.
+        rank: of the calling process.
+        nodes: the host of each rank; the same in every call.
+        address: IP address of rank 0's host.
+        store: the store through which the processes coordinate.
+        run_id: part of the names of the run's files.
         local: this host's clock.
 
     Raises:
-        TransportError: rank 0 can't be reached.
+        TransportError: rank 0 cannot be reached.
     """
     if len(set(nodes)) == 1:
         return SharedClock()
@@ -147,7 +150,7 @@ def open_clock(
 
 
 def _map(path: Path, create: bool) -> ctypes.c_double:
-    """A number in memory that processes share: one aligned store, seen whole or not at all."""
+    """Map a float64 into memory that processes share; writes are atomic because it is one aligned store."""
     fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
     try:
         if create:
@@ -158,7 +161,7 @@ def _map(path: Path, create: bool) -> ctypes.c_double:
 
 
 class ClockServer(socketserver.ThreadingTCPServer):
-    """Rank 0's side: answers every byte with its time. It tells nothing else, so it asks nobody who they are."""
+    """Rank 0's side: answers every byte with its time. It reveals nothing else, so it needs no authentication."""
 
     daemon_threads = True
     block_on_close = False
@@ -181,7 +184,7 @@ class _Answer(socketserver.BaseRequestHandler):
     server: ClockServer
 
     def handle(self) -> None:
-        """Until the other side leaves."""
+        """Answer until the other side closes the connection."""
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):
             while self.request.recv(1):
@@ -189,7 +192,11 @@ class _Answer(socketserver.BaseRequestHandler):
 
 
 class ClockFollower(contextlib.AbstractContextManager[None]):
-    """A leader's side: keeps ``offset`` at the best estimate, from a thread of its own."""
+    """A leader's side: a thread that keeps ``offset`` at the best estimate.
+
+    Raises:
+        TransportError: rank 0 does not answer.
+    """
 
     def __init__(self, address: str, port: int, offset: ctypes.c_double, local: Local = time.monotonic) -> None:
         self._at, self._offset, self._local = (address, port), offset, local
@@ -197,11 +204,11 @@ class ClockFollower(contextlib.AbstractContextManager[None]):
         self._closed = threading.Event()
         try:
             self._connection = self._connect()
-            self._look(FIRST)
+            self._estimate(FIRST)
         except OSError as error:
             raise TransportError(
                 "clocks", f"rank 0 does not answer at {address}, port {port}: {error}",
-                "let the cluster's nodes connect to each other on all ports, as Ray itself and Gloo need it",
+                "allow the cluster's nodes to connect to each other on all ports, as Ray itself and Gloo need it",
             ) from None  # fmt: skip
         self._thread = threading.Thread(target=self._follow, name="raypipe-clock", daemon=True)
         self._thread.start()
@@ -221,7 +228,7 @@ class ClockFollower(contextlib.AbstractContextManager[None]):
             answer += more
         return float(_TIME.unpack(answer)[0])
 
-    def _look(self, times: int) -> None:
+    def _estimate(self, times: int) -> None:
         for _ in range(times):
             self._kept.append(exchange(self._local, self._ask))
         self._offset.value = best(self._kept, self._local()).offset_s
@@ -229,8 +236,8 @@ class ClockFollower(contextlib.AbstractContextManager[None]):
     def _follow(self) -> None:
         while not self._closed.wait(EVERY_S):
             try:
-                self._look(1)
-            except OSError:  # a lost connection costs accuracy, not the run
+                self._estimate(1)
+            except OSError:  # a lost connection costs accuracy but must not end the run
                 self._connection.close()
                 with contextlib.suppress(OSError):
                     self._connection = self._connect()

@@ -1,4 +1,4 @@
-"""What a step needs beyond its program, what a device reports of it, and what the reports come to together."""
+"""The settings of a step beyond its program, the result that each device reports, and checks over all results."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a device reports of one step; small, since it travels through Ray."""
+    """What a worker reports of one step. It stays small because it travels through Ray."""
 
     loss_sum: float
-    """Sum of the losses of the micro-batches whose last stage is here, over the targets of the mini-batch; of a tensor
-    group's members, the first one's only."""
+    """Sum of the losses of the micro-batches whose last stage is on this device, divided by the targets of the
+    mini-batch; 0 on all but the first tensor-parallel rank of a device."""
     samples: int
     """Samples in ``loss_sum``."""
     norm_squared: float
     """This device's share of the squared global gradient norm, before clipping."""
     times: NDArray[np.float64]
-    """``[tasks, 2]`` start and end of every task, in seconds: on this host's monotonic clock, and, as an actor
-    returns it, on the run's (``shared_clock``)."""
+    """``[tasks, 2]``: start and end of every task, in seconds on the run's clock (``shared_clock``). Until the worker
+    converts them, on this host's monotonic clock."""
     received: int
-    """Messages that came from other devices."""
+    """Number of messages received from other devices."""
     received_bytes: int
-    """Of the tensors in them."""
+    """Bytes of the tensors in those messages."""
     all_reduces: float
-    """Gradient all-reduces; each of a group's members counts its share of one."""
+    """Gradient all-reduces; every rank of a group counts 1 / (size of the group) for each."""
     tensor_all_reduces: int
-    """All-reduces within layers, over this device's members."""
+    """All-reduces within layers, over the tensor-parallel ranks of this device."""
     memory: StepMemory
-    """What was measured of it, where it was."""
+    """Measured memory; zeros where it was not measured."""
     optimistic: bool
-    """The update was made before the global norm was known; undone and made again if that turned out too large."""
+    """Whether the update was made before the global norm was known; a norm above the limit undoes and repeats it."""
 
 
 def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:
-    """Every sample is in the loss once: a part of a mini-batch would train all the same, and worse.
+    """Check that the loss covers exactly ``due`` samples; training on a part of them would otherwise go unnoticed.
 
     Raises:
         SampleCountError: there are more or fewer than ``due``.
@@ -53,13 +53,16 @@ def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:
     counted = sum(r.samples for r in results)
     if counted != due:
         raise SampleCountError(
-            where, f"its loss is of {counted} samples instead of {due}",
+            where, f"its loss covers {counted} samples instead of {due}",
             "this is a fault of raypipe: report it with the run's plan.json",
         )  # fmt: skip
 
 
 def communication_counts(results: Sequence[StepResult], tensor: int) -> dict[str, int]:
-    """Messages, their bytes and all-reduces of a step, over all workers; ``tensor`` of them are one device."""
+    """Sum the messages, their bytes and the all-reduces of a step over all workers.
+
+    ``tensor`` is the number of workers per device.
+    """
     counts = {
         "p2p": sum(r.received for r in results),
         "p2p_bytes": sum(r.received_bytes for r in results),
@@ -72,7 +75,7 @@ def communication_counts(results: Sequence[StepResult], tensor: int) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """What stays the same over all steps of a run."""
+    """Settings that stay the same over all steps of a run."""
 
     seed: int
     microbatches: int
@@ -84,8 +87,8 @@ class StepSettings:
     autocast: torch.dtype | None
     device: torch.device
     message_cast: MessageCast | None = None
-    """What messages between devices go through."""
+    """Cast of the messages between devices; None to send them as they are."""
     sub_pipelined: bool = False
-    """Run every micro-batch in two halves that take turns."""
+    """Whether every micro-batch runs in two halves that alternate."""
     tensor_rank: int = 0
-    """Which of its device's processes this one is; losses, which all of them compute, are the first's to report."""
+    """Tensor rank of this process within its device. All ranks compute the loss; only rank 0 reports it."""

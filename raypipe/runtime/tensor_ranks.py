@@ -1,8 +1,8 @@
-"""A device of the schedule as a group of processes, its members, which hold a share each of the same layers.
+"""Map devices to tensor-parallel ranks: the processes of one device, each with a share of the same layers.
 
-Schedules, programs and messages know devices. Member m of device d is the process of rank ``d * size + m``, so that
-the members of a group, who exchange most, are neighbours. Equal members of different devices talk to each other: every
-channel and every gradient sum exists once per member.
+Schedules, programs and messages name devices. Tensor rank t of device d is the process of rank ``d * size + t``, so
+that the ranks of a device, which communicate most, are neighbours. Between devices, only processes of the same tensor
+rank communicate: every channel and every gradient all-reduce exists once per tensor rank.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import TypeVar
 T = TypeVar("T")
 
 TENSOR_GROUP = "tensor"
-"""Name of the group of one device's members, as ``own_groups`` gives it."""
+"""Key, in what ``own_groups`` returns, of the group of one device's tensor-parallel ranks."""
 
 
 def rank_of(device: int, tensor_rank: int, size: int) -> int:
-    """The process that is this member of a device."""
+    """Return the rank of a device's process, where devices have ``size`` tensor ranks."""
     return device * size + tensor_rank
 
 
 def tensor_rank_of(rank: int, size: int) -> tuple[int, int]:
-    """(device, member) of a process."""
+    """Return (device, tensor rank) of a process."""
     return divmod(rank, size)
 
 
 def tensor_rank_edges(edges: Iterable[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:
-    """Channels between processes, from those between devices."""
+    """Turn directed edges between devices into edges between processes."""
     return tuple((rank_of(a, m, size), rank_of(b, m, size)) for a, b in edges for m in range(size))
 
 
 def tensor_rank_groups(groups: Mapping[str, tuple[int, ...]], devices: int, size: int) -> dict[str, tuple[int, ...]]:
-    """Groups of processes, from groups of devices: one per member, and one of all members of each device."""
+    """Turn groups of devices into groups of processes, one per tensor rank, and add each device's tensor group."""
     if size == 1:
         return dict(groups)
-    found = {f"{name}, member {m}": tuple(rank_of(d, m, size) for d in ranks)
+    found = {f"{name}, tensor rank {m}": tuple(rank_of(d, m, size) for d in ranks)
              for name, ranks in groups.items() for m in range(size)}  # fmt: skip
     for device in range(devices):
         found[f"{TENSOR_GROUP} {device}"] = tuple(rank_of(device, m, size) for m in range(size))
@@ -43,14 +43,14 @@ def tensor_rank_groups(groups: Mapping[str, tuple[int, ...]], devices: int, size
 
 
 def own_groups(groups: Mapping[str, T], device: int, tensor_rank: int, size: int) -> dict[str, T]:
-    """A process's own groups under the names that devices know them by, and that of its device's members."""
+    """Select a process's own groups by their device-level names, and add its tensor-parallel group."""
     if size == 1:
         return dict(groups)
-    suffix = f", member {tensor_rank}"
+    suffix = f", tensor rank {tensor_rank}"
     found = {name.removesuffix(suffix): group for name, group in groups.items() if name.endswith(suffix)}
     return {**found, TENSOR_GROUP: groups[f"{TENSOR_GROUP} {device}"]}
 
 
 def own_channels(channels: Mapping[int, T], size: int) -> dict[int, T]:
-    """A process's channels by the device at their other end."""
+    """Index a process's channels by the device, instead of the rank, at the other end."""
     return {tensor_rank_of(rank, size)[0]: channel for rank, channel in channels.items()}

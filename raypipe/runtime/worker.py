@@ -1,6 +1,6 @@
-"""The stage actor: one Ray actor per device, pinned to it. It builds its stages, then runs one program per call.
+"""The worker: a Ray actor, one per rank and pinned to its device. It builds its stages, then runs a program per call.
 
-Ray carries calls and a few numbers; tensors go from actor to actor through channels.
+Ray carries the calls and a few numbers; tensors go from worker to worker through channels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raypipe.checkpoint import ShardInfo, open_checkpoint, write_shard
 from raypipe.data import open_data
 from raypipe.models import DTYPES, build_model
 from raypipe.runtime.cast_messages import message_cast_of
-from raypipe.runtime.cluster.failure import tells
+from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.executor import Executor
@@ -53,7 +53,7 @@ from raypipe.tensor import Alone, ProcessGroup, TensorGroup, set_group
 
 
 class StageWorker:
-    """One device of the pipeline. Methods are called by the driver in the same order on every device."""
+    """The process of one rank. The driver calls the same methods in the same order on every worker."""
 
     executor_class: ClassVar[type[Executor]] = Executor
     sync_class: ClassVar[type[GradientSync]] = GradientSync
@@ -67,27 +67,33 @@ class StageWorker:
         return self.title
 
     def whereabouts(self) -> str:
-        """Which device this is and what it is doing, for errors."""
+        """Name this device and the task it is running, for error messages."""
         device = f"{self.title} · device {self.rank}"
         executor = getattr(self, "executor", None)
         if executor is None or executor.doing is None:
             return device
-        of = f"step {executor.step + 1}" if executor.training else f"validation batch {executor.step}"
-        return f"{device}, {executor.doing.task} of {of}"
+        step = f"step {executor.step + 1}" if executor.training else f"validation batch {executor.step}"
+        return f"{device}, {executor.doing.task} of {step}"
 
     def locate(self) -> Location:
-        """Say where this actor runs."""
+        """Return where this worker runs, and listen there for the rendezvous."""
         return locate(self.rank, self.title, self.device)
 
     def report(self, question: HostQuestion) -> HostReport:
-        """Say whether this actor's node can take part in a run."""
+        """Report whether this worker's node can work with the others."""
         return report_host(question, own_address())
 
-    @tells
+    @raises_device_errors
     def setup(self, setup: Setup) -> tuple[int, list[str]]:
-        """Join the groups, open the channels, build the stages.
+        """Join the process groups, open the channels and build the stages.
 
-        Returns the number of parameters held, and those whose weight gradients cannot wait for W.
+        Returns:
+            The number of parameters (elements) held here, and the names of the parameters whose weight gradient is
+            computed in B because it cannot be deferred to W.
+
+        Raises:
+            TransportError: another worker cannot be reached.
+            CheckpointError: the checkpoint does not fit the model.
         """
         self._leave()
         self.setup_data = setup
@@ -102,8 +108,8 @@ class StageWorker:
             (stage, replica): StageModule(
                 plan, setup.cut[stage], job.train.seed, self.device, split, setup.recomputed, setup.search_recompute
             )
-            for replica, held in enumerate(setup.placement)
-            for stage, device in enumerate(held)
+            for replica, devices in enumerate(setup.placement)
+            for stage, device in enumerate(devices)
             if device == setup.device
         }
         self.optimizers = {k: make_optimizer(job.train, m.trained.values()) for k, m in self.modules.items()}
@@ -144,17 +150,18 @@ class StageWorker:
         )  # fmt: skip
         self.executor.measures = setup.search_recompute
         self.group = self._tensor_group(groups)
-        # What was built lives as long as the run: keep the collector from walking it again and again.
+        # These objects live as long as the run, so the garbage collector need not scan them again.
         gc.collect()
         gc.freeze()
         joint = [name for m in self.modules.values() for name in m.joint_names]
         return sum(p.numel() for m in self.modules.values() for p in m.named.values()), joint
 
     def _tensor_group(self, groups: Mapping[str, dist.ProcessGroup]) -> TensorGroup:
-        """Make the other members of this device known to the layers that they share."""
+        """Make the device's tensor-parallel group known to the divided layers."""
         group: TensorGroup = Alone()
         if TENSOR_GROUP in groups:
-            # Beside others, messages of this device move on while it waits: a member may wait for just those.
+            # Keep sending this process's messages while it waits for the group: another rank of the group may need
+            # one of them (through its pipeline neighbours) before it can join the collective.
             push = self.executor.outgoing.push
             group = ProcessGroup(groups[TENSOR_GROUP], lambda what, work: wait_for(what, work, push))
         set_group(group)
@@ -165,28 +172,32 @@ class StageWorker:
         return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
 
     def _leave(self) -> None:
-        """Close what an earlier setup opened, even one that failed; an actor may serve one plan after another."""
+        """Close what an earlier, perhaps failed, ``setup`` opened: a worker may serve several plans in turn."""
         if hasattr(self, "communicators"):
             self.communicators.close()
         for module in getattr(self, "modules", {}).values():
-            module.give_up()
+            module.release()
         for name in ("communicators", "executor", "modules", "optimizers"):
             self.__dict__.pop(name, None)
 
-    @tells
+    @raises_device_errors
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
-        """Run training step ``step`` (from 0) and return what it took; times are on the run's clock."""
+        """Run training step ``step``, counted from 0; the returned times are on the run's shared clock."""
         result = self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
         return replace(result, times=self.communicators.clock.shared(result.times))
 
-    @tells
+    @raises_device_errors
     def install(
         self, train: dict[Part, Program], evaluate: Program, recomputed: frozenset[int] | None, measures: bool
     ) -> None:
-        """Run other programs from the next step on; same stages, same placement.
+        """Run other programs from the next step on, with the same stages and placement.
 
-        ``recomputed`` are the layers that an R computes again; others than before only after a setup that said so.
-        ``measures``: memory, in every step.
+        Args:
+            train: step programs, by how a step begins and ends.
+            evaluate: the program of a validation batch.
+            recomputed: the layers that an R task recomputes; None for all of its stage. Ignored unless the worker was
+                set up with ``search_recompute``.
+            measures: whether to measure memory in every step.
         """
         self.setup_data = replace(self.setup_data, train=train, evaluate=evaluate)
         if self.setup_data.search_recompute:
@@ -194,17 +205,20 @@ class StageWorker:
                 module.set_recomputed(recomputed)
         self.executor.measures = measures
 
-    @tells
+    @raises_device_errors
     def evaluate(self, batch: int) -> StepResult:
-        """Run validation batch ``batch`` forward only."""
+        """Run the forward of validation batch ``batch``."""
         return self.executor.run(self.setup_data.evaluate, batch, 0.0, split="val")
 
-    @tells
+    @raises_device_errors
     def save(self, directory: Path) -> tuple[ShardInfo | None, str | None]:
-        """Write the parameters and optimizer state this device is the first holder of; None if there are none.
+        """Write the parameters and optimizer state of the stages whose first holder is this device.
 
-        The members of a device write a part of them each, whole parameters. Also returns the key of a tensor that
-        training has made infinite or no number, None if there is none: such a checkpoint is not to be committed.
+        Tensor-parallel ranks of a device share the work; each writes whole parameters.
+
+        Returns:
+            The shard written, or None if this worker has nothing to write; and the key of a tensor that is infinite or
+            not a number, or None if all are finite. A checkpoint with such a tensor must not be committed.
         """
         self.executor.commit()
         setup = self.setup_data
@@ -221,15 +235,15 @@ class StageWorker:
         return (write_shard(directory, f"rank-{self.rank:05d}", tensors) if tensors else None), broken
 
     def clock(self) -> float:
-        """This host's monotonic clock."""
+        """Return this host's monotonic time in seconds."""
         return time.monotonic()
 
     def memory_bytes(self) -> int:
-        """Resident memory of this process."""
+        """Return the resident memory of this process in bytes."""
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def heap_bytes(self) -> int:
-        """Bytes this process has allocated and not freed."""
+        """Return the bytes that this process has allocated and not freed."""
         gc.collect()
         return heap_bytes()

@@ -53,5 +53,5 @@ def test_divided_layers_are_refused_before_anything_is_measured(text_folder: Pat
     monkeypatch.setattr(profile_and_plan, "connect_all", lambda *_: pytest.fail("connected"))
     job = make_job(text_folder, {"auto": True, "tensor": 2})
     job = job.model_copy(update={"parallel": type(job.parallel).model_validate({"auto": True, "tensor": 2})})
-    with pytest.raises(SpecError, match="not measured"):
+    with pytest.raises(SpecError, match="cannot be measured"):
         profile_and_plan.profile_this_machine(job, None, None, None, print)

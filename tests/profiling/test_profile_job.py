@@ -167,7 +167,7 @@ def test_a_model_that_fits_no_device_is_refused(text_folder: Path) -> None:
 
     job = small_job(text_folder, {}, {"hidden": 4096, "heads": 4})
     bench = LayerBench(job, GptLayers(job.model), workers=None, data=text_folder)
-    with pytest.raises(SpecError, match=r"block.0 alone 6\.00 GiB\), a device has 1\.00 GiB"):
+    with pytest.raises(SpecError, match=r"block.0 alone 6\.00 GiB\), but a device has 1\.00 GiB"):
         bench.check_room(1 << 30)
     bench.check_room(1 << 36)
     sgd = small_job(text_folder, {}, {"hidden": 4096, "heads": 4}, optimizer="sgd")

@@ -45,7 +45,7 @@ def test_parameters_that_are_not_finite_leave_nothing(text_folder: Path, tmp_pat
     mine.resume(step_directory(tmp_path / "checkpoints", 2), 2)
     folder = mine.folder(4)
     shard = write_shard(folder, "rank-00000", {"param/0.weight": torch.ones(2)})
-    with pytest.raises(DivergenceError, match=r"(?s)step 4: param/0.weight is not finite.*goes on from step 2"):
+    with pytest.raises(DivergenceError, match=r"(?s)step 4: param/0.weight is not finite.*continues from step 2"):
         mine.commit(4, [(shard, "param/0.weight")], {}, None, is_best=False)
     log.close()
     assert not folder.exists()

@@ -63,8 +63,8 @@ def test_an_exchange_is_off_by_half_a_round_trip_at_most(there_s, back_s) -> Non
 
     found = exchange(lambda: now[0], ask)
     assert found.at == 50.0 + there_s + back_s
-    assert found.doubt_s == pytest.approx((there_s + back_s) / 2)
-    assert abs(found.offset_s - 700.0) <= found.doubt_s + 1e-9
+    assert found.error_s == pytest.approx((there_s + back_s) / 2)
+    assert abs(found.offset_s - 700.0) <= found.error_s + 1e-9
 
 
 def test_an_old_exchange_gives_way_to_a_slower_one_once_clocks_may_have_drifted_further() -> None:

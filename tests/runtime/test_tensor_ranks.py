@@ -25,8 +25,8 @@ def test_equal_members_talk_to_each_other() -> None:
 def test_groups_are_of_equal_members_or_of_one_device() -> None:
     groups = tensor_rank_groups({"stage 0": (0, 2), "tied 0.token.weight": (0, 1)}, 3, 2)
     assert groups == {
-        "stage 0, member 0": (0, 4), "stage 0, member 1": (1, 5),
-        "tied 0.token.weight, member 0": (0, 2), "tied 0.token.weight, member 1": (1, 3),
+        "stage 0, tensor rank 0": (0, 4), "stage 0, tensor rank 1": (1, 5),
+        "tied 0.token.weight, tensor rank 0": (0, 2), "tied 0.token.weight, tensor rank 1": (1, 3),
         "tensor 0": (0, 1), "tensor 1": (2, 3), "tensor 2": (4, 5),
     }  # fmt: skip
     of_rank_5 = {name: ranks for name, ranks in groups.items() if 5 in ranks}

@@ -1,6 +1,6 @@
-"""Operations on parameters whose weight gradient waits: a layer's backward returns only the gradient of its input.
+"""Operations with a deferred weight gradient: their backward returns only the gradient of their input.
 
-What is left to do for the weights it leaves as a closure in a queue; see ``split_backward``.
+The computation of the weight gradient is appended to a queue as a closure; see ``split_backward``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Closure = Callable[[], None]
 
 
 class WeightQueue:
-    """Where the backward of deferred layers leaves its weight-gradient closures; one per stage."""
+    """Collects the weight-gradient closures of deferred layers; there is one queue per stage."""
 
     def __init__(self) -> None:
         self.current: list[Closure] = []
@@ -25,35 +25,35 @@ class WeightQueue:
 
     @contextmanager
     def collect(self, into: list[Closure]) -> Iterator[None]:
-        """Closures made inside the block land in ``into``."""
+        """Append the closures made inside the block to ``into``."""
         before, self.current = self.current, into
         try:
             yield
         finally:
             self.current = before
 
-    def narrow(self, parameter: Tensor) -> Tensor:
-        """What autocast, where it is on, makes of a parameter of a product: one copy for all micro-batches of a step.
+    def cast(self, parameter: Tensor) -> Tensor:
+        """Cast a parameter of a product as autocast would, if it is on: one copy for all micro-batches of a step.
 
-        Autograd functions run without gradients, so autocast's own copies would not do here (``casts``).
+        Autograd functions run without gradients, so autocast's own cache does not serve here (``weight_casts``).
         """
         kind = parameter.device.type
         if not torch.is_autocast_enabled(kind) or parameter.dtype != torch.float32:
             return parameter
-        held, version, copy = self._copies.get(id(parameter), (None, 0, parameter))
+        known, version, copy = self._copies.get(id(parameter), (None, 0, parameter))
         dtype = torch.get_autocast_dtype(kind)
-        if held is None or version != parameter._version or copy.dtype != dtype:
+        if known is None or version != parameter._version or copy.dtype != dtype:
             copy = parameter.detach().to(dtype)
             self._copies[id(parameter)] = parameter, parameter._version, copy
         return copy
 
     def drop_copies(self) -> None:
-        """Give up the memory of the copies."""
+        """Free the copies."""
         self._copies.clear()
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to a parameter's, in the parameter's dtype."""
+    """Add ``gradient`` to a parameter's gradient, in the parameter's dtype."""
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:
@@ -79,10 +79,10 @@ def _linear_weight_grad(weight: Tensor, bias: Tensor | None, x: Tensor, gy: Tens
 def _keep(
     ctx: Any, x: Tensor, y: Tensor, used: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue
 ) -> Tensor:
-    """Keep for the backward what made ``y``; returns it.
+    """Save what the backward of ``y`` needs; return ``y``.
 
-    Under autocast the product ran in y's dtype: x is kept in it, as autograd would. Saved, not just referenced:
-    autograd then notices when something overwrites them in place.
+    Under autocast the product ran in y's dtype, so x is saved in it, as autograd would. Tensors are saved through
+    ``save_for_backward`` so that autograd detects when they are overwritten in place.
     """
     ctx.save_for_backward(x.to(y.dtype), used)
     ctx.x_dtype = x.dtype
@@ -91,18 +91,18 @@ def _keep(
 
 
 def _leave(ctx: Any, closure: Closure) -> None:
-    """Leave the weights' part in the queue, if there is any."""
+    """Append the closure to the queue, if weight or bias requires a gradient."""
     if ctx.weight.requires_grad or (ctx.bias is not None and ctx.bias.requires_grad):
         ctx.queue.current.append(closure)
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """``F.linear`` whose weight gradient waits in a queue."""
+    """``F.linear`` with deferred gradients of weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
-        used = queue.narrow(weight)
-        y = F.linear(x, used, None if bias is None else queue.narrow(bias))
+        used = queue.cast(weight)
+        y = F.linear(x, used, None if bias is None else queue.cast(bias))
         return _keep(ctx, x, y, used, weight, bias, queue)
 
     @staticmethod
@@ -118,7 +118,7 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 class _DeferredEmbedding(torch.autograd.Function):
-    """``F.embedding`` whose weight gradient waits in a queue; token ids have no gradient of their own."""
+    """``F.embedding`` with a deferred weight gradient; token ids have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None, queue: WeightQueue) -> Tensor:
@@ -133,7 +133,7 @@ class _DeferredEmbedding(torch.autograd.Function):
 
         def weight_grad() -> None:
             flat = gy.reshape(-1, gy.shape[-1]).to(weight.dtype)
-            if padding is not None:  # its row has no gradient
+            if padding is not None:  # the padding token's row gets no gradient
                 flat = flat.masked_fill(ids.reshape(-1, 1) == padding, 0.0)
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
@@ -145,12 +145,12 @@ class _DeferredEmbedding(torch.autograd.Function):
 
 
 class _DeferredProduct(torch.autograd.Function):
-    """``bias + x @ weight`` whose weight gradient waits: x ``[rows, inside]``, weight ``[inside, outside]``."""
+    """``bias + x @ weight`` with deferred gradients of both: x ``[rows, inside]``, weight ``[inside, outside]``."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
-        used = queue.narrow(weight)
-        y = torch.addmm(queue.narrow(bias), x, used)
+        used = queue.cast(weight)
+        y = torch.addmm(queue.cast(bias), x, used)
         return _keep(ctx, x, y, used, weight, bias, queue)
 
     @staticmethod
@@ -164,18 +164,17 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 class _DeferredConvolution(torch.autograd.Function):
-    """A convolution whose weight gradient waits; ``settings`` are stride, padding, dilation and groups."""
+    """A convolution with deferred gradients of weight and bias; ``settings``: stride, padding, dilation, groups."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...], queue: WeightQueue
     ) -> Tensor:
         stride, padding, dilation, groups = settings
-        # By the names that autocast knows.
-        used = queue.narrow(weight)
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
-        shift = None if bias is None else queue.narrow(bias)
-        y = convolve(x, used, shift, stride, padding, dilation, groups)
+        used = queue.cast(weight)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]  # by the names that autocast knows
+        used_bias = None if bias is None else queue.cast(bias)
+        y = convolve(x, used, used_bias, stride, padding, dilation, groups)
         ctx.settings = settings
         return _keep(ctx, x, y, used, weight, bias, queue)
 
@@ -210,17 +209,17 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 
 def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
-    """``F.linear(x, weight, bias)``; the gradients of weight and bias wait in ``queue``."""
+    """Compute ``F.linear(x, weight, bias)``; the gradients of weight and bias are deferred to ``queue``."""
     return _apply(_DeferredLinear, x, weight, bias, queue)
 
 
 def deferred_embedding(ids: Tensor, weight: Tensor, padding: int | None, queue: WeightQueue) -> Tensor:
-    """``F.embedding(ids, weight, padding)``; the weight's gradient waits in ``queue``."""
+    """Compute ``F.embedding(ids, weight, padding)``; the weight's gradient is deferred to ``queue``."""
     return _apply(_DeferredEmbedding, ids, weight, padding, queue)
 
 
 def deferred_product(bias: Tensor, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
-    """``bias + x @ weight`` for a vector ``bias``; the gradients of weight and bias wait in ``queue``."""
+    """Compute ``bias + x @ weight`` for a vector ``bias``; the gradients of both are deferred to ``queue``."""
     return _apply(_DeferredProduct, bias, x, weight, queue)
 
 
@@ -234,7 +233,7 @@ def deferred_convolution(
     groups: int,
     queue: WeightQueue,
 ) -> Tensor:
-    """``F.conv1d`` to ``F.conv3d``; the gradients of weight and bias wait in ``queue``."""
+    """Compute ``F.conv1d``, ``conv2d`` or ``conv3d``; the gradients of weight and bias are deferred to ``queue``."""
     dims = weight.dim() - 2
     each = tuple([values[0]] * dims if len(values) == 1 else list(values) for values in (stride, padding, dilation))
     return _apply(_DeferredConvolution, x, weight, bias, (*each, groups), queue)

@@ -1,8 +1,8 @@
-"""A stage in segments: runs of layers whose activations are kept, or computed again by the stage's R.
+"""Segments of a stage: runs of layers whose activations are either kept or recomputed by the stage's R task.
 
-The forward runs the segments one after the other, those that are computed again without a graph. R runs them anew,
-each from what entered it; autograd's graph then has a joint wherever a kept segment follows, since that one's graph
-begins at the first forward's output.
+The forward runs the segments in order, the recomputed ones without a graph. R runs each recomputed segment again from
+its saved inputs. Where a kept segment follows a recomputed one, the autograd graph has a gap, because the kept
+segment's graph begins at the output of the first forward. ``RecomputeBoundaries`` carries gradients across the gaps.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from raypipe.runtime.runner import Payload
 
 
 class Segment(NamedTuple):
-    """Some parts of a stage's body (``models.chain``)."""
+    """Consecutive parts ``begin`` to ``end`` (exclusive) of a stage's body (``models.chain``)."""
 
     begin: int
     end: int
     recomputed: bool
-    """An R computes it again."""
+    """Whether an R task recomputes it."""
     gives: tuple[bool, ...]
-    """Per tensor that it hands to the next segment, whether a gradient comes back; empty for the last one."""
+    """Per tensor passed to the next segment, whether a gradient comes back; empty for the last segment."""
 
 
 def parts_of(layers: Sequence[int], recomputed: Collection[int] | None, finest: bool) -> list[list[int]]:
-    """Cut a stage's layers where segments meet; ``finest``: everywhere, for segments that will change."""
+    """Divide a stage's layers at segment boundaries; with ``finest`` (segments may change) into single layers."""
     if finest:
         return [[i] for i in layers]
     if recomputed is None:
@@ -41,9 +41,12 @@ def parts_of(layers: Sequence[int], recomputed: Collection[int] | None, finest: 
 def segments_of(
     parts: Sequence[Sequence[int]], recomputed: Collection[int] | None, gives: Sequence[tuple[bool, ...]]
 ) -> tuple[Segment, ...]:
-    """Neighbouring parts of one kind together; without ``recomputed``, all are computed again.
+    """Join neighbouring parts that are all kept, or all recomputed, into segments.
 
-    ``gives``: per part, whether gradients come back for what it hands on.
+    Args:
+        parts: layers of each part.
+        recomputed: layers that are recomputed; None for all.
+        gives: per part but the last and per tensor it passes on, whether a gradient comes back.
     """
     kinds = [recomputed is None or part[0] in recomputed for part in parts]
     begins = [0, *(k for k in range(1, len(parts)) if kinds[k] != kinds[k - 1]), len(parts)]
@@ -54,17 +57,17 @@ def segments_of(
 
 @dataclass(slots=True)
 class RecomputeBoundaries:
-    """What of one micro-batch joins the segments of a stage."""
+    """The tensors of one micro-batch at the boundaries between the segments of a stage."""
 
     entries: list[Payload] = field(default_factory=list)
-    """What entered each segment that is computed again."""
+    """Inputs of each recomputed segment."""
     leaves: list[Payload] = field(default_factory=list)
-    """What each of them handed to a kept segment: leaves of that one's graph."""
+    """Outputs of each recomputed segment that a kept segment follows: leaves of the kept segment's graph."""
     recomputed: list[Payload] = field(default_factory=list)
-    """The same, computed again."""
+    """The same outputs, computed again by R with a graph."""
 
     def backward(self) -> None:
-        """Go on from the leaves, whose gradients are there, through what was computed again."""
+        """Continue the backward from the gradients of ``leaves`` through the recomputed segments."""
         for leaves, recomputed in zip(reversed(self.leaves), reversed(self.recomputed), strict=True):
             pairs = [
                 (y, x.grad) for x, y in zip(leaves, recomputed, strict=True) if x.grad is not None and y.requires_grad
@@ -74,5 +77,5 @@ class RecomputeBoundaries:
 
 
 def as_leaves(payload: Sequence[Tensor], gives: Sequence[bool]) -> Payload:
-    """The same values where a new graph begins."""
+    """Detach tensors so that a new graph begins there; ``gives`` says which of them require a gradient."""
     return tuple(y.detach().requires_grad_(wanted) for y, wanted in zip(payload, gives, strict=True))

@@ -1,15 +1,16 @@
-"""Split backward: input gradients now (B), weight gradients later (W).
+"""Split backward: compute input gradients in B and weight gradients later in W.
 
-A layer that can wait is run through an autograd function whose backward returns only the gradient of its input and
-leaves a closure for the weights in a queue. So B is autograd's ordinary backward, and W runs the closures, in any
-order, without walking the autograd graph a second time (PyTorch's own way, which costs 6-84 % and runs custom
-functions twice). Parameters of other layers get their gradient in B, as in a joint backward; norms on purpose: one
-kernel makes both of a norm's gradients, so to split it costs more than its weight gradient is worth.
+A layer whose weight gradient can be deferred runs through an autograd function whose backward returns only the
+gradient of its input and appends a closure for the weights to a queue. B is then autograd's ordinary backward, and W
+runs the closures, in any order. (PyTorch's pipelining walks the autograd graph a second time instead, which costs
+6-84 % and runs custom functions twice.) All other parameters get their gradient in B, as in a joint backward. Norm
+layers are among them on purpose: one kernel computes both of a norm's gradients, so splitting it would cost more than
+its weight gradient.
 
-In a captured graph the same is done to operations: ``linear``, ``addmm`` (transformers' Conv1D), ``embedding`` and
-convolutions, where weight and bias are parameters themselves.
+In a captured graph, operations are deferred in the same way: ``linear``, ``addmm`` (transformers' Conv1D),
+``embedding`` and convolutions, where weight and bias are themselves parameters.
 
-Source: zero-bubble pipeline parallelism (the split) and out-of-order backprop section 3 (why dW may wait).
+Source: zero-bubble pipeline parallelism (the split) and out-of-order backprop section 3 (why dW may be deferred).
 """
 
 from __future__ import annotations
@@ -32,15 +33,14 @@ from raypipe.tensor.divided_layers import Row, Vocabulary, plain_product
 
 __all__ = ["Closure", "WeightQueue", "defer_weight_gradients"]
 QUEUE = "_weight_queue"
-"""Attribute of a graph module that its deferred operations find their queue under."""
+"""Attribute of a graph module that holds the queue of its deferred operations."""
 aten = torch.ops.aten
 
 
 def defer_weight_gradients(root: nn.Module, queue: WeightQueue) -> list[str]:
-    """Make every layer of ``root``, and every operation of a graph in it, that can wait leave its weight gradient in
-    ``queue``.
+    """Defer weight gradients to ``queue`` in every layer of ``root``, and operation of its graphs, that supports it.
 
-    Returns the names of parameters that cannot wait: their gradients, or some of them, are computed in B.
+    Returns the names of the other parameters, whose gradients (or a part of them) are computed in B.
     """
     deferred: set[nn.Parameter] = set()
     for module in root.modules():
@@ -66,7 +66,7 @@ def _defer_embedding(module: nn.Embedding, queue: WeightQueue) -> Callable[[Tens
 
 
 def _defer_product(module: nn.Module, queue: WeightQueue) -> Callable[[Tensor], Tensor]:
-    """Of a divided layer: what it computes between the exchanges of its group."""
+    """Defer the matrix product of a divided layer, which it computes between the collectives of its group."""
     if isinstance(module, Vocabulary):
         return _defer_embedding(module, queue)
     assert isinstance(module, nn.Linear)
@@ -109,39 +109,39 @@ OPERATIONS: dict[Any, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     aten.conv2d.default: (_convolution, (1, 2)),
     aten.conv3d.default: (_convolution, (1, 2)),
 }
-"""Per operation, what runs it deferred, and which of its arguments must be parameters (or None)."""
+"""Per operation, the function that runs it deferred, and the positions of arguments that must be parameters or None."""
 
 
 def _defer_in_graph(module: fx.GraphModule, queue: WeightQueue) -> set[nn.Parameter]:
-    """Returns the parameters all of whose gradients wait."""
+    """Defer the operations of a graph that support it; return the parameters whose gradients are all deferred."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     read = {n: parameters[str(n.target)] for n in module.graph.nodes if n.op == "get_attr" and n.target in parameters}
     setattr(module, QUEUE, queue)
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
-        held = module.graph.create_node("get_attr", QUEUE)
-    left: set[nn.Parameter] = set()
+        queue_node = module.graph.create_node("get_attr", QUEUE)
+    joint: set[nn.Parameter] = set()
     for node in module.graph.nodes:
         used = [read[n] for n in node.all_input_nodes if n in read]
         if node.op != "call_function" or not used:
             continue
         function = _deferred(node, read)
         if function is None:
-            left.update(used)
+            joint.update(used)
         else:
-            node.target, node.args = function, (held, *node.args)
+            node.target, node.args = function, (queue_node, *node.args)
     module.recompile()
-    return set(read.values()) - left
+    return set(read.values()) - joint
 
 
 def _deferred(node: fx.Node, read: dict[fx.Node, nn.Parameter]) -> Callable[..., Tensor] | None:
-    """What runs this operation deferred; None if it must stay as it is."""
+    """Return the function that runs this operation deferred; None if it cannot be deferred."""
     if node.target not in OPERATIONS or node.kwargs:
         return None
     function, places = OPERATIONS[node.target]
     for i, arg in enumerate(node.args):
         if (i in places and arg is not None) != (isinstance(arg, fx.Node) and arg in read):
             return None
-    if function is _embedding:  # gradients scaled by frequency, or sparse
+    if function is _embedding:  # scale_grad_by_freq and sparse are not supported
         return None if any(node.args[3:]) else function
     if function is _product and read[node.args[0]].dim() != 1:  # type: ignore[index]
         return None

@@ -1,7 +1,7 @@
-"""Whether the Ray cluster may grow: then what it lacks now is worth waiting for.
+"""Find out whether an autoscaler may add nodes to the Ray cluster; a shortage of devices is then worth waiting for.
 
-Ray has no public call for it. What each of its two autoscalers publishes for ``ray status`` tells it: a cluster that
-nobody resizes has a monitor as well, but that one knows no node types and names each node by its own id.
+Ray has no public call for this, so it is read from what its autoscalers (v1 and v2) publish for ``ray status``. A
+cluster without an autoscaler has a v1 monitor too, but that one knows no node types and names each node by its id.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import ray
 
 STATUS = b"__autoscaling_status"
-"""Where the monitor of autoscaler v1 publishes its report."""
+"""Key under which the monitor of autoscaler v1 publishes its report."""
 NODE_GROUP = "ray.io/node-group"
 """Label of nodes that an autoscaler or KubeRay has started."""
 _BY_ID = re.compile(r"node_[0-9a-f]+")
 
 
 def autoscales() -> bool:
-    """Whether an autoscaler adds nodes to the cluster that this process is connected to."""
+    """Return whether an autoscaler adds nodes to the cluster that this process is connected to."""
     from ray.experimental.internal_kv import _internal_kv_get
 
     published = _internal_kv_get(STATUS)
@@ -32,14 +32,14 @@ def autoscales() -> bool:
 
 
 def knows_node_types(status: Mapping[str, Any]) -> bool:
-    """Whether the report of a v1 monitor is of a cluster with node types, of which more nodes can be started."""
+    """Return whether a v1 monitor's report names node types, of which an autoscaler can start more nodes."""
     report = status.get("autoscaler_report") or {}
     types = {*(report.get("node_type_mapping") or {}).values(), *(report.get("active_nodes") or ())}
     return any(_BY_ID.fullmatch(name) is None for name in types) or bool(report.get("pending_launches"))
 
 
 def _second_version_runs() -> bool:
-    """Whether an autoscaler v2 has reported its state."""
+    """Return whether an autoscaler v2 has reported its state."""
     from ray.autoscaler.v2.sdk import get_cluster_status
 
     return bool(get_cluster_status(ray.get_runtime_context().gcs_address).stats.autoscaler_version)

@@ -1,7 +1,8 @@
-"""The Ray that a command uses: the cluster named or started on this machine, else one for this command alone.
+"""Connect a command to Ray: to a running cluster, or to one started for this command alone.
 
-As ``ray.init()`` has it: RAY_ADDRESS; else the cluster that ``ray start`` last put up here; else a fresh one. The Ray
-that another program's ``ray.init()`` runs for itself is left alone, for it ends with that program.
+The order is that of ``ray.init()``: the cluster named by RAY_ADDRESS, else the one that ``ray start`` last started on
+this machine, else a new one. A Ray that another program's ``ray.init()`` started is not used, because it ends with
+that program.
 """
 
 from __future__ import annotations
@@ -26,28 +27,29 @@ LOCKED = "check the port; where the cluster asks for a token, set RAY_AUTH_MODE=
 ANSWER_S = 10.0
 """Time that a cluster has to answer a connection."""
 SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""An empty HTTP/2 frame of the type that both sides begin with."""
+"""An empty HTTP/2 SETTINGS frame, which both sides send first."""
 OTHER = "give the address of a running Ray of this version (ray start --head says it), or unset RAY_ADDRESS"
 NOT_STARTED = (
-    "try again when the machine is less busy; else look for a full disk, too little memory and Ray's own words in "
+    "try again when the machine is less busy; else check for a full disk or too little memory, and read Ray's logs in "
     "/tmp/ray/session_latest/logs"
 )
 
 
 def connect(devices: int, dashboard_port: int | None = None, emulated: bool = False) -> DeviceRequest:
-    """Connect to Ray and say what each of ``devices`` actors reserves.
+    """Connect to Ray and choose what each of ``devices`` workers reserves.
 
-    Emulated devices sleep most of their time, so any number of them share the CPUs there are.
-
-    A cluster named by RAY_ADDRESS, or started on this machine with ``ray start``, is used as it is; else Ray is
+    A cluster named by RAY_ADDRESS, or started on this machine with ``ray start``, is used as it is. Otherwise Ray is
     started here, bound to loopback, with as many logical CPUs as the plan needs.
 
-    A cluster with an autoscaler may have fewer devices than that for now.
+    Args:
+        devices: number of workers. A cluster with an autoscaler may have fewer devices for now.
+        dashboard_port: port for the dashboard of a Ray started here; None for no dashboard.
+        emulated: whether devices are emulated. They mostly sleep, so any number of them share the available CPUs.
 
     Raises:
-        SpecError: the cluster can never give that many devices, RAY_ADDRESS names one that does not answer, or the
-            dashboard's port is taken.
-        RunError: Ray did not come up on this machine.
+        SpecError: the cluster can never provide that many devices, the cluster named by RAY_ADDRESS does not answer,
+            or the dashboard's port is taken.
+        RunError: Ray did not start on this machine.
     """
     _join(devices, dashboard_port)
     resources = ray.cluster_resources()
@@ -58,9 +60,9 @@ def connect(devices: int, dashboard_port: int | None = None, emulated: bool = Fa
 
 
 def connect_all(dashboard_port: int | None = None, least: int = 1) -> int:
-    """Connect to Ray as ``connect`` does; returns how many devices there are: GPUs, or CPUs where there are none.
+    """Connect to Ray as ``connect`` does, and count its devices: the GPUs, or the CPUs where it has no GPU.
 
-    A Ray that is started here gets CPUs for ``least`` devices.
+    A Ray started here gets CPUs for at least ``least`` devices.
     """
     _join(least, dashboard_port)
     resources = ray.cluster_resources()
@@ -87,30 +89,35 @@ def _join_running(quiet: dict[str, Any]) -> bool:
         ray.init(address=address, **quiet)
     except ConnectionError as error:
         if named:
-            raise SpecError("RAY_ADDRESS", f"no Ray cluster lets us in at {named}: {error}", LOCKED) from None
-        print(f"the Ray cluster at {address} does not let us in: {LOCKED}. Starting one instead.", file=sys.stderr)
+            raise SpecError("RAY_ADDRESS", f"cannot connect to a Ray cluster at {named}: {error}", LOCKED) from None
+        print(f"cannot connect to the Ray cluster at {address}: {LOCKED}. Starting one instead.", file=sys.stderr)
         return False
-    except Exception as error:  # Ray has no class for it: another program listens there, another version of Ray, ...
-        raise SpecError("RAY_ADDRESS", f"no Ray cluster lets us in at {address}: {_first_line(error)}", OTHER) from None
+    except Exception as error:  # e.g. another program or another version of Ray listens; Ray has no class for these
+        why = f"cannot connect to a Ray cluster at {address}: {_first_line(error)}"
+        raise SpecError("RAY_ADDRESS", why, OTHER) from None
     if not named:
         hint = "RAY_ADDRESS=local starts one for this command alone"
-        print(f"using the Ray cluster at {address}, which `ray start` put up; {hint}", file=sys.stderr)
+        print(f"using the Ray cluster at {address}, which `ray start` started; {hint}", file=sys.stderr)
     return True
 
 
 def _started_here() -> str | None:
-    """Address of the cluster that ``ray start`` last put up on this machine and that still answers."""
+    """Return the address of the cluster that ``ray start`` last started on this machine, if it still answers."""
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     try:
         address = (Path(folder) / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip()
         _check_reachable(address)
-    except (OSError, SpecError):  # none, or one that was killed without a `ray stop`
+    except (OSError, SpecError):  # there is none, or it was killed without `ray stop`
         return None
     return address
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes, and then ends the process; one connection tells at once."""
+    """Check that a Ray cluster listens at ``address``; ``ray.init`` tries for minutes and then ends the process.
+
+    Raises:
+        SpecError: the address is malformed, nothing answers there, or what answers does not speak HTTP/2.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise SpecError("RAY_ADDRESS", f'"{address}" is not HOST:PORT', UNREACHABLE)
@@ -125,7 +132,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _speaks_http2(server: socket.socket) -> bool:
-    """Whether the other side speaks what gRPC, and so all of Ray, goes over: RFC 9113, section 3.4."""
+    """Return whether the other side speaks HTTP/2 (RFC 9113, section 3.4), which gRPC and so Ray run over."""
     server.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS)
     return server.recv(len(SETTINGS))[3:4] == SETTINGS[3:4]
 
@@ -146,14 +153,14 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
             _node_ip_address="127.0.0.1",
             **quiet,
         )
-    except Exception as error:  # Ray raises Exception itself where a process of its own did not come up in time
+    except Exception as error:  # Ray raises the class Exception itself if one of its processes did not start in time
         with contextlib.suppress(Exception):
             ray.shutdown()
         raise RunError("ray", f"did not start on this machine: {_first_line(error)}", NOT_STARTED) from None
 
 
 def _first_line(error: BaseException) -> str:
-    """The first sentence of what Ray says; the rest is a page of advice for its own developers."""
+    """Return class and first line of an error; the rest of Ray's messages is advice for its own developers."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 

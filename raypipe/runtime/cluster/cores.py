@@ -1,4 +1,4 @@
-"""Whether the devices of a run on CPUs have a core each."""
+"""Check whether every device of a CPU run has a core of its own."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 def physical_cores(siblings: str = SIBLINGS) -> int:
-    """Cores that this process may run on; two hyperthreads of one count once."""
+    """Count the physical cores that this process may run on: hyperthreads of one core count once."""
     cpus = os.sched_getaffinity(0)
     cores = set()
     for cpu in cpus:
         try:
             cores.add(Path(siblings.format(cpu)).read_text(encoding="ascii").strip())
-        except OSError:  # not told here: every CPU counts
+        except OSError:  # the system does not list siblings: count every logical CPU
             return len(cpus)
     return len(cores)
 
 
 def cores_of_one_host(request: DeviceRequest) -> int | None:
-    """The cores that all devices share; None where they are GPUs, or spread over several hosts."""
+    """Count the cores that all devices share; None where devices are GPUs or spread over several hosts."""
     one_host = sum(bool(node["Alive"]) for node in ray.nodes()) == 1
     elsewhere = os.environ.get("RAY_ADDRESS", "").startswith("ray://")
     return physical_cores() if one_host and not elsewhere and not request.gpus else None
 
 
 def warning(devices: int, cores: int | None) -> str | None:
-    """What to tell people of more devices than cores; None where each has its own.
+    """Return a warning if there are more devices than cores; None otherwise.
 
     >>> warning(2, 2), warning(2, None)
     (None, None)

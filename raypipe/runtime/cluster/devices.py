@@ -1,4 +1,4 @@
-"""Which resource a device takes from the cluster, and whether the cluster can ever give that many."""
+"""Choose the Ray resources each device reserves, and check that the cluster can provide enough of them."""
 
 from __future__ import annotations
 
@@ -8,35 +8,40 @@ from dataclasses import dataclass
 from raypipe.errors import SpecError
 
 OVERSUBSCRIPTION = 8
-"""Stage processes per core on a Ray that raypipe itself starts: enough to try any plan on a laptop."""
+"""Workers per core on a Ray that raypipe itself starts: enough to try any plan on a laptop."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRequest:
-    """What one stage actor reserves."""
+    """The Ray resources that one worker reserves."""
 
     cpus: float
     gpus: float
 
     def bundle(self) -> dict[str, float]:
-        """As a placement group bundle."""
+        """Return the request as a placement group bundle."""
         wanted = {"CPU": self.cpus}
         if self.gpus:
             wanted["GPU"] = self.gpus
         return wanted
 
     def describe(self) -> str:
-        """For messages."""
+        """Return the request as text, for messages."""
         return f"{self.gpus:g} GPU" if self.gpus else f"{self.cpus:g} CPU"
 
 
 def request_devices(devices: int, resources: Mapping[str, float], grows: bool = False) -> DeviceRequest:
-    """What each of ``devices`` actors reserves on a cluster with these total resources: a GPU where there are any.
+    """Choose what each of ``devices`` workers reserves: a GPU if the cluster has any, else a CPU.
 
-    With fewer GPUs than devices, stages share them evenly. A cluster that ``grows`` may have the CPUs later.
+    With fewer GPUs than devices, workers share them evenly.
+
+    Args:
+        devices: number of workers.
+        resources: the cluster's total resources, as Ray reports them.
+        grows: whether an autoscaler may add CPUs later.
 
     Raises:
-        SpecError: the cluster can never give that many; says what it has.
+        SpecError: the cluster can never provide that many devices; the message says what it has.
     """
     gpus, cpus = resources.get("GPU", 0.0), resources.get("CPU", 0.0)
     if gpus >= 1:
@@ -46,16 +51,16 @@ def request_devices(devices: int, resources: Mapping[str, float], grows: bool = 
         raise SpecError(
             "parallel",
             f"asks for {devices} devices (stages x replicas x tensor), but the cluster has {cpus:g} CPUs and no GPU",
-            f"use fewer: at most {int(cpus)}; add nodes, or set RAY_ADDRESS=local for a Ray of this run's own",
+            f"use at most {int(cpus)}, add nodes, or set RAY_ADDRESS=local to start a Ray for this run alone",
         )
     return DeviceRequest(cpus=1.0, gpus=0.0)
 
 
 def local_cpus(devices: int, cores: int) -> int:
-    """CPUs to give a Ray started for this run alone: one per device, more than the cores if need be.
+    """Return the number of CPUs for a Ray started for this run: one per device, even beyond the number of cores.
 
     Raises:
-        SpecError: more processes than the cores can sensibly share.
+        SpecError: there are more than ``OVERSUBSCRIPTION`` devices per core.
     """
     most = cores * OVERSUBSCRIPTION
     if devices > most:

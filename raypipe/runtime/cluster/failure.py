@@ -1,11 +1,11 @@
-"""Failures on devices: which error explains the others, whether a restart may mend it, and how it is told.
+"""Failures on devices: find the error that caused the others, decide whether a restart helps, and describe it.
 
 When a device's process dies or its code raises, its peers fail as well, with errors that only say that it is gone.
-Kinds of exceptions:
+Exceptions are of three kinds:
 
-``bug``      the same step would raise it again: it ends the run;
-``memory``   an allocation failed: the run restarts;
-``lost``     a connection, a file or a device went away: the run restarts. Another device's error may be the cause.
+``bug``      the same step would raise it again, so the run ends;
+``memory``   an allocation failed, so the run restarts;
+``lost``     a connection, a file or a device was lost, so the run restarts. Another device's error may be the cause.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 FILE = "failure.txt"
-"""In the run's directory: the traceback of every failure, newest last."""
+"""File in the run's directory that holds the traceback of every failure, newest last."""
 PEERS_S = 3.0
-"""How long the other devices have to report what may be the cause; Ray needs about one to notice that one died."""
+"""How long to wait for other devices to report the cause. Ray needs about one second to notice that an actor died."""
 
 _MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _LOST = re.compile(
@@ -41,11 +41,14 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _ASSERT = "device-side assert"
-"""CUDA's word for an index that a kernel refused: of all its errors the one that would come again."""
+"""CUDA's message when a kernel rejects an index. It is a bug: unlike CUDA's other errors it would happen again."""
 
 
 def kind_of(error: BaseException) -> str:
-    """The kind of an exception that a device's code raised; what it was raised from counts as well."""
+    """Return the kind of an exception that a device's code raised: ``bug``, ``memory`` or ``lost``.
+
+    The exceptions that it was raised from (``__cause__``) are considered as well.
+    """
     cause: BaseException | None = error
     while cause is not None:
         text = str(cause)
@@ -65,10 +68,10 @@ def kind_of(error: BaseException) -> str:
 Method = Callable[Concatenate[Any, P], R]
 
 
-def tells(method: Method[P, R]) -> Method[P, R]:
-    """Turn what an actor's method raises into a DeviceError; raypipe's own errors pass as they are.
+def raises_device_errors(method: Method[P, R]) -> Method[P, R]:
+    """Wrap an actor's method to raise exceptions as DeviceError; raypipe's own errors pass unchanged.
 
-    The actor's ``whereabouts()`` say which device and task it was.
+    The actor's ``whereabouts()`` names the device and the task in the error.
     """
 
     @functools.wraps(method)
@@ -78,21 +81,22 @@ def tells(method: Method[P, R]) -> Method[P, R]:
         except RaypipeError:
             raise
         except Exception as error:
-            raise DeviceError(self.whereabouts(), what(error), "", traceback.format_exc(), kind_of(error)) from None
+            why = summary(error)
+            raise DeviceError(self.whereabouts(), why, "", traceback.format_exc(), kind_of(error)) from None
 
     return run
 
 
-def what(error: BaseException) -> str:
-    """Class, message and source line of an exception: ``IndexError: no such row (model.py:12 in forward: ...)``."""
+def summary(error: BaseException) -> str:
+    """Summarise an exception in one line: ``IndexError: no such row (model.py:12 in forward: ...)``."""
     lines = str(error).strip().splitlines()
-    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     at = source_line(error.__traceback__)
-    return f"{said} ({at})" if at else said
+    return f"{message} ({at})" if at else message
 
 
 def source_line(trace: TracebackType | None) -> str:
-    """The innermost line of a traceback that is the user's own, as ``file:line in function: code``; "" if none is."""
+    """Return the innermost line of the user's own code, as ``file:line in function: code``; "" if there is none."""
     for frame in reversed(traceback.extract_tb(trace)):
         if _is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
@@ -110,11 +114,11 @@ def _is_users(filename: str) -> bool:
 
 
 def own_error(error: BaseException) -> BaseException:
-    """What Ray's wrapping hides: raypipe's own error where there is one inside, else a process's death, else itself."""
+    """Unwrap an error from Ray: return raypipe's own error inside it, else an actor's death, else ``error`` itself."""
     found: BaseException | None = None
     inner: BaseException | None = error
     while inner is not None:
-        # Ray's wrapping is an instance of the cause's class too, but says it with a traceback.
+        # Ray's wrapper is also an instance of the cause's class, but its message is a whole traceback.
         deeper = getattr(inner, "cause", None) or inner.__cause__
         if isinstance(inner, RaypipeError) and not isinstance(deeper, RaypipeError):
             return inner
@@ -125,7 +129,7 @@ def own_error(error: BaseException) -> BaseException:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether a restart would only fail again; of ``own_error``'s result."""
+    """Return whether a restart would fail again; ``error`` is a result of ``own_error``."""
     if isinstance(error, DeviceError):
         return error.kind == "bug"
     if isinstance(error, RaypipeError):
@@ -134,9 +138,11 @@ def is_final(error: BaseException) -> bool:
 
 
 def root_cause(error: BaseException, calls: Sequence[Any]) -> BaseException:
-    """Of the errors that came with ``error``, the one that explains the others, without Ray's wrapping.
+    """Return the error that caused the others, unwrapped from Ray.
 
-    ``calls`` are the references of what the devices were doing. Waits at most ``PEERS_S`` for those that may fail yet.
+    Args:
+        error: the error that was noticed first.
+        calls: references of the newest calls on all workers. Waits at most ``PEERS_S`` seconds for their errors.
     """
     found = own_error(error)
     deadline = time.monotonic() + PEERS_S
@@ -148,16 +154,16 @@ def root_cause(error: BaseException, calls: Sequence[Any]) -> BaseException:
                 ray.get(ref)
             except Exception as other:
                 cause = own_error(other)
-                found = min(found, cause, key=_rank)  # of equals the first one
+                found = min(found, cause, key=_rank)  # the first one where several rank equally
     return found
 
 
 def _rank(error: BaseException) -> int:
-    """How well an error explains those of other devices; 0 needs no explanation itself."""
+    """Rank an error by how likely it is the consequence of another device's error; 0 is certainly a cause."""
     if isinstance(error, RayActorError):
         return 1
     if isinstance(error, DeviceError) and error.kind == "bug":
-        # A library may report a peer's death as a RuntimeError in words that are not known here.
+        # A library may report a peer's death as a RuntimeError whose text ``_LOST`` does not match.
         return 2 if error.why.startswith("RuntimeError") else 0
     if isinstance(error, DeviceError) and error.kind == "memory":
         return 0
@@ -167,18 +173,18 @@ def _rank(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The message of a failure: raypipe's own where there is one inside Ray's wrapping; else one line."""
+    """Return the message of a failure: that of raypipe's own error inside it, or else one line."""
     cause = own_error(error)
     if isinstance(cause, RaypipeError):
         return str(cause)
     if isinstance(cause, RayActorError):
         return _death(cause)
-    # Of what Ray wraps, the class and the message are told twice, around a traceback; the cause tells them once.
-    return what(getattr(cause, "cause", None) or cause)
+    # Ray's wrapper repeats class and message around a traceback; its cause has them once.
+    return summary(getattr(cause, "cause", None) or cause)
 
 
 def _death(error: RayActorError) -> str:
-    """Which process died, and of what as far as Ray knows; its own text is a page with ids."""
+    """Say in one line which process died and why, as far as Ray knows; Ray's own text is a page with ids."""
     text = str(error)
     name = re.search(r"^\s*name: (.*?)(?: · [0-9a-f]{8}\S*)?$", text, re.MULTILINE)
     pid = re.search(r"^\s*pid: (\d+)$", text, re.MULTILINE)
@@ -191,8 +197,8 @@ def _death(error: RayActorError) -> str:
     return f"{who}: {process}" + (f": {why}" if why else "")
 
 
-def told(error: BaseException, traceback_file: Path) -> str:
-    """``describe``, and for a bug what to do about it."""
+def failure_message(error: BaseException, traceback_file: Path) -> str:
+    """Describe a failure to the user: where, why, and (unless it is raypipe's own error) what to do about it."""
     cause = own_error(error)
     if isinstance(cause, RaypipeError) and not isinstance(cause, DeviceError):
         return describe(cause)
@@ -205,7 +211,7 @@ def told(error: BaseException, traceback_file: Path) -> str:
 
 
 def keep_traceback(directory: Path, error: BaseException) -> Path:
-    """Append the whole traceback of ``root_cause``'s result to the run's file of them; returns that."""
+    """Append the traceback of ``error`` (a result of ``root_cause``) to the run's failure file; return its path."""
     path = directory / FILE
     text = error.details if isinstance(error, DeviceError) else "".join(traceback.format_exception(error))
     where = f" {error.where}" if isinstance(error, DeviceError) else ""

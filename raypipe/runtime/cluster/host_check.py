@@ -1,7 +1,7 @@
-"""Whether the nodes of a run can work together, looked at before training: storage, network, versions.
+"""Checks before training that the nodes of a run can work together: storage, network, versions.
 
-One process of each node says what it finds (``host_report``), all at the same time; the driver compares. What is wrong
-is an error that names the node, and no restart would mend it.
+One process of each node reports what it finds (``host_report``), all at the same time, and the driver compares the
+reports. A mismatch is an error that names the node; a restart would not help.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Location
 
 ANSWER_S = 60.0
-"""Time that a node has to look at its own state; a network file system that hangs takes for ever."""
+"""Time that a node has to report; without a limit, a network file system that hangs would block for ever."""
 
 
 def check_hosts(workers: WorkerGroup, directory: Path | None = None) -> None:
-    """Ask one process of each node (its ``report``), and judge.
+    """Have one process of each node report (its ``report`` method), and compare the reports.
 
-    ``directory`` is the run's, if its storage matters.
+    Args:
+        workers: the running worker group.
+        directory: the run's directory; None if nothing is written, and so storage is not checked.
 
     Raises:
         ClusterError: a node does not share the run's directory, cannot be reached, or runs other versions.
@@ -39,14 +41,14 @@ def check_hosts(workers: WorkerGroup, directory: Path | None = None) -> None:
             reports = ray.get(list(asked.values()), timeout=ANSWER_S)
         except ray.exceptions.GetTimeoutError:
             ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)
-            raise silent(
+            raise no_answer(
                 [workers.locations[rank] for rank, one in asked.items() if one not in ready], directory
             ) from None
     judge(reports, directory, versions())
 
 
-def silent(nodes: Sequence[Location], directory: Path | None) -> RunError:
-    """The error about nodes that do not answer."""
+def no_answer(nodes: Sequence[Location], directory: Path | None) -> RunError:
+    """Make the error about nodes that do not answer."""
     return RunError(
         f"node {', '.join(at.address for at in nodes)}", f"did not answer within {ANSWER_S:.0f} s",
         f"see whether the file system under {directory} hangs there" if directory else "see what keeps it busy",
@@ -54,17 +56,17 @@ def silent(nodes: Sequence[Location], directory: Path | None) -> RunError:
 
 
 def judge(reports: Sequence[HostReport], directory: Path | None, own: Mapping[str, str]) -> None:
-    """Compare what the nodes say with the driver's ``own`` versions.
+    """Check the nodes' reports against the driver's ``own`` versions and the run's directory.
 
     Raises:
-        ClusterError: about the first node that does not fit.
+        ClusterError: the first node that does not fit, and why.
     """
     for report in reports:
         node = f"node {report.address}"
         for name, version in own.items():
             if report.versions[name] != version:
                 raise ClusterError(
-                    node, f"has {name} {report.versions[name]}, and the driver {version}",
+                    node, f"has {name} {report.versions[name]}, but the driver has {version}",
                     "install the same versions of raypipe, torch, ray and Python on every node",
                 )  # fmt: skip
         if report.network is not None:
@@ -73,24 +75,24 @@ def judge(reports: Sequence[HostReport], directory: Path | None, own: Mapping[st
             continue
         if not report.shared:
             raise ClusterError(
-                node, f"has other storage under {directory} than the driver: a file that was just written is not there",
+                node, f"does not share {directory} with the driver: it does not see a file that was just written there",
                 "give --run-dir a folder of a file system that all nodes mount, or train on the devices of one node",
             )  # fmt: skip
         if not report.has_data:
             raise ClusterError(
                 node, f"does not see the prepared data in {directory / 'data'}",
-                "have all nodes mount that folder under the same name, or train on the devices of one node",
+                "mount that folder under the same name on all nodes, or train on the devices of one node",
             )  # fmt: skip
         if report.refusal:
             raise ClusterError(
                 node, f"cannot write checkpoints into {directory}: {report.refusal}",
-                "let the user that runs Ray there write into it",
+                "give the user that runs Ray on that node write permission",
             )  # fmt: skip
 
 
 @contextmanager
 def _token(directory: Path | None) -> Iterator[str]:
-    """A file that only this storage has."""
+    """Create a file with a unique name in the run's directory; nodes that see it share the driver's storage."""
     name = f".shared-{uuid.uuid4().hex}"
     if directory is None:
         yield name

@@ -1,4 +1,4 @@
-"""What a node says of itself when the driver asks whether it can work with the others: storage, network, versions."""
+"""What a node reports to the driver before training, to show that it can work with the others."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ from raypipe.errors import ClusterError
 from raypipe.runtime.transport.interfaces import use_interface
 
 LOOKS, LOOK_AGAIN_S = 5, 0.5
-"""Some network file systems show a new file a moment late."""
+"""Number of attempts to find a new file and the pause between them: some network file systems show files late."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostQuestion:
-    """What a node is asked."""
+    """What the driver asks every node to check."""
 
     directory: Path | None
-    """Of the run; None where nothing is written."""
+    """The run's directory; None where nothing is written."""
     token: str
-    """Name of a file in it, and what it holds."""
+    """Name, and also content, of a file that the driver wrote there."""
     rendezvous: str
     """Address of rank 0's node."""
     one_host: bool
-    """All devices are on one node."""
+    """Whether all devices are on one node."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """What a node answers."""
+    """What a node found."""
 
     address: str
     versions: Mapping[str, str]
     shared: bool
-    """It finds the driver's token in the run's directory."""
+    """Whether the node sees the driver's token in the run's directory."""
     has_data: bool
+    """Whether it sees the prepared data there."""
     refusal: str
-    """Why it cannot write there; empty if it can."""
+    """Why the node cannot write there; empty if it can."""
     network: ClusterError | None
-    """Why the other nodes cannot reach it."""
+    """Why the other nodes cannot reach this one; None if they can."""
 
 
 def report_host(question: HostQuestion, address: str) -> HostReport:
-    """What this node has to say; ``address`` is its own in Ray."""
+    """Check storage, network and versions of this node; ``address`` is the one by which Ray knows it."""
     network = None
     try:
         use_interface(address, question.rendezvous, question.one_host)
@@ -92,7 +93,7 @@ def _refusal(directory: Path) -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """What has to be the same everywhere. Of torch not the kind of build: CPU and GPU nodes may work together."""
+    """Return the versions that all nodes must share. torch's build (``+cpu``, ``+cu128``) may differ between nodes."""
     import ray
     import torch
 
@@ -105,9 +106,9 @@ def versions() -> dict[str, str]:
 
 
 def _source_digest() -> str:
-    """Of raypipe's own files: two checkouts of one version may differ."""
+    """Hash raypipe's own source files, because two checkouts of one version may differ."""
     root = Path(raypipe.__file__).parent
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        whole.update(os.fsencode(path.relative_to(root)) + b"\0" + path.read_bytes())
-    return whole.hexdigest()[:8]
+        digest.update(os.fsencode(path.relative_to(root)) + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]

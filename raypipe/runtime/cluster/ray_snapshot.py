@@ -1,6 +1,7 @@
-"""Ray Train's note of the checkpoints it was told of, which it reads when a run begins in a directory that has one.
+"""Check Ray Train's snapshot: its list of reported checkpoints, which it reads when a run begins in its directory.
 
-It serves to delete old checkpoints; a run goes on from raypipe's own manifests. So a damaged note is set aside.
+Ray Train needs the list only to delete old checkpoints; a run resumes from raypipe's own manifests. A damaged snapshot
+is therefore renamed, so that Ray Train does not fail on it.
 """
 
 from __future__ import annotations
@@ -17,41 +18,39 @@ NAME = "checkpoint_manager_snapshot.json"
 
 
 def check_snapshot(directory: Path, say: Callable[[str], None]) -> None:
-    """Set the note aside if Ray Train could not begin with it; ``say`` is told.
+    """Rename the snapshot if Ray Train could not read it, and report that through ``say``.
 
     Raises:
         OSError: it cannot be renamed.
     """
     path = directory / NAME
     if path.exists() and (wrong := _wrong(path)) is not None:
-        say(f"note: {path}: {wrong}; it is now {set_aside(path).name}, and the run goes on from its own checkpoints")
+        say(f"note: {path}: {wrong}; it is now {set_aside(path).name}, and the run resumes from its own checkpoints")
 
 
 def _wrong(path: Path) -> str | None:
-    """Why Ray Train would refuse the note; None if it would not."""
+    """Say why Ray Train would reject the snapshot; None if it would accept it."""
     try:
-        note = json.loads(read_regular(path))
-        _read_by_ray(note)
-        named = [one["checkpoint_dir_name"] for one in note["checkpoint_results"]]
-        known = set(named)
-        latest = note.get("latest_checkpoint_result")
-        also = [
-            one["checkpoint_dir_name"] for one in (*note["pending_training_results"], *([latest] if latest else []))
-        ]
-        whole = len(named) == len(note["checkpoint_report_indices"]) and known.issuperset(also)
-        whole = whole and len(note["pending_training_results"]) == len(note["pending_validation_specs"])
-    except Exception:  # whatever a damaged file makes of these; pydantic's errors are Ray's business
+        snapshot = json.loads(read_regular(path))
+        _validate_with_ray(snapshot)
+        listed = [one["checkpoint_dir_name"] for one in snapshot["checkpoint_results"]]
+        latest = snapshot.get("latest_checkpoint_result")
+        pending = snapshot["pending_training_results"]
+        mentioned = [one["checkpoint_dir_name"] for one in (*pending, *([latest] if latest else []))]
+        consistent = len(listed) == len(snapshot["checkpoint_report_indices"]) and set(listed).issuperset(mentioned)
+        consistent = consistent and len(pending) == len(snapshot["pending_validation_specs"])
+    except Exception:  # a damaged file may raise anything here, pydantic's errors included
         return "is damaged"
-    if not whole:
+    if not consistent:
         return "contradicts itself"
-    lost = next((name for name in named if not (path.parent / name).is_dir()), None)
+    lost = next((name for name in listed if not (path.parent / name).is_dir()), None)
     return None if lost is None else f"names {lost}, which is gone"
 
 
-def _read_by_ray(note: Any) -> None:
-    """Ray's own reading, where this version of Ray has it under this name."""
+def _validate_with_ray(snapshot: Any) -> None:
+    """Validate the snapshot as Ray Train does, if this version of Ray still has that class."""
     try:
         from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import _CheckpointManagerState
     except ImportError:
         return
-    _CheckpointManagerState.model_validate(note)
+    _CheckpointManagerState.model_validate(snapshot)

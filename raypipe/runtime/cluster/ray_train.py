@@ -1,8 +1,8 @@
-"""Ray Train around the driver: the run's page in the dashboard, restarts after failures, checkpoint retention.
+"""Run the driver under Ray Train, which provides a page in the dashboard, restarts and checkpoint retention.
 
-The driver loop is the single worker of a Ray Train run. The process that starts the run holds the devices: neither the
-driver's death nor the controller's loses them, and Ray ends an actor when the process that made it dies. Stage actors
-write their shards into the run directory themselves; the driver only tells Ray Train where they are.
+The driver loop is the single worker of a Ray Train run. Ray ends an actor when the process that created it dies, so
+the devices are held by the process that starts the run: they survive the death of the driver and of the controller.
+Workers write their shards into the run directory themselves; the driver only tells Ray Train where they are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
 from raypipe.observe.timelines import save_timelines
 from raypipe.plan.plan import load_plan
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.failure import is_final, keep_traceback, own_error, root_cause, told
+from raypipe.runtime.cluster.failure import failure_message, is_final, keep_traceback, own_error, root_cause
 from raypipe.runtime.cluster.reserve import Reservation
 from raypipe.runtime.cluster.worker_group import start_worker_group
 from raypipe.runtime.communicators import own_address
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
 POLL_S = "0.2"
-"""How often Ray Train's controller looks at its worker; its default of 2 s is how long every report would take."""
+"""Interval at which Ray Train's controller polls its worker. A report takes that long; Ray's default is 2 s."""
 
 
 DRIVER_DIED = "the driver's process died"
 ATTEMPTED = ".attempted"
-"""Left by a run's first attempt, and locked while one is under way."""
+"""File that a run's first attempt creates, and that every attempt locks while it runs."""
 LAST_ATTEMPT_S = 60.0
-"""Time that a driver has to end once its controller is gone."""
+"""How long to wait for the previous attempt's driver to end once its controller is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,17 @@ class RunRequest:
     directory: Path
     resume: bool
     devices: DeviceRequest
-    held: Reservation
+    """The resources that each worker reserves."""
+    reservation: Reservation
     """The devices, reserved for all attempts."""
 
 
 DRIVER_BYTES = 512 << 20
-"""Memory the driver reserves; it computes nothing, so all CPUs belong to the stage actors."""
+"""Memory that the driver reserves."""
 
 
 class _Reporter:
-    """Tells Ray Train of checkpoints from a thread of its own: a report waits for the controller's next poll."""
+    """Reports checkpoints to Ray Train from a thread, because a report blocks until the controller's next poll."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Path, dict[str, Any]] | None] = queue.SimpleQueue()
@@ -75,7 +76,7 @@ class _Reporter:
         self._thread.start()
 
     def saved(self, step: int, path: Path, metrics: dict[str, Any]) -> None:
-        """Queue one checkpoint."""
+        """Queue the report of one checkpoint."""
         self._queue.put((path, metrics))
 
     def _work(self) -> None:
@@ -94,7 +95,7 @@ class _Reporter:
             self._error = error
 
     def close(self) -> None:
-        """Wait until everything is reported; raises what a report raised."""
+        """Wait until everything is reported; raise the error of a report that failed."""
         self._queue.put(None)
         self._thread.join()
         if self._error is not None:
@@ -102,38 +103,37 @@ class _Reporter:
 
 
 def driver_loop(config: dict[str, Any]) -> None:
-    """What Ray Train's worker runs; again after every failure."""
+    """Run one attempt; Ray Train calls this in its worker, at first and after every failure."""
     request: RunRequest = config["request"]
     job, directory = request.job, request.directory
-    with _alone(directory) as again:
-        # A restart goes on from the newest checkpoint; a first attempt does so only when asked to resume.
-        checkpoint, notices = latest(directory / "checkpoints") if request.resume or again else (None, [])
+    with _only_attempt(directory) as restarted:
+        # A restart continues from the newest checkpoint; a first attempt does so only when asked to resume.
+        checkpoint, notices = latest(directory / "checkpoints") if request.resume or restarted else (None, [])
         done = open_checkpoint(checkpoint, verify=False).step if checkpoint is not None else 0
         rewind(directory, done)
         log = RunLog(directory)
         for notice in notices:
             log.event("notice", message=notice)
-        if again:
-            if not failure_told(directory):
+        if restarted:
+            if not failure_logged(directory):
                 log.event("failed", message=DRIVER_DIED)
-            request.held.end_attempts()
+            request.reservation.end_attempts()
             log.event("restarted", checkpoint=str(checkpoint) if checkpoint else None)
         reporter = _Reporter()
         try:
-            # As saved: an earlier attempt may have found a better order meanwhile.
+            # Read the saved plan: an earlier attempt may have found a better order.
             plan = load_plan(directory / "plan.json")
             driver = Driver(job, plan, directory, log, reporter.saved)
             workers = start_worker_group(
                 driver.schedule, plan.parallel.replicas, request.devices, tensor=plan.parallel.tensor,
-                timeout_s=job.train.wait_for_devices_s, held=request.held,
-                tell=lambda text: log.event("waiting", message=text),
+                timeout_s=job.train.wait_for_devices_s, reservation=request.reservation,
+                notify=lambda text: log.event("waiting", message=text),
             )  # fmt: skip
             try:
                 driver.run(workers, checkpoint, done)
             except Exception as error:
-                raise root_cause(
-                    error, workers.calls
-                ) from None  # while the other devices can still say what befell them
+                # Look for the cause before the workers are stopped, while they can still report their errors.
+                raise root_cause(error, workers.calls) from None
             finally:
                 workers.stop()
             prediction = driver.clock.prediction
@@ -142,10 +142,10 @@ def driver_loop(config: dict[str, Any]) -> None:
         except Exception as error:
             cause = own_error(error)
             path = keep_traceback(directory, cause)
-            if is_final(cause):  # no restart would mend it
-                log.event("error", message=told(cause, path), exit_status=getattr(cause, "exit_status", 1))
+            if is_final(cause):  # return instead of raising: a restart would fail again
+                log.event("error", message=failure_message(cause, path), exit_status=getattr(cause, "exit_status", 1))
             else:
-                log.event("failed", message=told(cause, path))
+                log.event("failed", message=failure_message(cause, path))
                 raise
         finally:
             reporter.close()
@@ -153,10 +153,13 @@ def driver_loop(config: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[bool]:
-    """Be the only attempt at a run; whether there was one before.
+def _only_attempt(directory: Path) -> Iterator[bool]:
+    """Be the only attempt at a run while the block lasts; yield whether there was an attempt before.
 
-    A driver whose controller was killed may live on for a moment: it must not write beside the next one.
+    A driver whose controller was killed may live on for a moment, and must not write while the next one does.
+
+    Raises:
+        RunError: the previous attempt did not end within ``LAST_ATTEMPT_S``.
     """
     with (directory / ATTEMPTED).open("a+", encoding="utf-8") as marker:
         deadline = time.monotonic() + LAST_ATTEMPT_S
@@ -165,10 +168,10 @@ def _alone(directory: Path) -> Iterator[bool]:
                 raise RunError(str(directory), "an earlier attempt at this run does not end", "end its process")
             time.sleep(0.1)
         marker.seek(0)
-        again = marker.read() != ""
+        restarted = marker.read() != ""
         marker.write("attempted\n")
         marker.flush()
-        yield again
+        yield restarted
 
 
 def _locked(file: TextIO) -> bool:
@@ -182,21 +185,21 @@ def _locked(file: TextIO) -> bool:
     return True
 
 
-def failure_told(directory: Path) -> bool:
-    """Whether the last attempt at a run left a word of why it failed; a killed process leaves none."""
+def failure_logged(directory: Path) -> bool:
+    """Return whether the last attempt logged why it failed; a killed process does not."""
     marks = [e["event"] for e in read_rows(directory / EVENTS) if e["event"] in ("run", "restarted", "failed")]
     return bool(marks) and marks[-1] == "failed"
 
 
 def failures(directory: Path) -> int:
-    """Failures since the run was last started."""
+    """Count the failures since the run was last started."""
     kinds = [e["event"] for e in read_rows(directory / EVENTS)]
     begun = max((i for i, kind in enumerate(kinds) if kind == "run"), default=0)
     return kinds[begun:].count("failed")
 
 
 def this_node() -> dict[str, float]:
-    """Resources that only the calling process's node has, and enough of: there the run's directory is."""
+    """Return a resource request that only this node satisfies; the driver must run where the run's directory is."""
     import ray
 
     name = f"node:{own_address()}"
@@ -204,13 +207,13 @@ def this_node() -> dict[str, float]:
 
 
 def start_run(request: RunRequest) -> Result:
-    """Run to the end through Ray Train; Ray must be initialised.
+    """Run a job to its end through Ray Train; Ray must be initialised.
 
-    Ray Train restarts the driver after a failure, and is itself started again when its controller dies.
+    Ray Train restarts the driver after a failure. If Ray Train's controller dies, it is started again here.
 
     Raises:
-        ray.train.TrainingFailedError: it failed more often than ``train.max_failures`` allows.
-        RunError: it did, and the last failure was the controller's death.
+        ray.train.TrainingFailedError: the run failed more often than ``train.max_failures`` allows.
+        RunError: the same, where the last failure was the controller's death.
     """
     allowed = request.job.train.max_failures
     (request.directory / ATTEMPTED).unlink(missing_ok=True)
@@ -225,7 +228,7 @@ def start_run(request: RunRequest) -> Result:
             log.close()
             restarts = allowed - failures(request.directory)
             if restarts < 0:
-                raise RunError("run", message, "--resume goes on from its checkpoint") from error
+                raise RunError("run", message, "continue from its newest checkpoint with --resume") from error
 
 
 def _trainer(request: RunRequest, restarts: int) -> TorchTrainer:
@@ -237,7 +240,7 @@ def _trainer(request: RunRequest, restarts: int) -> TorchTrainer:
     return TorchTrainer(
         driver_loop,
         train_loop_config={"request": request},
-        # The driver computes nothing: all CPUs belong to the stage actors.
+        # The driver computes nothing, so it reserves no CPU: all of them belong to the workers.
         scaling_config=ScalingConfig(
             num_workers=1, resources_per_worker={"CPU": 0, "memory": DRIVER_BYTES, **this_node()}
         ),

@@ -1,7 +1,7 @@
-"""Devices reserved for a run: waited for in the open, kept over all of its attempts, given back at its end.
+"""Reserve a run's devices: wait for them, keep them over all of its attempts, and release them at its end.
 
-The process that starts a run reserves them, for it outlives Ray Train's controller and the driver: an attempt that
-replaces a killed one then finds its devices where they were, and no other job takes them in between.
+The process that starts a run reserves them, because it outlives Ray Train's controller and the driver. The attempt
+after a killed one then still has its devices, and no other job can take them in between.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from raypipe.errors import DevicesError
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.transport.same_host.shared_memory import cleanup
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 FIRST_S, NEXT_S, LATER_S = 1.0, 5.0, 30.0
-"""When a wait is told first; then how often in the first minute, and after that."""
+"""When a wait is first reported; the interval of reports in the first minute; and the interval after that."""
 POLL_S = 1
-"""Ray counts the time that it waits for a placement group in whole seconds."""
+"""Ray's timeout for a placement group is in whole seconds."""
 
 
 def silent(_message: str) -> None:
-    """Tells nobody."""
+    """Ignore the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Reservation:
 
     group: PlacementGroup
     run_id: str
-    """Eight hexadecimal digits; those of attempts begin with their run's."""
+    """Eight hexadecimal digits; the id of an attempt appends ``-`` and four more."""
 
     def for_attempt(self) -> Reservation:
-        """The same devices under an id of one attempt at the run."""
+        """Return the same reservation with a new id, for one attempt at the run."""
         return replace(self, run_id=f"{self.run_id}-{uuid.uuid4().hex[:4]}")
 
-    def wait(self, devices: int, request: DeviceRequest, timeout_s: float | None, tell: Tell) -> None:
-        """Wait until the devices are there; ``tell`` hears of it now and then.
+    def wait(self, devices: int, request: DeviceRequest, timeout_s: float | None, notify: Notify) -> None:
+        """Wait until the devices are reserved; ``notify`` is called with a sentence now and then.
 
         Raises:
             DevicesError: they were not free within ``timeout_s``.
@@ -64,10 +64,10 @@ class Reservation:
                 )
             if waited >= due:
                 due = waited + (NEXT_S if waited < 60 else LATER_S)
-                tell(f"{shortage(devices, request)}, waiting {int(waited) // 60}:{int(waited) % 60:02d}")
+                notify(f"{shortage(devices, request)}, waiting {int(waited) // 60}:{int(waited) % 60:02d}")
 
     def end_attempts(self) -> None:
-        """End what an attempt left whose driver was killed: its stage actors and its shared memory."""
+        """Kill the workers and free the shared memory of attempts whose driver was killed."""
         for name in list_named_actors():
             if f" · {self.run_id}-" in name:
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
@@ -75,12 +75,12 @@ class Reservation:
         cleanup(self.run_id)
 
     def give_back(self) -> None:
-        """Let others have the devices; whatever runs there ends."""
+        """Release the devices; Ray ends the actors that still run there."""
         remove_placement_group(self.group)
 
 
-def reserve(devices: int, request: DeviceRequest, timeout_s: float | None, tell: Tell = silent) -> Reservation:
-    """Reserve that many devices, waiting for them as ``Reservation.wait`` does.
+def reserve(devices: int, request: DeviceRequest, timeout_s: float | None, notify: Notify = silent) -> Reservation:
+    """Reserve ``devices`` devices, waiting for them as ``Reservation.wait`` does.
 
     Raises:
         DevicesError: they were not free within ``timeout_s``.
@@ -89,7 +89,7 @@ def reserve(devices: int, request: DeviceRequest, timeout_s: float | None, tell:
     group = placement_group([request.bundle() for _ in range(devices)], strategy="PACK", name=f"raypipe {run_id}")
     reservation = Reservation(group, run_id)
     try:
-        reservation.wait(devices, request, timeout_s, tell)
+        reservation.wait(devices, request, timeout_s, notify)
     except BaseException:
         reservation.give_back()
         raise
@@ -97,7 +97,7 @@ def reserve(devices: int, request: DeviceRequest, timeout_s: float | None, tell:
 
 
 def shortage(devices: int, request: DeviceRequest) -> str:
-    """What is asked for and what is free: ``needs 2 CPUs, 0 free``."""
+    """Say what is requested and what is free: ``needs 2 CPUs, 0 free``."""
     kind, each = ("GPU", request.gpus) if request.gpus else ("CPU", request.cpus)
     needed = devices * each
     free = ray.available_resources().get(kind, 0.0)

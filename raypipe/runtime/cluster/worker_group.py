@@ -1,4 +1,4 @@
-"""Stage actors: one placement group, one actor per device, names that say what each one does."""
+"""Start and stop a worker group: one placement group, and one actor per rank, named by what it runs."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.reserve import Reservation, Tell, reserve, silent
+from raypipe.runtime.cluster.reserve import Notify, Reservation, reserve, silent
 from raypipe.runtime.communicators import Location
 from raypipe.runtime.transport.same_host.shared_memory import cleanup
 from raypipe.runtime.worker import StageWorker
 from raypipe.schedule.ir import Schedule
 
 START_S = 120.0
-"""Time that the processes have to come up, once their devices are reserved."""
+"""Time that the worker processes have to start, once their devices are reserved."""
 CALLS = 64
-"""References that a group keeps of each worker's calls, to find the cause of a failure among them: more than are ever
-queued, few enough that a long run keeps no results."""
+"""Number of newest calls per worker whose references a group keeps, to find the cause of a failure among them. It is
+more than are ever queued, and few enough that a long run does not keep all results alive."""
 
 
 @dataclass(slots=True)
 class WorkerGroup:
-    """The running stage actors of one attempt, by rank."""
+    """The running workers of one attempt, by rank."""
 
     actors: list[Any]
     titles: list[str]
     locations: list[Location]
     group: PlacementGroup
     run_id: str
-    held: bool = False
+    keeps_devices: bool = False
     """Whether the devices stay reserved for the run's next attempt."""
     calls: deque[Any] = field(init=False)
     """References of the newest calls."""
@@ -43,33 +43,33 @@ class WorkerGroup:
         self.calls = deque(maxlen=CALLS * max(1, len(self.actors)))
 
     def call(self, method: str, *args: object) -> list[Any]:
-        """Queue one call on every actor, in rank order; returns the references."""
+        """Queue one call on every actor, in rank order; return the references."""
         return self.note([getattr(actor, method).remote(*args) for actor in self.actors])
 
     def note(self, refs: Iterable[Any]) -> list[Any]:
-        """Keep the references of calls, to look there for the cause of a failure; returns them."""
+        """Keep the references of calls, where the cause of a failure is looked for; return them as a list."""
         refs = list(refs)
         self.calls.extend(refs)
         return refs
 
     def stop(self) -> None:
-        """End all actors and give their devices back, unless the run holds them."""
+        """Kill all actors, and release their devices unless the run holds them for its next attempt."""
         for actor in self.actors:
             ray.kill(actor)
-        if not self.held:
+        if not self.keeps_devices:
             Reservation(self.group, self.run_id).give_back()
         cleanup(self.run_id)  # a killed actor leaves its shared memory behind
 
 
 def device_title(schedule: Schedule, device: int, copies: int) -> str:
-    """How the dashboard and errors call a device: its stages, its data-parallel copy, its direction.
+    """Return a device's name in the dashboard and in errors: its stages, data-parallel copy and direction.
 
     A device with several stage replicas names them all: ``stage 0 · replica 0 · down + stage 3 · replica 0 · up``.
     """
     per_copy = schedule.replicas // copies
     parts = []
-    for replica, held in enumerate(schedule.placement):
-        stages = [str(s) for s, d in enumerate(held) if d == device]
+    for replica, devices in enumerate(schedule.placement):
+        stages = [str(s) for s, d in enumerate(devices) if d == device]
         if stages:
             noun = "stage" if len(stages) == 1 else "stages"
             direction = "" if per_copy == 1 else " · down" if replica % per_copy < per_copy // 2 else " · up"
@@ -84,12 +84,12 @@ def start_worker_group(
     actor_class: type = StageWorker,
     timeout_s: float | None = 120.0,
     tensor: int = 1,
-    held: Reservation | None = None,
-    tell: Tell = silent,
+    reservation: Reservation | None = None,
+    notify: Notify = silent,
 ) -> WorkerGroup:
-    """Reserve the devices of a schedule and start an actor for each of their ``tensor`` members.
+    """Reserve the devices of a schedule and start ``tensor`` workers for each: ``actor_class(rank, title)``.
 
-    They are made with ``actor_class(rank, title)``. Otherwise as ``start_actors``.
+    The other arguments are those of ``start_actors``; ``copies`` is the number of data-parallel copies.
 
     Raises:
         DevicesError: the devices were not free within ``timeout_s``.
@@ -99,7 +99,7 @@ def start_worker_group(
         for d in range(schedule.devices)
         for m in range(tensor)
     ]
-    return start_actors(titles, request, actor_class, timeout_s, held, tell)
+    return start_actors(titles, request, actor_class, timeout_s, reservation, notify)
 
 
 def start_actors(
@@ -107,28 +107,28 @@ def start_actors(
     request: DeviceRequest,
     actor_class: type,
     timeout_s: float | None = 120.0,
-    held: Reservation | None = None,
-    tell: Tell = silent,
+    reservation: Reservation | None = None,
+    notify: Notify = silent,
 ) -> WorkerGroup:
     """Reserve a device for each title and start ``actor_class(rank, title)`` on it.
 
     Args:
-        titles: what each actor is called.
-        request: what each reserves.
+        titles: one name per actor.
+        request: the resources that each actor reserves.
         actor_class: the class of all actors.
-        timeout_s: seconds to wait for free devices; None for as long as it takes.
-        held: devices that the run has reserved already; they stay reserved when the workers stop.
-        tell: called with a sentence now and then while the devices are not free.
+        timeout_s: seconds to wait for free devices; None to wait without a limit.
+        reservation: devices that the run has reserved already; they stay reserved when the workers stop.
+        notify: called with a sentence now and then while the devices are not free.
 
     Raises:
         DevicesError: the devices were not free within ``timeout_s``.
     """
-    if held is None:
-        place = reserve(len(titles), request, timeout_s, tell)
+    if reservation is None:
+        place = reserve(len(titles), request, timeout_s, notify)
     else:
-        place = held.for_attempt()
-        place.wait(len(titles), request, timeout_s, tell)  # the group moves when one of its nodes is lost
-    # One compute thread per device: stages share the host's cores with each other, not with a thread pool.
+        place = reservation.for_attempt()
+        place.wait(len(titles), request, timeout_s, notify)  # Ray reschedules the group when one of its nodes is lost
+    # One compute thread per device, because the host's cores are shared by several devices.
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if request.gpus == 0 else {}
     actors = [
         ray.remote(actor_class)
@@ -143,10 +143,10 @@ def start_actors(
         .remote(rank, title)
         for rank, title in enumerate(titles)
     ]
-    workers = WorkerGroup(actors, titles, [], place.group, place.run_id, held is not None)
+    workers = WorkerGroup(actors, titles, [], place.group, place.run_id, reservation is not None)
     try:
         workers.locations += ray.get(workers.call("locate"), timeout=START_S)
     except BaseException:
-        workers.stop()  # nobody else has it yet
+        workers.stop()  # the caller has no group yet that it could stop
         raise
     return workers

@@ -1,4 +1,4 @@
-"""Emulated all-reduces: one after another on each device, beside its compute."""
+"""Emulated all-reduces, which run one after another on each device while it computes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from raypipe.runtime.shared_clock import SharedClock
 
 
 class AllReduceLane:
-    """The network lane of one device, as the simulator has it: a sum begins when its last holder is there and free.
+    """Emulates the all-reduces of one device with the simulator's rule for when they begin.
 
-    A thread of its own asks the other holders; so sums go on while the device computes.
+    An all-reduce begins when its last holder has issued it and has finished its previous one. A thread exchanges these
+    times with the other holders while the device computes.
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], clock: SharedClock) -> None:
@@ -35,15 +36,19 @@ class AllReduceLane:
         self._todo.put((index, stage, time.monotonic(), duration))
 
     def finish(self) -> list[tuple[int, float]]:
-        """Index and end of all that were issued, on this host's monotonic clock; waits until the ends are known."""
-        found = []
+        """Wait until the ends of all issued all-reduces are known.
+
+        Returns (index, end) of each, the end in seconds on this host's monotonic clock, perhaps in the future. Raises
+        the error of the thread, if it failed.
+        """
+        ends = []
         for _ in range(self._open):
-            one = self._done.get()
-            if isinstance(one, BaseException):
-                raise one
-            found.append(one)
+            result = self._done.get()
+            if isinstance(result, BaseException):
+                raise result
+            ends.append(result)
         self._open = 0
-        return found
+        return ends
 
     def _work(self) -> None:
         free = float("-inf")
@@ -54,16 +59,16 @@ class AllReduceLane:
                 group = self.groups.get(f"stage {stage}")
                 if group is not None:
                     own = torch.full((group.size(),), self.clock.shared(begin), dtype=torch.float64)
-                    everybody = torch.empty_like(own)
-                    dist.all_to_all_single(everybody, own, group=group)  # one hop, as in norm.Shares
-                    begin = self.clock.local(float(everybody.max()))
+                    begins = torch.empty_like(own)
+                    dist.all_to_all_single(begins, own, group=group)  # one hop, as in norm.Shares
+                    begin = self.clock.local(float(begins.max()))
                 free = begin + duration
                 self._done.put((index, free))
         except BaseException as error:
             self._done.put(error)
 
     def close(self) -> None:
-        """End the thread, once what was issued is known."""
+        """End the thread after the all-reduces that were issued."""
         self._todo.put(None)
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Emulate a schedule end to end: start the emulated devices, run steps, hold them against the prediction."""
+"""Emulate a schedule end to end: start the emulated devices, run steps, and compare them with the prediction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
 from raypipe.runtime.communicators import Topology, rendezvous_of
 from raypipe.runtime.driver import QUEUED_STEPS
-from raypipe.runtime.emulation.emulated_worker import EmulatedSetup, EmulatedStage
+from raypipe.runtime.emulation.emulated_worker import EmulatedSetup, EmulatedWorker
 from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Versions
@@ -32,9 +32,9 @@ from raypipe.simulate.series import series, steady
 from raypipe.simulate.timeline import Timeline
 
 PROCESS_BYTES = 200e6
-"""Of a stage actor that has imported torch, without what it shares with the others."""
+"""Memory of a worker that has imported torch, without pages shared with other workers."""
 MOST_TASKS = 5_000_000
-"""Of all steps together; their prediction remembers every message."""
+"""Largest number of tasks over all steps; the prediction keeps every message in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +42,24 @@ class Links:
     """The emulated network, in seconds and bytes."""
 
     latency_s: float = 0.0
-    """Of every message between devices, on top of the cost table's ``comm``."""
+    """Latency of a message between devices, in addition to the cost table's ``comm``."""
     bytes_per_s: float = math.inf
-    """Of every directed link."""
+    """Bandwidth of every directed link."""
     message_bytes: float = 0.0
-    """Of an activation or a gradient between two stages."""
+    """Size of an activation or a gradient between two stages."""
     gradient_bytes: float = 0.0
-    """Of one stage's weight gradients, summed over its holders."""
+    """Size of one stage's weight gradients, which are all-reduced over its holders."""
 
     @property
     def seconds_per_message(self) -> float:
-        """A message's bytes over the bandwidth."""
+        """Time to transfer the bytes of one message."""
         return self.message_bytes / self.bytes_per_s
 
     def all_reduce_s(self, holders: int) -> float:
-        """Rabenseifner's algorithm: 2 log2(r) latencies, and 2 (r-1)/r of the bytes (Chimera section 3.4)."""
+        """Return the time of an all-reduce over r = ``holders`` devices.
+
+        It is that of Rabenseifner's algorithm: 2 log2(r) latencies, and 2 (r-1)/r of the bytes (Chimera section 3.4).
+        """
         if holders < 2:
             return 0.0
         share = 2 * (holders - 1) / holders
@@ -65,29 +68,32 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What is emulated: a whole step over all devices, and what it costs in seconds."""
+    """What is emulated: a step over all devices, and its costs in seconds."""
 
     schedule: Schedule
     costs: CostTable
-    """``comm`` is latency alone; what a message's bytes take is ``seconds_per_message``."""
+    """Costs of tasks and messages; ``comm`` is only the latency, and ``seconds_per_message`` the transfer time."""
     copies: int
     seconds_per_message: float = 0.0
     norm: NormPolicy = "none"
     clip_every: int = 0
 
     def step_ends(self, steps: int) -> tuple[float, ...]:
-        """When each of the first ``steps`` steps should end."""
+        """Predict when each of the first ``steps`` steps ends, in seconds."""
         return series(self.schedule, self.costs, steps, self.seconds_per_message, self.norm)
 
     def steady_s(self) -> float:
-        """Time per step in the long run."""
+        """Predict the time per step in the long run, in seconds."""
         return steady(self.schedule, self.costs, self.seconds_per_message, self.norm)
 
 
 def rehearsal(
     base: Schedule, costs: CostTable, links: Links, replicas: int, norm: NormPolicy = "none", clip_every: int = 0
 ) -> Rehearsal:
-    """``replicas`` data-parallel copies of ``base``; stages with several holders sum gradients lazily, then update.
+    """Make the step of ``replicas`` data-parallel copies of ``base``.
+
+    Stages with several holders all-reduce their gradients as late as possible (lazily), then update. The arguments are
+    those of ``emulate``.
 
     Raises:
         ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
@@ -116,22 +122,23 @@ NORMS: dict[Versions, tuple[NormPolicy, ...]] = {
     "2bw": ("none", "optimistic"),
     "stash": ("none",),
 }
-"""What the updates of each kind of schedule can have to do with a global norm."""
+"""By weight versions, how updates can depend on the global gradient norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Emulated:
-    """What an emulation showed, in seconds."""
+    """The results of an emulation, in seconds."""
 
     predicted_s: float
-    """Steady time per step."""
+    """Predicted time per step in the long run."""
     predicted_steps_s: list[float]
-    """Per step, as ``measured_s``: with the fill of the first and the drain of the last."""
+    """Predicted time of each step; the first includes the fill, the last the drain."""
     measured_s: list[float]
-    """Per step, from the end of the one before; the first from its own start."""
+    """Measured time of each step, from the end of the one before; the first from its own start."""
     bubble_ratio: float
+    """Idle share of all devices over a median step."""
     dispatch_overhead_s: float
-    """Median measured step beyond the prediction, the first step left out."""
+    """Median of measured minus predicted step time, without the first step."""
     timeline: Timeline
     """The last step as measured."""
 
@@ -147,20 +154,27 @@ def emulate(
 ) -> Emulated:
     """Run ``steps`` steps of ``replicas`` data-parallel copies of ``base`` on emulated devices.
 
-    ``costs`` are in seconds. Steps follow one another without a global barrier, but for a global gradient ``norm`` that
-    updates wait for. Where they run ahead of it, every ``clip_every``-th step's update is undone and the forwards since
-    then run again; the prediction leaves that out.
+    Args:
+        base: schedule of one copy.
+        costs: cost table in seconds.
+        links: the emulated network.
+        steps: number of steps.
+        replicas: number of data-parallel copies.
+        norm: how updates depend on the global gradient norm. With ``wait`` it is a barrier between steps; otherwise
+            steps follow one another without one.
+        clip_every: with ``norm="ahead"``, the update of every ``clip_every``-th step is undone and the forwards since
+            then run again, which the prediction leaves out; 0 for never.
 
     Raises:
         ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
-        SpecError: more devices than there is memory for, or more steps than can be predicted.
+        SpecError: there is not enough memory for so many devices, or there are too many steps to predict.
         ClusterError: the nodes cannot work together.
     """
     what = rehearsal(base, costs, links, replicas, norm, clip_every)
     _check_length(what.schedule, steps)
     request = connect(what.schedule.devices, emulated=True)
     check_processes(what.schedule.devices, ray.cluster_resources().get("memory", math.inf))
-    workers = start_worker_group(what.schedule, replicas, request, EmulatedStage)
+    workers = start_worker_group(what.schedule, replicas, request, EmulatedWorker)
     try:
         return run_rehearsal(what, workers, steps)
     finally:
@@ -168,14 +182,18 @@ def emulate(
 
 
 def check_processes(devices: int, memory_bytes: float) -> None:
-    """Raises SpecError where the processes of so many emulated devices need more than Ray's memory."""
+    """Check that the processes of the emulated devices fit into Ray's memory.
+
+    Raises:
+        SpecError: they do not.
+    """
     most = int(memory_bytes / PROCESS_BYTES) if memory_bytes < math.inf else devices
     if devices > most:
         raise SpecError(
             "devices",
-            f"{devices} emulated devices are as many processes, about {devices * PROCESS_BYTES / 1e9:.0f} GB; "
+            f"{devices} emulated devices are as many processes and need about {devices * PROCESS_BYTES / 1e9:.0f} GB; "
             f"Ray has {memory_bytes / 1e9:.0f}",
-            f"use at most {most}, or raypipe schedule, which needs none",
+            f"use at most {most}, or raypipe schedule, which starts no processes",
         )
 
 
@@ -187,7 +205,7 @@ def _check_length(schedule: Schedule, steps: int) -> None:
 
 
 def run_rehearsal(what: Rehearsal, workers: WorkerGroup, steps: int) -> Emulated:
-    """Emulate on actors that are there: one for each device."""
+    """Emulate on running workers, one per device."""
     schedule = what.schedule
     clock = StepClock(schedule)
     check_hosts(workers)

@@ -1,9 +1,9 @@
-"""Emulated devices: the real driver, actors, programs and messages; kernels are timed waits.
+"""Emulated devices: the real actors, programs and messages, with timed waits in place of kernels.
 
-A task takes its time from the cost table. A message carries the moment at which the emulated link delivers it: its
-latency after its bytes have gone over, one message after another on each directed link; until then the receiver holds
-it back. So two cores can run a pipeline of sixteen devices at its true proportions, with the real overheads of
-dispatch and messages on top. DESIGN section 8.
+A task takes as long as the cost table says. A message carries the time at which the emulated link delivers it: its
+bytes are transferred after those of earlier messages on the same directed link, and then the latency passes. The
+receiver waits until that time. So two cores can run a pipeline of sixteen devices at its true proportions, with the
+real overheads of dispatch and messages on top. DESIGN section 8.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import Action, Message, Program
 
 OVERSHOOT_S = 0.0002
-"""``time.sleep`` comes back this late at times; the rest of a wait is spent giving up the processor."""
+"""``time.sleep`` may return this late, so the last part of a wait yields the processor in a loop instead."""
 LOOK_S = 0.0005
-"""So long before a task ends its device takes in what has come for the next one."""
+"""How long before the end of a task its device reads messages that have arrived for the next task."""
 STAMP = StageIOSpec((TensorSpec((1,), torch.float64),), (True,))
-"""What a message carries: when the link delivers it, on the run's clock."""
+"""Content of a message: when the link delivers it, in seconds on the run's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,9 @@ class EmulatedSetup:
     stages: int
     programs: dict[Part, Program]
     durations: dict[Part, tuple[float, ...]]
-    """Seconds of each action of each program; of an AR, from the moment its last holder is there and free."""
+    """Seconds of each action of each program; an AR counts from when its last holder has issued it and is free."""
     latency_s: Comm
-    """Of messages between devices, beside their bytes; per link as in a cost table."""
+    """Latency of messages between devices, without the transfer of their bytes; per link as in a cost table."""
     seconds_per_message: float
     """A message's bytes over the link's bandwidth; 0 for links without a limit."""
     norm: NormPolicy = "none"
@@ -64,7 +64,7 @@ class EmulatedSetup:
 
 
 class EmulatedRunner(ProgramRunner):
-    """Runs programs by waiting."""
+    """Runs programs with timed waits in place of kernels."""
 
     def __init__(
         self, setup: EmulatedSetup, senders: Mapping[int, Sender], receivers: Mapping[int, Receiver],
@@ -85,7 +85,7 @@ class EmulatedRunner(ProgramRunner):
         self._ready: deque[Callable[[], None]] = deque()
 
     def run(self, part: Part, step: int) -> NDArray[np.float64]:
-        """Run one step; returns ``[tasks, 2]`` start and end."""
+        """Run one step; return ``[tasks, 2]``, start and end in seconds on this host's monotonic clock."""
         self._part = part
         self.forget()
         times = self.walk(self.setup.programs[part], step)
@@ -93,7 +93,7 @@ class EmulatedRunner(ProgramRunner):
         return times
 
     def run_task(self, action: Action) -> None:
-        """Wait as long as the task takes; what it sends is made ready meanwhile."""
+        """Wait as long as the task takes, preparing its messages meanwhile."""
         begin = time.monotonic()
         self._index += 1
         duration = next(self._durations)
@@ -115,14 +115,14 @@ class EmulatedRunner(ProgramRunner):
             time.sleep(early)
             self._take_in()
         wait_until(end)
-        now = time.monotonic()  # not `end`: a device that woke late must not hide that in the link's latency
+        now = time.monotonic()  # not `end`: a late wake-up must not be hidden in the link's latency
         for m, stamp in stamps:
             gone = max(now, self._link_free.get(m.dst_device, 0.0)) + self.setup.seconds_per_message
             self._link_free[m.dst_device] = gone
             stamp[0] = self.run_clock.shared(gone + latency(self.setup.latency_s, m.src_stage, m.dst_stage))
 
     def _take_in(self) -> None:
-        """Take in what the next task needs, as far as it has come."""
+        """Read the messages of the next task that have arrived."""
         following = self._index + 1
         if following < len(self.program.actions):
             for m in self.program.actions[following].receives:
@@ -130,20 +130,20 @@ class EmulatedRunner(ProgramRunner):
                     receiver.take_in()
 
     def send(self, m: Message) -> None:
-        """Send what ``run_task`` has made ready."""
+        """Send the next message that ``run_task`` has prepared."""
         self._ready.popleft()()
 
     def _slot(self, m: Message) -> tuple[str, int, int, int]:
         return (m.direction, m.src_stage, m.dst_stage, self.base + m.mb)
 
     def receive(self, m: Message, action: Action) -> None:
-        """Take the message, then hold it back until the emulated link delivers it."""
+        """Receive the message, then wait until the emulated link delivers it."""
         super().receive(m, action)
         (delivered,) = self.p2p_buffers[self._slot(m)]
         wait_until(self.run_clock.local(float(delivered)))
 
     def before_updates(self, times: NDArray[np.float64]) -> None:
-        """Wait for the all-reduces, then for the global norm or not."""
+        """Wait for the all-reduces, and for the global norm unless updates may run ahead of it."""
         self._finish(times)
         if self.setup.norm == "none":
             return
@@ -154,11 +154,11 @@ class EmulatedRunner(ProgramRunner):
             self._waits_for = self.step
 
     def update_pending(self) -> bool:
-        """See ProgramRunner.uncertain."""
+        """See ProgramRunner.update_pending."""
         return self._waits_for is not None
 
     def commit(self, wait: bool = True) -> bool | None:
-        """See ProgramRunner.settle."""
+        """See ProgramRunner.commit."""
         if self._waits_for is None:
             return True
         if not wait and not (self.shares.ready() and time.monotonic() >= self._known_at()):
@@ -168,11 +168,11 @@ class EmulatedRunner(ProgramRunner):
         return self.setup.clip_every == 0 or done % self.setup.clip_every > 0
 
     def _known_at(self) -> float:
-        """When, on this host's clock, the norm is known: a link's latency after the last other device was through."""
-        through = self.shares.wait(self.outgoing.push)
-        slowest = self.setup.latency_s
-        lag = (max(slowest) if isinstance(slowest, tuple) else slowest) + self.setup.seconds_per_message
-        others = [at for rank, at in enumerate(through) if rank != self.setup.rank]
+        """Return when the norm is known, on this host's clock: one message time after the last other device is done."""
+        done = self.shares.wait(self.outgoing.push)
+        latency_s = self.setup.latency_s
+        lag = (max(latency_s) if isinstance(latency_s, tuple) else latency_s) + self.setup.seconds_per_message
+        others = [at for rank, at in enumerate(done) if rank != self.setup.rank]
         return self.run_clock.local(max(others)) + lag if others else 0.0
 
     def forget(self) -> None:
@@ -187,12 +187,12 @@ class EmulatedRunner(ProgramRunner):
             times[index, 1] = time.monotonic()
 
     def close(self) -> None:
-        """End what runs beside the programs."""
+        """End the thread of the emulated all-reduces."""
         self.all_reduces.close()
 
 
 def wait_until(moment: float) -> None:
-    """Sleep until ``moment`` on the monotonic clock, to a few microseconds."""
+    """Sleep until ``moment`` (seconds on the monotonic clock), to within a few microseconds."""
     left = moment - time.monotonic()
     while left > 0:
         if left > OVERSHOOT_S:
@@ -202,29 +202,29 @@ def wait_until(moment: float) -> None:
         left = moment - time.monotonic()
 
 
-class EmulatedStage:
-    """The actor of one emulated device."""
+class EmulatedWorker:
+    """The Ray actor of one emulated device."""
 
     def __init__(self, rank: int, title: str) -> None:
         self.rank, self.title = rank, title
         self.communicators: Communicators | None = None
         self.runner: EmulatedRunner | None = None
         set_up_process(torch.device("cpu"))
-        gc.freeze()  # torch's modules stay: a collection in the middle of a task need not walk them
+        gc.freeze()  # so that a garbage collection during a task does not scan torch's modules
 
     def __repr__(self) -> str:
         return self.title
 
     def locate(self) -> Location:
-        """Say where this actor runs."""
+        """Return where this worker runs, and listen there for the rendezvous."""
         return locate(self.rank, self.title, torch.device("cpu"))
 
     def report(self, question: HostQuestion) -> HostReport:
-        """Say whether this actor's node can take part."""
+        """Report whether this worker's node can work with the others."""
         return report_host(question, own_address())
 
     def setup(self, setup: EmulatedSetup) -> None:
-        """Open the channels."""
+        """Open the channels and make the runner, closing those of an earlier setup."""
         if self.runner is not None:
             self.runner.close()
         if self.communicators is not None:
@@ -240,7 +240,7 @@ class EmulatedStage:
         )
 
     def run_step(self, step: int, part: Part) -> NDArray[np.float64]:
-        """Run one step; returns ``[tasks, 2]`` start and end of each task on the run's clock."""
+        """Run one step; return ``[tasks, 2]``, start and end of each task in seconds on the run's clock."""
         assert self.runner is not None, "set up first"
         times: NDArray[np.float64] = self.runner.run_clock.shared(self.runner.run(part, step))
         return times

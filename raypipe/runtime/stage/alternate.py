@@ -1,8 +1,8 @@
-"""Two pieces of work that take turns: where one waits for its tensor group, the other computes.
+"""Alternate two functions: while one waits for a collective of its tensor-parallel group, the other computes.
 
-Each runs in a thread of its own, but never both at once: a turn ends when a collective has begun, and its result is
-waited for at the beginning of the next turn. So any code can take part, a backward pass too, without being cut into
-pieces; and the order of everything - collectives, sums into gradients - is the same in every run and on every device.
+Each runs in a thread of its own, but never both at once: a turn ends when a collective has been launched, and the
+function's next turn begins by waiting for its result. So any code can alternate, a backward pass too, without being
+cut into pieces; and the order of collectives and of gradient accumulation is the same in every run and on every device.
 
 Source: Merak section 5.3 (sub-pipelined tensor parallelism).
 """
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class _Turns:
-    """Whose turn it is: 0 or 1."""
+    """Passes the turn between the two threads, 0 and 1."""
 
     def __init__(self) -> None:
         self._keys = current_keys()
@@ -33,84 +33,84 @@ class _Turns:
         self.failed = False
 
     def begin(self, who: int) -> None:
-        """Wait for the first turn; 0 has it."""
+        """Wait for this thread's first turn; thread 0 has the first of all."""
         if who:
             self._gates[who].acquire()
-        self._go_on()
+        self._check_other()
 
     def pass_on(self, who: int) -> None:
-        """Let the other go on; back when it waits in its turn, or is through."""
+        """Let the other thread run; return when it passes the turn back or has finished."""
         if self._over[1 - who]:
             return
-        mine = swap_keys(self._keys)
+        own_keys = swap_keys(self._keys)
         self._gates[1 - who].release()
         self._gates[who].acquire()
-        swap_keys(mine)
-        self._go_on()
+        swap_keys(own_keys)
+        self._check_other()
 
-    def _go_on(self) -> None:
+    def _check_other(self) -> None:
         if self.failed:
             raise _OtherFailedError
 
     def end(self, who: int, failed: bool) -> None:
-        """No more turns for this one."""
+        """Finish this thread: it takes no more turns."""
         self._over[who] = True
         self.failed = self.failed or failed
         self._gates[1 - who].release()
 
 
 class _OtherFailedError(Exception):
-    """The other one failed: what it would have done, this one's peers will wait for in vain."""
+    """The other thread failed. This one stops too, because its peers would miss the other's collectives."""
 
 
 class Alternation:
-    """Runs pairs of functions in turns; keeps the second thread between them."""
+    """Runs pairs of functions alternately; keeps the second thread between pairs."""
 
     def __init__(self) -> None:
-        # Never in the outermost autocast block of its thread: at the end of one, the copies of weights that both halves
-        # share (``casts``) would go.
+        # The nesting level is raised so that the thread is never in its outermost autocast block: at the end of one,
+        # torch would drop the casts of weights that both halves share (``weight_casts``).
         self._helper = ThreadPoolExecutor(
             1, thread_name_prefix="raypipe-second-half", initializer=torch.autocast_increment_nesting
         )
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
-        """What both return. ``first`` runs in the calling thread and begins.
+        """Run both functions and return both results; ``first`` runs in the calling thread and has the first turn.
 
         Both see the caller's tensor group, random keys and modes (gradients, autocast). On a GPU the backward runs in
         these threads too, not in autograd's own.
 
         Raises:
-            Exception: what the one that failed first raised.
+            Exception: the error of the function that failed first.
         """
         turns = _Turns()
-        like_caller = _modes()
+        callers_modes = _modes()
         group = current_group()
 
         def run(who: int, work: Callable[[], T]) -> T:
             turns.begin(who)
             failed = True
             try:
-                with like_caller(), group_of_thread(group), meanwhile(lambda: turns.pass_on(who)):
+                with callers_modes(), group_of_thread(group), meanwhile(lambda: turns.pass_on(who)):
                     result = work()
                 failed = False
                 return result
             finally:
                 turns.end(who, failed)
 
-        later = self._helper.submit(run, 1, second)
+        other = self._helper.submit(run, 1, second)
         try:
-            one = run(0, first)
+            result = run(0, first)
         except _OtherFailedError:
-            later.result()
+            other.result()
             raise
         except BaseException:
-            later.exception()  # it has been told, and leaves
+            other.exception()  # it notices the failure at its next turn; wait until it has ended
             raise
-        return one, later.result()
+        return result, other.result()
 
 
 def _modes() -> Callable[[], AbstractContextManager[None]]:
-    """What torch keeps per thread, as it is here: enters another thread, or this one again."""
+    """Capture torch's per-thread modes of the calling thread; the result is a context manager that restores them."""
     gradients = torch.is_grad_enabled()
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]

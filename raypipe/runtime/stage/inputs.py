@@ -1,4 +1,4 @@
-"""The raw inputs of a device's micro-batches, and how many targets a mini-batch holds."""
+"""Read the raw inputs of a device's micro-batches, and count the targets of a mini-batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from raypipe.models import Inputs, Lengths, Task
 
 
 class Feed:
-    """Reads a step's samples together, which is far cheaper than one micro-batch at a time.
+    """Reads a step's samples at once, which is far cheaper than one micro-batch at a time.
 
-    Floating-point inputs come in ``dtype``, the parameters'.
-
-    Every device reads for itself what its stages need; a device whose stages need nothing is never asked.
+    Every device reads the inputs that its own stages need; a device whose stages read none reads nothing.
+    Floating-point inputs are cast to ``dtype``, that of the parameters. ``samples`` is the size of a micro-batch.
     """
 
     def __init__(
@@ -30,24 +29,25 @@ class Feed:
         self._lengths: dict[tuple[Split, int], list[Lengths]] = {}
 
     def _step(self, split: Split, step: int) -> dict[str, Tensor]:
-        held = self._steps.get((split, step))
-        if held is None:
-            # An asynchronous program reaches into the next step, so two steps' samples are alive at most.
+        samples = self._steps.get((split, step))
+        if samples is None:
+            # An asynchronous program also runs micro-batches of the next step, so at most two steps are in use.
             while len(self._steps) > 1:
                 del self._steps[next(iter(self._steps))]
             read = self.data.batch(split, self.seed, step, self.batch)
-            held = {name: self._placed(read[name]) for name in self.fields}
-            self._steps[(split, step)] = held
-        return held
+            samples = {name: self._placed(read[name]) for name in self.fields}
+            self._steps[(split, step)] = samples
+        return samples
 
     def drop(self, split: Split, step: int) -> None:
-        """Free the samples of a step that is over."""
+        """Free the samples of a finished step."""
         self._steps.pop((split, step), None)
 
     def lengths(self, split: Split, step: int, mb: int) -> Lengths:
-        """To what micro-batch ``mb`` of a step is padded: its longest sample's length.
+        """Return the lengths that micro-batch ``mb`` of a step is padded to: those of its longest sample.
 
-        From the data's order alone, so every device knows it of every micro-batch, also one that reads no raw inputs.
+        They follow from the order of the samples alone, so every device knows them for every micro-batch, even if it
+        reads no raw inputs.
         """
         found = self._lengths.get((split, step))
         if found is None:
@@ -63,7 +63,7 @@ class Feed:
         return values.to(self.device, self.dtype if values.is_floating_point() else None)
 
     def inputs(self, split: Split, step: int, mb: int) -> Inputs:
-        """Raw inputs of micro-batch ``mb`` of a step, on the device."""
+        """Return the raw inputs of micro-batch ``mb`` of a step, on the device."""
         rows = slice(mb * self.samples, (mb + 1) * self.samples)
         lengths = self.lengths(split, step, mb)
         return {
@@ -72,5 +72,5 @@ class Feed:
         }
 
     def targets(self, split: Split, step: int) -> int:
-        """Targets of the whole mini-batch; at least 1, so that it can divide."""
+        """Count the targets of the whole mini-batch; at least 1, because losses are divided by it."""
         return max(1, self.task.targets(self._step(split, step)))

@@ -1,4 +1,4 @@
-"""What each stage sends on, known before it runs, so that receivers can post exact buffers without a handshake."""
+"""Stage IO specs, known before a stage runs, so that receivers can post buffers of the right size in advance."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from raypipe.runtime.transport.channel import StageIOSpec, TensorSpec
 
 
 class StageIOSpecs(Mapping[int, StageIOSpec]):
-    """Per stage but the last, what it sends per micro-batch of ``samples`` and what comes back.
+    """Per stage but the last, the tensors it sends for a micro-batch of ``samples``, and the gradients it gets back.
 
-    As a mapping: of micro-batches that are as long as the longest sample.
+    As a mapping, it gives the specs of micro-batches that are padded to the longest sample of all.
     """
 
     def __init__(self, model: LayeredModel, cut: Sequence[Sequence[int]], samples: int) -> None:
@@ -20,7 +20,7 @@ class StageIOSpecs(Mapping[int, StageIOSpec]):
         self._known: dict[tuple[int, tuple[tuple[str, int], ...]], StageIOSpec] = {}
 
     def of(self, stage: int, lengths: Lengths) -> StageIOSpec:
-        """Of micro-batches of these lengths; derived once, from the shapes that the model was captured with.
+        """Return a stage's spec for micro-batches of these lengths, from the shapes the model was captured with.
 
         Raises:
             RaypipeError: the model was captured for other lengths only.

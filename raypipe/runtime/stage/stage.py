@@ -1,4 +1,4 @@
-"""One stage replica on one device: its layers, its parameters by plan-independent name, its forward and backward."""
+"""One stage replica on one device: its layers, its parameters under plan-independent names, forward and backward."""
 
 from __future__ import annotations
 
@@ -18,43 +18,49 @@ from raypipe.runtime.stage.alternate import Alternation
 
 @dataclass(slots=True)
 class HalfBatch:
-    """Half of a micro-batch, whose forward ran in turns with the other one's."""
+    """One half of a micro-batch whose two halves' forwards alternated."""
 
     inputs: Payload
-    """Leaves: what arrived, these rows of it."""
+    """This half's rows of the received activations; leaves of the half's graph."""
     outputs: Payload
 
 
 @dataclass(slots=True)
 class MicrobatchState:
-    """What is kept of one micro-batch between its forward and its backward."""
+    """What a stage keeps of one micro-batch between its forward and its backward."""
 
     inputs: Payload
-    """What arrived from the stage before."""
+    """Activations received from the stages before."""
     outputs: Payload
-    """Empty while a recompute still has to make them."""
+    """Outputs of the forward; empty until R has recomputed them."""
     weights: dict[str, Tensor] | None = None
-    """The weight version its forward ran on, where a schedule keeps several."""
+    """The weight version that the forward ran on, where a schedule keeps several."""
     closures: list[Closure] = field(default_factory=list)
-    """Weight gradients that wait for W."""
+    """Weight gradients deferred to W."""
     ran: bool = False
-    """The input gradient has been computed."""
+    """Whether the input gradient has been computed."""
     back: Payload | None = None
-    """The input gradient, kept for B where W came first."""
+    """The input gradient, kept for B where W ran first."""
     halves: tuple[HalfBatch, HalfBatch] | None = None
-    """Where the forward ran in halves: what their backwards need, instead of ``outputs``, which are only values."""
+    """If the forward ran in halves, their states, which the backward uses; ``outputs`` then have no graph."""
     boundaries: RecomputeBoundaries | None = None
-    """Where only some of its layers are computed again."""
+    """Tensors between segments, if only some of the layers are recomputed."""
 
 
 class StageModule(nn.Module):
     """Layers ``layers`` of the model, for one replica.
 
-    A parameter's name is the same whatever the plan. Parameters tied inside the stage are one parameter under the
-    group's first name; those tied across stages stay copies, kept equal by summed gradients.
+    A parameter has the same name in every plan. Parameters tied inside the stage are one parameter under the group's
+    first name; parameters tied across stages are copies, which summing their gradients keeps equal.
 
-    ``recomputed`` are the layers that an R of this stage computes again; None for all of them. ``finest``: they may
-    change.
+    Args:
+        model: the whole model as a list of layers.
+        layers: numbers of the layers of this stage, in order.
+        seed: of the parameters' initial values.
+        device: where the parameters are.
+        split: whether to defer weight gradients, for W tasks.
+        recomputed: layers that an R task recomputes; None for all of them.
+        finest: whether ``recomputed`` may change later (``set_recomputed``).
     """
 
     def __init__(
@@ -69,61 +75,65 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = tuple(layers)
-        """Numbers of the layers it holds."""
+        """Numbers of the layers that this stage holds."""
         self.parts = parts_of(layers, recomputed, finest)
-        whole = len(self.parts) == 1
+        single = len(self.parts) == 1
         self.body: StageBody = (
-            model.build_stage(layers, seed, device) if whole else Chain(model, self.parts, seed, device)
+            model.build_stage(layers, seed, device) if single else Chain(model, self.parts, seed, device)
         )
         self._gives = [tuple(t.differentiable for t in model.crossing(part[-1], 1)) for part in self.parts[:-1]]
         self.set_recomputed(recomputed)
         self.named = self.body.named()
         self.shards = {name: model.shards[name] for name in self.named if name in model.shards}
-        """How the parameters are cut that this is one member's share of."""
+        """How tensor parallelism divides the parameters of which this stage holds a share, by name."""
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
-        """Those that the optimizer changes; the others are frozen."""
+        """The parameters that the optimizer updates; the others are frozen."""
         last = layers[-1] == model.count - 1
         self.reads = model.reads(layers) | (model.task.reads if last else frozenset())
-        """Raw inputs it needs."""
+        """Names of the raw inputs that the stage reads."""
         arriving = model.crossing(layers[0] - 1, 1) if layers[0] else ()
         self.takes_gradient = tuple(t.differentiable for t in arriving)
-        """Per tensor that arrives, whether its gradient goes back."""
+        """Per received tensor, whether its gradient is sent back."""
         leaving = () if last else model.crossing(layers[-1], 1)
         self.gives_gradient = tuple(t.differentiable for t in leaving) or (True,)
-        """Per output, whether a gradient comes for it; the last stage's output is the loss."""
+        """Per output, whether a gradient is received for it; the last stage's output is the loss."""
         borders = [layers[0] - 1] * bool(layers[0]) + [layers[-1]] * (not last)
         stacks = all(can_stack(model.crossing(i, 1), model.crossing(i, 2)) for i in borders)
         self.stacks = stacks and not model.batch_statistics
-        """Several micro-batches can run as one, or one as two halves."""
+        """Whether several micro-batches can be stacked into one, and one divided into two halves."""
         self.statistics = self.body.statistics
-        """What learns without gradients."""
+        """Running statistics, e.g. of batch norm."""
         self.queue = WeightQueue()
         self.joint_names: list[str] = []
-        """Parameters whose gradients B computes after all; vectors left out: their gradients cost next to nothing."""
+        """With ``split``, parameters whose gradients B computes all the same. Vectors are not listed, because their
+        gradients cost next to nothing."""
         if split:
             names = {id(parameter): name for name, parameter in self.named.items()}
             joint = [self.body.get_parameter(path) for path in defer_weight_gradients(self.body, self.queue)]
             self.joint_names += [names[id(parameter)] for parameter in joint if parameter.dim() > 1]
 
     def set_recomputed(self, recomputed: Collection[int] | None) -> None:
-        """Change what an R computes again: any layers of a stage that was made the finest way."""
+        """Choose the layers that R recomputes: any layers, if the stage was built with ``finest``; None for all."""
         self.segments = segments_of(self.parts, recomputed, self._gives)
-        """Runs of layers that are kept or computed again, in order."""
+        """Runs of layers that are either kept or recomputed, in order."""
 
     @property
     def recomputes_whole(self) -> bool:
-        """An R computes all of it again."""
+        """Whether an R task recomputes the whole stage."""
         return len(self.segments) == 1 and self.segments[0].recomputed
 
     def forward(self, arrived: Payload, inputs: Inputs, segment: Segment | None = None) -> Payload:
-        """Run the layers on one micro-batch, or a segment of them."""
+        """Run all layers, or those of one segment, on one micro-batch.
+
+        ``arrived`` are the tensors received from earlier stages (or the segment before), ``inputs`` the raw inputs.
+        """
         outputs: Payload = (
             self.body(arrived, inputs) if segment is None else self.body(arrived, inputs, segment.begin, segment.end)
         )
         return outputs
 
     def track(self, arrived: Payload) -> None:
-        """Have autograd note what is done with what arrived, where its gradient goes back."""
+        """Require gradients for the received tensors whose gradient is sent back."""
         for x, wanted in zip(arrived, self.takes_gradient, strict=True):
             if wanted:
                 x.requires_grad_()
@@ -131,10 +141,15 @@ class StageModule(nn.Module):
     def run_backward(
         self, saved: MicrobatchState, gradients: Sequence[Tensor], turns: Alternation | None = None
     ) -> Payload:
-        """Input gradients of one micro-batch; weight gradients too, unless they wait in ``saved.closures``.
+        """Compute the input gradients of one micro-batch, and all weight gradients that are not deferred.
 
-        ``gradients`` match the differentiable ones among ``saved.outputs``. Returns one gradient per differentiable
-        tensor that arrived. Halves take ``turns``.
+        Args:
+            saved: the micro-batch's state; deferred weight gradients are left in its ``closures``.
+            gradients: one per differentiable tensor among ``saved.outputs``.
+            turns: alternates the two halves, where the forward ran in halves.
+
+        Returns:
+            One gradient per differentiable tensor that the stage received.
         """
         with self.queue.collect(saved.closures):
             if saved.halves is None:
@@ -160,7 +175,7 @@ class StageModule(nn.Module):
     ) -> Payload:
         ends = [y for y, wanted in zip(outputs, self.gives_gradient, strict=True) if wanted]
         pairs = [(y, g) for y, g in zip(ends, gradients, strict=True) if y.requires_grad]
-        if pairs:  # nothing is, where all parameters so far are frozen
+        if pairs:  # empty where all parameters so far are frozen
             torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
             if boundaries is not None:
                 boundaries.backward()
@@ -171,11 +186,11 @@ class StageModule(nn.Module):
                 x.grad = None
         return tuple(back)
 
-    def give_up(self) -> None:
-        """Free the memory of the parameters and their gradients, for good.
+    def release(self) -> None:
+        """Free the memory of the parameters and their gradients; the module cannot be used afterwards.
 
-        A layer whose weight gradient waits refers to itself, and what an actor has built is hidden from the garbage
-        collector: without this, every stage that an actor has ever held would stay in memory.
+        Layers with deferred weight gradients are in reference cycles, and a worker freezes its objects for the garbage
+        collector. Without this, every stage that a worker has ever held would stay in memory.
         """
         for parameter in self.parameters():
             parameter.grad = None
@@ -183,7 +198,7 @@ class StageModule(nn.Module):
 
     @staticmethod
     def run_weight_gradients(saved: MicrobatchState) -> None:
-        """Run what waits in ``saved.closures``, last layer first."""
+        """Compute the deferred weight gradients in ``saved.closures``, from the last layer to the first."""
         with torch.no_grad():
             for closure in saved.closures:
                 closure()

@@ -1,4 +1,4 @@
-"""A stage's parameters and optimizer state under plan-independent names, for checkpoints that any plan can read."""
+"""Save and load a stage's parameters and optimizer state under names that do not depend on the plan."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from raypipe.runtime.update.gradients import StageKey, TiedHolders
 from raypipe.tensor import Shard, TensorGroup
 
 PREVIOUS = "previous"
-"""State key of the weights before the last update, which PipeDream-2BW still trains on."""
+"""State key of the weights before the last update, which PipeDream-2BW still uses."""
 
 
 def owned_keys(
     device: int, modules: Mapping[StageKey, StageModule], placement: tuple[tuple[int, ...], ...]
 ) -> list[StageKey]:
-    """The stage replicas that this device saves: those of which it is the first holder."""
+    """Return the stage replicas that this device saves: those of which it is the first holder."""
     return [
         (stage, replica)
         for stage, replica in sorted(modules)
-        if (device, replica) == min((held[stage], r) for r, held in enumerate(placement))
+        if (device, replica) == min((devices[stage], r) for r, devices in enumerate(placement))
     ]
 
 
@@ -38,20 +38,24 @@ def _canonical(name: str, tied: tuple[TiedHolders, ...]) -> str:
 
 
 def _saves(module: StageModule, name: str, tied: tuple[TiedHolders, ...]) -> bool:
-    """Whether this stage saves a parameter that it holds: of a tied one, the stage of its first member does."""
+    """Return whether this stage saves a parameter that it holds; tied parameters are saved by their first layer's."""
     return all(name not in tie.parameters or tie.layer in module.layers for tie in tied)
 
 
 class Piece(NamedTuple):
-    """A tensor of a checkpoint, or this member's share of one."""
+    """A tensor of a checkpoint, or this tensor rank's share of one."""
 
     key: str
     tensor: Tensor
     shard: Shard | None
+    """How the tensor is divided over the tensor ranks; None if this is the whole tensor."""
 
 
 def joined(pieces: Sequence[Piece], group: TensorGroup) -> dict[str, Tensor]:
-    """Whole tensors, of which each member of a device gets some, to write them; all members call this alike."""
+    """Join the shares to whole tensors, and distribute these over the tensor ranks of a device for writing.
+
+    All tensor ranks must call this with the same keys in the same order; each gets its part of the tensors.
+    """
     found: dict[str, Tensor] = {}
     for number, piece in enumerate(pieces):
         writer = number % group.size
@@ -66,9 +70,9 @@ def joined(pieces: Sequence[Piece], group: TensorGroup) -> dict[str, Tensor]:
 
 
 def state_pieces(module: StageModule, optimizer: torch.optim.Optimizer, tied: tuple[TiedHolders, ...]) -> list[Piece]:
-    """``param/<name>``, ``optim/<name>/<key>`` and ``buffer/<name>`` (running statistics) of one stage.
+    """Collect ``param/<name>``, ``optim/<name>/<key>`` and ``buffer/<name>`` (running statistics) of one stage.
 
-    A tied parameter under its group's name only.
+    A tied parameter is saved once, under its group's name.
     """
     found: list[Piece] = []
     for name, parameter in module.named.items():
@@ -85,21 +89,21 @@ def state_pieces(module: StageModule, optimizer: torch.optim.Optimizer, tied: tu
 
 
 def not_finite(module: StageModule, pieces: Sequence[Piece]) -> str | None:
-    """The key of a piece that holds an infinite value or none at all; None if there is no such.
+    """Return the key of a piece with an infinite value or NaN; None if all are finite.
 
-    What is not trained may hold what it likes: a mask, say.
+    Frozen parameters are not checked: they may legitimately hold infinities, as attention masks do.
     """
-    still = [name for name in module.named if name not in module.trained]
-    frozen = {f"param/{name}" for name in still} | {f"optim/{name}/{PREVIOUS}" for name in still}
-    alike: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
+    untrained = [name for name in module.named if name not in module.trained]
+    frozen = {f"param/{name}" for name in untrained} | {f"optim/{name}/{PREVIOUS}" for name in untrained}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
     for piece in pieces:
         if piece.tensor.is_floating_point() and piece.tensor.numel() and piece.key not in frozen:
-            alike.setdefault((piece.tensor.device, piece.tensor.dtype), []).append(piece)
-    for some in alike.values():
-        # The largest magnitude, which is exact in every dtype and passes NaN on: one wait for the device for all.
-        largest = torch.stack(torch._foreach_norm([piece.tensor for piece in some], math.inf))
+            by_kind.setdefault((piece.tensor.device, piece.tensor.dtype), []).append(piece)
+    for group in by_kind.values():
+        # The largest magnitude is exact in every dtype and propagates NaN; one host sync serves the whole group.
+        largest = torch.stack(torch._foreach_norm([piece.tensor for piece in group], math.inf))
         if not bool(torch.isfinite(largest).all()):
-            return some[int(torch.isfinite(largest).logical_not().nonzero()[0])].key
+            return group[int(torch.isfinite(largest).logical_not().nonzero()[0])].key
     return None
 
 
@@ -110,10 +114,10 @@ def read_state(
     tied: tuple[TiedHolders, ...],
     tensor_rank: int = 0,
 ) -> None:
-    """Load one stage's parameters and optimizer state, whatever plan wrote them: a member's shares of them.
+    """Load one stage's parameters and optimizer state (this tensor rank's shares), whichever plan wrote them.
 
     Raises:
-        CheckpointError: a parameter is missing or has another shape: the checkpoint is of another model.
+        CheckpointError: a parameter is missing or has another shape, so the checkpoint is of another model.
     """
     keys = set(checkpoint.keys)
     wanted: dict[str, list[str]] = {}
@@ -131,7 +135,7 @@ def read_state(
         if tuple(saved.shape) != whole:
             raise CheckpointError(
                 str(checkpoint.path),
-                f"{param_key} has shape {tuple(saved.shape)}, the model's has {whole}",
+                f"{param_key} has shape {tuple(saved.shape)}, but the model's has {whole}",
                 "resume with the job that wrote it",
             )
         with torch.no_grad():
@@ -153,7 +157,10 @@ def _own(whole: Tensor, shard: Shard | None, tensor_rank: int) -> Tensor:
 
 
 def previous_pieces(module: StageModule, previous: Mapping[str, Tensor], tied: tuple[TiedHolders, ...]) -> list[Piece]:
-    """The version before the newest, ``optim/<name>/previous``; ``previous`` is by parameter path in the module."""
+    """Collect the weights before the last update as ``optim/<name>/previous``.
+
+    ``previous`` holds them by parameter path in the module.
+    """
     names = {id(p): name for name, p in module.named.items()}
     found = []
     for path, parameter in module.named_parameters():
@@ -166,7 +173,7 @@ def previous_pieces(module: StageModule, previous: Mapping[str, Tensor], tied: t
 def read_previous(
     checkpoint: Checkpoint, module: StageModule, tied: tuple[TiedHolders, ...], tensor_rank: int = 0
 ) -> dict[str, Tensor]:
-    """What ``previous_pieces`` wrote, by parameter path; empty where the checkpoint has none."""
+    """Read what ``previous_pieces`` wrote, by parameter path; empty if the checkpoint has none."""
     names = {path: name for path, p in module.named_parameters() for name, own in module.named.items() if own is p}
     keys = {path: f"optim/{_canonical(name, tied)}/{PREVIOUS}" for path, name in names.items()}
     if not set(keys.values()) <= set(checkpoint.keys):

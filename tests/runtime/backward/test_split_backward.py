@@ -242,7 +242,7 @@ def test_a_stage_that_is_given_up_keeps_neither_parameters_nor_gradients() -> No
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     gradients = [weakref.ref(parameter.grad) for parameter in parameters]
-    stage.give_up()
+    stage.release()
     del stage
     assert [parameter.numel() for parameter in parameters] == [0] * len(parameters)
     assert [gradient() for gradient in gradients] == [None] * len(gradients)

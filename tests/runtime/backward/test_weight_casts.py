@@ -39,7 +39,7 @@ def a_block_a_forward(monkeypatch: pytest.MonkeyPatch):
     def patch() -> None:
         monkeypatch.setattr(Casts, "step", lambda self: nullcontext())
         monkeypatch.setattr(Casts, "forward", lambda self: torch.autocast(self.device, self.dtype))
-        monkeypatch.setattr(WeightQueue, "narrow", lambda self, parameter: parameter)
+        monkeypatch.setattr(WeightQueue, "cast", lambda self, parameter: parameter)
 
     return patch
 

@@ -14,28 +14,28 @@ import torch
 from raypipe.errors import CheckpointError, DeviceError, DevicesError, RunError, SpecError, TransportError
 from raypipe.runtime.cluster.failure import (
     describe,
+    failure_message,
     is_final,
     keep_traceback,
     kind_of,
     own_error,
+    raises_device_errors,
     root_cause,
     source_line,
-    tells,
-    told,
 )
 
 GONE = TransportError("1F0 of step 1, rank 0", "connection closed by peer", "see that device's log")
 
 
 class Device:
-    """What ``tells`` needs of an actor."""
+    """What ``raises_device_errors`` needs of an actor."""
 
     title = "stage 1 · replica 0"
 
     def whereabouts(self) -> str:
         return f"{self.title} · device 1, 1F0 of step 3"
 
-    @tells
+    @raises_device_errors
     def work(self, error: Exception | None = None, after_s: float = 0.0) -> int:
         time.sleep(after_s)
         if error is not None:
@@ -157,11 +157,11 @@ def test_the_message_says_what_to_do_and_where_the_traceback_is(tmp_path: Path) 
     kept = first.read_text()
     assert kept.index("IndexError: no") < kept.index("MemoryError")
     assert kept.count("Traceback (most recent call last)") == 2
-    assert told(bug, first).startswith(str(bug) + "\n  fix: correct the model")
-    assert str(first) in told(bug, first)
-    assert str(first) in told(full, first)
-    assert "correct" not in told(full, first)
-    assert told(GONE, first) == str(GONE)
+    assert failure_message(bug, first).startswith(str(bug) + "\n  fix: correct the model")
+    assert str(first) in failure_message(bug, first)
+    assert str(first) in failure_message(full, first)
+    assert "correct" not in failure_message(full, first)
+    assert failure_message(GONE, first) == str(GONE)
 
 
 DEATH = """The actor died unexpectedly before finishing this task.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from raypipe.errors import ClusterError
-from raypipe.runtime.cluster.host_check import judge, silent
+from raypipe.runtime.cluster.host_check import judge, no_answer
 from raypipe.runtime.cluster.host_report import HostReport
 
 OWN = {"Python": "3.11", "ray": "2.60.0", "torch": "2.13.0", "raypipe": "0.1.0 (source 0123abcd)"}
@@ -30,12 +30,18 @@ def test_where_nothing_is_written_storage_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"shared": False, "has_data": False}, r"node 10\.0\.0\.3: has other storage under /runs/a .*all nodes mount"),
+        (
+            {"shared": False, "has_data": False},
+            r"node 10\.0\.0\.3: does not share /runs/a with the driver.*all nodes mount",
+        ),
         ({"has_data": False}, r"node 10\.0\.0\.3: does not see the prepared data in /runs/a/data"),
         ({"refusal": "Permission denied"}, r"node 10\.0\.0\.3: cannot write checkpoints into /runs/a: Permission"),
         ({"network": ClusterError("node 10.0.0.3", "no interface", "")}, r"node 10\.0\.0\.3: no interface"),
         *(
-            ({"versions": OWN | {name: "0.0"}}, rf"node 10\.0\.0\.3: has {name} 0\.0, and the driver {OWN[name][:6]}")
+            (
+                {"versions": OWN | {name: "0.0"}},
+                rf"node 10\.0\.0\.3: has {name} 0\.0, but the driver has {OWN[name][:6]}",
+            )
             for name in OWN
         ),
     ],
@@ -48,4 +54,4 @@ def test_the_node_that_does_not_fit_is_named(change, says) -> None:
 
 def test_a_node_that_does_not_answer_is_named() -> None:
     nodes = [SimpleNamespace(address="10.0.0.3"), SimpleNamespace(address="10.0.0.4")]
-    assert str(silent(nodes, RUN)).startswith("node 10.0.0.3, 10.0.0.4: did not answer")  # type: ignore[arg-type]
+    assert str(no_answer(nodes, RUN)).startswith("node 10.0.0.3, 10.0.0.4: did not answer")  # type: ignore[arg-type]

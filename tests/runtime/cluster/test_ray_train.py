@@ -17,7 +17,7 @@ from raypipe.job.load import load_job
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster import ray_train as train_run
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.ray_train import RunRequest, failure_told, failures, start_run
+from raypipe.runtime.cluster.ray_train import RunRequest, failure_logged, failures, start_run
 
 
 def log_of(directory: Path, *kinds: str) -> None:
@@ -39,7 +39,7 @@ def log_of(directory: Path, *kinds: str) -> None:
 )
 def test_failures_are_read_off_the_events(kinds: list[str], told: bool, count: int, tmp_path: Path) -> None:
     log_of(tmp_path, *kinds)
-    assert failure_told(tmp_path) is told
+    assert failure_logged(tmp_path) is told
     assert failures(tmp_path) == count
 
 
@@ -108,17 +108,21 @@ def test_attempts_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     order = []
 
     def second() -> None:
-        with train_run._alone(tmp_path) as again:
-            order.append(("second", again))
+        with train_run._only_attempt(tmp_path) as restarted:
+            order.append(("second", restarted))
 
-    with train_run._alone(tmp_path) as again:
-        order.append(("first", again))
+    with train_run._only_attempt(tmp_path) as restarted:
+        order.append(("first", restarted))
         thread = threading.Thread(target=second)
         thread.start()
         thread.join(0.5)
-        order.append(("first ends", again))
+        order.append(("first ends", restarted))
     thread.join(20)
     assert order == [("first", False), ("first ends", False), ("second", True)]
     monkeypatch.setattr(train_run, "LAST_ATTEMPT_S", 0.3)
-    with train_run._alone(tmp_path), pytest.raises(RunError, match="does not end"), train_run._alone(tmp_path):
+    with (
+        train_run._only_attempt(tmp_path),
+        pytest.raises(RunError, match="does not end"),
+        train_run._only_attempt(tmp_path),
+    ):
         pass

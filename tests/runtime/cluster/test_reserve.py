@@ -50,13 +50,13 @@ def test_a_wait_is_told_and_ends_when_the_devices_come_free(local_ray) -> None:
 def test_what_a_killed_attempt_left_is_ended_and_its_devices_serve_the_next(local_ray) -> None:
     held = reserve(2, FEW, 60.0)
     try:
-        first = start_actors(["a", "b"], FEW, Plain, held=held)
+        first = start_actors(["a", "b"], FEW, Plain, reservation=held)
         left = file_path(first.run_id, 0, 1, "ring0")
         left.touch()
         assert _of(held) == 2
         held.end_attempts()  # the first fleet's driver was killed: nobody has stopped it
         assert not left.exists()
-        second = start_actors(["a", "b"], FEW, Plain, held=held)
+        second = start_actors(["a", "b"], FEW, Plain, reservation=held)
         assert second.run_id != first.run_id
         assert _of(held) == 2
         assert second.locations == [1, 1]

@@ -89,7 +89,7 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_its_checkpoint(
     newest, notices = latest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     assert (open_checkpoint(newest).step, notices) == (step - 1, [])
-    assert f"--resume then goes on from step {step - 1} ({newest})" in error.fix
+    assert f"--resume then continues from step {step - 1} ({newest})" in error.fix
     assert [row["step"] for row in strict_rows(tmp_path / "run" / METRICS)] == list(range(1, step))
 
 
@@ -99,7 +99,7 @@ def test_the_last_step_does_not_end_well_with_such_a_gradient(stage_pool, tmp_pa
     last = make_job(tmp_path, "countdown", {}, clip=None, steps=step, checkpoint_every=0)
     again, error = diverged(last, stage_pool, tmp_path / "short")
     assert again == step
-    assert "no checkpoint was written before" in error.fix
+    assert "there is no earlier checkpoint" in error.fix
     assert list((tmp_path / "short" / "checkpoints").glob("*")) == []
 
 

@@ -30,7 +30,7 @@ def test_a_schedule_of_another_batch_ends_the_first_step(
     with pytest.raises(SampleCountError) as caught:
         drive(job, stage_pool, tmp_path)
     assert caught.value.where == "step 1"
-    assert caught.value.why == "its loss is of 8 samples instead of 16"
+    assert caught.value.why == "its loss covers 8 samples instead of 16"
     assert not list((tmp_path / "checkpoints").glob("*/manifest.json"))
 
 
@@ -41,7 +41,7 @@ def test_a_validation_of_a_part_of_its_batch_is_no_result(
     monkeypatch.setattr(set_up_workers, "forward_only", half_forward)
     monkeypatch.setattr(set_up_workers, "check_counted", lambda *_: None)
     job = small_job(text_folder, {"schedule": "1f1b", "stages": 2}, steps=1, eval_batches=2)
-    with pytest.raises(SampleCountError, match="validation after step 1: its loss is of 8 samples instead of 16"):
+    with pytest.raises(SampleCountError, match="validation after step 1: its loss covers 8 samples instead of 16"):
         drive(job, stage_pool, tmp_path)
 
 

@@ -83,7 +83,7 @@ def test_storage_that_is_not_shared_is_said_before_training(cluster, text_folder
         status, output = cluster.train(job, Path(name) / "run")
         events = read_rows(Path(name) / "run" / EVENTS)
     assert status == 2, output
-    assert f"node {cluster.hosts[1].address}: has other storage under {name}/run than the driver" in output
+    assert f"node {cluster.hosts[1].address}: does not share {name}/run with the driver" in output
     assert "fix: give --run-dir a folder of a file system that all nodes mount" in output
     assert "Traceback" not in output
     assert "restarted" not in {row["event"] for row in events}

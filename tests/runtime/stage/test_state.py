@@ -122,7 +122,9 @@ def write(directory: Path, layers: range) -> Path:
 def test_a_model_of_another_width_is_refused_in_one_message(tmp_path) -> None:
     checkpoint = open_checkpoint(write(tmp_path / "step-1", range(4)))
     module, optimizer = stage(range(2), hidden=32)
-    with pytest.raises(CheckpointError, match=r"has shape \(\d+(, \d+)?\), the model's has \(\d+(, \d+)?\)") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"has shape \(\d+(, \d+)?\), but the model's has \(\d+(, \d+)?\)"
+    ) as caught:
         read_state(checkpoint, module, optimizer, TIED)
     assert caught.value.where == str(tmp_path / "step-1")
     assert caught.value.fix
