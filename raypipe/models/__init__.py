@@ -1,4 +1,4 @@
-"""Models as layers, and what they are trained for."""
+"""Models as lists of layers, and the tasks that they are trained for."""
 
 from raypipe.models.build import DTYPES, build_model
 from raypipe.models.chain import Chain

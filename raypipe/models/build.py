@@ -1,4 +1,4 @@
-"""From a job to the layers of its model."""
+"""Build the model of a job as a list of layers."""
 
 from __future__ import annotations
 
@@ -32,20 +32,23 @@ from raypipe.models.task import MASK, Field, Task
 from raypipe.tensor import Division, divide_module
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
-"""Of parameters, by ``train.dtype``; bfloat16 is autocast."""
+"""Dtype of parameters by ``train.dtype``; bfloat16 is autocast over float32 parameters."""
 Fields = Mapping[str, Field]
 
 
 def build_model(job: JobSpec, fields: Fields | None, tensor_rank: int | None = None) -> LayeredModel:
-    """The layers of a job's model; ``fields`` are the raw inputs that the data's arrays give, None for text.
+    """Build the layers of a job's model.
 
-    With ``tensor_rank``, that member's share of a model divided as the job says (``parallel.tensor``); else the whole
-    one.
-    A model is captured once, and kept for other processes and runs: see ``graph/captured_files.py``.
+    A model is captured once, and the result is cached for other processes and runs: see ``graph/captured_files.py``.
+
+    Args:
+        job: the job.
+        fields: the raw inputs that the data's arrays provide; None for text.
+        tensor_rank: build this tensor rank's share of the model (``parallel.tensor``); None builds the whole model.
 
     Raises:
-        SpecError: the model does not exist, does not fit its data, or does not divide.
-        CaptureError: it cannot be captured.
+        SpecError: the model does not exist, does not fit its data, or cannot be divided.
+        CaptureError: the model cannot be captured.
     """
     division = None
     if tensor_rank is not None and job.parallel.tensor > 1:
@@ -54,7 +57,7 @@ def build_model(job: JobSpec, fields: Fields | None, tensor_rank: int | None = N
         return GptLayers(job.model, DTYPES[job.train.dtype], division)
     kind = HfSpec if isinstance(job.model, HfSpec) else ImportSpec
     record = json.dumps(job.model.model_dump(mode="json"), sort_keys=True)
-    # Members differ in nothing that is captured.
+    # The capture is the same for all tensor ranks, so it is made for rank 0 only.
     common = division and replace(division, tensor_rank=0)
     lines = job.data.type == "lines"
     model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines)
@@ -113,8 +116,8 @@ def _check_loss(graph: OperationGraph) -> None:
     ((name, number),) = graph.outputs.items()
     kind = graph.operations[number].type
     if kind is None or kind.shape or not kind.floating:
-        what = "no tensor" if kind is None else f"{kind.dtype} of shape {list(kind.shape)}"
-        raise SpecError("model.loss", f'the model returns "{name}", {what}, where its loss should be',
+        what = "not a tensor" if kind is None else f"{kind.dtype} of shape {list(kind.shape)}"
+        raise SpecError("model.loss", f'the model returns "{name}", {what}, instead of a scalar loss',
                         'return a scalar, or a dict with "loss"; or leave model.loss out')  # fmt: skip
 
 
@@ -128,7 +131,7 @@ def _divided(build: Callable[[], nn.Module], division: Division) -> Callable[[],
 
 
 def _key(identity: Identity, record: str, fields: Fields, dtype: str, share: Share | None) -> str:
-    """What the captured model is kept under."""
+    """Return the key under which the captured model is cached."""
     given = {name: [list(field.shape), str(field.dtype)] for name, field in fields.items()}
     asked = {"model": record, "is": identity.says, "fields": given, "dtype": dtype}
     code = [*identity.code, *sorted(MODEL_CODE.rglob("*.py"))]
@@ -145,7 +148,7 @@ def _sequence(spec: CapturedSpec) -> int:
 
 
 def _made(task: Task, fields: Fields) -> dict[str, Field]:
-    """Fields with what the task adds to them."""
+    """Return the fields together with those that the task derives from them."""
     rows = {name: torch.zeros(1, *field.shape, dtype=field.dtype) for name, field in fields.items()}
     return {name: Field(tuple(t.shape[1:]), t.dtype) for name, t in task.complete(rows).items()}
 
@@ -163,13 +166,13 @@ def _in_training(build: Callable[[], nn.Module], spec: CapturedSpec, dtype: torc
 
 
 def _example(field: Field, dtype: torch.dtype) -> Tensor:
-    """Two samples; only the shape and the dtype count."""
+    """Make an example input of two samples; only its shape and dtype matter."""
     kind = dtype if field.dtype.is_floating_point else field.dtype
     return torch.zeros(2, *field.shape, dtype=kind)
 
 
 def _field(argument: str, fields: Fields) -> tuple[str, Field]:
-    """The field that ``_arguments`` gave an argument: its namesake, or the only one there is beside the labels."""
+    """Return the field that ``_arguments`` matched: of the same name, or the only one besides labels and mask."""
     name = argument if argument in fields else next(field for field in fields if field not in LABELS | {MASK})
     return name, fields[name]
 
@@ -178,12 +181,12 @@ LABELS = frozenset({"labels", "shift_labels"})
 
 
 def _arguments(module: nn.Module, fields: Fields, task: Task) -> dict[str, str]:
-    """Which field each argument of the model's forward gets: that of its own name.
+    """Match the arguments of the model's forward with fields of the same name.
 
-    A model of one argument gets the one field that there is beside the labels and the mask, whatever it is called.
+    If none matches, and there is one required argument and one field besides the labels and the mask, these two match.
 
     Raises:
-        SpecError: an argument that must be given has no field, or the loss has no labels.
+        SpecError: a required argument has no field, or the loss has no labels.
     """
     parameters = {
         name: p
@@ -192,7 +195,8 @@ def _arguments(module: nn.Module, fields: Fields, task: Task) -> dict[str, str]:
     }
     own = isinstance(task, OwnLoss)
     if own and "labels" in fields and "labels" not in parameters:
-        raise SpecError("model.loss", "the model's forward takes no labels", "add an argument labels, or leave it out")
+        fix = "add an argument labels, or leave model.loss out"
+        raise SpecError("model.loss", "the model's forward takes no labels", fix)
     inputs = [name for name in fields if own or name not in LABELS]
     matched = {name: name for name in parameters if name in inputs}
     required = [name for name, p in parameters.items() if p.default is p.empty]
@@ -201,7 +205,7 @@ def _arguments(module: nn.Module, fields: Fields, task: Task) -> dict[str, str]:
         matched = {required[0]: values[0]}
     for name in required:
         if name not in matched:
-            why = f"the model's argument {name} has no array; there are {', '.join(sorted(fields))}"
+            why = f"there is no array for the model's argument {name}; there are {', '.join(sorted(fields))}"
             raise SpecError("data", why, f"name an array {name}")
     if not matched:
         raise SpecError("data", f"none of {', '.join(sorted(inputs))} is an argument of the model",

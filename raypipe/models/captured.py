@@ -1,4 +1,4 @@
-"""Any captured module as layers: each of its sub-graphs is one."""
+"""A captured module as a list of layers: each of its sub-graphs is a layer."""
 
 from __future__ import annotations
 
@@ -33,24 +33,31 @@ from raypipe.tensor import Division, Shard
 
 
 class Share(NamedTuple):
-    """What of a divided model this process holds."""
+    """This process's share of a model that tensor parallelism divides."""
 
     division: Division
     shards: Mapping[str, Shard]
     whole: OperationGraph
-    """The same model, not divided."""
+    """Graph of the undivided model."""
 
 
 class CapturedModel(LayeredModel):
-    """The sub-graphs of a captured module.
+    """A model whose layers are the sub-graphs of a captured module.
 
-    ``fields`` says what each raw input of the model is called in the data, and its shape there. ``build`` constructs
-    the module, for parts of it that run as they are. Parameters have the names that the module gives them; a tied one
-    its owner's.
+    Parameters have the names that the module gives them; a tied parameter has its owner's.
+
+    Args:
+        captured: the module's operations.
+        sharding: how these are divided into sub-graphs.
+        task: the loss.
+        values: start values of the parameters.
+        fields: per raw input of the model, its name and its field in the data.
+        build: constructs the module, for submodules that run opaquely.
+        share: this process's share under tensor parallelism; None for the whole model.
 
     Raises:
-        CaptureError: the model writes buffers other than batch norm's, or draws random numbers in a way that no key
-            can decide.
+        CaptureError: the model writes buffers other than batch norm's, or draws random numbers in a way that random
+            keys cannot reproduce.
     """
 
     def __init__(
@@ -83,19 +90,19 @@ class CapturedModel(LayeredModel):
         self.flops = tuple(sum(forward_flops(graph, i, one) for i in range(a, b)) for a, b in pairwise(self.edges))
 
     def sizes(self, samples: int, graph: OperationGraph | None = None, lengths: Lengths = ANY_LENGTH) -> Sizes:
-        """What the symbols in the shapes of the model, or of another graph of the same inputs, stand for."""
+        """Return the values of the symbolic sizes in the model's shapes, or in another graph with the same inputs."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, (called, field) in self.fields.items():
-            own = (lengths[called], *field.shape[1:]) if called in lengths else field.shape
-            shapes[name] = (samples, *own)
+        for name, (data_name, field) in self.fields.items():
+            shape = (lengths[data_name], *field.shape[1:]) if data_name in lengths else field.shape
+            shapes[name] = (samples, *shape)
         return (graph or self.graph).sizes(shapes)
 
     def parameters(self, i: int) -> int:
-        """Number of values in sub-graph ``i``'s parameters, tied ones counted in each holder."""
+        """Count the elements of sub-graph ``i``'s parameters; tied ones count in each holder."""
         return sum(self.graph.parameters[name] for name in self.held[i])
 
     def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
-        """What is live behind sub-graph ``i``."""
+        """Return the tensors that are live after sub-graph ``i``; see ``LayeredModel.crossing``."""
         sizes = self.sizes(samples, lengths=lengths)
         return tuple(
             CutTensor(evaluate_all(kind.shape, sizes), getattr(torch, kind.dtype), self.graph.requires_grad[number])
@@ -103,11 +110,11 @@ class CapturedModel(LayeredModel):
         )
 
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
-        """What these sub-graphs read, and what they need for operations that every stage computes anew."""
+        """Return the raw inputs that these sub-graphs need, also for cheap operations that every stage repeats."""
         return frozenset(self.fields[name][0] for name in inputs_read(self.graph, self._span(layers)))
 
     def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
-        """The operations of these sub-graphs as one module."""
+        """Build the operations of these sub-graphs as one module."""
         part = build_subgraph(self.captured, self._span(layers), device, self.build)
         key_random_operations(part.module, self.sites)
         statistics = learn_statistics(part.module, self.captured.values)
@@ -125,13 +132,13 @@ class CapturedModel(LayeredModel):
         return stage
 
     def share_of(self, division: Division) -> CapturedModel:
-        """The same for another member of the group."""
+        """Return the same model with the share of another tensor rank."""
         other = copy(self)
         other.division = division
         return other
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
-        """What this process holds of a parameter."""
+        """Return this process's share of a parameter."""
         return whole if self.division is None else self.division.cut(self.shards.get(name), whole)
 
     def _span(self, layers: Sequence[int]) -> range:
@@ -139,7 +146,7 @@ class CapturedModel(LayeredModel):
 
 
 class CapturedStage(StageBody):
-    """Some consecutive sub-graphs."""
+    """The stage body of consecutive sub-graphs."""
 
     def __init__(
         self, graph: fx.GraphModule, reads: tuple[str, ...], leaves: tuple[torch.dtype, ...],
@@ -150,34 +157,36 @@ class CapturedStage(StageBody):
         self.arguments, self.leaves = reads, leaves
         self._statistics = statistics
         self.shortest: dict[str, int] = {}
-        """Lengths of raw inputs below which the model's own code takes another branch than the one captured."""
+        """Smallest lengths of raw inputs for which the captured branch of the model's code is valid."""
 
     def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
-        """What leaves has the dtype it was captured with, also under autocast: so a message has one form.
+        """Run the sub-graphs; see ``StageBody.forward``.
+
+        Outputs are cast to the dtypes they were captured with, so that messages are the same under autocast.
 
         Raises:
-            RunError: a micro-batch is too short for what was captured.
+            RunError: a micro-batch is shorter than the captured code allows.
         """
         for name, least in self.shortest.items():
             if (length := inputs[name].shape[1]) < least:
-                why = f"a micro-batch of length {length}, but below {least} the model's code does something else"
+                why = f"a micro-batch has length {length}, but below {least} the model's code takes another branch"
                 raise RunError(name, why, f"set data.pad_to_multiple_of: {least}")
         outputs = self.graph(*arrived, *(inputs[name] for name in self.arguments))
         return tuple(y.to(dtype) for y, dtype in zip(outputs, self.leaves, strict=True))
 
     def named(self) -> dict[str, nn.Parameter]:
-        """By the module's own names."""
+        """Return the parameters by the module's own names."""
         return dict(self.graph.named_parameters())
 
     @property
     def statistics(self) -> tuple[RunningStatistics, ...]:
-        """Those of its batch norms."""
+        """Running statistics of the stage's batch norms."""
         return self._statistics
 
     def fill(
         self, values: StartValues, seed: int, device: torch.device | str, cut: Callable[[str, Tensor], Tensor]
     ) -> None:
-        """Give the parameters memory and their start values, of which ``cut`` takes this process's share."""
+        """Allocate the parameters and set their start values; ``cut`` takes this process's share of each."""
         parameters, buffers = self.named(), dict(self.graph.named_buffers())
         for one in self.statistics:
             buffers |= one.buffers_by_name
@@ -193,5 +202,5 @@ class CapturedStage(StageBody):
 
 
 def _type(operation: Operation) -> TensorType:
-    assert operation.type is not None, f"{operation.name} is no tensor and cannot cross a cut"
+    assert operation.type is not None, f"{operation.name} is not a tensor and cannot cross a cut"
     return operation.type

@@ -1,4 +1,4 @@
-"""One stage as several bodies in a row, so that some of its layers can run without the others."""
+"""A stage made of several bodies in sequence, so that some of its layers can run without the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypipe.models.task import Inputs
 
 
 class Chain(StageBody):
-    """Consecutive layers in ``parts``; parameters tied between parts are one, as in a single body."""
+    """Runs ``parts`` of consecutive layers in sequence; parameters tied between parts are shared, as in one body."""
 
     def __init__(
         self, model: LayeredModel, parts: Sequence[Sequence[int]], seed: int, device: torch.device | str = "cpu"
@@ -21,12 +21,17 @@ class Chain(StageBody):
         super().__init__()
         bodies = [model.build_stage(part, seed, device) for part in parts]
         self.parts = nn.ModuleList(bodies)
-        held = [(set(part), body.named()) for part, body in zip(parts, bodies, strict=True)]
+        named_parts = [(set(part), body.named()) for part, body in zip(parts, bodies, strict=True)]
         for group in model.tied:
-            here = [named[name] for i, name in group.parameters for part, named in held if i in part and name in named]
-            for other in here[1:]:
-                if other is not here[0]:
-                    _replace(self, other, here[0])
+            tied = [
+                named[name]
+                for i, name in group.parameters
+                for part, named in named_parts
+                if i in part and name in named
+            ]
+            for other in tied[1:]:
+                if other is not tied[0]:
+                    _replace(self, other, tied[0])
         self._statistics = tuple(one for body in bodies for one in body.statistics)
         self._named: dict[str, nn.Parameter] = {}
         known: set[int] = set()
@@ -39,18 +44,18 @@ class Chain(StageBody):
     def forward(
         self, arrived: tuple[Tensor, ...], inputs: Inputs, begin: int = 0, end: int | None = None
     ) -> tuple[Tensor, ...]:
-        """Run parts ``begin`` to ``end``, all by default."""
+        """Run parts ``begin`` to ``end`` (exclusive), by default all."""
         for part in list(self.parts)[begin:end]:
             arrived = part(arrived, inputs)
         return arrived
 
     def named(self) -> dict[str, nn.Parameter]:
-        """As of one body: a tied parameter under its owner's name."""
+        """Return the parameters as a single body would: a tied one under its owner's name."""
         return dict(self._named)
 
     @property
     def statistics(self) -> tuple[RunningStatistics, ...]:
-        """Of all parts."""
+        """Running statistics of all parts."""
         return self._statistics
 
 

@@ -1,7 +1,7 @@
-"""The random operations of a captured model, by key: dropout, and the dropout inside attention.
+"""Replace the random operations of a captured model, dropout and dropout inside attention, by keyed ones.
 
-A site is the how-manieth random operation of the whole model it is, so that a mask depends on the model and not on the
-cut. What draws in any other way is refused: its results would depend on the process that runs it.
+A site is numbered by the position of its operation among the random operations of the whole model, so that masks do
+not depend on the cut. Other random operations are rejected, because their results would depend on the process.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 class Site(NamedTuple):
-    """Where a random operation stands."""
+    """The place of a random operation, and the layout of the tensor it drops values of."""
 
     number: int
     batch_dim: int | None
-    """Dimension of what it drops from that holds the samples; None where there is none."""
+    """Dimension that holds the samples; None if there is none."""
     divided_dim: int | None = None
-    """Dimension of which a member of a tensor group has its share; None where all have the same."""
+    """Dimension that is divided over tensor ranks; None if every rank has the whole tensor."""
     longest: tuple[int, ...] | None = None
-    """Shape of what it drops from, for one of the longest samples."""
+    """Shape for one of the longest samples."""
 
 
 def random_shapes(graph: OperationGraph, sizes: Sizes) -> list[tuple[int, ...]]:
-    """What the random operations of a model drop from, in order."""
+    """Return the shapes of the tensors that a model's random operations drop values of, in order."""
     return [
         evaluate_all(_dropped_from(graph, o, o.type), sizes)
         for o in graph.operations
@@ -47,13 +47,17 @@ def random_shapes(graph: OperationGraph, sizes: Sizes) -> list[tuple[int, ...]]:
 def find_sites(
     graph: OperationGraph, small: Sizes, large: Sizes, whole: Sequence[tuple[int, ...]] | None = None
 ) -> dict[str, Site]:
-    """The random operations of a model by name; ``large`` are the sizes of the inputs for twice as many samples.
+    """Find the random operations of a model, by name.
 
-    Of a divided model, ``whole`` are the ``random_shapes`` of the undivided one, of ``small`` size: where they differ,
-    a share is what there is.
+    Args:
+        graph: the model.
+        small: its sizes for some number of samples.
+        large: its sizes for twice as many samples.
+        whole: for a divided model, the ``random_shapes`` of the undivided one at size ``small``; a dimension in which
+            the shapes differ is divided.
 
     Raises:
-        CaptureError: an operation that draws random numbers in a way that no key can decide.
+        CaptureError: an operation draws random numbers in a way that random keys cannot reproduce.
     """
     found: dict[str, Site] = {}
     for operation in graph.operations:
@@ -74,7 +78,7 @@ def find_sites(
 
 
 def _dropped_from(graph: OperationGraph, operation: Operation, made: TensorType) -> tuple[Dim, ...]:
-    """Shape of what it drops from: what it returns, or attention's weights."""
+    """Return the shape of the tensor whose values it drops: its result, or the attention weights."""
     if operation.target == DROPOUT:
         return made.shape
     key = graph.operations[operation.inputs[1]].type
@@ -83,7 +87,7 @@ def _dropped_from(graph: OperationGraph, operation: Operation, made: TensorType)
 
 
 def key_random_operations(module: fx.GraphModule, sites: dict[str, Site]) -> None:
-    """Put the keyed operation in the place of each random one, in place."""
+    """Replace each random operation of a graph by its keyed counterpart, in place."""
     for node in module.graph.nodes:
         site = sites.get(node.name) if node.op == "call_function" else None
         if site is None:
@@ -108,10 +112,10 @@ def keyed_attention(
     enable_gqa: bool = False,
     site: Site,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` whose dropout follows from ``random_keys``.
+    """Compute ``F.scaled_dot_product_attention`` with dropout from ``random_keys``.
 
-    ``[..., queries, width]`` and ``[..., keys, width]``. No kernel takes a mask of dropout, so in training the scores
-    are held; in evaluation the kernel runs.
+    Shapes are ``[..., queries, width]`` and ``[..., keys, width]``. No kernel accepts a dropout mask, so in training
+    the scores are materialised; in evaluation torch's kernel runs.
     """
     if not in_training():
         return F.scaled_dot_product_attention(
@@ -127,6 +131,6 @@ def keyed_attention(
     if attn_mask is not None:
         hidden = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if hidden else scores + attn_mask
-    # A row that sees nothing becomes zeros, as in the kernels.
+    # A row whose keys are all masked becomes zeros, as in the kernels.
     weights = torch.ops.aten._safe_softmax(scores, -1)
     return keyed_dropout(weights, dropout_p, *site) @ value

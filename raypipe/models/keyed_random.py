@@ -1,12 +1,12 @@
-"""Dropout whose mask follows from what is computed, never from who computes it.
+"""Dropout whose mask does not depend on the plan.
 
-A mask bit depends on (seed, step, sample, site, element) and on nothing else: not on the process, the micro-batch a
-sample travels in, the length it is padded to, the device, or any generator's state. So one job drops the same values
-under every plan, after every resume, and in a recomputed forward.
+A mask bit depends only on (seed, step, sample, site, element): not on the process, the sample's micro-batch, the
+length it is padded to, the device, or any generator's state. So a job drops the same values under every plan, after
+every resume, and in a recomputed forward.
 
-How: each (seed, step, sample, site) is hashed to two 32-bit keys on the host (splitmix64's finaliser). Each pair of
-elements hashes its counter (murmur3's 32-bit finaliser, cached), then the keys (one more round each), in integer
-arithmetic that wraps alike on CPU and CUDA; each half of the result decides one element.
+The host hashes each (seed, step, sample, site) to two 32-bit keys (splitmix64's finaliser). The device hashes the
+counter of each pair of elements (murmur3's 32-bit finaliser, cached) and then the keys (one more round each), in
+integer arithmetic that wraps in the same way on CPU and CUDA. Each half of the result decides one element.
 
 Sources: Steele, Lea, Flood 2014 (splitmix64); Appleby, MurmurHash3 (fmix32); Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3", for the idea of keyed counters.
@@ -28,18 +28,18 @@ from raypipe.tensor.group import current_group
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _LEVELS = 1 << 16
-"""A half hash is 16 bits: keep probabilities are multiples of 1 / 65536, and the scale makes up for the rounding."""
+"""Values of a half hash (16 bits). Keep probabilities are rounded to multiples of 1 / 65536; the scale uses these."""
 
 
 def mix64(value: int) -> int:
-    """splitmix64's finaliser: a bijection of 64-bit integers in which every input bit reaches every output bit."""
+    """Apply splitmix64's finaliser, a bijection of 64-bit integers in which every input bit affects all output bits."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK64
     return value ^ (value >> 31)
 
 
 def fold64(*parts: int) -> int:
-    """One 64-bit key from several integers; their order matters."""
+    """Hash several integers, in this order, to one 64-bit key."""
     key = 0
     for part in parts:
         key = mix64((key + _GOLDEN & _MASK64) ^ mix64(part & _MASK64))
@@ -47,9 +47,9 @@ def fold64(*parts: int) -> int:
 
 
 class RandomKeys:
-    """The keys of one forward: one per sample, from (seed, step, sample), and one from (seed, step).
+    """The random keys of one forward: one per sample, from (seed, step, sample), and one from (seed, step).
 
-    ``step`` is the step they are of, ``first`` the number of the first sample within it; -1 where there is none.
+    ``step`` is the number of the step, ``first`` that of the first sample within it, or -1 without samples.
     """
 
     __slots__ = ("first", "samples", "shared", "step", "training")
@@ -63,14 +63,14 @@ class RandomKeys:
         self.step, self.first = step, int(numbers[0]) if len(numbers) else -1
 
 
-# A plain global, not a thread's own: autograd may recompute a forward in one of its threads. A process runs one
-# stage task at a time.
+# A global and not thread-local, because autograd may recompute a forward in one of its threads. A process runs only
+# one stage task at a time.
 _current: RandomKeys | None = None
 
 
 @contextmanager
 def random_keys(seed: int, step: int, samples: Sequence[int] | Tensor, training: bool) -> Iterator[None]:
-    """Set what the random layers inside depend on; nests, the innermost counts.
+    """Set the random keys of the layers that run inside the block; blocks nest.
 
     ``samples`` are the samples' numbers within the step, one per row of the batch (a tensor is read on the host).
     ``training=False`` makes every random layer the identity.
@@ -84,24 +84,24 @@ def random_keys(seed: int, step: int, samples: Sequence[int] | Tensor, training:
 
 
 def current_keys() -> RandomKeys | None:
-    """What ``random_keys`` set; None outside of it."""
+    """Return the keys that ``random_keys`` has set; None outside of it."""
     return _current
 
 
 def swap_keys(keys: RandomKeys | None) -> RandomKeys | None:
-    """Make these the keys; returns what they were. For who interleaves two forwards, each within its own keys."""
+    """Replace the current keys and return the old ones, to interleave two forwards that each have keys."""
     global _current
     before, _current = _current, keys
     return before
 
 
 def in_training() -> bool:
-    """Whether the forward that runs is one that drops values; so is one without keys, which will be told so."""
+    """Return whether the running forward drops values. It is True without keys too, which dropout then reports."""
     return _current is None or _current.training
 
 
 def _signed(value: int) -> int:
-    """The 32-bit two's complement number with these low bits."""
+    """Interpret the low 32 bits as a two's complement number."""
     return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000
 
 
@@ -109,31 +109,31 @@ _FIRST, _SECOND = _signed(0x85EBCA6B), _signed(0xC2B2AE35)
 
 
 def _fold_(h: Tensor, bits: int) -> Tensor:
-    """``h ^= h >> bits`` in place with a logical shift: torch's carries the sign in, so the mask takes it out."""
+    """Compute ``h ^= h >> bits`` in place with a logical shift; torch's is arithmetic, so sign bits are masked."""
     return h.bitwise_xor_((h >> bits).bitwise_and_((1 << (32 - bits)) - 1))
 
 
 @lru_cache(maxsize=64)
 def _counters(count: int, device: torch.device) -> Tensor:
-    """int32 ``[count]``: murmur3's finaliser of 0, 1, ...; the part of every hash that no key enters, done once."""
+    """Return murmur3's finaliser of the counters, int32 ``[count]``: the part of every hash that needs no key."""
     h = torch.arange(1, count + 1, dtype=torch.int32, device=device)
     return _fold_(_fold_(_fold_(h, 16).mul_(_FIRST), 13).mul_(_SECOND), 16)
 
 
 def random_halves(keys: Sequence[int], elements: int, device: torch.device) -> Tensor:
-    """int16 ``[len(keys), elements]``: uniform over all 65536 values, from the 64-bit keys and the position alone.
+    """Return int16 ``[len(keys), elements]``, uniform over all 65536 values, from the 64-bit keys and positions only.
 
-    Which half comes first follows the byte order; torch runs on little-endian machines only, so it never differs.
+    Which half of a hash comes first depends on the byte order, which is little-endian wherever torch runs.
     """
     return _hashed(keys, _counters((elements + 1) // 2, device))[:, :elements]
 
 
 def _hashed(keys: Sequence[int], counters: Tensor) -> Tensor:
-    """int16 ``[len(keys), 2 * counters]``: the two halves of every pair of elements."""
+    """Return int16 ``[len(keys), 2 * counters]``: the two halves of every pair's hash."""
     device = counters.device
     first: int | Tensor
     second: int | Tensor
-    if len(keys) == 1:  # plain numbers need no tensor of keys: half the overhead of a small micro-batch
+    if len(keys) == 1:  # plain numbers avoid a tensor of keys, half of the overhead for a small micro-batch
         first, second = _signed(keys[0]), _signed(keys[0] >> 32)
         counters = counters.unsqueeze(0)
     else:
@@ -145,7 +145,7 @@ def _hashed(keys: Sequence[int], counters: Tensor) -> Tensor:
 
 
 def halves_of_part(keys: Sequence[int], part: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
-    """int16 ``[len(keys), *part]``: what ``random_halves`` has at the first places along every size of ``whole``."""
+    """Return int16 ``[len(keys), *part]``: the leading part, in every dimension, of ``random_halves`` of ``whole``."""
     if list(part) == list(whole):
         return random_halves(keys, math.prod(part), device).reshape(len(keys), *part)
     begins = torch.arange(0, math.prod(whole), whole[-1], device=device).reshape(tuple(whole[:-1]))
@@ -165,15 +165,22 @@ def keyed_dropout(
     x: Tensor, p: float, site: int, batch_dim: int | None = 0, divided_dim: int | None = None,
     longest: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Zero a share ``p`` of the values and scale the rest by ``1 / (1 - p)``; the mask comes from ``random_keys``.
+    """Zero a share ``p`` of the values and scale the others by ``1 / (1 - p)``; the mask comes from ``random_keys``.
 
-    ``site`` numbers the place in the model, so that two places never share a mask. ``batch_dim`` is the dimension of
-    ``x`` that holds the samples of the context, each with the same number of rows; None where all samples share what is
-    dropped. ``divided_dim`` is the dimension of which the members of a tensor group have equal shares: the mask is
-    that of the whole. ``longest`` is the shape of ``x`` for one of the longest samples: a shorter one's mask is the
-    first part of its, however far it is padded. ``x`` itself in evaluation, or with ``p = 0``; gradients pass through
-    the same mask.
-    Raises RunError when training without keys, or with keys for another number of samples.
+    Returns ``x`` itself in evaluation, or with ``p = 0``. Gradients pass through the same mask.
+
+    Args:
+        x: the values.
+        p: probability of zeroing a value.
+        site: number of the place in the model, so that two places never share a mask.
+        batch_dim: the dimension of ``x`` that holds the samples of the context, each with the same number of rows;
+            None where all samples share one mask.
+        divided_dim: the dimension that is divided evenly over tensor ranks; the mask is that of the undivided tensor.
+        longest: the shape of ``x`` for one of the longest samples. The mask of a shorter sample is the leading part of
+            that shape's, so it does not depend on the padding.
+
+    Raises:
+        RunError: there are no keys in training, or keys for another number of samples.
     """
     keys = _current
     if not p or (keys is not None and not keys.training):
@@ -187,7 +194,7 @@ def keyed_dropout(
         seeds = [fold64(key, site) for key in keys.samples]
         if x.shape[batch_dim] % len(seeds):
             rows = x.shape[batch_dim]
-            raise RunError(f"dropout site {site}", f"{rows} rows for {len(seeds)} samples", "one key per sample")
+            raise RunError(f"dropout site {site}", f"{rows} rows for {len(seeds)} samples", "give one key per sample")
     y = x.movedim(batch_dim, 0) if batch_dim else x
     shape = list(y.shape)
     part = shape if batch_dim is None else [shape[0] // len(seeds), *shape[1:]]
@@ -202,23 +209,23 @@ def keyed_dropout(
     halves = halves_of_part(seeds, part, whole, x.device).reshape(shape)
     if divided_dim is not None:
         halves = halves.narrow(moved, group.rank * length, length)
-    # Dropped are the lowest int16 values; keep / 65536 is the exact probability, so the mean stays exact too. A mask of
-    # numbers: autograd keeps more bytes than for a mask of booleans, and a step takes a third less time.
+    # The lowest int16 values are dropped; keep / 65536 is the exact probability, so the mean is exact too. The mask is
+    # numeric: autograd saves more bytes than for a boolean mask, but a step takes a third less time.
     mask = halves.ge(_LEVELS // 2 - keep).to(x.dtype).mul_(_LEVELS / keep)
     return y.mul(mask).movedim(0, batch_dim) if batch_dim else y * mask
 
 
 class KeyedDropout(nn.Module):
-    """``keyed_dropout`` as a layer: input and output ``[batch, ...]``, one row per sample of the context."""
+    """Applies ``keyed_dropout`` as a layer: input and output ``[batch, ...]``, one row per sample of the context."""
 
     def __init__(self, p: float, site: int) -> None:
         super().__init__()
         self.p, self.site = p, site
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` with its share of values dropped, in training."""
+        """Drop values of ``x`` in training."""
         return keyed_dropout(x, self.p, self.site) if self.training else x
 
     def extra_repr(self) -> str:
-        """For printing a model."""
+        """Return the layer's arguments, for printing a model."""
         return f"p={self.p}, site={self.site}"

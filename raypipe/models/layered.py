@@ -1,8 +1,8 @@
-"""What the rest of raypipe knows of a model: numbered layers, any run of which can be a stage.
+"""The interface of a model to the rest of raypipe: numbered layers, any consecutive ones of which can be a stage.
 
-A layer is a block of a GPT, or a sub-graph of a captured model. Stages form a chain: what a later stage reads of an
-earlier one crosses every cut between them. Raw inputs (tokens, labels, images, masks) cross nothing: every device
-reads the data, so a stage takes them from there.
+A layer is a block of a GPT, or a sub-graph of a captured model. Stages form a chain: a tensor that a later stage reads
+from an earlier one crosses every cut between them. Raw inputs (tokens, labels, images, masks) do not cross cuts,
+because every device reads the data itself.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class CutTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
-    """A gradient comes back for it. Not for integers, booleans and what no parameter has a part in."""
+    """Whether a gradient is sent back for it; not so for integers, booleans and results of no parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiedGroup:
-    """A parameter that several layers hold: the same start, gradients summed, the same update."""
+    """A parameter that several layers share; its holders start equal and sum their gradients, and so stay equal."""
 
     name: str
-    """What checkpoints call it: its first member's name."""
+    """Its name in checkpoints, which is that of the first holder."""
     parameters: tuple[tuple[int, str], ...]
     """(layer, parameter name) of each holder, the owner first. Names may be equal."""
 
@@ -45,36 +45,42 @@ class StageBody(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
-        """What crosses the cut behind the stage, from what crossed the one before it and the raw inputs it reads.
+        """Run the stage.
 
-        The last stage returns the model's output.
+        Args:
+            arrived: the tensors that cross the cut before the stage; empty for the first.
+            inputs: at least the raw inputs that the stage reads.
+
+        Returns:
+            The tensors that cross the cut after the stage; for the last stage, the model's output.
         """
 
     @abstractmethod
     def named(self) -> dict[str, nn.Parameter]:
-        """Every parameter once, by a name that no plan changes; one tied inside the stage by its owner's."""
+        """Return every parameter once, by a name that does not depend on the plan; tied ones by their owner's."""
 
     @property
     def statistics(self) -> tuple[RunningStatistics, ...]:
-        """What learns without gradients."""
+        """Running statistics of the stage's layers, which are learnt without gradients."""
         return ()
 
 
 class LayeredModel(ABC):
-    """A model before it is cut, in the precision that it runs in. Making one allocates no parameters."""
+    """A model as layers, in the precision that it runs in. Constructing one allocates no parameters."""
 
     names: tuple[str, ...]
-    """What each layer is called in reports."""
+    """Name of each layer in reports."""
     tied: tuple[TiedGroup, ...]
     flops: tuple[float, ...]
     """Forward floating-point operations of each layer on one sample."""
     task: Task
     division: Division | None = None
-    """The share that this process holds of every divided parameter; None where it holds all of each."""
+    """How tensor parallelism divides the model, and this process's rank in it; None without tensor parallelism."""
     shards: Mapping[str, Shard] = MappingProxyType({})
-    """How each divided parameter is cut, by name."""
+    """How each divided parameter is divided, by name."""
     batch_statistics: bool = False
-    """What comes out for a sample depends on the other samples of its micro-batch (batch norm; a loss of its own)."""
+    """Whether the result for a sample depends on the other samples of its micro-batch (batch norm, or the model's own
+    loss)."""
 
     @property
     def count(self) -> int:
@@ -83,18 +89,18 @@ class LayeredModel(ABC):
 
     @property
     def units(self) -> tuple[range, ...]:
-        """Runs of layers that no cut divides, in order; each layer alone unless a model says otherwise."""
+        """Consecutive layers that must stay in one stage, in order; by default each layer is a unit of its own."""
         return tuple(range(i, i + 1) for i in range(self.count))
 
     @abstractmethod
     def parameters(self, i: int) -> int:
-        """Number of values in layer ``i``'s parameters, tied ones counted in each holder."""
+        """Count the elements of layer ``i``'s parameters; tied ones count in each holder."""
 
     @abstractmethod
     def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
-        """What crosses a cut behind layer ``i`` for a micro-batch of ``samples``.
+        """Return the tensors that cross a cut after layer ``i`` for a micro-batch of ``samples``.
 
-        Raw inputs that ``lengths`` does not name are as long as the longest sample's.
+        Raw inputs that ``lengths`` does not name are as long as the longest sample.
 
         Raises:
             RaypipeError: the model was captured for other lengths only.
@@ -102,11 +108,11 @@ class LayeredModel(ABC):
 
     @abstractmethod
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
-        """Raw inputs that these layers read; what the loss reads is the task's."""
+        """Return the raw inputs that these layers read, without those that only the loss reads."""
 
     @abstractmethod
     def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
-        """Consecutive layers with their start values, which follow from (seed, parameter) alone.
+        """Build consecutive layers with their start values, which depend only on (seed, parameter).
 
-        Allocates only these layers' parameters; nothing is drawn from torch's global generators.
+        Only these layers' parameters are allocated, and torch's global generators are not used.
         """

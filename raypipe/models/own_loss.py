@@ -1,4 +1,4 @@
-"""A loss that the model computes itself, from labels that it is given like any other input."""
+"""Losses that the model computes itself, from labels that are among its inputs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from raypipe.models.task import Inputs, Task
 
 LOSS = "loss"
-"""What models call it among their outputs."""
+"""Name of the loss among a model's outputs."""
 
 
 class OwnLoss(Task):
-    """Data as another task has it; the loss as the model returns it, a scalar.
+    """The data of another task ``of``, with the scalar loss that the model returns.
 
-    Such a loss is of a micro-batch as a whole: a mean over its targets, and terms that are no sum over samples (how
-    evenly tokens spread over experts). So a mini-batch's loss is the mean over its micro-batches, which are equally
-    large: what ``(model(**micro_batch).loss / count).backward()`` accumulates.
+    Such a loss belongs to a whole micro-batch: it is a mean over its targets, or has terms that are not sums over
+    samples (such as the load balance of experts). A mini-batch's loss is therefore the mean over its equally large
+    micro-batches, which ``(model(**micro_batch).loss / count).backward()`` accumulates.
     """
 
     unit = "as the model computes it"
@@ -29,28 +29,28 @@ class OwnLoss(Task):
         self.reads = frozenset({self.counted})
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
-        """The model's loss, once for each sample."""
+        """Return the model's loss times the number of samples, since the runtime divides by all samples."""
         return output * len(inputs[self.counted])
 
     def targets(self, inputs: Inputs) -> int:
-        """Samples."""
+        """Count the samples."""
         return len(inputs[self.counted])
 
     def window(self, sequence: int) -> int:
-        """As the task has it."""
+        """See Task.window."""
         return self.of.window(sequence)
 
     def from_text(self, rows: Tensor, keys: Sequence[int]) -> dict[str, Tensor]:
-        """As the task has it, with ``labels`` for ``shift_labels``: models of that kind shift themselves."""
+        """See Task.from_text; ``shift_labels`` become unshifted ``labels``, because such models shift them."""
         made = self.of.from_text(rows, keys)
         if made.pop("shift_labels", None) is not None:
             made["labels"] = made["input_ids"]
         return made
 
     def complete(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As the task has it."""
+        """See Task.complete."""
         return self.of.complete(inputs)
 
     def complete_lengths(self, lengths: Mapping[str, Any]) -> dict[str, Any]:
-        """As the task has it."""
+        """See Task.complete_lengths."""
         return self.of.complete_lengths(lengths)

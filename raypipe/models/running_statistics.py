@@ -1,14 +1,14 @@
-"""Batch norm that learns: running statistics that do not depend on the plan.
+"""Running statistics of batch norm that do not depend on the plan.
 
-A training forward normalises with the statistics of its micro-batch, whatever the running ones are. So what each
-micro-batch has seen can be noted, and the running statistics be moved once per step, as one process would have moved
-them that ran all micro-batches of the mini-batch in ascending order (gradient accumulation in plain PyTorch):
+A training forward normalises with the statistics of its micro-batch and does not read the running ones. So the
+statistics of each micro-batch can be recorded, and the running statistics be updated once per step, as a single process
+would that runs all micro-batches of the mini-batch in ascending order (gradient accumulation in plain PyTorch):
 
     running <- (1 - m)^N running + sum over k = 0..N-1 of m (1 - m)^(N-1-k) seen_k
 
-``m`` is the momentum, ``N`` the number of micro-batches. The sum divides over the replicas of a stage, which add their
-parts up beside their gradients; all of them then hold the same statistics. A forward that runs again (recomputation, an
-update that had to be undone) notes the same micro-batch again, which changes nothing.
+``m`` is the momentum, ``N`` the number of micro-batches. Each replica of a stage computes its part of the sum, and the
+parts are all-reduced with the gradients, so that all replicas hold the same statistics. A forward that runs again (for
+recomputation, or because an update was undone) records the same micro-batch again, which changes nothing.
 
 Source: Ioffe and Szegedy 2015, section 3.1, with ``torch.nn.BatchNorm``'s conventions (unbiased variance).
 """
@@ -37,53 +37,53 @@ class _Seen(NamedTuple):
     """The statistics of one micro-batch."""
 
     number: int
-    """Of the micro-batch within its step."""
+    """Number of the micro-batch within its step."""
     moments: Tensor
     """``[2, channels]``: means, unbiased variances."""
 
 
 class RunningStatistics(nn.Module):
-    """One batch norm of a captured graph: called in the place of the operation.
+    """One batch norm of a captured graph, which replaces the batch norm operation.
 
     ``name`` is the path of the norm in the model; ``mean``, ``variance`` and ``count`` are its buffers, which only
-    ``move`` changes.
+    ``move`` and ``move_on`` change.
     """
 
     def __init__(self, name: str, mean: Tensor, variance: Tensor, count: Tensor | None, momentum: float) -> None:
         super().__init__()
         self.name, self.momentum = name, momentum
-        # Not registered here as well: the graph reads them under their own names.
+        # In a tuple, so that they are not registered as buffers: the graph already has them under their own names.
         self._held: tuple[Tensor, Tensor, Tensor | None] = (mean, variance, count)
         self._seen: dict[tuple[int, int], _Seen] = {}
 
     @property
     def buffers_by_name(self) -> dict[str, Tensor]:
-        """The running statistics by the names that the model gives them."""
+        """The running statistics by their names in the model."""
         names = (*BUFFERS, COUNTER)
         return {f"{self.name}.{n}": t for n, t in zip(names, self._held, strict=True) if t is not None}
 
     @property
     def channels(self) -> int:
-        """Number of means."""
+        """Number of channels."""
         return self._held[0].numel()
 
     def forward(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, training: bool,
         momentum: float, eps: float, cudnn: bool,
     ) -> Tensor:  # fmt: skip
-        """``x`` ``[samples, channels, ...]`` normalised: by its own statistics in training, else by the running ones.
+        """Normalise ``x`` ``[samples, channels, ...]``: by its own statistics in training, else by the running ones.
 
         Raises:
-            RunError: a channel of the micro-batch holds a single value, which has no variance.
+            RunError: the micro-batch has a single value per channel, so there is no variance.
         """
         if not in_training():
             return torch.batch_norm(x, weight, bias, mean, variance, False, momentum, eps, cudnn)
         if x.numel() == x.shape[1]:
             raise RunError(
-                self.name, "batch norm has one value per channel in a micro-batch: no variance",
+                self.name, "batch norm has only one value per channel in a micro-batch, so there is no variance",
                 "use parallel.microbatch of 2 or more",
             )  # fmt: skip
-        # With momentum 1 the kernel itself leaves this micro-batch's own statistics there, whatever device it is for.
+        # With momentum 1 the kernel stores exactly this micro-batch's statistics in `own`, on any device.
         own = torch.zeros(2, self.channels, dtype=mean.dtype, device=mean.device)
         normalised = torch.batch_norm(x, weight, bias, own[0], own[1], True, 1.0, eps, cudnn)
         keys = current_keys()
@@ -92,7 +92,7 @@ class RunningStatistics(nn.Module):
         return normalised
 
     def part(self, step: int, count: int) -> Tensor:
-        """This holder's part of the sum for a step of ``count`` micro-batches, ``[2 * channels]``."""
+        """Return this replica's part of the sum for a step of ``count`` micro-batches, ``[2 * channels]``."""
         total = torch.zeros(2, self.channels, dtype=self._held[0].dtype, device=self._held[0].device)
         for (of, _), seen in sorted(self._seen.items()):
             if of == step:
@@ -100,7 +100,7 @@ class RunningStatistics(nn.Module):
         return total.flatten()
 
     def move(self, total: Tensor, step: int, count: int) -> None:
-        """Move the running statistics by the whole sum of a step."""
+        """Update the running statistics by the sum of a step over all replicas."""
         mean, variance, counter = self._held
         for held, change in zip((mean, variance), total.view(2, -1), strict=True):
             held.mul_((1 - self.momentum) ** count).add_(change)
@@ -109,7 +109,7 @@ class RunningStatistics(nn.Module):
         self._seen = {at: seen for at, seen in self._seen.items() if at[0] > step}
 
     def move_on(self) -> None:
-        """Move them by what has been seen since, in order: for schedules with an update after each micro-batch."""
+        """Update them by the micro-batches since the last update, for schedules that update after each micro-batch."""
         mean, variance, counter = self._held
         for _, seen in sorted(self._seen.items()):
             mean.lerp_(seen.moments[0], self.momentum)
@@ -120,12 +120,12 @@ class RunningStatistics(nn.Module):
 
 
 def part_of_step(statistics: Sequence[RunningStatistics], step: int, count: int) -> Tensor:
-    """The parts of several norms in one flat tensor."""
+    """Concatenate the parts of several norms to one flat tensor."""
     return torch.cat([one.part(step, count) for one in statistics])
 
 
 def move_all(statistics: Sequence[RunningStatistics], total: Tensor, step: int, count: int) -> None:
-    """Move several norms by the sum of what ``part_of_step`` gave each holder."""
+    """Update several norms by the sum of ``part_of_step`` over all replicas."""
     begin = 0
     for one in statistics:
         end = begin + 2 * one.channels
@@ -134,10 +134,10 @@ def move_all(statistics: Sequence[RunningStatistics], total: Tensor, step: int, 
 
 
 def check_buffers(graph: OperationGraph, calls: Sequence[Call]) -> None:
-    """Refuse buffers that are written in any way but batch norm's, and batch norms that nobody can look into.
+    """Reject models that write buffers in other ways than batch norm does, or have batch norms in opaque modules.
 
     Raises:
-        CaptureError: naming module and line.
+        CaptureError: there is such a buffer; the error names module and line.
     """
     users: dict[str, list[int]] = {}
     for number, operation in enumerate(graph.operations):
@@ -147,7 +147,7 @@ def check_buffers(graph: OperationGraph, calls: Sequence[Call]) -> None:
     for operation, call in zip(graph.operations, calls, strict=True):
         if operation.target == OPAQUE and learns(call):
             raise CaptureError(
-                f"module {call.args[0]}", "cannot be captured, so it runs as it is, and holds a batch norm that learns",
+                f"module {call.args[0]}", "cannot be captured, and holds a batch norm with running statistics",
                 "call each batch norm once in a forward and give it a momentum that is a number, or set "
                 "model.batch_norm: frozen",
             )  # fmt: skip
@@ -163,21 +163,21 @@ def check_buffers(graph: OperationGraph, calls: Sequence[Call]) -> None:
                 )  # fmt: skip
             if len(users[name]) > 1:
                 raise CaptureError(
-                    where, f"{name} is read elsewhere in the forward, too, where it would lag behind its updates",
-                    "leave the running statistics to their batch norm, or set model.batch_norm: frozen",
+                    where, f"{name} is also read elsewhere in the forward, where it would be out of date",
+                    "read running statistics only in their batch norm, or set model.batch_norm: frozen",
                 )  # fmt: skip
 
 
 def uses_batch_statistics(operation: Operation, arguments: Sequence[object]) -> bool:
-    """Whether an operation's result for a sample depends on the other samples of its micro-batch."""
+    """Return whether an operation's result for a sample depends on the other samples of its micro-batch."""
     return operation.target == BATCH_NORM and bool(arguments[5])
 
 
 def learn_statistics(module: fx.GraphModule, start: Mapping[str, Tensor]) -> tuple[RunningStatistics, ...]:
-    """Put a ``RunningStatistics`` in the place of each batch norm of a graph that learns, in place.
+    """Replace each batch norm with running statistics in a graph by a ``RunningStatistics``, in place.
 
-    ``start`` are the model's buffers as it constructs them. Counting the batches becomes ``RunningStatistics.move``'s
-    business.
+    ``start`` are the model's buffers as constructed. The operations that count batches are removed, because
+    ``RunningStatistics.move`` counts them.
     """
     found: list[RunningStatistics] = []
     for node in list(module.graph.nodes):
@@ -201,7 +201,7 @@ def learn_statistics(module: fx.GraphModule, start: Mapping[str, Tensor]) -> tup
 
 
 def _users(node: fx.Node) -> list[fx.Node]:
-    """All nodes that follow from a node, each behind those it reads."""
+    """Return all nodes that depend on a node, in the graph's order."""
     found: dict[fx.Node, None] = {}
     todo = [node]
     while todo:

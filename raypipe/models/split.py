@@ -1,4 +1,4 @@
-"""Cut a list of layers into contiguous stages so that the slowest is as fast as can be."""
+"""Cut a list of layers into contiguous stages so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from raypipe.plan.cut.balance import check_stages, contiguous_split
 
 
 def split_layers(model: LayeredModel, stages: int) -> list[range]:
-    """Layer numbers of each stage: the smallest possible largest sum of ``model.flops``, exactly.
+    """Return the layer numbers of each stage, cut so that the largest sum of ``model.flops`` is minimal.
 
-    What is dealt out are the model's units. Among the best cuts, the one with the smallest sum of squares, which evens
-    out the stages that are not the slowest. Raises SpecError for more stages than units.
+    A cut assigns whole units of the model to stages. Among the best cuts it is the one with the smallest sum of
+    squares, which also balances the other stages.
+
+    Raises:
+        SpecError: there are more stages than units.
     """
     units = model.units
     check_stages(stages, len(units))

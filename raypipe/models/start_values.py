@@ -1,9 +1,9 @@
-"""Start values of any module's parameters, drawn by key, for as few of them as a stage holds.
+"""Start values of a module's parameters, drawn by key, for only those parameters that a stage holds.
 
-A module's constructor is the only one that knows how it starts. So it runs once more on each stage, with two changes:
-the parameters of other stages go to the meta device the moment they are made, and the n-th random draw comes from a
-generator of its own, seeded with (seed, n). The constructor makes the same draws in the same order wherever it runs -
-on the meta device they cost nothing - so a parameter starts alike whoever holds it, whatever else is held.
+Only a module's constructor knows its start values, so it runs once more on each stage, with two changes. Parameters of
+other stages go to the meta device as soon as they are made. And the n-th random draw uses a generator seeded with
+(seed, n). The constructor makes the same draws in the same order on every stage (draws on the meta device cost
+nothing), so a parameter's start values do not depend on the stage that holds it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from raypipe.capture.meta import build_without_memory
 from raypipe.models.keyed_random import fold64
 
 _patching = threading.RLock()
-"""Constructors register parameters in one place for the whole process."""
+"""Guards the patches of ``torch.nn``, which affect the whole process."""
 
 
 class StartValues(Protocol):
-    """Where parameters get their first values."""
+    """A source of start values."""
 
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
-        """The values of all these parameters, and of those buffers that start otherwise than in the constructor."""
+        """Return values of all these parameters, and of those buffers whose value differs from the constructor's."""
 
 
 class Constructed:
-    """What a constructor gives its parameters.
+    """The start values that a module's constructor draws.
 
     ``build`` returns the module; it is called once without memory to learn the parameters' order, and once per stage.
     """
@@ -43,7 +43,7 @@ class Constructed:
         self._order: dict[str, int] | None = None
 
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
-        """On the CPU, in the constructor's dtype; at most one other parameter is held at a time."""
+        """Return the values on the CPU in the constructor's dtype; at most one other parameter is allocated."""
         if self._order is None:
             with _registrations(None) as made:
                 skeleton = build_without_memory(self.build)
@@ -51,21 +51,21 @@ class Constructed:
         wanted = frozenset(self._order[name] for name in parameters)
         with _registrations(wanted), torch.random.fork_rng(devices=[]), _one_draw_each(), _KeyedDraws(seed):
             module = self.build()
-        held = dict(module.named_parameters(remove_duplicate=False))
-        return {name: held[name].detach() for name in parameters}
+        made_parameters = dict(module.named_parameters(remove_duplicate=False))
+        return {name: made_parameters[name].detach() for name in parameters}
 
 
 def _order(module: nn.Module, made: list[nn.Parameter]) -> dict[str, int]:
-    """Per parameter name, the number of the registration that first made it; tied names share one."""
+    """Return, per parameter name, the number of the registration that first made it; tied names share one."""
     first = {id(parameter): number for number, parameter in reversed(list(enumerate(made)))}
     return {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 @contextmanager
 def _registrations(wanted: frozenset[int] | None) -> Iterator[list[nn.Parameter]]:
-    """Collect each parameter as it is registered; all but the ``wanted`` numbers are moved to the meta device.
+    """Collect each parameter as it is registered, and move all but the ``wanted`` numbers to the meta device.
 
-    None wants all; a parameter that is registered again (tied) stays what it is.
+    None moves none. A parameter that is registered again, because it is tied, is left as it is.
     """
     made: list[nn.Parameter] = []
     known: set[int] = set()
@@ -78,7 +78,7 @@ def _registrations(wanted: frozenset[int] | None) -> Iterator[list[nn.Parameter]
         if wanted is not None and len(made) not in wanted:
             param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
         register(module, name, param)
-        # A hook inside this one may have replaced it.
+        # A patch of register_parameter below this one may have replaced it.
         made.append(module._parameters[name])  # type: ignore[arg-type]
         known.add(id(made[-1]))
 
@@ -92,10 +92,10 @@ def _registrations(wanted: frozenset[int] | None) -> Iterator[list[nn.Parameter]
 
 @contextmanager
 def _one_draw_each() -> Iterator[None]:
-    """Make truncated normals of one draw, by the inverse of their distribution.
+    """Make ``trunc_normal_`` use exactly one draw, by inverting the distribution.
 
-    torch draws again until all values are within the bounds: how often follows from the values, and on the meta device
-    it draws nothing, so that every later parameter would start otherwise on another stage.
+    torch redraws until all values are within the bounds. The number of draws would then depend on the values, which
+    the meta device does not have, and so the start values of later parameters would depend on the stage.
     """
     owner: Any = nn.init
     rejecting = owner._no_grad_trunc_normal_
@@ -115,7 +115,7 @@ def _one_draw_each() -> Iterator[None]:
 
 
 class _KeyedDraws(TorchDispatchMode):
-    """The n-th random operation draws from a generator seeded with (seed, n), wherever its result lives."""
+    """Seeds the generator with (seed, n) before the n-th random operation, whichever device its result is on."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""What a model is trained for: which raw inputs the loss reads, its value as a sum, and how bytes become raw inputs.
+"""Tasks: the loss of a model, the raw inputs it reads, and how bytes of text become raw inputs.
 
-Sums, because a mini-batch's mean needs the targets of the whole mini-batch: the runtime divides by their number, which
-every device can count from the data. So a loss is the same whatever the micro-batches.
+Losses are sums over targets. The runtime divides them by the number of targets of the whole mini-batch, which every
+device can count from the data, so the mean does not depend on the division into micro-batches.
 """
 
 from __future__ import annotations
@@ -20,96 +20,96 @@ from raypipe.models.keyed_random import random_halves
 from raypipe.tensor.loss import divided_cross_entropy
 
 MASK = "attention_mask"
-"""Raw input that tells a sample's own places, 1, from those that only pad it, 0."""
+"""Name of the raw input that marks a sample's own tokens with 1 and padding with 0."""
 IGNORED = -100
-"""Label of what is not to be predicted, PyTorch's and Hugging Face's convention."""
+"""Label of positions that the loss ignores, as in PyTorch and Hugging Face."""
 BYTES = 256
-"""Tokens that text read as bytes has."""
+"""Number of tokens of text that is read as bytes."""
 
 Inputs = Mapping[str, Tensor]
 """Raw inputs of some samples by name, one row per sample."""
 Lengths = Mapping[str, int]
-"""Of a micro-batch: to what length each raw input is padded of which samples have their own. Empty where none has."""
+"""Per raw input of varying length, the length that a micro-batch is padded to. Empty if all lengths are fixed."""
 ANY_LENGTH: Lengths = MappingProxyType({})
 
 
 class Field(NamedTuple):
-    """What a raw input is, for one sample."""
+    """Shape and dtype of a raw input for one sample."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Task(ABC):
-    """A loss, and the raw inputs it takes."""
+    """A loss and the raw inputs it reads."""
 
     reads: frozenset[str]
     """Raw inputs that the loss reads."""
     padding = 0
-    """Token that fills up short samples; nothing may depend on it."""
+    """Token that pads short samples; results must not depend on it."""
     per_token = False
-    """Every token has a label of its own, in its place."""
+    """Whether every token has a label, at the same position."""
     unit = "nats per label"
-    """Of the mean loss, the sum over its targets: for people."""
+    """Unit of the mean loss (the sum over the number of targets), for display."""
 
     @abstractmethod
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
-        """Scalar sum over all targets; computed in float32 at least, whatever precision the output comes in."""
+        """Return the loss summed over all targets: a scalar, computed in float32 or (for float64 outputs) float64."""
 
     @abstractmethod
     def targets(self, inputs: Inputs) -> int:
-        """Number of targets that ``loss`` sums over."""
+        """Count the targets that ``loss`` sums over."""
 
     def window(self, sequence: int) -> int:
-        """Bytes of text that a sample takes, beside the one that follows it."""
+        """Return the number of bytes of text in a sample, without the one that follows it."""
         return sequence
 
     def from_text(self, rows: Tensor, keys: Sequence[int]) -> dict[str, Tensor]:
-        """Raw inputs from bytes, int64 ``[samples, window + 1]``; ``keys``: a 64-bit random number per sample.
+        """Make raw inputs from bytes, int64 ``[samples, window + 1]``; ``keys`` has a 64-bit random number per sample.
 
         Raises:
-            SpecError: bytes are nothing for this task.
+            SpecError: the task cannot be trained on bytes.
         """
         raise SpecError("data.type", "bytes have no labels for this model's task", "use data: {type: arrays, ...}")
 
     def complete(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The user's arrays with what follows from them."""
+        """Add the raw inputs that are derived from the user's arrays."""
         return dict(inputs)
 
     def complete_lengths(self, lengths: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for the lengths of samples: what follows from an array is as long."""
+        """Add the lengths of the raw inputs that ``complete`` derives."""
         return dict(lengths)
 
     def text_fields(self, sequence: int) -> dict[str, Field]:
-        """What ``from_text`` makes, for one sample."""
+        """Return the fields that ``from_text`` makes."""
         made = self.from_text(torch.zeros(1, self.window(sequence) + 1, dtype=torch.int64), [0])
         return {name: Field(tuple(values.shape[1:]), values.dtype) for name, values in made.items()}
 
 
 class Labels(Task):
-    """``-log p(label)`` in nats, summed over all labels but those that are ``IGNORED``.
+    """Cross-entropy: ``-log p(label)`` in nats, summed over all labels except those that are ``IGNORED``.
 
     Output ``[..., classes]``, ``labels`` int64 ``[...]``: one per sample, or one per token.
     """
 
     reads = frozenset({"labels"})
     classes: int | None = None
-    """All classes, where the output is one member's share of them (tensor parallelism); None where it is whole."""
+    """Number of all classes, if the output is one tensor rank's share of them; None if it has all classes."""
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
-        """Sum over the labels."""
+        """Return the cross-entropy summed over the labels."""
         return cross_entropy(output, inputs["labels"], self.classes)
 
     def targets(self, inputs: Inputs) -> int:
-        """Labels that count."""
+        """Count the labels that are not ``IGNORED``."""
         return int((inputs["labels"] != IGNORED).sum())
 
 
 class NextToken(Labels):
-    """Labels of the following token: ``shift_labels`` gives each place its own; ``labels`` are the tokens themselves.
+    """Prediction of the next token, from ``shift_labels`` or from ``labels``.
 
-    The first is what packed text gives: every place has a target. The second is Hugging Face's convention for samples
-    of their own: the last place has none, nor has what is ``IGNORED``.
+    ``shift_labels``, made from packed text, hold the next token of every position. ``labels`` follow Hugging Face's
+    convention for separate samples: they are the tokens themselves, and the last position has no target.
     """
 
     per_token = True
@@ -125,24 +125,24 @@ class NextToken(Labels):
         return output[:, :-1], inputs["labels"][:, 1:]
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
-        """Logits ``[batch, sequence, vocabulary]``, labels int64 ``[batch, sequence]``."""
+        """Return the summed cross-entropy of logits ``[batch, sequence, vocabulary]``; labels ``[batch, sequence]``."""
         return cross_entropy(*self._pair(output, inputs), self.classes)
 
     def targets(self, inputs: Inputs) -> int:
-        """Tokens that have one after them."""
+        """Count the positions whose next token is a target."""
         labels = inputs["shift_labels"] if self.shifted else inputs["labels"][:, 1:]
         return int((labels != IGNORED).sum())
 
     def from_text(self, rows: Tensor, keys: Sequence[int]) -> dict[str, Tensor]:
-        """The bytes, and the same shifted by one."""
+        """Return the bytes as ``input_ids``, and shifted by one as ``shift_labels``."""
         return {"input_ids": rows[:, :-1].contiguous(), "shift_labels": rows[:, 1:].contiguous()}
 
 
 class MaskedToken(Labels):
-    """Guess the masked tokens from all others.
+    """Prediction of masked tokens from all others.
 
-    Of text, each byte is masked with probability ``share``, by the sample's key alone. Devlin et al. 2018 (BERT)
-    leave a tenth of the masked ones as they are and replace another tenth at random; here all are masked.
+    In text, each byte is masked with probability ``share``, which the sample's key decides. Devlin et al. 2018 (BERT)
+    keep a tenth of these tokens and replace another tenth at random; here all become the mask token.
     """
 
     per_token = True
@@ -152,9 +152,9 @@ class MaskedToken(Labels):
         self.mask_token, self.share = mask_token, share
 
     def from_text(self, rows: Tensor, keys: Sequence[int]) -> dict[str, Tensor]:
-        """Masked bytes, and labels where they were."""
+        """Return the bytes with some masked, and labels at the masked positions."""
         tokens = rows[:, :-1]
-        # A half hash is uniform over 16 bits, the lowest of them are masked.
+        # A half hash is uniform over 16 bits; the lowest values are masked.
         below = round(self.share * 65536) - 32768
         masked = random_halves(keys, tokens.shape[1], tokens.device) < below
         return {
@@ -164,10 +164,10 @@ class MaskedToken(Labels):
 
 
 class Sequences(Labels):
-    """Tokens of one sequence from another one (encoder and decoder).
+    """Prediction of one sequence from another, for encoder-decoder models.
 
-    Of text, the decoder is to write what follows the encoder's part. The decoder reads the labels shifted to the
-    right by one, behind ``start_token``.
+    In text, the decoder's part is the continuation of the encoder's. The decoder reads the labels shifted to the right
+    by one, after ``start_token``.
     """
 
     unit = "nats per token"
@@ -176,16 +176,16 @@ class Sequences(Labels):
         self.start_token, self.padding = start_token, padding
 
     def window(self, sequence: int) -> int:
-        """The encoder's part and the decoder's, equally long."""
+        """Return the bytes of the encoder's part and of the decoder's, which are equally long."""
         return 2 * sequence
 
     def from_text(self, rows: Tensor, keys: Sequence[int]) -> dict[str, Tensor]:
-        """First half and second half."""
+        """Return the first half as ``input_ids`` and the second as ``labels``."""
         read, written = rows[:, :-1].chunk(2, dim=1)
         return self.complete({"input_ids": read.contiguous(), "labels": written.contiguous()})
 
     def complete(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``decoder_input_ids`` from the labels, where they are not given."""
+        """Add ``decoder_input_ids``, made from the labels, if they are not given."""
         if "decoder_input_ids" in inputs or "labels" not in inputs:
             return dict(inputs)
         labels = inputs["labels"]
@@ -193,20 +193,23 @@ class Sequences(Labels):
         return {**inputs, "decoder_input_ids": shifted.masked_fill(shifted == IGNORED, self.padding)}
 
     def complete_lengths(self, lengths: Mapping[str, Any]) -> dict[str, Any]:
-        """``decoder_input_ids`` are as long as the labels."""
+        """Add the length of ``decoder_input_ids``, which is that of the labels."""
         if "decoder_input_ids" in lengths or "labels" not in lengths:
             return dict(lengths)
         return {**lengths, "decoder_input_ids": lengths["labels"]}
 
 
 class Values(Task):
-    """Squared error, summed over all values: output and float ``labels`` of one shape, a last 1 aside."""
+    """Squared error, summed over all values.
+
+    Output and float ``labels`` have the same shape, except for a last dimension of size 1 that the output may have.
+    """
 
     reads = frozenset({"labels"})
     unit = "squared error per value"
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
-        """Sum over the values."""
+        """Return the squared error summed over the values."""
         labels = inputs["labels"]
         if output.dim() == labels.dim() + 1:
             output = output.squeeze(-1)
@@ -215,15 +218,19 @@ class Values(Task):
         return (output - labels.to(output.dtype)).square().sum()
 
     def targets(self, inputs: Inputs) -> int:
-        """All values."""
+        """Count all values."""
         return inputs["labels"].numel()
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, classes: int | None = None) -> Tensor:
-    """Sum of ``-log p(label)``, in nats, as a scalar, without the labels that are ``IGNORED``.
+    """Return the sum of ``-log p(label)`` in nats, a scalar, over the labels that are not ``IGNORED``.
 
-    ``logits`` ``[..., classes]``, ``labels`` int64 ``[...]``. Computed in float32 at least, whatever precision the
-    logits come in; float64 stays float64. With ``classes``, the logits are a member's share of so many.
+    It is computed in float32, or in float64 if the logits are float64.
+
+    Args:
+        logits: ``[..., classes]``.
+        labels: int64 ``[...]``.
+        classes: number of all classes, if the logits are one tensor rank's share of them.
     """
     if logits.dtype != torch.float64:
         logits = logits.float()

@@ -1,7 +1,7 @@
-"""The built-in GPT as layers, each of which can be built alone and always starts the same.
+"""The built-in GPT as a list of layers, each of which can be built alone.
 
-Start values follow from (seed, layer, parameter) alone, so the cut of a model into stages never changes where training
-starts. Layer ``i``'s parameter ``path`` is called ``<i>.<path>``.
+Start values depend only on (seed, layer, parameter), so they are the same for every cut into stages. The parameter
+``path`` of layer ``i`` has the name ``<i>.<path>``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from raypipe.tensor import Division
 
 
 class GptLayers(LayeredModel):
-    """Embedding, blocks, head.
+    """The layers of a GPT: embedding, blocks, head.
 
     Raises:
-        SpecError: something does not divide as ``division`` says.
+        SpecError: the model cannot be divided as ``division`` says.
     """
 
     def __init__(self, model: GptSpec, dtype: torch.dtype = torch.float32, division: Division | None = None) -> None:
@@ -42,16 +42,16 @@ class GptLayers(LayeredModel):
 
     @property
     def units(self) -> tuple[range, ...]:
-        """Blocks: the embedding goes with the first, the head with the last."""
+        """One unit per block; the embedding is in the first block's unit, the head in the last's."""
         last = self.model.layers
         return tuple(range(i - (i == 1), i + 1 + (i == last)) for i in range(1, last + 1))
 
     def parameters(self, i: int) -> int:
-        """Number of values in layer ``i``'s parameters, tied ones counted in each holder."""
+        """Count the elements of layer ``i``'s parameters; tied ones count in each holder."""
         return sum(p.numel() for p in self._empty(i).parameters())
 
     def _empty(self, i: int) -> nn.Module:
-        """Layer ``i`` without memory."""
+        """Construct layer ``i`` on the meta device."""
         with torch.device("meta"):
             layer = gpt.make_layer(self.model, i)
         if self.division is not None:
@@ -59,18 +59,18 @@ class GptLayers(LayeredModel):
         return layer
 
     def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
-        """The residual stream, which keeps the parameters' dtype under autocast too."""
+        """Return the residual stream, which keeps the parameters' dtype under autocast too."""
         sequence = lengths.get("input_ids", self.model.sequence)
         return (CutTensor((samples, sequence, self.model.hidden), self.dtype, True),)
 
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
-        """The embedding reads the tokens."""
+        """Return ``input_ids`` if the embedding is among these layers."""
         return frozenset({"input_ids"} if 0 in layers else ())
 
     def build(self, i: int, seed: int, device: torch.device | str = "cpu") -> nn.Module:
-        """Layer ``i`` with its start values.
+        """Build layer ``i`` with its start values.
 
-        Values are drawn in float32 on the CPU and then converted, so every dtype and device starts alike.
+        Values are drawn in float32 on the CPU and then cast, so that they are the same for every dtype and device.
         """
         layer = self._empty(i).to(self.dtype).to_empty(device=device)
         with torch.no_grad():
@@ -88,21 +88,21 @@ class GptLayers(LayeredModel):
         return layer
 
     def owner(self, name: str) -> str:
-        """The first holder's name of a parameter: its own, unless it is tied to an earlier one."""
+        """Return the name of a parameter's owner: its own name, unless it is tied to an earlier parameter."""
         for group in self.tied:
-            if name in (tensor_rank for _, tensor_rank in group.parameters):
+            if name in (tied_name for _, tied_name in group.parameters):
                 return group.name
         return name
 
     def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
-        """These layers, one after the other."""
+        """Build these layers as one stage."""
         built = {i: self.build(i, seed, device) for i in layers}
         join_tied(self, built)
         return GptStage(built)
 
 
 class GptStage(StageBody):
-    """Some consecutive layers of a GPT."""
+    """The stage body of consecutive layers of a GPT."""
 
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -110,30 +110,30 @@ class GptStage(StageBody):
         self.layers = nn.ModuleList(layers.values())
 
     def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
-        """One tensor in and one out; the first stage reads the tokens."""
+        """Run the layers on the one tensor that arrived, or on the tokens in the first stage."""
         (x,) = arrived or (inputs["input_ids"],)
         for layer in self.layers:
             x = layer(x)
         return (x,)
 
     def named(self) -> dict[str, nn.Parameter]:
-        """By ``<layer>.<path>``; a tied one by its first place."""
+        """Return the parameters as ``<layer>.<path>``; a tied one under its first name."""
         found: dict[str, nn.Parameter] = {}
-        for path, parameter in self.layers.named_parameters():  # each object once
+        for path, parameter in self.layers.named_parameters():  # yields tied parameters once
             position, _, inner = path.partition(".")
             found[f"{self.indices[int(position)]}.{inner}"] = parameter
         return found
 
 
 def join_tied(model: GptLayers, layers: Mapping[int, nn.Module]) -> None:
-    """Make the members of each tied group one Parameter among these layers (those of one stage, say), in place."""
+    """Make each group of tied parameters in these layers (e.g. those of one stage) one Parameter, in place."""
     for group in model.tied:
-        here = [(layers[i], name.partition(".")[2]) for i, name in group.parameters if i in layers]
-        for layer, path in here[1:]:
+        holders = [(layers[i], name.partition(".")[2]) for i, name in group.parameters if i in layers]
+        for layer, path in holders[1:]:
             parent, _, leaf = path.rpartition(".")
-            setattr(layer.get_submodule(parent), leaf, here[0][0].get_parameter(here[0][1]))
+            setattr(layer.get_submodule(parent), leaf, holders[0][0].get_parameter(holders[0][1]))
 
 
 def _parameter_seed(seed: int, layer: int, path: str) -> int:
-    """A generator's seed (63 bits) from the run's seed and a parameter's place."""
+    """Derive a generator's seed (63 bits) from the run's seed and a parameter's name."""
     return fold64(seed, layer, int.from_bytes(path.encode(), "little") % (1 << 64), len(path)) >> 1

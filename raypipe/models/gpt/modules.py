@@ -1,7 +1,7 @@
 """A GPT as a list of layers: embedding, blocks, head.
 
-Each layer takes one tensor and returns one, so that any run of layers is a pipeline stage. Pre-norm blocks with
-causal attention and a GELU MLP of four times the width, learned positions, a last norm in the head.
+Each layer takes one tensor and returns one, so that any consecutive layers can be a pipeline stage. Blocks are pre-norm
+with causal attention and a GELU MLP of four times the width; positions are learned, and the head begins with a norm.
 
 Source: Radford et al. 2019 (GPT-2): architecture and initialisation.
 """
@@ -18,11 +18,11 @@ from raypipe.job import GptSpec
 from raypipe.models.keyed_random import KeyedDropout
 
 INIT_STD = 0.02
-"""Standard deviation of embeddings and matrices at the start."""
+"""Standard deviation of the start values of embeddings and matrices."""
 
 
 class Embedding(nn.Module):
-    """Token plus position: int64 ``[batch, sequence]`` -> ``[batch, sequence, hidden]``."""
+    """Adds token and position embeddings: int64 ``[batch, sequence]`` -> ``[batch, sequence, hidden]``."""
 
     def __init__(self, model: GptSpec) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class Embedding(nn.Module):
         self.dropout = KeyedDropout(model.dropout, site=0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Sequences may be shorter than the model's."""
+        """Embed tokens; sequences may be shorter than the model's."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         y: Tensor = self.dropout(self.token(tokens) + self.position(places))
         return y
 
 
 class Block(nn.Module):
-    """Attention and MLP, each on the normed stream and added to it: ``[batch, sequence, hidden]`` in and out."""
+    """Applies pre-norm attention and MLP, each with a residual: ``[batch, sequence, hidden]`` in and out."""
 
     def __init__(self, model: GptSpec, index: int) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ class Block(nn.Module):
         self.approximate = "tanh" if model.activation == "gelu-tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        """No dropout inside attention: its kernel would draw from a generator that knows the process."""
+        """Run the block; there is no dropout inside attention, whose kernel would use the process's generator."""
         batch, sequence, _ = x.shape
-        # As many heads as there are: a member of a tensor group has some of them.
+        # The number of heads (-1) is that of this tensor rank's share.
         qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, -1, self.head_width)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Last norm and projection to logits: ``[batch, sequence, hidden]`` -> ``[batch, sequence, vocabulary]``."""
+    """Applies the last norm and projects to logits: ``[batch, sequence, hidden]`` -> ``[.., .., vocabulary]``."""
 
     def __init__(self, model: GptSpec) -> None:
         super().__init__()
@@ -76,23 +76,23 @@ class Head(nn.Module):
         self.project = nn.Linear(model.hidden, model.vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits, not probabilities."""
+        """Return logits."""
         y: Tensor = self.project(self.norm(x))
         return y
 
 
 def make_layer(model: GptSpec, index: int) -> nn.Module:
-    """Layer ``index`` of ``layers + 2``, its parameters not yet filled in."""
+    """Construct layer ``index`` of ``layers + 2``; its parameters do not have their start values yet."""
     if index == 0:
         return Embedding(model)
     return Block(model, index - 1) if index <= model.layers else Head(model)
 
 
 def init_std(model: GptSpec, path: str) -> float | None:
-    """Standard deviation of a parameter's start values; None for norms and biases, which start at one and zero.
+    """Return the standard deviation of a parameter's start values; None for norms (ones) and biases (zeros).
 
-    Projections that write to the residual stream are scaled by the number of their additions, so that the stream's
-    variance does not grow with depth.
+    Projections onto the residual stream are scaled down by the number of additions to it, so that its variance does
+    not grow with depth.
     """
     module, name = path.rsplit(".", 1)
     if name == "bias" or module.endswith("norm"):
@@ -101,13 +101,13 @@ def init_std(model: GptSpec, path: str) -> float | None:
 
 
 def forward_flops(model: GptSpec, index: int) -> float:
-    """Floating-point operations of a layer's forward on one sequence; a multiply-add counts two.
+    """Count the floating-point operations of a layer's forward on one sequence; a multiply-add counts two.
 
-    Matrix products only; causal attention counts the half of the scores that is not masked.
+    Only matrix products are counted, and of causal attention only the half of the scores that is not masked.
     """
     sequence, hidden = model.sequence, model.hidden
     if index == 0:
-        return 0.0  # a lookup: bytes moved, nothing multiplied
+        return 0.0  # an embedding look-up moves bytes but multiplies nothing
     if index > model.layers:
         return 2.0 * sequence * hidden * model.vocabulary
     return 24.0 * sequence * hidden**2 + 2.0 * sequence**2 * hidden

@@ -1,4 +1,4 @@
-"""Models of the transformers library: their class by task, their task by architecture, their start values."""
+"""Models of the transformers library: choose their class and task, and read their start values."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ CLASSES: dict[TaskName, tuple[str, ...]] = {
         "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     ),
 }
-"""transformers' tables of classes by model type; an architecture is trained for the first task that has it."""
+"""transformers' tables of classes by model type. A model is trained for the first task whose tables contain it."""
 
 
 class HuggingFace:
-    """``model: {hf: TYPE_OR_DIRECTORY, config: {...}}``.
+    """A model given as ``model: {hf: TYPE_OR_DIRECTORY, config: {...}}``.
 
     Raises:
-        SpecError: transformers is not installed; no such type, directory or configuration key; no class for the task.
+        SpecError: transformers is not installed; the type, directory or a configuration key does not exist; or there
+            is no class for the task.
     """
 
     outputs: Sequence[str] | None = ("logits",)
@@ -55,18 +56,18 @@ class HuggingFace:
         self.kind, self.task_name = _class_and_task(self.config, spec)
 
     def build(self) -> nn.Module:
-        """Construct it with random weights."""
-        # In float32 whatever a directory's own precision is: the job says which one it runs in.
+        """Construct the model with random weights."""
+        # In float32 whatever precision the directory has, because the job chooses the precision.
         module: nn.Module = self.kind._from_config(self.config, dtype=torch.float32)
         return module
 
     def identity(self, build: Callable[[], nn.Module]) -> Identity:
-        """Class, configuration, and the library's code."""
+        """Return the model's class, its configuration, and the library's code."""
         says = [self.kind.__name__, self.config.to_dict()]
         return Identity(says, transformers_code(self.config.model_type), ("torch", "transformers"))
 
     def task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
-        """What its class is trained for."""
+        """Return the task of the model's class."""
         task = self._task(arrays, mask)
         text = self.config.get_text_config()
         padding = getattr(text, "pad_token_id", None)
@@ -96,7 +97,7 @@ class HuggingFace:
         known = getattr(text, "vocab_size", needed)
         if known < needed:
             more = ", and one more for the mask" if needed > BYTES else ""
-            why = f"{known}, but bytes take {BYTES} values{more}"
+            why = f"{known}, but text is read as bytes, which take {BYTES} values{more}"
             raise SpecError("model.config.vocab_size", why, f"use {needed} or more")
         if (given := self.spec.sequence) is not None:
             fix = "shorten it, or raise model.config.max_position_embeddings"
@@ -107,13 +108,13 @@ class HuggingFace:
         positions = getattr(text, "max_position_embeddings", None)
         if positions is None:
             return
-        if "roberta" in text.model_type:  # its positions begin behind the padding token
+        if "roberta" in text.model_type:  # its positions begin after the padding token's index
             positions -= text.pad_token_id + 1
         if tokens > positions:
             raise SpecError(where, f"{what}, but the model has positions for {positions}", fix)
 
     def values(self, build: Callable[[], nn.Module]) -> StartValues:
-        """A type's are random, a directory's in its files."""
+        """Return random start values for a model type, and the saved ones for a directory."""
         directory = Path(self.spec.hf)
         if not directory.is_dir():
             return Constructed(build)
@@ -139,5 +140,7 @@ def _class_and_task(config: Any, spec: HfSpec) -> tuple[Any, TaskName]:
                 return getattr(transformers, found), task
     what = f"a {config.model_type} model" if own is None else own
     if spec.task is not None:
-        raise SpecError("model.task", f"{what} can't be trained for {spec.task}", "leave it out, or use another model")
-    raise SpecError("model.hf", f"{what} is trained for none of {', '.join(CLASSES)}", "use a language or image model")
+        fix = "leave model.task out, or use another model"
+        raise SpecError("model.task", f"{what} can't be trained for {spec.task}", fix)
+    tasks = ", ".join(CLASSES)
+    raise SpecError("model.hf", f"{what} has no class for any of {tasks}", "use a language or image model")

@@ -1,4 +1,4 @@
-"""A model that a function of the user's builds."""
+"""Models built by a function of the user's."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ MEND = "correct it; to see more, call it in Python by itself"
 
 
 class Imported:
-    """``model: {import: "package.module:build", args: {...}}``.
+    """A model given as ``model: {import: "package.module:build", args: {...}}``.
 
     Raises:
-        SpecError: no such module or function, or it returns no module.
+        SpecError: the module or function does not exist, cannot build a model, or does not take these ``args``.
     """
 
     outputs: Sequence[str] | None = None
@@ -47,27 +47,27 @@ class Imported:
         """Call the function.
 
         Raises:
-            SpecError: it fails, ends the process (``sys.exit``), or returns no module.
+            SpecError: it fails, ends the process (``sys.exit``), or does not return a module.
         """
         try:
             made = self.function()
         except RaypipeError:
             raise
         except (Exception, SystemExit) as error:
-            raise SpecError("model.import", f"{self.spec.function} failed: {_told(error)}", MEND) from error
+            raise SpecError("model.import", f"{self.spec.function} failed: {_summary(error)}", MEND) from error
         if not isinstance(made, nn.Module):
             why = f"{self.spec.function} returned {type(made).__name__}"
             raise SpecError("model.import", why, "return a torch.nn.Module")
         return made
 
     def identity(self, build: Callable[[], nn.Module]) -> Identity:
-        """The function's code and what it imports, and the structure of what it builds."""
+        """Return the function's code with what it imports, and the structure of the module it builds."""
         module = self.spec.function.partition(":")[0]
         says = structure(build_without_memory(build))
         return Identity(says, module_code(module), ("torch", module.partition(".")[0]))
 
     def task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
-        """As the job says; else by the labels: numbers with a point are values, whole ones are classes."""
+        """Return the job's task, or choose one by the labels: floats are values, integers are classes."""
         labels = (arrays or {}).get("labels")
         name = self.spec.task
         if name is None:
@@ -80,25 +80,25 @@ class Imported:
             return Values()
         if name == "classification" or arrays is not None:
             return Labels()
-        why = f"{name} on bytes needs to know special tokens, which only a Hugging Face configuration says"
+        why = f"{name} on text needs special tokens, which only a Hugging Face configuration defines"
         raise SpecError("model.task", why, "use data: {type: arrays, ...}, or task: causal-lm")
 
     def values(self, build: Callable[[], nn.Module]) -> StartValues:
-        """What the function gives."""
+        """Return the start values that the function draws."""
         return Constructed(build)
 
 
 def _find(name: str) -> Callable[..., Any]:
     module_name, _, function = name.partition(":")
-    # As `python` itself does, and the installed command does not.
+    # Python adds the current directory for `python -m`, but not for the installed `raypipe` command.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         if not isinstance(error, ImportError):
-            raise SpecError("model.import", f"{module_name} can't be imported: {_told(error)}", MEND) from error
-        fix = "start raypipe where the package is, set PYTHONPATH, or install it"
+            raise SpecError("model.import", f"{module_name} can't be imported: {_summary(error)}", MEND) from error
+        fix = "start raypipe in the package's folder, set PYTHONPATH, or install it"
         raise SpecError("model.import", f"{module_name} can't be imported: {error}", fix) from None
     found = getattr(module, function, None)
     if not callable(found):
@@ -112,40 +112,44 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _no_builder(found: Any) -> str | None:
-    """What a callable is that cannot build a model; None where it may. Calling it to see could end the process."""
+    """Say what a callable is if it cannot build a model, else None. Calling it to find out could end the process."""
     if isinstance(found, nn.Module):
-        return "a module already, and not a function that builds one"
+        return "already a module, not a function that builds one"
     if inspect.isbuiltin(found):
-        return "a built-in function of Python, and builds no model"
+        return "a built-in function of Python, which builds no model"
     if inspect.isclass(found) and not issubclass(found, nn.Module):
-        return "a class, and no torch.nn.Module"
-    # Not by inspect.getsourcefile: that looks into every module there is, and so imports those that are lazy.
-    if inspect.isfunction(found) and _of_python(found.__module__, Path(found.__code__.co_filename)):
-        return "of Python's standard library, and builds no model"
+        return "a class, but not a torch.nn.Module"
+    # inspect.getsourcefile is not used, because it touches every loaded module and so triggers lazy imports.
+    if inspect.isfunction(found) and _in_standard_library(found.__module__, Path(found.__code__.co_filename)):
+        return "of Python's standard library, which builds no model"
     return None
 
 
-def _of_python(module: str, file: Path) -> bool:
-    """By both: a file of the user's may have the name of one, and installed packages lie below the folder."""
+def _in_standard_library(module: str, file: Path) -> bool:
+    """Check name and folder: a user's file may have such a name, and installed packages are below that folder too."""
     return module.partition(".")[0] in sys.stdlib_module_names and file.is_relative_to(STDLIB)
 
 
 def _check_arguments(found: Callable[..., Any], spec: ImportSpec) -> None:
-    """Refuse ``args`` that the function does not take, or that lack one that it needs."""
+    """Check ``args`` against the function's signature.
+
+    Raises:
+        SpecError: the function does not take one of them, or requires another.
+    """
     try:
-        takes = inspect.signature(found)
-    except (TypeError, ValueError):  # it does not say
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # the function has no signature
         return
     try:
-        takes.bind(**spec.args)
+        signature.bind(**spec.args)
     except TypeError as error:
-        fix = f"it is called as {spec.function.partition(':')[2]}{takes}"
+        fix = f"it is called as {spec.function.partition(':')[2]}{signature}"
         raise SpecError("model.args", f"{spec.function}: {error}", fix) from None
 
 
-def _told(error: BaseException) -> str:
-    """An error of the user's code in one line, with the line that raised it."""
+def _summary(error: BaseException) -> str:
+    """Summarise an error of the user's code in one line, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    said = (str(error).strip().splitlines() or [""])[0]
+    message = (str(error).strip().splitlines() or [""])[0]
     place = f", in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{f': {short(said, 300)}' if said else ''}{place}"
+    return f"{type(error).__name__}{f': {short(message, 300)}' if message else ''}{place}"

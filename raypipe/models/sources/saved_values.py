@@ -1,4 +1,4 @@
-"""Start values out of a local directory in Hugging Face's format: each stage reads its own tensors and no others."""
+"""Start values from a local directory in Hugging Face's format; each stage reads only its own tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Saved:
-    """``model.safetensors``, or several files and their index.
+    """Start values saved in ``model.safetensors``, or in several files with an index.
 
-    Names are the module's own, with or without ``prefix`` (that of the model inside its head: ``transformer``). What
-    the files don't hold, such as a new head, starts as ``others`` say.
+    Names in the files are the module's own, with or without ``prefix`` (that of the base model: ``transformer``).
+    Parameters that are not in the files, such as those of a new head, start with the values of ``others``.
 
     Raises:
-        SpecError: no such files, or none of the model's tensors in them.
+        SpecError: there are no such files, or they hold none of the model's tensors.
     """
 
     def __init__(self, directory: Path, prefix: str, build: Callable[[], nn.Module], others: StartValues) -> None:
@@ -32,7 +32,7 @@ class Saved:
         self._aliases: dict[str, tuple[str, ...]] | None = None
 
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
-        """In the files' dtype; what is not in them, in the constructor's."""
+        """Return values in the files' dtype; those that are not in the files, in the constructor's."""
         keys = {name: self.key(name) for name in (*parameters, *buffers)}
         found = self._load({name: key for name, key in keys.items() if key is not None})
         missing = [name for name in parameters if name not in found]
@@ -41,7 +41,7 @@ class Saved:
         return {**found, **self.others.read(missing, (), seed)} if missing else found
 
     def key(self, name: str) -> str | None:
-        """What the files call a parameter or buffer; None if they do not hold it."""
+        """Return the name of a parameter or buffer in the files; None if they do not hold it."""
         start = f"{self.prefix}."
         for alias in self._names().get(name, (name,)):
             for key in (alias, alias.removeprefix(start), start + alias):
@@ -50,7 +50,7 @@ class Saved:
         return None
 
     def _names(self) -> dict[str, tuple[str, ...]]:
-        """All names of each parameter, by its first."""
+        """Return all names of each parameter, by its first name."""
         if self._aliases is None:
             self._aliases = {group[0]: group for group in tied_names(build_without_memory(self.build))}
         return self._aliases
@@ -71,14 +71,14 @@ class Saved:
 
 
 def _files(directory: Path) -> dict[str, str]:
-    """Which file holds each tensor."""
+    """Return the file that holds each tensor."""
     from safetensors import SafetensorError, safe_open
 
     try:
         if (directory / INDEX).is_file():
             listed = dict(json.loads(read_regular(directory / INDEX))["weight_map"])
             if not all(isinstance(file, str) and Path(file).name == file for file in listed.values()):
-                raise ValueError(f"{INDEX} names files outside the folder, or none")
+                raise ValueError(f"{INDEX} names a file outside the folder")
             return listed
         with safe_open(directory / ONE, framework="pt") as content:
             return dict.fromkeys(content.keys(), ONE)

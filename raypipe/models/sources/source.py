@@ -1,4 +1,4 @@
-"""Where a captured model comes from: what builds it, what it is trained for, and its start values."""
+"""The interface of a source of models: it builds the module and provides its task and its start values."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ from raypipe.models.task import Field, Task
 
 
 class Identity(NamedTuple):
-    """What a model's forward follows from: another one of any of these may compute something else."""
+    """Everything a model's forward depends on; a cached capture is valid only while all of it is unchanged."""
 
     says: Any
-    """Its configuration or structure, as plain data."""
+    """The model's configuration or structure, as plain data."""
     code: Sequence[Path]
+    """Source files, which are identified by their content."""
     packages: Sequence[str]
-    """Installed ones, which are known by their versions."""
+    """Installed packages, which are identified by their versions."""
 
 
 class ModelSource(Protocol):
     """One kind of captured model."""
 
     outputs: Sequence[str] | None
-    """The output that the loss reads, by name; None where the model returns one tensor, or what it returns is not known
-    yet."""
+    """Names of the outputs to capture; None for all that the model returns."""
 
     def build(self) -> nn.Module:
-        """Construct the module, in the precision and on the device it chooses itself."""
+        """Construct the module, in the precision and on the device that it chooses itself."""
 
     def identity(self, build: Callable[[], nn.Module]) -> Identity:
-        """All that its forward follows from, beside the job's words for it."""
+        """Return everything that the forward depends on, besides the job's ``model`` section."""
 
     def task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
-        """What it is trained for on these arrays, or on text where None; ``mask`` is the share a masked model guesses.
+        """Return the task the model is trained for on these arrays, or on text if ``arrays`` is None.
+
+        ``mask`` is the share of tokens to mask, for a masked language model.
 
         Raises:
-            SpecError: nothing that fits the data.
+            SpecError: there is no task that fits the data.
         """
 
     def values(self, build: Callable[[], nn.Module]) -> StartValues:
-        """Its start values; ``build`` is the constructor in the job's precision."""
+        """Return the source of start values; ``build`` is the constructor in the job's precision."""

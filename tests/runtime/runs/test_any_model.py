@@ -221,7 +221,7 @@ WRONG = {
     "another task": ({"hf": "t5", "task": "causal-lm"}, "model.task", "can't be trained for causal-lm"),
     "no such module": ({"import": "no.such:build"}, "model.import", "can't be imported"),
     "no such function": ({"import": f"{HERE}:mpl"}, "model.import", 'did you mean "mlp"'),
-    "no module": ({"import": "builtins:dict"}, "model.import", "is a class, and no torch.nn.Module"),
+    "no module": ({"import": "builtins:dict"}, "model.import", "is a class, but not a torch.nn.Module"),
 }
 
 

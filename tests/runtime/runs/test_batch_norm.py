@@ -212,9 +212,9 @@ def test_who_leaves_the_size_of_micro_batches_to_the_planner_is_told(rows: Path,
     ("kind", "why"),
     [
         ("moving", "writes moving in every forward"),
-        ("twice", "holds a batch norm that learns"),
-        ("read", r"norm\.running_mean is read elsewhere"),
-        ("cumulative", "holds a batch norm that learns"),
+        ("twice", "holds a batch norm with running statistics"),
+        ("read", r"norm\.running_mean is also read elsewhere"),
+        ("cumulative", "holds a batch norm with running statistics"),
     ],
 )
 def test_other_buffers_that_learn_are_refused_with_what_to_do(kind: str, why: str) -> None:
