@@ -1,4 +1,4 @@
-"""Which line of which module stopped the capture, and why, from the exception that came out of the exporter."""
+"""Find the module and the line that stopped the capture, and the reason, from the exporter's exception."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raypipe.errors import CaptureError
 
 
 class Blame(NamedTuple):
-    """What stopped the capture."""
+    """Where and why the capture stopped."""
 
     module: str
     """Path of the innermost module that was being called; "" for the model itself."""
@@ -22,7 +22,7 @@ class Blame(NamedTuple):
 
 
 class StoppedError(Exception):
-    """What an operation that cannot be taken over is reported with, on its way to the fallback."""
+    """Raised for an operation that cannot be encoded; ``capture`` then makes its module opaque."""
 
     def __init__(self, blame: Blame) -> None:
         super().__init__(blame)
@@ -30,7 +30,7 @@ class StoppedError(Exception):
 
 
 def blame(model: nn.Module, error: BaseException) -> Blame:
-    """Read the culprit off a traceback: the innermost module, and the innermost line outside torch."""
+    """Find the innermost module and the innermost line outside torch in an error's traceback."""
     paths = {id(part): path for path, part in model.named_modules()}
     module, place, code = "", "", ""
     for frame, line in _frames(error.__traceback__):

@@ -1,4 +1,4 @@
-"""Capture a model once: what has been captured before is read back instead."""
+"""Capture a model once, and read the result from the cache afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raypipe.graph.captured_files import Notify, load_operations, load_values, s
 def captured_once(
     key: str, capture: Callable[[], Captured], folder: Path | None = None, notify: Notify = to_stderr
 ) -> Captured:
-    """What ``capture`` returns, or what it returned before under this ``fingerprint``."""
+    """Return the captured model that is cached under ``key``, or call ``capture`` and cache its result."""
     kept = load_kept(key, folder, notify)
     if kept is not None:
         return kept
@@ -26,7 +26,7 @@ def captured_once(
 
 
 def load_kept(key: str, folder: Path | None = None, notify: Notify = to_stderr) -> Captured | None:
-    """A captured model from the cache; None if it isn't there, or damaged."""
+    """Read a captured model from the cache; None if it is missing or damaged."""
     found = load_operations(key, folder, notify)
     content = None if found is None else load_values(key, found[2], folder, notify)
     if found is None or content is None:
@@ -35,6 +35,6 @@ def load_kept(key: str, folder: Path | None = None, notify: Notify = to_stderr) 
     try:
         values = safetensors.load(content)
     except SafetensorError as error:
-        notify(f"passed over {key}.safetensors: {error}")
+        notify(f"ignored {key}.safetensors: {error}")
         return None
     return Captured(graph, calls, values)

@@ -1,4 +1,4 @@
-"""Capture a whole, unmodified module as operations, without the memory of its parameters."""
+"""Capture an unmodified module as operations, without allocating its parameters."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from raypipe.graph.operations import OperationGraph
 
 @dataclass(frozen=True)
 class Captured:
-    """A model's forward as data: enough to plan with, and to build any run of its operations."""
+    """A model's forward as data, from which any consecutive operations can be built as a module."""
 
     graph: OperationGraph
     calls: tuple[Call, ...]
     """Per operation, its arguments as plain data."""
     values: Mapping[str, Tensor]
-    """Buffers and constants that the operations read, as they are at the start."""
+    """Initial values of the buffers and constants that the operations read."""
 
 
 def capture(
@@ -40,20 +40,22 @@ def capture(
     dynamic: Mapping[str, tuple[int, ...]] | None = None,
     notify: Notify = to_stderr,
 ) -> Captured:
-    """Capture the forward of a module on example inputs, in the mode (training or not) that it is in.
+    """Capture the forward of a module on example inputs, in its current mode (training or evaluation).
 
-    Parameters may be meta tensors (``empty.build_without_memory``); no memory is used for them. ``inputs`` are the
-    forward's arguments by name; tensors need a batch of two or more, plain values are fixed for good. ``outputs`` names
-    the results that are wanted, all of them by default: keys of a mapping or fields of a structure; "0", "1", ... in a
-    tuple; "output" if there is but one. ``dynamic`` says which dimensions of which inputs may differ at run time; by
-    default the first of each, and the second of whole-number inputs (tokens).
+    The dtypes of the parameters are captured too, so a model must be captured in the precision that it runs in. A
+    submodule whose forward cannot be captured becomes one opaque operation.
 
-    The dtypes of the parameters are part of what is captured: a model is captured in the precision it runs in.
-
-    A module inside the model whose forward cannot be captured becomes one operation, and ``notify`` is told so.
+    Args:
+        module: the model. Its parameters may be meta tensors (``meta.build_without_memory``).
+        inputs: the forward's arguments by name. Tensors need a batch of two or more; other values become constants.
+        outputs: names of the results to keep; all by default. A result is named by its key in a mapping, its field in
+            a structure, "0", "1", ... in a tuple, or "output" if it is the only one.
+        dynamic: per input, the dimensions that may differ at run time; by default the first of each, and the second of
+            integer inputs (tokens).
+        notify: called with a sentence about each submodule that becomes opaque.
 
     Raises:
-        CaptureError: the model cannot be captured, naming the module, the file, the line and what stopped it there.
+        CaptureError: the model cannot be captured; the error names the module, the file, the line and the reason.
     """
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     if dynamic is None:
@@ -70,26 +72,26 @@ def capture(
             break
         except CaptureError:
             raise
-        except Exception as error:  # whatever a model's own code may raise when it is traced
+        except Exception as error:  # a model's own code may raise anything when it is traced
             found = error.blame if isinstance(error, StoppedError) else blame(module, error)
-            alike = _alike(module, found.module)
+            siblings = _siblings(module, found.module)
             if not found.module or any(
-                path == done or path.startswith(f"{done}.") for path in alike for done in opaque
+                path == done or path.startswith(f"{done}.") for path in siblings for done in opaque
             ):
                 raise found.error from error
-            notify(f"{_listed(alike)} as it is, for it cannot be captured: {found.error.where}: {found.error.why}")
-            opaque = [done for done in opaque if not any(done.startswith(f"{path}.") for path in alike)] + alike
+            notify(f"{_listed(siblings)} as it is, for it cannot be captured: {found.error.where}: {found.error.why}")
+            opaque = [done for done in opaque if not any(done.startswith(f"{path}.") for path in siblings)] + siblings
     _check_ties(ties, opaque)
     values = {}
-    held = dict(module.named_buffers()) | {k: v for k, v in program.constants.items() if isinstance(v, Tensor)}
+    stored = dict(module.named_buffers()) | {k: v for k, v in program.constants.items() if isinstance(v, Tensor)}
     for name, source in encoded.graph.sources.items():
         if source.kind in ("buffer", "constant"):
-            values[name] = _real(name, held)
+            values[name] = _real(name, stored)
     return Captured(encoded.graph, encoded.calls, values)
 
 
-def _alike(module: nn.Module, path: str) -> list[str]:
-    """The modules of the same class as the one at a path, in the same place of every repeated block."""
+def _siblings(module: nn.Module, path: str) -> list[str]:
+    """Return the modules of the same class as the one at ``path``, at the same place of every repeated block."""
     kind, place = type(module.get_submodule(path)), re.sub(r"\d+", "0", path)
     return [p for p, part in module.named_modules() if type(part) is kind and re.sub(r"\d+", "0", p) == place]
 
@@ -99,7 +101,11 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def _check_ties(ties: Sequence[tuple[str, ...]], opaque: Sequence[str]) -> None:
-    """An opaque module holds its parameters itself, so none of them can be another module's."""
+    """Check that no opaque module shares parameters with other modules, because it holds its own.
+
+    Raises:
+        CaptureError: one does.
+    """
     for path in opaque:
         for group in ties:
             inside = [name for name in group if name.startswith(f"{path}.")]
@@ -110,8 +116,8 @@ def _check_ties(ties: Sequence[tuple[str, ...]], opaque: Sequence[str]) -> None:
                 )
 
 
-def _real(name: str, held: Mapping[str, Tensor]) -> Tensor:
-    value = held[name]
+def _real(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    value = tensors[name]
     if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
         why = "this buffer has no value, because it was computed from a parameter or from uninitialised memory"
         raise CaptureError(name, why, "give the buffer its value in the constructor")
@@ -119,7 +125,7 @@ def _real(name: str, held: Mapping[str, Tensor]) -> Tensor:
 
 
 def _wanted(program: Any, outputs: Sequence[str] | None) -> dict[str, int]:
-    """Positions of the wanted results among all that the program returns."""
+    """Return the positions of the wanted outputs among the program's results."""
     names = _output_names(program)
     found = {name: position for position, name in enumerate(names) if name}
     if outputs is None:
@@ -131,11 +137,11 @@ def _wanted(program: Any, outputs: Sequence[str] | None) -> dict[str, int]:
 
 
 def _output_names(program: Any) -> list[str]:
-    """A name for each result; "" for those that are no tensors."""
+    """Return a name for each result; "" for those that are not tensors."""
     spec = program.call_spec.out_spec
     specs = [s for s in program.graph_signature.output_specs if s.kind.name == "USER_OUTPUT"]
-    whole = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    paths, _ = pytree.tree_flatten_with_path(whole)
+    positions = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    paths, _ = pytree.tree_flatten_with_path(positions)
     names = [
         "_".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path) for path, _ in paths
     ]

@@ -1,8 +1,8 @@
-"""From an exported program to operations: names resolved, side effects stated, everything as plain data.
+"""Encode an exported program as operations in plain data, with names resolved and side effects stated.
 
-What is dropped or rewritten, none of which changes a value: assertions; conversions to the dtype and device a tensor
-already has; dropout that drops nothing; the functional twins of dropout and batch norm (back to the operations people
-know); regions without gradients (inlined, their results detached).
+These rewrites change no value: assertions, conversions to the dtype and device that a tensor already has, and inactive
+dropout are dropped; the functional variants of dropout and batch norm become the usual operations again; no-grad
+regions are inlined, and their results detached.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"torch.{n}": getattr(torch, n) for n in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite")},
     **{f"math.{n}": getattr(math, n) for n in ("ceil", "floor", "trunc")},
 }  # fmt: skip
-"""The functions besides torch's operators that a graph may call: arithmetic on sizes, and taking an item."""
+"""The functions besides torch's operators that a graph may call: arithmetic on sizes, and indexing."""
 _PYTHON_NAMES = {function: name for name, function in PYTHON_FUNCTIONS.items()}
 _CHECKS = {
     "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
@@ -44,7 +44,7 @@ _CHECKS = {
 _CONVERSIONS = {"aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.to.prim_Device"}
 _COPIES_OF_CONSTANTS = {"aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
 _VIEWS = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
-"""A view is possible or not by the strides that the capture's kernels would have given; others may run the graph."""
+"""Views become reshapes, because a view depends on strides, which may differ from those of the capture's kernels."""
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _DROPOUT = "aten.dropout.default"
 _BATCH_NORM = "aten.batch_norm.default"
@@ -61,14 +61,17 @@ class Encoded:
 def encode(
     program: ExportedProgram, tied: Sequence[tuple[str, ...]], outputs: Mapping[str, int], classes: Mapping[str, str]
 ) -> Encoded:
-    """Turn a program into operations.
+    """Encode a program as operations.
 
-    ``tied`` are the groups of names that are one parameter; ``outputs`` the results that are wanted, as positions in
-    what the program returns; ``classes`` the class of each module by path.
+    Args:
+        program: the exported program.
+        tied: groups of names of tied parameters.
+        outputs: per wanted output, its position among the program's results.
+        classes: class of each module by path.
 
     Raises:
-        StoppedError: an operation that cannot be taken over.
-        CaptureError: an output that is no tensor of the model's own.
+        StoppedError: an operation cannot be encoded.
+        CaptureError: an output is not a tensor that the model computes.
     """
     encoder = _Encoder(program, tied, classes)
     encoder.returned = encoder.walk(program.graph, {})
@@ -86,16 +89,16 @@ class _Encoder:
     tracked: list[bool] = field(default_factory=list)
     """Per operation, whether a gradient may flow through it."""
     values: dict[fx.Node, Plain] = field(default_factory=dict)
-    """What stands for a node in a call: an operand, a plain value, or a list of these."""
+    """Encoded value of each node, as used in calls: an operand, a plain value, or a list of these."""
     symbols: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Where each symbolic size can be read: a raw input and its dimension."""
+    """Raw input and dimension from which each symbolic size can be read."""
     example: dict[str, int] = field(default_factory=dict)
     returned: list[Plain] = field(default_factory=list)
 
     # ---- reading the program
 
     def walk(self, graph: fx.Graph, given: Mapping[str, Plain]) -> list[Plain]:
-        """Emit a graph's operations; ``given`` are its placeholders, for the body of a region. Returns its outputs."""
+        """Emit a graph's operations and return its outputs; ``given`` holds the placeholders of a region's body."""
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = given[node.name] if node.name in given else self.source(node)
@@ -118,7 +121,7 @@ class _Encoder:
             InputKind.USER_INPUT: "input",
         }
         if spec.kind not in kinds:
-            _stop(node, f"reads {spec.kind.name.lower()}, which is no tensor", "pass tensors instead")
+            _stop(node, f"reads {spec.kind.name.lower()}, which is not a tensor", "pass tensors instead")
         kind = kinds[spec.kind]
         name = str(spec.target or node.name)
         if kind == "parameter":
@@ -143,7 +146,7 @@ class _Encoder:
             return self.region(node)
         name = _PYTHON_NAMES.get(target) or _operator_name(target)  # type: ignore[arg-type]
         if name is None:
-            _stop(node, f"calls {target}, which is no operator of torch", "register it with torch.library")
+            _stop(node, f"calls {target}, which is not a torch operator", "register it with torch.library")
         if name in _CHECKS:
             return None
         value = node.meta.get("val")
@@ -182,7 +185,7 @@ class _Encoder:
         return self.emit(node, GETITEM, [whole, index], {}, self.type(value) if isinstance(value, Tensor) else None)
 
     def region(self, node: fx.Node) -> Plain:
-        """A region without gradients, or without autocast: its body in place of it."""
+        """Inline the body of a region with gradients switched on or off, or with autocast switched off."""
         kind = str(node.target)
         if kind == "wrap_with_set_grad_enabled":
             enabled, body, *operands = node.args
@@ -260,7 +263,7 @@ class _Encoder:
     # ---- the end
 
     def finish(self, outputs: Mapping[str, int]) -> Encoded:
-        """Add what writes buffers, drop what nobody needs, number anew."""
+        """Add the operations that write buffers, drop unused operations, and renumber."""
         returned: list[Plain] = []
         for spec, value in zip(self.program.graph_signature.output_specs, self.returned, strict=True):
             if spec.kind is OutputKind.USER_OUTPUT:
@@ -271,20 +274,24 @@ class _Encoder:
         for name, position in outputs.items():
             value = returned[position]
             if not (isinstance(value, dict) and "op" in value):
-                why = "the model returns it as it came in, or as a constant" if value is not None else "it is None"
-                raise CaptureError(f"output {name}", why, "leave it out of the outputs that are wanted")
+                why = (
+                    "it is an input or a constant, which the model does not compute"
+                    if value is not None
+                    else "it is None"
+                )
+                raise CaptureError(f"output {name}", why, "leave it out of the wanted outputs")
             wanted[name] = value["op"]
         return self.numbered(wanted)
 
     def write_back(self, buffer: str, value: Plain) -> None:
-        """The operation that stores a buffer's new value, which stands behind all that read the old one."""
+        """Append the operation that stores a buffer's new value; ``place`` puts it after all readers of the old one."""
         name, path = f"{buffer.replace('.', '_')}_updated", buffer.rpartition(".")[0]
         kind, operands = self.sources[buffer].type, (buffer, value["op"])
         self.operations.append(Operation(name, "aten.copy_.default", operands, kind, module=path, mutates=(buffer,)))
         self.calls.append(Call([{"of": buffer}, value], {}))
 
     def numbered(self, outputs: dict[str, int]) -> Encoded:
-        """Only what the outputs and the buffers need, each write moved up to where its value is known."""
+        """Keep only the operations that outputs and buffers need, move each write to its place, and renumber."""
         keep: set[int] = set()
         todo = [*outputs.values(), *(n for n, o in enumerate(self.operations) if o.mutates)]
         while todo:
@@ -315,12 +322,15 @@ class _Encoder:
         return Encoded(graph, calls)
 
     def at_least(self) -> dict[str, int]:
-        """What branches taken demand of the symbols; the exporter itself demands 2 of each, which nothing needs."""
+        """Return the lower bounds of symbolic sizes that the traced branches require.
+
+        The exporter's own bound of 2 for every symbol is left out, because nothing requires it.
+        """
         ranges = {str(symbol): found.lower for symbol, found in self.program.range_constraints.items()}
         return {name: int(ranges[name]) for name in self.example if name in ranges and ranges[name] > 2}
 
     def place(self, number: int) -> tuple[int, int]:
-        """Where an operation stands: writes appended at the end belong behind the last reader of the old value."""
+        """Return an operation's sort key: buffer writes go after the last reader of the old value."""
         operation = self.operations[number]
         if operation.target == "aten.copy_.default" and operation.mutates:
             readers = (n for n, o in enumerate(self.operations) if operation.mutates[0] in o.sources and n != number)
@@ -329,7 +339,7 @@ class _Encoder:
 
 
 def _draws(target: str, args: Sequence[Plain], kwargs: Mapping[str, Plain]) -> bool:
-    """Whether a call draws random numbers; attention without dropout does not, although torch marks it so."""
+    """Return whether a call draws random numbers; attention without dropout does not, although torch marks it so."""
     if target == _ATTENTION:
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
     if target == OPAQUE:
@@ -339,7 +349,7 @@ def _draws(target: str, args: Sequence[Plain], kwargs: Mapping[str, Plain]) -> b
 
 
 def _written(target: str, args: Sequence[Plain]) -> tuple[str, ...]:
-    """The buffers a call writes."""
+    """Return the buffers that a call writes."""
     if target == _BATCH_NORM:
         return tuple(arg["of"] for arg in args[3:5] if arg is not None) if args[5] else ()
     schema = getattr(resolve(target), "_schema", None)
@@ -350,10 +360,10 @@ def _written(target: str, args: Sequence[Plain]) -> tuple[str, ...]:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """What a target's name stands for.
+    """Return the function that a target's name denotes.
 
     Raises:
-        CaptureError: an operator that is not registered here.
+        CaptureError: the operator is not registered in this process.
     """
     if target in PYTHON_FUNCTIONS:
         return PYTHON_FUNCTIONS[target]
@@ -361,7 +371,7 @@ def resolve(target: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), name), overload)
     except AttributeError:
-        why, fix = "this operator is not registered in torch here", "import the package that registers it"
+        why, fix = "this operator is not registered with torch", "import the package that registers it"
         raise CaptureError(target, why, fix) from None
     return found
 
@@ -376,7 +386,7 @@ _WORDS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.m
 
 
 def _word(value: object) -> str:
-    """``torch.float32`` as ``float32``."""
+    """Return ``float32`` for ``torch.float32``, and so on."""
     return str(value).removeprefix("torch.")
 
 
@@ -392,7 +402,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def _place(node: fx.Node) -> str:
-    """``file:line`` of the innermost line of the model's code, torch's own code left out."""
+    """Return ``file:line`` of the innermost line of the model's code, skipping torch's own."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
     return ":".join(own[-1]) if own else ""

@@ -1,7 +1,7 @@
-"""Build a module without the memory of its parameters, which then are meta tensors; its buffers hold real values.
+"""Build a module with parameters on the meta device and buffers with real values.
 
-Buffers (rotary frequencies, position ids, running statistics) are small, and nothing but the constructor knows their
-values. Parameters are what makes models large, and their start values are drawn elsewhere, by key.
+Parameters make models large, and their start values are drawn elsewhere, by key. Buffers (rotary frequencies, position
+ids, running statistics) are small, and only the constructor knows their values.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _patching = threading.RLock()
 
 
 def build_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
-    """Run a constructor; its parameters come out on the meta device, whatever device it asks for.
+    """Run a constructor so that its parameters are on the meta device, whatever device it asks for.
 
-    Uninitialised memory is meta from the start - parameters are made of it, buffers with a value are not - and what
-    else becomes a parameter is moved there at once, so at most one parameter is held at a time. torch's global random
-    generator is left as it was.
+    Uninitialised tensors, which parameters usually begin as, are created on the meta device. Other tensors are moved
+    there when they are registered as parameters, so at most one parameter is allocated at a time. The state of torch's
+    global random generator is restored.
     """
     with _patching, torch.random.fork_rng(devices=[]), _meta_parameters(), _MetaForUninitialised():  # type: ignore[no-untyped-call]
         return build()
 
 
 class _MetaForUninitialised(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Uninitialised memory is asked for on the meta device."""
+    """Creates uninitialised tensors on the meta device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -63,7 +63,7 @@ def _meta_parameters() -> Iterator[None]:
 
 
 def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
-    """The names of each parameter of a module, in the order of its first name: several where it is tied."""
+    """Return all names of each parameter of a module, ordered by first names; a tied parameter has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(_identity(parameter), []).append(name)

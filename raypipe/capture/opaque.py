@@ -1,7 +1,7 @@
-"""Modules that run as they are, because what they do cannot be read off: the fallback where export gives up.
+"""Opaque modules: submodules that ``torch.export`` cannot trace run as they are, as one operation of the graph.
 
-While the model is exported, such a module's forward is one call of the operator ``raypipe::module``, whose results have
-the shapes that a trial run of the module alone gives. In a stage, the module itself is called.
+During export, the forward of such a module is one call of the operator ``raypipe::module``. The shapes of its results
+come from trial runs of the module alone. In a stage, the module itself is called.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class _Result(NamedTuple):
-    """One result of an opaque module: each size a number, or (input, dimension) it equals."""
+    """One result of an opaque module; each size is a number, or the (input, dimension) that it equals."""
 
     shape: tuple[int | tuple[int, int], ...]
     dtype: torch.dtype
 
 
 _results: dict[str, list[_Result]] = {}
-"""What the module under export returns, by its path."""
+"""Results of the opaque modules under export, by path."""
 
 
 @torch.library.custom_op("raypipe::module", mutates_args=())
 def module(path: str, call: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Stands for the call of a module; only ever traced."""
+    """Represents the call of an opaque module in an exported graph; it is traced but never run."""
     raise RuntimeError(f"module {path} is not called through its operator")
 
 
@@ -55,12 +55,12 @@ def _fake(path: str, call: str, inputs: Sequence[Tensor], parameters: Sequence[T
 
 @contextmanager
 def opaque_modules(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-    """While open, the modules at these paths are single operators to whoever traces the model."""
-    shadows = {path: _real_copy(model.get_submodule(path)) for path in paths}
+    """Make the modules at these paths appear as single operators when the model is traced inside the block."""
+    copies = {path: _real_copy(model.get_submodule(path)) for path in paths}
     try:
         for path in paths:
             part = model.get_submodule(path)
-            part.forward = _traced(path, part, shadows[path])
+            part.forward = _traced(path, part, copies[path])
         yield
     finally:
         for path in paths:
@@ -69,7 +69,7 @@ def opaque_modules(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
 
 
 def _real_copy(part: nn.Module) -> nn.Module:
-    """The module with real parameters, small random ones: for shapes only."""
+    """Copy a module and give it real parameters with small random values, to find the shapes of its results."""
     real = copy.deepcopy(part)
     generator = torch.Generator().manual_seed(0)
     for owner in real.modules():
@@ -80,7 +80,7 @@ def _real_copy(part: nn.Module) -> nn.Module:
     return real
 
 
-def _traced(path: str, part: nn.Module, shadow: nn.Module) -> Any:
+def _traced(path: str, part: nn.Module, real: nn.Module) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -88,7 +88,7 @@ def _traced(path: str, part: nn.Module, shadow: nn.Module) -> Any:
         if bad is not None or not tensors:
             what = f"a {type(bad).__name__}" if bad is not None else "no tensor at all"
             raise CaptureError(f"module {path}", f"cannot be captured, and is called with {what}", "pass it tensors")
-        results, returned = _trial(path, shadow, leaves, structure, tensors)
+        results, returned = _trial(path, real, leaves, structure, tensors)
         _results[path] = results
         call = {"args": _written(args, tensors), "kwargs": _written(kwargs, tensors), "draws": _draws(part),
                 "learns": _learns(part)}  # fmt: skip
@@ -99,28 +99,33 @@ def _traced(path: str, part: nn.Module, shadow: nn.Module) -> Any:
 
 
 def _draws(part: nn.Module) -> bool:
-    """Whether the module has dropout that drops anything."""
+    """Return whether the module has active dropout."""
     return any(
         isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0 and inner.training for inner in part.modules()
     )
 
 
 def _learns(part: nn.Module) -> bool:
-    """Whether the module has a batch norm that moves its running statistics."""
+    """Return whether the module has a batch norm that updates running statistics."""
     return any(
         isinstance(inner, _BatchNorm) and inner.training and inner.track_running_stats for inner in part.modules()
     )
 
 
 def learns(call: Call) -> bool:
-    """Whether an opaque module that is called so moves running statistics."""
+    """Return whether this call of an opaque module updates running statistics."""
     return bool(json.loads(call.args[1])["learns"])
 
 
 def _trial(
-    path: str, shadow: nn.Module, leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor]
+    path: str, real: nn.Module, leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor]
 ) -> tuple[list[_Result], Any]:
-    """What the module returns, from two runs of its copy on random numbers of two sizes."""
+    """Find the module's results and their structure, by running its real copy on random inputs of two sizes.
+
+    Raises:
+        CaptureError: it cannot run alone, returns other things than tensors, or a result's size depends on more than
+            one size of its inputs.
+    """
     runs = []
     for more in (0, 1):
         sizes = [[_size(d, more) for d in tensor.shape] for tensor in tensors]
@@ -131,7 +136,7 @@ def _trial(
                 [next(given) if isinstance(x, Tensor) else x for x in leaves], structure
             )
             try:
-                found, returned = pytree.tree_flatten(type(shadow).forward(shadow, *args, **kwargs))
+                found, returned = pytree.tree_flatten(type(real).forward(real, *args, **kwargs))
             except Exception as error:
                 raise CaptureError(
                     f"module {path}", f"cannot be captured, nor run alone on random numbers: {error}",
@@ -148,7 +153,7 @@ def _trial(
         for a, b in zip(shape, other, strict=True):
             same = [(k, d) for k, d in places if (sizes[k][d], other_sizes[k][d]) == (a, b)]
             if a != b and not same:
-                why = f"cannot be captured, and its result's size {a} is that of none of its inputs"
+                why = f"cannot be captured, and its result's size {a} equals no size of its inputs"
                 raise CaptureError(f"module {path}", why, "write its forward with operations on tensors only")
             dims.append(a if a == b else same[0])
         results.append(_Result(tuple(dims), dtype))
@@ -160,12 +165,12 @@ def _size(size: int | torch.SymInt, more: int) -> int:
 
 
 def _drawn(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Random numbers; whole ones are zero, which is an index into anything."""
+    """Make random floats, or integer zeros, which are valid indices everywhere."""
     return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
 def _written(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """Arguments as plain data, tensors by their number."""
+    """Encode arguments as plain data, with tensors by their position."""
     if isinstance(value, Tensor):
         return {"tensor": next(i for i, t in enumerate(tensors) if t is value)}
     if isinstance(value, Mapping):
@@ -177,9 +182,9 @@ def _written(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def arguments(call: str, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a module's call, from how it was written down and the tensors that it takes."""
-    whole = json.loads(call)
-    return _read(whole["args"], tensors), _read(whole["kwargs"], tensors)
+    """Decode the positional and keyword arguments of an opaque module's call; ``tensors`` are its tensors in order."""
+    decoded = json.loads(call)
+    return _read(decoded["args"], tensors), _read(decoded["kwargs"], tensors)
 
 
 def _read(value: Any, tensors: Sequence[Any]) -> Any:
@@ -195,6 +200,6 @@ def _read(value: Any, tensors: Sequence[Any]) -> Any:
 
 
 def flat_results(returned: Any) -> list[Tensor]:
-    """The results of a module in the order of its operator's."""
+    """Flatten what a module returns to the order of its operator's results."""
     found: list[Tensor] = pytree.tree_leaves(returned)
     return found

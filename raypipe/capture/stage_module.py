@@ -1,4 +1,4 @@
-"""Build the module that runs some consecutive operations of a captured model."""
+"""Build a module that runs consecutive operations of a captured model."""
 
 from __future__ import annotations
 
@@ -20,30 +20,34 @@ from raypipe.graph.operations import Operation
 
 @dataclass(frozen=True)
 class Subgraph:
-    """A run of a model's operations as a module."""
+    """Consecutive operations of a model as a module."""
 
     module: fx.GraphModule
     """Called with ``arrives`` and then ``inputs``; returns the tuple ``leaves``. Its parameters are on the meta device
     and have the names they have in the model; a tied one has its owner's."""
     arrives: tuple[Operation, ...]
-    """What crosses the cut before it."""
+    """Operations whose results cross the cut before it."""
     inputs: tuple[str, ...]
     """Raw inputs of the model that it reads."""
     leaves: tuple[Operation, ...]
-    """What crosses the cut behind it; at the model's end, what the model returns."""
+    """Operations whose results cross the cut after it; at the model's end, those the model returns."""
 
 
 def build_subgraph(
     captured: Captured, span: range, device: torch.device | str = "cpu", whole: Callable[[], nn.Module] | None = None
 ) -> Subgraph:
-    """Build the module of the operations ``span``; nothing is allocated but copies of the buffers they read.
+    """Build the module of the operations ``span``; only copies of the buffers that they read are allocated.
 
-    What arrives only to be passed on is returned as it came. Operations that each stage computes anew are included.
-    ``device`` is where the graph makes new tensors, and where the buffers are. ``whole`` constructs the model; it is
-    called only where a module of it runs as it is (``opaque``).
+    Tensors that arrive only for later stages are passed through. Cheap operations that each stage repeats are included.
+
+    Args:
+        captured: the model.
+        span: numbers of the operations.
+        device: where the graph makes new tensors, and where the buffers are.
+        whole: constructs the model; it is called only if there are opaque modules.
 
     Raises:
-        CaptureError: there is such a module, and no ``whole``.
+        CaptureError: there is an opaque module, and no ``whole``.
     """
     graph = captured.graph
     total = len(graph.operations)
@@ -57,12 +61,12 @@ def build_subgraph(
     made = fx.Graph()
     nodes: dict[int | str, fx.Node] = {n: made.placeholder(graph.operations[n].name) for n in arriving}
     read = list(dict.fromkeys(name for operation in operations for name in operation.sources))
-    held = _hold_opaque(root, [captured.calls[n] for n, o in zip(order, operations, strict=True) if o.target == TARGET],
-                        whole, torch.device(device))  # fmt: skip
+    opaque_calls = [captured.calls[n] for n, o in zip(order, operations, strict=True) if o.target == TARGET]
+    in_opaque = _hold_opaque(root, opaque_calls, whole, torch.device(device))
     inputs = inputs_read(graph, span)
     nodes |= {name: made.placeholder(name) for name in inputs}
     for name in read:
-        if name not in inputs and name not in held:
+        if name not in inputs and name not in in_opaque:
             _hold(root, name, captured, torch.device(device))
             nodes[name] = made.get_attr(name)
     for number, operation in zip(order, operations, strict=True):
@@ -85,20 +89,20 @@ def build_subgraph(
 def _hold_opaque(
     root: nn.Module, calls: Sequence[Call], whole: Callable[[], nn.Module] | None, device: torch.device
 ) -> set[str]:
-    """Put the opaque modules of a run where their paths say; returns the names of their parameters."""
-    held: set[str] = set()
+    """Add the opaque modules that are called to ``root`` at their paths; return the names of their parameters."""
+    names: set[str] = set()
     model: nn.Module | None = None
     for path in dict.fromkeys(call.args[0] for call in calls):
         if whole is None:
-            raise CaptureError(f"module {path}", "runs as it is, and nothing is here to construct it", "give whole=")
+            raise CaptureError(f"module {path}", "is opaque, and there is no way to construct it", "give whole=")
         model = build_without_memory(whole) if model is None else model
         part = model.get_submodule(path)
         for buffer in part.buffers():
             buffer.data = buffer.data.to(device)
         parent, _, leaf = path.rpartition(".")
         _container(root, parent).add_module(leaf, part)
-        held |= {f"{path}.{name}" for name, _ in part.named_parameters()}
-    return held
+        names |= {f"{path}.{name}" for name, _ in part.named_parameters()}
+    return names
 
 
 def _call_opaque(made: fx.Graph, call: Call, nodes: dict[int | str, fx.Node], name: str) -> fx.Node:
@@ -109,7 +113,7 @@ def _call_opaque(made: fx.Graph, call: Call, nodes: dict[int | str, fx.Node], na
 
 
 def _container(root: nn.Module, path: str) -> nn.Module:
-    """The module at a path, made of empty ones where there is none yet."""
+    """Return the module at a path, adding empty modules where there are none yet."""
     owner = root
     for name in path.split(".") if path else ():
         if name not in owner._modules:
@@ -119,7 +123,7 @@ def _container(root: nn.Module, path: str) -> nn.Module:
 
 
 def _hold(root: nn.Module, name: str, captured: Captured, device: torch.device) -> None:
-    """Put a parameter or buffer where its path says."""
+    """Register a parameter or buffer at its path."""
     parent, _, leaf = name.rpartition(".")
     owner = _container(root, parent)
     source = captured.graph.sources[name]
@@ -132,7 +136,7 @@ def _hold(root: nn.Module, name: str, captured: Captured, device: torch.device) 
 
 
 def _value(value: Plain, nodes: dict[int | str, fx.Node], device: torch.device | str) -> fx.node.Argument:
-    """From plain data back to an argument."""
+    """Decode an argument from plain data."""
     if isinstance(value, list):
         return [_value(item, nodes, device) for item in value]
     if not isinstance(value, dict):

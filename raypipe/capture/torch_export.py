@@ -1,4 +1,4 @@
-"""``torch.export`` of a whole module under fake tensors: a flat graph of ATen operations without side effects."""
+"""Run ``torch.export`` on a module with fake tensors, to get a flat graph of ATen operations without side effects."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from raypipe.capture.opaque import opaque_modules
 def export(
     module: nn.Module, inputs: Mapping[str, object], dynamic: Mapping[str, tuple[int, ...]], opaque: Sequence[str] = ()
 ) -> ExportedProgram:
-    """Export a module as it trains, or as it evaluates: whichever mode it is in.
+    """Export a module in its current mode, training or evaluation.
 
-    The modules at the paths ``opaque`` are not looked into.
+    Its parameters may be on the meta device. In-place operations are replaced by out-of-place ones, so that a tensor
+    does not change after a stage has sent it.
 
-    ``inputs`` are the forward's arguments by name, tensors or plain values; ``dynamic`` the dimensions of each that
-    may differ at run time. The module's parameters may be on the meta device; nothing is allocated for them. In-place
-    operations are replaced by what they compute, so that no value changes after a cut has passed it on.
+    Args:
+        module: the model.
+        inputs: the forward's arguments by name, tensors or plain values.
+        dynamic: per input, the dimensions that may differ at run time.
+        opaque: paths of submodules that are not traced.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with opaque_modules(module, opaque), _fake_parameters(module, fake), _quiet():
@@ -46,7 +49,7 @@ def export(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What the exporter says of its inner life is for its own developers; what stops it comes as an exception."""
+    """Suppress the exporter's warnings and logs, which are for its own developers; its errors are exceptions."""
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
@@ -61,7 +64,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a node writes one of its operands in place, buffers of the model left out."""
+    """Return whether a node writes in place to an operand that is not a buffer of the model."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.is_mutable:
         return False
@@ -80,7 +83,7 @@ def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
 
 @contextmanager
 def _fake_parameters(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
-    """Give a module fake parameters on the CPU in place of its own, tied ones staying tied."""
+    """Replace a module's parameters by fake ones on the CPU inside the block; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     restore: list[Callable[[], None]] = []
 
@@ -104,7 +107,7 @@ def _fake_parameters(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
 
 
 def module_of(node: fx.Node) -> tuple[str, str]:
-    """Path and class of the innermost module that called a node."""
+    """Return path and class of the innermost module that called a node."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     for path, kind in reversed(list(stack.values())):
         if kind != "_empty_nn_module_stack_from_metadata_hook":

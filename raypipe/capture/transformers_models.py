@@ -1,7 +1,7 @@
 """Configurations of models of the transformers library.
 
-Nothing is fetched: a model is named by its type (``gpt2``) and gets its library's default configuration with the given
-changes, or by a local directory with a ``config.json``.
+A model is named by its type (``gpt2``), which gets the library's default configuration with the given changes, or by a
+local directory with a ``config.json``. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from raypipe.files import short
 
 
 def configuration(model: str, changes: Mapping[str, Any] | None = None) -> Any:
-    """The configuration of a model type or of a local directory, with changes, and without a cache of past keys.
+    """Make the configuration of a model type or of a local directory, with changes, and with the KV cache off.
 
     Raises:
-        SpecError: a type, or a key of its configuration, that the library does not know.
+        SpecError: the library does not know the type, or a key of its configuration.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -42,18 +42,18 @@ def configuration(model: str, changes: Mapping[str, Any] | None = None) -> Any:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id  # what published checkpoints of these types say
+        config.decoder_start_token_id = config.pad_token_id  # as in the published checkpoints of these types
     return config
 
 
 def _made(make: Callable[[], Any], model: str, where: str = "model.hf") -> Any:
     try:
         return make()
-    except Exception as error:  # the library's own, and pydantic-like ones of its dependencies
+    except Exception as error:  # the library and its dependencies raise many classes
         if not (Path(model) / "config.json").is_file() and Path(model).is_dir():
             run = (Path(model) / "checkpoints").is_dir()
             fix = f"export it: raypipe export {model} -o DIR, and give DIR" if run else "give a directory that has one"
-            what = "is a run of raypipe, and no model" if run else "holds no model"
+            what = "is a run of raypipe and not a model" if run else "holds no model"
             raise SpecError(where, f"{model} {what} that transformers reads: it has no config.json", fix) from None
         first = " ".join(str(error).split()) or type(error).__name__
         raise SpecError(where, f"{model}: {short(first, 300)}", "correct the configuration") from None

@@ -1,8 +1,8 @@
-"""The arguments of a captured operation as plain data, which JSON can hold and no code has to be trusted to read.
+"""The arguments of a captured operation as JSON data, which can be read without executing any code.
 
-Results of operations are ``{"op": number}``; parameters, buffers, constants and raw inputs are ``{"of": name}``;
-what JSON has no word for is ``{"float": "inf"}``, ``{"dtype": "float32"}``, ``{"device": "cpu"}``, ``{"layout": ..}``,
-``{"memory_format": ..}``. All else stands for itself.
+Results of operations are ``{"op": number}``; parameters, buffers, constants and raw inputs are ``{"of": name}``. Values
+that JSON cannot represent are ``{"float": "inf"}``, ``{"dtype": "float32"}``, ``{"device": "cpu"}``,
+``{"layout": ..}``, ``{"memory_format": ..}``. Other values are stored as they are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 Plain = Any
-"""What JSON can hold."""
+"""JSON data."""
 
 
 class Call(NamedTuple):
@@ -21,11 +21,11 @@ class Call(NamedTuple):
     kwargs: dict[str, Plain]
 
     def operands(self) -> tuple[int | str, ...]:
-        """Numbers of the operations and names of the sources that it reads, in the order of the call."""
+        """Return the numbers of the operations and the names of the sources it reads, in the order of the call."""
         return tuple(_operands([self.args, list(self.kwargs.values())]))
 
     def renumbered(self, new: Mapping[int, int]) -> Call:
-        """The same call where operations have new numbers."""
+        """Return the same call with new numbers of operations."""
         return Call(_renumbered(self.args, new), _renumbered(self.kwargs, new))
 
 

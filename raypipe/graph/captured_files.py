@@ -1,8 +1,7 @@
-"""Captured models on disk: a folder of JSON documents, with the few values that go with each beside it.
+"""The cache of captured models: a folder of JSON documents, each with a file of buffers and constants.
 
-Below ``$RAYPIPE_CACHE_DIR``, else ``$XDG_CACHE_HOME/raypipe``, else ``~/.cache/raypipe``. Nothing that is read is
-executed. A file is written under another name and then renamed, so that a reader sees all of it or nothing; a damaged
-one is passed over with a notice and written anew.
+It is below ``$RAYPIPE_CACHE_DIR``, else ``$XDG_CACHE_HOME/raypipe``, else ``~/.cache/raypipe``. Nothing that is read is
+executed. Files are written atomically; a damaged one is ignored with a notice, and written again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Notify = Callable[[str], None]
 
 
 def cache_folder() -> Path:
-    """Where captured models are kept."""
+    """Return the folder of captured models."""
     own = os.environ.get("RAYPIPE_CACHE_DIR")
     if own:
         return Path(own) / "captured"
@@ -31,40 +30,40 @@ def cache_folder() -> Path:
 
 
 def to_stderr(message: str) -> None:
-    """The usual place of notices."""
+    """Print a notice to stderr."""
     print(message, file=sys.stderr)
 
 
 def load_operations(
     key: str, folder: Path | None = None, notify: Notify = to_stderr
 ) -> tuple[OperationGraph, tuple[Call, ...], str] | None:
-    """The operations kept under a key, and the digest of the values that belong to them; None if there are none."""
+    """Read the operations cached under ``key`` and the digest of their values; None if missing or damaged."""
     path = (folder or cache_folder()) / f"{key}.json"
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        notify(f"passed over {path}: {error}")
+        notify(f"ignored {path}: {error}")
         return None
     try:
         document = json.loads(text)
         return *from_document(document), str(document["values"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        notify(f"passed over {path}: it is damaged ({type(error).__name__}: {error})")
+        notify(f"ignored {path}: it is damaged ({type(error).__name__}: {error})")
         return None
 
 
 def load_values(key: str, digest: str, folder: Path | None = None, notify: Notify = to_stderr) -> bytes | None:
-    """The values that belong to the operations kept under a key, in safetensors form; None if they are lost."""
+    """Read the values cached under ``key``, in safetensors format; None if missing, or not those of ``digest``."""
     path = (folder or cache_folder()) / f"{key}.safetensors"
     try:
         content = path.read_bytes()
     except OSError as error:
-        notify(f"passed over {path}: {error.strerror}")
+        notify(f"ignored {path}: {error.strerror}")
         return None
     if hashlib.sha256(content).hexdigest() != digest:
-        notify(f"passed over {path}: it is damaged")
+        notify(f"ignored {path}: it is damaged")
         return None
     return content
 
@@ -73,7 +72,7 @@ def save(
     key: str, graph: OperationGraph, calls: Sequence[Call], values: bytes, folder: Path | None = None,
     notify: Notify = to_stderr,
 ) -> None:  # fmt: skip
-    """Keep a captured model. A folder that can't be written is no error: then it is captured again next time."""
+    """Cache a captured model. If the folder cannot be written, a notice says so, and it is captured again next time."""
     where = folder or cache_folder()
     document = to_document(graph, calls) | {"values": hashlib.sha256(values).hexdigest()}
     try:
@@ -81,4 +80,4 @@ def save(
         write_whole(where / f"{key}.safetensors", values)
         write_whole(where / f"{key}.json", json.dumps(document, separators=(",", ":")).encode())
     except OSError as error:
-        notify(f"the captured model is not kept: {where}: {error.strerror}")
+        notify(f"the captured model is not cached: {where}: {error.strerror}")

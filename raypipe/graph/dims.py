@@ -1,7 +1,7 @@
-"""Sizes that depend on the batch: a whole number, or an expression in the sizes of the model's inputs.
+"""Symbolic sizes of tensors: an integer, or an expression in the sizes of the model's inputs.
 
-An expression is text such as ``"s0*s1"`` or ``"(s1 - 1)//2 + 1"``, as torch's symbolic shapes print it. It is read
-by a small evaluator that knows arithmetic and nothing else, since such text also comes out of files.
+An expression is text such as ``"s0*s1"`` or ``"(s1 - 1)//2 + 1"``, as torch prints symbolic shapes. Since such text is
+also read from files, it is evaluated by a small evaluator that supports only arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raypipe.errors import RequestError
 Dim = int | str
 """One size of a tensor."""
 Sizes = Mapping[str, int]
-"""What each symbol stands for."""
+"""Value of each symbol."""
 
 _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
@@ -37,10 +37,10 @@ _CALLS: dict[str, Callable[..., int]] = {
 
 
 def evaluate(dim: Dim, sizes: Sizes) -> int:
-    """The number a size stands for.
+    """Evaluate a size.
 
     Raises:
-        RequestError: a symbol without a value, or text that is no arithmetic.
+        RequestError: a symbol has no value, or the text is not arithmetic.
 
     >>> evaluate("(s1 - 1)//2 + 1", {"s1": 8})
     4
@@ -49,17 +49,17 @@ def evaluate(dim: Dim, sizes: Sizes) -> int:
 
 
 def evaluate_all(shape: Sequence[Dim], sizes: Sizes) -> tuple[int, ...]:
-    """A whole shape."""
+    """Evaluate all sizes of a shape."""
     return tuple(evaluate(dim, sizes) for dim in shape)
 
 
 def count(shape: Sequence[Dim], sizes: Sizes) -> int:
-    """Number of values in a tensor of this shape."""
+    """Return the number of elements of a tensor of this shape."""
     return math.prod(evaluate_all(shape, sizes))
 
 
 def symbols(dim: Dim) -> frozenset[str]:
-    """Names of the sizes that a size depends on.
+    """Return the symbols that a size depends on.
 
     >>> sorted(symbols("s0*(s1 + 1)"))
     ['s0', 's1']
@@ -71,10 +71,10 @@ def symbols(dim: Dim) -> frozenset[str]:
 
 
 def bind(declared: Mapping[str, Sequence[Dim]], actual: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The sizes that make the declared shapes of inputs the actual ones.
+    """Find the values of the symbols for which the declared shapes of inputs equal the actual ones.
 
     Raises:
-        RequestError: an input that is missing, of another rank, or of a size that the model was not captured for.
+        RequestError: an input is missing, has another rank, or has a size that the model was not captured for.
     """
     found: dict[str, int] = {}
     for name, shape in declared.items():
@@ -82,7 +82,8 @@ def bind(declared: Mapping[str, Sequence[Dim]], actual: Mapping[str, Sequence[in
             raise RequestError(name, "this input of the model was not given", "give every input it was captured with")
         given = tuple(actual[name])
         if len(given) != len(shape):
-            raise RequestError(name, f"has shape {given}, captured as {tuple(shape)}", "give it as it was captured")
+            why = f"has shape {given}, but was captured as {tuple(shape)}"
+            raise RequestError(name, why, "give it as it was captured")
         for dim, size in zip(shape, given, strict=True):
             if isinstance(dim, str) and dim.isidentifier():
                 if found.setdefault(dim, size) != size:
@@ -98,7 +99,7 @@ def _parsed(text: str) -> ast.expr:
     try:
         return ast.parse(text, mode="eval").body
     except SyntaxError:
-        raise RequestError(text, "is no size of a tensor", "capture the model again") from None
+        raise RequestError(text, "is not a size of a tensor", "capture the model again") from None
 
 
 def _value(node: ast.expr, sizes: Sizes, text: str) -> int:
@@ -114,4 +115,4 @@ def _value(node: ast.expr, sizes: Sizes, text: str) -> int:
         return _BINARY[type(node.op)](_value(node.left, sizes, text), _value(node.right, sizes, text))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLS:
         return _CALLS[node.func.id](*(_value(arg, sizes, text) for arg in node.args))
-    raise RequestError(text, "is no size of a tensor", "capture the model again")
+    raise RequestError(text, "is not a size of a tensor", "capture the model again")

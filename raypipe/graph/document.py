@@ -1,4 +1,4 @@
-"""A captured model's operations as one JSON document: what the cache stores and what travels to the stages."""
+"""Convert a captured model's operations to and from a JSON document, which the cache stores."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from raypipe.graph.calls import Call
 from raypipe.graph.operations import Operation, OperationGraph, Source, TensorType
 
 FORM = 1
-"""Raised whenever an older document could be misread."""
+"""Version of the format; increased when an older document could be misread."""
 
 
 def to_document(graph: OperationGraph, calls: Sequence[Call]) -> dict[str, Any]:
-    """Everything about the operations but the values of buffers and constants."""
+    """Convert operations and their calls to JSON data, without the values of buffers and constants."""
     return {
         "form": FORM,
         "operations": [_operation(o, c) for o, c in zip(graph.operations, calls, strict=True)],
@@ -27,10 +27,10 @@ def to_document(graph: OperationGraph, calls: Sequence[Call]) -> dict[str, Any]:
 
 
 def from_document(document: Mapping[str, Any]) -> tuple[OperationGraph, tuple[Call, ...]]:
-    """The operations again.
+    """Convert JSON data back to operations and their calls.
 
     Raises:
-        KeyError, TypeError, ValueError, IndexError, AttributeError: the document is none, or of another form.
+        KeyError, TypeError, ValueError, IndexError, AttributeError: the document is malformed or of another version.
     """
     if document["form"] != FORM:
         raise ValueError(f"form {document['form']}, not {FORM}")
@@ -39,7 +39,7 @@ def from_document(document: Mapping[str, Any]) -> tuple[OperationGraph, tuple[Ca
     for item, call in zip(document["operations"], calls, strict=True):
         operands = call.operands()
         if any(isinstance(o, int) and not 0 <= o < len(operations) for o in operands):
-            raise ValueError(f"{item['name']} reads what comes later")
+            raise ValueError(f"{item['name']} reads a later operation")
         operations.append(_read(item, operands))
     graph = OperationGraph(
         operations=tuple(operations),
@@ -52,19 +52,19 @@ def from_document(document: Mapping[str, Any]) -> tuple[OperationGraph, tuple[Ca
     )
     missing = {name for o in operations for name in o.sources} - graph.sources.keys()
     if missing or not all(0 <= number < len(operations) for number in graph.outputs.values()):
-        raise ValueError(f"reads {sorted(missing)}, which are not there, or returns what is not")
+        raise ValueError(f"it reads sources that do not exist ({sorted(missing)}), or returns such operations")
     return graph, calls
 
 
 def _operation(operation: Operation, call: Call) -> dict[str, Any]:
-    """Only what is not as usual is written out."""
-    whole = {
+    """Convert an operation, leaving out empty values."""
+    everything = {
         "name": operation.name, "target": operation.target, "args": call.args, "kwargs": call.kwargs,
         "type": None if operation.type is None else _type(operation.type), "module": operation.module,
         "source": operation.source, "random": operation.random, "mutates": list(operation.mutates),
         "equation": operation.equation,
     }  # fmt: skip
-    return {key: value for key, value in whole.items() if value or key == "args"}
+    return {key: value for key, value in everything.items() if value or key == "args"}
 
 
 def _read(item: Mapping[str, Any], operands: tuple[int | str, ...]) -> Operation:

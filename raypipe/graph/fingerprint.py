@@ -1,6 +1,6 @@
-"""One number for everything that what is captured follows from: model code, configuration, versions, options.
+"""A fingerprint of everything that a captured model depends on: model code, configuration, versions, options.
 
-Code is taken by content, so that an edited model is captured again. Nothing is imported to find it.
+Code is hashed by content, so that an edited model is captured again. Nothing is imported to find the code.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ if TYPE_CHECKING:
 
 ROOMS = Path(__file__).parent.parent
 OWN_CODE = (ROOMS / "graph", ROOMS / "capture")
-"""What captures: a change in these folders may change what comes out."""
+"""Folders of the code that captures; a change there may change the result."""
 TENSOR_CODE = ROOMS / "tensor"
-"""What divides layers, before a divided model is captured."""
+"""Folder of the code that divides layers before a divided model is captured."""
 MODEL_CODE = ROOMS / "models"
-"""What builds the modules that are captured."""
+"""Folder of the code that builds the modules that are captured."""
 INSTALLED = {"site-packages", "dist-packages"}
-"""Folders of installed packages, wherever they are: this environment's are not the only ones on ``sys.path``."""
+"""Names of folders of installed packages, in any environment, since ``sys.path`` may contain several."""
 
 
 def fingerprint(asked: Mapping[str, Any], code: Iterable[Path], packages: Iterable[str] = ("torch",)) -> str:
-    """SHA-256 of what is asked for (plain data), of the content of these files, and of the versions of packages.
+    """Hash the request, the content of code files and the versions of packages, with SHA-256.
 
-    This package's own code and Python's version are always included.
+    The code that captures and Python's version are always included.
+
+    Args:
+        asked: the request, as plain data.
+        code: source files.
+        packages: names of installed packages.
     """
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
     digest.update(f"python {sys.version_info[:2]}".encode())
@@ -56,7 +61,7 @@ def _version(package: str) -> str:
 
 
 def transformers_code(model_type: str) -> list[Path]:
-    """The files of the transformers library that a model type's forward runs through; [] without the library."""
+    """Return the files of the transformers library that a model type's forward may use; [] without the library."""
     found = find_spec("transformers")
     if found is None or found.origin is None:
         return []
@@ -66,9 +71,9 @@ def transformers_code(model_type: str) -> list[Path]:
 
 
 def module_code(name: str) -> list[Path]:
-    """The file of a module and of every module it imports, however far away, that belongs to no installed package.
+    """Return the file of a module and of all modules that it imports, directly or indirectly.
 
-    Installed ones are known by their versions. [] if there is no such module.
+    Installed packages are left out, because their versions identify them. [] if there is no such module.
     """
     seen: dict[Path, None] = {}
     todo = [name]
@@ -87,14 +92,14 @@ def module_code(name: str) -> list[Path]:
 
 
 def structure(module: nn.Module) -> list[Any]:
-    """What a constructed module says of itself, as plain data: classes, plain attributes, parameters' shapes, buffers.
+    """Describe a constructed module as plain data: classes, plain attributes, parameters' shapes, buffers' values.
 
-    Two modules of the same code and structure have the same forward, whatever files or variables their constructors
-    read. Values of parameters do not count, those of buffers do.
+    Two modules with the same code and structure have the same forward, whatever files or variables their constructors
+    read. Values of parameters are left out.
     """
     found: list[Any] = []
     for path, part in module.named_modules():
-        plain = {key: said for key, value in vars(part).items() if (said := _plain(value)) is not None}
+        plain = {key: data for key, value in vars(part).items() if (data := _plain(value)) is not None}
         found.append([path, f"{type(part).__module__}.{type(part).__qualname__}", plain])
     for name, parameter in module.named_parameters(remove_duplicate=False):
         found.append([name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad])
@@ -105,7 +110,7 @@ def structure(module: nn.Module) -> list[Any]:
 
 
 def _plain(value: object) -> Any:
-    """Numbers, text and containers of these as JSON has them; None for anything else."""
+    """Convert numbers, text and containers of these to JSON data; return None for anything else."""
     if isinstance(value, bool | int | float | str):
         return value if not isinstance(value, float) else repr(value)
     if isinstance(value, tuple | list):
@@ -125,14 +130,14 @@ def _own_file(module: str) -> Path | None:
     if found is None or found.origin is None or not found.origin.endswith(".py"):
         return None
     path = Path(found.origin).resolve()
-    if INSTALLED & set(path.parts):  # also the user's own, a parent environment's, or one that a .pth file names
+    if INSTALLED & set(path.parts):  # in any environment: the user's, a parent's, or one that a .pth file adds
         return None
     installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")}
     return None if any(folder in path.parents for folder in installed) else path
 
 
 def _imports(path: Path, module: str) -> list[str]:
-    """Modules that a file may import: every dotted prefix, and each imported name, which may be a module."""
+    """Return the modules that a file may import, including imported names, which may be modules."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: list[str] = []
     for node in ast.walk(ast.parse(path.read_bytes())):

@@ -1,7 +1,7 @@
-"""Floating-point operations of an operation's forward, from shapes alone.
+"""Count the floating-point operations of an operation's forward from shapes.
 
-Matrix products and convolutions count a multiply-add as two; everything else counts one per value written. The
-backward of a matrix product costs twice its forward: once for the input's gradient, once for the weight's.
+A multiply-add of a matrix product or convolution counts two; other operations count one per value written. The backward
+of a matrix product costs twice its forward: once for the input's gradient, and once for the weight's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOVES_NOTHING = {
 
 
 def forward_flops(graph: OperationGraph, number: int, sizes: Sizes) -> float:
-    """Floating-point operations of one forward of an operation."""
+    """Count the floating-point operations of one forward of an operation."""
     operation = graph.operations[number]
     product = matrix_flops(graph, operation, sizes)
     if product is not None:
@@ -30,13 +30,13 @@ def forward_flops(graph: OperationGraph, number: int, sizes: Sizes) -> float:
 
 
 def matrix_flops(graph: OperationGraph, operation: Operation, sizes: Sizes) -> float | None:
-    """Floating-point operations of a matrix product, attention or convolution; None for any other operation."""
+    """Count the floating-point operations of a matrix product, attention or convolution; None for other operations."""
     name = short_name(operation.target)
     shapes = [evaluate_all(t.shape, sizes) if t is not None else () for t in operand_types(graph, operation)]
     if name in ("scaled_dot_product_attention", "_scaled_dot_product_attention_math"):
         *batch, queries, width = shapes[0]
         return 2.0 * prod(batch) * queries * shapes[1][-2] * (width + shapes[2][-1])
-    if operation.target == "raypipe.module.default":  # one that runs as it is: a product with each of its matrices
+    if operation.target == "raypipe.module.default":  # an opaque module counts as one product with each of its matrices
         matrices = [
             prod(s) for o, s in zip(operation.operands, shapes, strict=True) if isinstance(o, str) and len(s) > 1
         ]
@@ -60,7 +60,7 @@ def matrix_flops(graph: OperationGraph, operation: Operation, sizes: Sizes) -> f
 
 
 def _einsum(equation: str, shapes: list[tuple[int, ...]]) -> float:
-    """A multiply-add per combination of all indices: exact for two operands, the usual case."""
+    """Count a multiply-add per combination of all indices, which is exact for two operands, the usual case."""
     length: dict[str, int] = {}
     for term, shape in zip(equation.replace(" ", "").split("->")[0].split(","), shapes, strict=False):
         before, dots, after = term.partition("...")
@@ -72,7 +72,7 @@ def _einsum(equation: str, shapes: list[tuple[int, ...]]) -> float:
 
 
 def operand_types(graph: OperationGraph, operation: Operation) -> list[TensorType | None]:
-    """What each operand is."""
+    """Return the type of each operand."""
     return [
         graph.operations[operand].type if isinstance(operand, int) else graph.sources[operand].type
         for operand in operation.operands
@@ -80,7 +80,7 @@ def operand_types(graph: OperationGraph, operation: Operation) -> list[TensorTyp
 
 
 def short_name(target: str) -> str:
-    """What an operation is called without its library and overload.
+    """Return an operation's name without its library and overload.
 
     >>> short_name("aten.linear.default"), short_name("operator.getitem")
     ('linear', 'getitem')

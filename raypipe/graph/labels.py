@@ -1,4 +1,4 @@
-"""What a sub-graph is called, from what it computes and from the paths of the modules it runs."""
+"""Label a sub-graph by its operations and by the paths of its modules."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ CONVOLUTION = ("conv1d", "conv2d", "conv3d", "convolution")
 
 
 def label(graph: OperationGraph, span: range) -> str:
-    """``embedding``, ``stem``, ``attention``, ``mlp``, ``convolution``, ``block``, ``head``, or its module's path.
+    """Return a sub-graph's label.
 
-    A sub-graph is inside a block of the model if most of its operations with parameters are.
+    It is ``embedding``, ``stem``, ``attention``, ``mlp``, ``convolution``, ``block``, ``head``, or its module's path. A
+    sub-graph is inside a block of the model if most of its operations with parameters are.
     """
     holders = [i for i in span if graph.parameters_of([graph.operations[i]])]
     names = {short_name(graph.operations[i].target) for i in span}
@@ -40,13 +41,13 @@ def _outside(graph: OperationGraph, span: range, holders: list[int]) -> str:
 
 
 def _has_mlp_too(graph: OperationGraph, holders: list[int]) -> bool:
-    """Whether more than attention's usual four projections and a norm are read: several sub-modules of one block."""
+    """Return whether a sub-graph with attention has parameters of an MLP too, judging by its modules' names."""
     parents = {".".join(graph.operations[i].module.split(".")[: len(graph.blocks[i].split(".")) + 1]) for i in holders}
     return any("mlp" in parent.lower() or "feed_forward" in parent.lower() for parent in parents)
 
 
 def _path(graph: OperationGraph, numbers: list[int]) -> str:
-    """The longest path that all these operations' modules share, or the first one's."""
+    """Return the longest common path of these operations' modules, or the first one's path."""
     paths = [graph.operations[i].module.split(".") for i in numbers if graph.operations[i].module]
     if not paths:
         return "model"

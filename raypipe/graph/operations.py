@@ -1,7 +1,7 @@
-"""A model as a list of operations in the order they run: what the partitioner plans with, without torch.
+"""A model as a list of operations in the order they run, without torch, for partitioning and planning.
 
-An operation reads *operands*: results of earlier operations, and the model's *sources* - its parameters, buffers,
-constants and raw inputs - by name. Shapes may depend on the sizes of the inputs (``dims``).
+An operation reads *operands*: results of earlier operations, and the model's *sources* (its parameters, buffers,
+constants and raw inputs) by name. Shapes may depend on the sizes of the inputs (``dims``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
-"""Bytes of one value of each dtype."""
+"""Bytes of one value, by dtype."""
 GETITEM = "operator.getitem"
-"""Target of the operation that takes one result of an operation with several."""
+"""Target of the operation that selects one result of an operation with several."""
 DETACHED = {"aten.detach.default", "aten.argmax.default", "aten.zeros_like.default", "aten.ones_like.default"}
-"""Operations through which no gradient flows although their result may be floating point."""
+"""Operations through which no gradient flows, although their result may be floating-point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class TensorType:
     dtype: str
 
     def bytes(self, sizes: Sizes) -> int:
-        """Size in bytes for inputs of these sizes."""
+        """Return the size in bytes for inputs of these sizes."""
         return count(self.shape, sizes) * ITEM_BYTES[self.dtype]
 
     @property
@@ -42,13 +42,13 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Something an operation may read that no operation computes."""
+    """A tensor that operations read and that no operation computes."""
 
     kind: str
     """``parameter``, ``buffer``, ``constant`` or ``input``."""
     type: TensorType
     requires_grad: bool = False
-    """Parameters only: whether it is trained."""
+    """Whether it is a parameter that is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +56,23 @@ class Operation:
     """One call of the model's forward."""
 
     name: str
-    """Unique in the model, as torch names it."""
+    """Name given by torch, unique in the model."""
     target: str
-    """What is called, as torch prints it: ``aten.linear.default``."""
+    """The called function, as torch prints it: ``aten.linear.default``."""
     operands: tuple[int | str, ...]
-    """In the order of the call: numbers of operations, names of sources. Plain numbers and flags are not here."""
+    """Numbers of operations and names of sources in the order of the call, without plain numbers and flags."""
     type: TensorType | None
-    """What it returns; None for whole numbers and for operations with several results, whose items carry theirs."""
+    """Type of its result; None for plain numbers and for operations with several results, whose items have types."""
     module: str = ""
     """Path of the innermost module that called it."""
     source: str = ""
     """``file:line`` of that call in the model's code."""
     random: bool = False
-    """Draws random numbers, so computing it twice gives two results."""
+    """Whether it draws random numbers, so that computing it twice gives two results."""
     mutates: tuple[str, ...] = ()
-    """Buffers it writes in place (running statistics)."""
+    """Names of the buffers that it writes in place (running statistics)."""
     equation: str = ""
-    """Of an ``einsum``."""
+    """The equation of an ``einsum``."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -93,19 +93,19 @@ class OperationGraph:
     sources: Mapping[str, Source]
     """Parameters, buffers, constants and raw inputs. Tied parameters appear once, under their owner's name."""
     outputs: Mapping[str, int]
-    """What the model returns, by name (``loss``, ``logits``): the operation that computes it."""
+    """Per output of the model (``loss``, ``logits``), the operation that computes it."""
     tied: tuple[tuple[str, ...], ...] = ()
-    """Groups of names that are one parameter, the owner (the name in ``sources``) first."""
+    """Groups of names of tied parameters, the owner (the name in ``sources``) first."""
     classes: Mapping[str, str] = field(default_factory=dict)
     """Class of each module that calls an operation, by the module's path."""
     example: Mapping[str, int] = field(default_factory=dict)
-    """Values of the symbols in the shapes of the inputs that the model was captured with."""
+    """Values of the symbols for the inputs that the model was captured with."""
     at_least: Mapping[str, int] = field(default_factory=dict)
-    """Least values of symbols below which the model's own code would have taken another branch."""
+    """Lower bounds of symbols, below which the model's code would have taken another branch."""
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """Number of values of each parameter, tied ones once."""
+        """Number of elements of each parameter, tied ones once."""
         return {n: count(s.type.shape, {}) for n, s in self.sources.items() if s.kind == "parameter"}
 
     @cached_property
@@ -124,7 +124,7 @@ class OperationGraph:
 
     @cached_property
     def requires_grad(self) -> tuple[bool, ...]:
-        """Per operation, whether its result depends on a trained parameter in a way that gradients follow."""
+        """Per operation, whether a gradient flows through its result to a trained parameter."""
         found: list[bool] = []
         for operation in self.operations:
             reads = any(found[i] for i in operation.inputs) or any(
@@ -136,18 +136,18 @@ class OperationGraph:
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
-        """Per operation, the repeated block of the model it is in, or "": see ``repeated_blocks``."""
+        """Per operation, the repeated block of the model that it is in, or ""; see ``repeated_blocks``."""
         repeated = repeated_blocks(self.classes)
         return tuple(owner_among(repeated, operation.module) for operation in self.operations)
 
     @cached_property
     def layers(self) -> int:
-        """Number of repeated blocks that hold parameters."""
+        """Number of repeated blocks that have parameters."""
         return len(self.block_parameters)
 
     @cached_property
     def block_parameters(self) -> dict[str, int]:
-        """Per repeated block that holds any, the number of values of its parameters."""
+        """Number of elements of the parameters of each repeated block that has any."""
         read: dict[str, set[str]] = {}
         for block, operation in zip(self.blocks, self.operations, strict=True):
             if block and (names := self.parameters_of([operation])):
@@ -155,24 +155,28 @@ class OperationGraph:
         return {block: sum(self.parameters[name] for name in names) for block, names in read.items()}
 
     def parameters_of(self, operations: Sequence[Operation]) -> tuple[str, ...]:
-        """Parameters that these operations read, each once, in the order of first use."""
+        """Return the parameters that these operations read, each once, in the order of first use."""
         read = (name for operation in operations for name in operation.sources)
         return tuple(dict.fromkeys(name for name in read if self.sources[name].kind == "parameter"))
 
     def grows(self, number: int) -> bool:
-        """Whether the operation's result grows with the inputs."""
+        """Return whether the size of an operation's result depends on the sizes of the inputs."""
         kind = self.operations[number].type
         return kind is not None and any(symbols(dim) for dim in kind.shape)
 
     def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """The symbols' values for raw inputs of these shapes; see ``dims.bind`` for what is refused."""
+        """Return the symbols' values for raw inputs of these shapes.
+
+        Raises:
+            RequestError: as ``dims.bind``.
+        """
         from raypipe.graph.dims import bind
 
         return bind({name: self.sources[name].type.shape for name in self.inputs}, shapes)
 
 
 def repeated_blocks(classes: Mapping[str, str]) -> frozenset[str]:
-    """The numbered modules that repeat: those with a sibling of the same class, the outermost on each path.
+    """Return the numbered modules that repeat: those with a sibling of the same class, the outermost on each path.
 
     ``classes`` holds the class of each module by its path.
 
@@ -189,7 +193,7 @@ def repeated_blocks(classes: Mapping[str, str]) -> frozenset[str]:
 
 
 def owner_among(blocks: frozenset[str], module: str) -> str:
-    """The one of these modules that holds a module, or "".
+    """Return the block that contains a module, or "".
 
     >>> owner_among(frozenset({"h.3"}), "h.3.attn.c_proj"), owner_among(frozenset({"h.3"}), "h.31.attn")
     ('h.3', '')

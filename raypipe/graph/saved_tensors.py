@@ -1,7 +1,7 @@
-"""What autograd keeps of a captured operation until its backward, and what its backward moves.
+"""The tensors that autograd saves for the backward of a captured operation.
 
-By the operation's name; one that no rule knows keeps the activations that it reads, as most formulas of derivatives do.
-Source: PyTorch's ``tools/autograd/derivatives.yaml``.
+They follow from the operation's name. An operation without a rule saves the activations that it reads, as most
+derivative formulas do. Source: PyTorch's ``tools/autograd/derivatives.yaml``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ KEEPS_NOTHING = {
     "mean", "masked_fill", "where", "dropout", "constant_pad_nd", "pad", "roll", "index_select", "repeat",
     "repeat_interleave", "embedding", "copy_to_group", "reduce_from_group", "gather_from_group", "rows_of_tensor_rank",
 }  # fmt: skip
-"""Linear in what they read. What dropout and a look-up do keep is counted apart."""
+"""Operations that are linear in their operands. What dropout and embedding do save is counted separately."""
 BILINEAR = {"mul", "mul_", "div", "div_", "matmul", "bmm", "mm", "baddbmm", "einsum", "linear", "addmm", "addbmm"}
-"""Keep an operand where the other one has a gradient."""
+"""Operations that save an operand if the other operand has a gradient."""
 PASSES_ON = {"add", "add_", "sub", "sub_", "neg", "copy_to_group", "reduce_from_group", "masked_fill_"}
-"""Hand their gradient on as it is, without a kernel of their own."""
+"""Operations that pass their gradient on without a kernel of their own."""
 
 
 def root(graph: OperationGraph, number: int) -> int:
-    """The operation whose result a view looks at; of several results that an operation gives, each its own."""
+    """Return the operation that owns the memory a view refers to; the results of one operation are separate."""
     operation = graph.operations[number]
     while is_view(graph, number) and operation.inputs:
         before = graph.operations[operation.inputs[0]]
@@ -37,9 +37,10 @@ def root(graph: OperationGraph, number: int) -> int:
 
 
 def is_view(graph: OperationGraph, number: int) -> bool:
-    """Whether an operation gives what it reads another shape, or takes parts of it, without moving anything.
+    """Return whether an operation's result is a view of its input.
 
-    To join a dimension that was expanded with the one before it takes a copy: keys and values of grouped queries.
+    A reshape that joins an expanded dimension with the one before it is not a view but a copy, as for the keys and
+    values of grouped-query attention.
     """
     operation = graph.operations[number]
     if short_name(operation.target) not in MOVES_NOTHING:
@@ -55,7 +56,7 @@ def is_view(graph: OperationGraph, number: int) -> bool:
 
 
 def kept_operands(graph: OperationGraph, number: int) -> list[int]:
-    """The results among its operands that an operation keeps for its backward, as they stand in the call."""
+    """Return the operands (numbers of operations) that an operation saves for its backward, as in its call."""
     operation = graph.operations[number]
     name = short_name(operation.target)
     if not graph.requires_grad[number] or name in MOVES_NOTHING | KEEPS_NOTHING | KEEPS_RESULT:
@@ -68,12 +69,12 @@ def kept_operands(graph: OperationGraph, number: int) -> list[int]:
 
 
 def keeps_result(graph: OperationGraph, number: int) -> bool:
-    """Whether its backward is a formula of its result."""
+    """Return whether an operation saves its result for its backward."""
     return graph.requires_grad[number] and short_name(graph.operations[number].target) in KEEPS_RESULT
 
 
 def passes_on(graph: OperationGraph, number: int) -> bool:
-    """Whether its backward does nothing, or next to nothing."""
+    """Return whether an operation's backward does almost nothing."""
     name = short_name(graph.operations[number].target)
     return not graph.requires_grad[number] or name in MOVES_NOTHING | PASSES_ON
 
@@ -84,5 +85,5 @@ def _floating(graph: OperationGraph, number: int) -> bool:
 
 
 def _wanted(graph: OperationGraph, operand: int | str) -> bool:
-    """Whether a gradient is asked for with respect to an operand."""
+    """Return whether an operand requires a gradient."""
     return graph.requires_grad[operand] if isinstance(operand, int) else graph.sources[operand].requires_grad

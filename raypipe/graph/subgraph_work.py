@@ -1,8 +1,8 @@
-"""Sub-graphs of a captured model as work: operations and bytes per sample, for the planner's cost model.
+"""The work of a captured model's sub-graphs, in operations and bytes per sample, for the planner's cost model.
 
-Counted operation by operation at the sizes of one sample, as eager PyTorch runs them: what each reads and writes on the
-way there and back (``autograd.py``), what products compute, what waits for the backward, all as wide as autocast makes
-it (``precision.py``). The loss is no operation of the model; it is added to the last sub-graph.
+It is counted operation by operation at the sizes of one sample, as eager PyTorch runs them: the bytes that forward and
+backward move, the FLOPs of products, and the tensors saved for the backward (``saved_tensors``), in the item sizes that
+autocast gives them (``precision``). The loss is not an operation of the model; it is added to the last sub-graph.
 """
 
 from __future__ import annotations
@@ -19,63 +19,63 @@ from raypipe.graph.dims import Sizes, count, evaluate_all
 from raypipe.graph.flops import matrix_flops, operand_types, short_name
 from raypipe.graph.liveness import replicated
 from raypipe.graph.operations import ITEM_BYTES, OperationGraph
-from raypipe.graph.precision import NARROW, is_product, operand_width, widths
+from raypipe.graph.precision import AUTOCAST_BYTES, is_product, operand_width, widths
 from raypipe.graph.saved_tensors import is_view, keeps_result, kept_operands, passes_on, root
 from raypipe.graph.subgraphs import Sharding
 
 ATTENTION = "scaled_dot_product_attention"
 BLOCK = 12
-"""Kernels of the block's forward in which overheads are counted: two norms, four products, attention, a GELU, two
-dropouts and two sums."""
+"""Number of kernels in a GPT block's forward, the unit of overhead: two norms, four products, attention, a GELU, two
+dropouts and two additions."""
 INPUT_GRAD, WEIGHT_GRAD = 0.8, 0.3
-"""Overhead of the two gradients in that of the forward, as for the built-in GPT's blocks."""
+"""Overhead of the input and the weight gradient relative to the forward, as for the built-in GPT's blocks."""
 LABEL = 8
-"""Bytes of a target."""
+"""Bytes of a target or a token id."""
 
 
 def captured_work(
-    graph: OperationGraph, sharding: Sharding, one: Sizes, narrow: bool = False, causal: Collection[int] = ()
+    graph: OperationGraph, sharding: Sharding, one: Sizes, autocast: bool = False, causal: Collection[int] = ()
 ) -> tuple[TensorRankWork, ...]:
-    """The work of every sub-graph, and what a divided model sums inside it.
+    """Count the work of every sub-graph, with the collectives of tensor parallelism inside it.
 
     Args:
-        graph: the model, or a member's share of it.
+        graph: the model, or a tensor rank's share of it.
         sharding: its sub-graphs.
-        one: sizes of inputs that hold one sample.
-        narrow: it runs under 16-bit autocast.
-        causal: numbers of the attentions whose places see only what came before them.
+        one: sizes for inputs of one sample.
+        autocast: whether it runs under 16-bit autocast.
+        causal: numbers of the operations that are causal attention.
     """
-    counted = _Counted(graph, one, narrow, frozenset(causal))
+    counted = _Counted(graph, one, autocast, frozenset(causal))
     return tuple(_tensor_rank(counted, sharding, i) for i in range(sharding.count))
 
 
 @dataclass(frozen=True)
 class _Counted:
-    """A model with what its operations are counted by."""
+    """A model with the sizes of its operations' tensors."""
 
     graph: OperationGraph
     one: Sizes
-    narrow: bool
+    autocast: bool
     causal: frozenset[int]
     _values: dict[int | str, int] = field(default_factory=dict)
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        return widths(self.graph, self.narrow)
+        return widths(self.graph, self.autocast)
 
     @cached_property
-    def anew(self) -> tuple[bool, ...]:
+    def replicated(self) -> tuple[bool, ...]:
         return replicated(self.graph)
 
     def values(self, operand: int | str) -> int:
-        """Numbers in an operand."""
+        """Return the number of elements of an operand."""
         if operand not in self._values:
             kind = self.graph.operations[operand].type if isinstance(operand, int) else self.graph.sources[operand].type
             self._values[operand] = 0 if kind is None else count(kind.shape, self.one)
         return self._values[operand]
 
     def bytes(self, operand: int | str) -> float:
-        """Bytes of an operand as it comes."""
+        """Return the bytes of an operand, before any cast."""
         if isinstance(operand, int):
             return float(self.values(operand) * self.widths[operand])
         return float(self.values(operand) * ITEM_BYTES[self.graph.sources[operand].type.dtype])
@@ -87,23 +87,23 @@ class _Counted:
         return isinstance(operand, str) and self.graph.sources[operand].kind == "parameter"
 
     def casts(self, number: int) -> list[int | str]:
-        """Operands of a product that autocast makes narrow copies of."""
+        """Return the operands of a product that autocast casts to 16 bits."""
         operation = self.graph.operations[number]
-        if not self.narrow or not is_product(operation):
+        if not self.autocast or not is_product(operation):
             return []
-        return [o for o in operation.operands if operand_width(self.graph, self.widths, o) > NARROW]
+        return [o for o in operation.operands if operand_width(self.graph, self.widths, o) > AUTOCAST_BYTES]
 
     def entering(self, number: int, operand: int | str) -> float:
-        """Bytes of a product's operand as the product reads it."""
+        """Return the bytes of a product's operand as the product reads it, after any cast."""
         kind = self.graph.operations[operand].type if isinstance(operand, int) else self.graph.sources[operand].type
         if kind is None or not kind.floating:
             return self.bytes(operand)
-        return float(self.values(operand) * (NARROW if self.narrow else ITEM_BYTES[kind.dtype]))
+        return float(self.values(operand) * (AUTOCAST_BYTES if self.autocast else ITEM_BYTES[kind.dtype]))
 
 
 @dataclass
 class _Sums:
-    """What adds up over the operations of a sub-graph."""
+    """Sums over the operations of a sub-graph: FLOPs, bytes moved (``traffic``) and bytes kept."""
 
     forward_flops: float = 0.0
     input_flops: float = 0.0
@@ -116,21 +116,22 @@ class _Sums:
     weight_traffic: float = 0.0
     kernels: int = 0
     largest: float = 0.0
-    """The largest gradient of an activation."""
+    """Bytes of the largest gradient of an activation."""
     scores: float = 0.0
-    """Gradients of attention's scores, where they are written out."""
+    """Bytes of the gradients of attention's scores, where these are materialised."""
     loss: float = 0.0
-    """Gradients that the loss makes."""
+    """Bytes of the gradients that the loss makes."""
     looked_up: float = 0.0
-    """What look-ups keep from B to W."""
+    """Bytes that embeddings keep from B to W."""
     aside: float = 0.0
-    """Kept beside results: masks of dropout, statistics of norms, what was looked up."""
+    """Bytes kept besides results: dropout masks, statistics of norms, token ids."""
     kept: dict[tuple[int, int | None], float] = field(default_factory=dict)
-    """(operation, the product that made a narrow copy of its result) -> bytes of what waits for the backward."""
+    """Bytes of the tensors saved for the backward. A key is (operation, None) for a result itself, or (operation,
+    product) for the copy of it that autocast makes for a product."""
     matrices: dict[str, float] = field(default_factory=dict)
-    """Values of the parameters that products read."""
+    """Number of elements of the parameters that products read."""
     tables: dict[str, float] = field(default_factory=dict)
-    """Bytes of the parameters that are looked up in."""
+    """Bytes of the parameters of embeddings."""
     forward_all_reduces: list[float] = field(default_factory=list)
     backward_all_reduces: list[float] = field(default_factory=list)
     gathers: list[float] = field(default_factory=list)
@@ -148,11 +149,11 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRa
     wide = max((ITEM_BYTES[graph.sources[n].type.dtype] for n in names), default=4)
     matrices = sum(sums.matrices.values())
     tables = sum(sums.tables.values())
-    narrowed = counted.narrow and matrices > 0
-    # A cast is charged to every micro-batch (cost.gpt_work); a gradient is written, then read and added to the sum.
-    read = matrices * (NARROW + wide + NARROW if narrowed else wide)
+    cast = counted.autocast and matrices > 0
+    # A cast is charged to every micro-batch (cost.gpt_work). A gradient is written, then read and accumulated.
+    read = matrices * (AUTOCAST_BYTES + wide + AUTOCAST_BYTES if cast else wide)
     overhead = sums.kernels / BLOCK
-    gradient = max([n * (wide + NARROW if narrowed else wide) for n in sums.matrices.values()], default=0.0)
+    gradient = max([n * (wide + AUTOCAST_BYTES if cast else wide) for n in sums.matrices.values()], default=0.0)
     fixed = max([gradient, *sums.tables.values()])
     cut = sharding.cuts[number] if number < sharding.count - 1 else ()
     behind = [kind for i in cut if (kind := graph.operations[i].type) is not None]
@@ -165,17 +166,17 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRa
             flops=sums.input_flops, operands=sums.back_operands, weights=read if sums.input_flops else 0.0,
             traffic=sums.back_traffic, overhead=INPUT_GRAD * overhead,
         ),
-        # The gradient of a look-up is a whole table of mostly zeros, added to the sum.
+        # The gradient of an embedding is a whole table, mostly zeros, which is accumulated.
         weight_grad=Effort(
             flops=sums.weight_flops, operands=sums.waiting, weights=3 * wide * matrices + 4 * tables,
             traffic=sums.weight_traffic, overhead=WEIGHT_GRAD * overhead if names else 0.0,
         ),
-        kept_bytes=sum(sums.kept.values()) + sums.aside, cast_bytes=matrices * NARROW if narrowed else 0.0,
+        kept_bytes=sum(sums.kept.values()) + sums.aside, cast_bytes=matrices * AUTOCAST_BYTES if cast else 0.0,
         waiting_bytes=sums.waiting + sums.looked_up,
-        # What crosses a cut is as wide as it was captured, also under autocast.
+        # Tensors that cross a cut have the dtype they were captured with, also under autocast.
         output_bytes=float(sum(kind.bytes(counted.one) for kind in behind)),
         output_floats=float(sum(kind.bytes(counted.one) for kind in behind if kind.floating)),
-        # A head's own gradient comes when those of the loss are gone again.
+        # The gradient of the head's weight is made after those of the loss have been freed.
         workspace_bytes=max(sums.largest, sums.scores, sums.loss), workspace_fixed_bytes=max(0.0, fixed - sums.loss),
         split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss),
     )  # fmt: skip
@@ -183,12 +184,12 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRa
 
 
 def _count(c: _Counted, i: int, sums: _Sums) -> None:
-    """One operation, there and back."""
+    """Add one operation's forward and backward to the sums."""
     graph, operation, name = c.graph, c.graph.operations[i], c.name(i)
     wanted = graph.requires_grad[i]
     if wanted:
         _gradients_of(c, i, sums)
-    if is_view(graph, i) or c.anew[i]:
+    if is_view(graph, i) or c.replicated[i]:
         return
     sums.kernels += 1
     for operand in c.casts(i):
@@ -218,7 +219,7 @@ def _count(c: _Counted, i: int, sums: _Sums) -> None:
 
 
 def _gradients_of(c: _Counted, i: int, sums: _Sums) -> None:
-    """What the gradient of a result takes: each one behind the first is added, parts of a tensor are put together."""
+    """Add the traffic of accumulating a result's gradient over its readers, or of joining it from parts."""
     readers = sum(c.graph.requires_grad[user] for user in c.graph.users[i])
     if c.graph.operations[i].type is None:
         sums.back_traffic += 2 * sum(c.bytes(o) for o in c.graph.operations[i].inputs if c.graph.requires_grad[o])
@@ -228,15 +229,15 @@ def _gradients_of(c: _Counted, i: int, sums: _Sums) -> None:
         sums.largest = max(sums.largest, c.bytes(i))
 
 
-def _keep(c: _Counted, i: int, numbers: Sequence[int], sums: _Sums, narrow: bool = False) -> None:
-    """Results that wait for the backward of operation ``i``, each piece of memory once."""
+def _keep(c: _Counted, i: int, numbers: Sequence[int], sums: _Sums, autocast: bool = False) -> None:
+    """Add the results that are saved for the backward of operation ``i``, each piece of memory once."""
     for number in numbers:
         at = root(c.graph, number)
-        if c.anew[at]:
-            continue  # one for all sub-graphs of a stage
-        cut = narrow and c.widths[at] > NARROW  # autocast remembers the copies of parameters alone
-        if cut:
-            sums.kept[number, i] = float(c.values(number) * NARROW)
+        if c.replicated[at]:
+            continue  # shared by all sub-graphs of a stage
+        cast = autocast and c.widths[at] > AUTOCAST_BYTES  # autocast caches only the casts of parameters
+        if cast:
+            sums.kept[number, i] = float(c.values(number) * AUTOCAST_BYTES)
         else:
             sums.kept[at, None] = c.bytes(at if c.graph.operations[at].type is not None else number)
 
@@ -261,11 +262,11 @@ def _product(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
         sums.waiting += moved
     if any(graph.sources[name].requires_grad for name in vectors):
         sums.weight_traffic += c.bytes(i)
-    _keep(c, i, kept_operands(graph, i), sums, narrow=c.narrow and is_product(operation))
+    _keep(c, i, kept_operands(graph, i), sums, autocast=c.autocast and is_product(operation))
 
 
 def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
-    """Fused, or with scores written out where some of them are dropped: no kernel takes a mask of dropout."""
+    """Add attention: fused, or with materialised scores if it has dropout, since no kernel accepts a dropout mask."""
     graph, operation = c.graph, c.graph.operations[i]
     moved = sum(c.entering(i, o) for o in operation.operands) + c.bytes(i)
     shapes = [evaluate_all(t.shape, c.one) for t in operand_types(graph, operation)[:3] if t is not None]
@@ -277,20 +278,20 @@ def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
         sums.kernels += 6
         sums.forward_flops += flops
         sums.input_flops += 2 * flops
-        # Written by the product, scaled, masked, softmax, read by the product; the way back likewise.
+        # Scores are written by the product, scaled, masked, normalised and read by the product; likewise in backward.
         sums.traffic += moved + (8 * width + mask_moved) * scores
         sums.back_traffic += 2 * moved + (9 + 3) * width * scores
         sums.aside += (2 * width + mask_kept) * scores
         sums.scores = max(sums.scores, 2.0 * width * scores)
     else:
-        share = 0.5 if i in c.causal else 1.0  # what is masked is left out
+        share = 0.5 if i in c.causal else 1.0  # masked scores are not computed
         sums.forward_flops += share * flops
         sums.input_flops += share * FUSED_BACKWARD * flops
         sums.traffic += moved
         sums.back_traffic += 2 * moved
         sums.aside += prod(batch) * queries * _statistic(c, i)
         _keep(c, i, [i], sums)
-    _keep(c, i, kept_operands(graph, i), sums, narrow=c.narrow)
+    _keep(c, i, kept_operands(graph, i), sums, autocast=c.autocast)
 
 
 def _look_up(c: _Counted, i: int, sums: _Sums) -> None:
@@ -305,7 +306,7 @@ def _look_up(c: _Counted, i: int, sums: _Sums) -> None:
 
 
 def _plain(c: _Counted, i: int, sums: _Sums) -> None:
-    """A kernel that hardly computes."""
+    """Add an operation that moves memory and has negligible FLOPs."""
     graph, operation = c.graph, c.graph.operations[i]
     read = [o for o in operation.operands if not c.is_parameter(o)]
     sums.traffic += sum(c.bytes(o) for o in read) + c.bytes(i)
@@ -321,13 +322,13 @@ def _plain(c: _Counted, i: int, sums: _Sums) -> None:
 
 
 def _statistic(c: _Counted, i: int) -> int:
-    """Bytes of a norm's mean, of attention's log-sum-exp, of a log-probability."""
+    """Return the bytes of a norm's mean, of attention's log-sum-exp, or of a log-probability."""
     kind = c.graph.operations[i].type
     return 8 if kind is not None and kind.dtype == "float64" else 4
 
 
 def _loss(c: _Counted, sums: _Sums) -> None:
-    """Cross entropy of the model's output: widened under autocast, log-softmax, and back."""
+    """Add the cross-entropy of the model's output: cast to float32 under autocast, log-softmax, and backward."""
     for output in c.graph.outputs.values():
         kind = c.graph.operations[output].type
         if kind is None or not kind.shape:

@@ -52,8 +52,8 @@ def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
 def tensor_ranks_of(job: JobSpec, model: LayeredModel) -> tuple[TensorRankWork, ...]:
     """The work of the same layers for the cost model; of a divided model, a member's share of it."""
     if isinstance(model, CapturedModel):
-        narrow = WIDTH[job.train.dtype] == 2
-        return captured_work(model.graph, model.sharding, model.sizes(1), narrow, _causal(model))
+        autocast = WIDTH[job.train.dtype] == 2
+        return captured_work(model.graph, model.sharding, model.sizes(1), autocast, _causal(model))
     assert isinstance(job.model, GptSpec)
     return tuple(TensorRankWork(work, (), ()) for work in gpt_work(job.model, job.train.dtype))
 

@@ -109,7 +109,7 @@ def test_a_module_that_cannot_be_read_runs_as_it_is(kind, tmp_path):
                 zero if mine[name].grad is None else mine[name].grad, zero if p.grad is None else p.grad,
                 rtol=0, atol=1e-12,
             )  # fmt: skip
-    with pytest.raises(CaptureError, match="nothing is here to construct it"):
+    with pytest.raises(CaptureError, match="there is no way to construct it"):
         build_subgraph(one, range(len(one.graph.operations)))
 
 
@@ -161,7 +161,7 @@ class Tied(nn.Module):
     ("kind", "where", "why", "fix"),
     [
         (Root, "test_fallback.py:", "depends on the values of a tensor: if y.sum() > 0:", "use torch.where"),
-        (Stray, "module odd", "result's size 6 is that of none of its inputs", "operations on tensors"),
+        (Stray, "module odd", "result's size 6 equals no size of its inputs", "operations on tensors"),
         (Tied, "module first", "shares first.layer.weight with layer.weight", "untie"),
     ],
 )

@@ -56,7 +56,7 @@ def test_damage_is_noticed_and_repaired(damage, captured, tmp_path):
     said: list[str] = []
     assert captured_once("key", lambda: one, tmp_path, said.append) is one
     assert len(said) == 1
-    assert said[0].startswith(f"passed over {tmp_path / 'key'}")
+    assert said[0].startswith(f"ignored {tmp_path / 'key'}")
     assert captured_once("key", lambda: pytest.fail("captured again"), tmp_path).graph == one.graph
 
 

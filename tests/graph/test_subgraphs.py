@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import RequestError
-from raypipe.graph.liveness import crossing, last_uses, needed_anew, replicated
+from raypipe.graph.liveness import crossing, last_uses, needed_replicated, replicated
 from raypipe.graph.operations import Operation, OperationGraph, Source, TensorType
 from raypipe.graph.subgraphs import common_operations, shard
 
@@ -81,7 +81,7 @@ def test_what_follows_from_raw_inputs_is_computed_anew():
     cut = shard(whole)
     assert replicated(whole) == (True, False, False, False, False, False)
     assert [len(cross) for cross in cut.cuts] == [1, 1]
-    assert needed_anew(whole, [5]) == [0]
+    assert needed_replicated(whole, [5]) == [0]
 
 
 def test_a_long_skip_in_one_block_keeps_all_of_it_together_but_one_between_blocks_does_not():
