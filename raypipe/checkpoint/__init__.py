@@ -1,9 +1,9 @@
-"""Checkpoints that any plan can read: shards written by stages, made whole by a manifest.
+"""Checkpoints that any plan can read: workers write shards, and a manifest makes them a checkpoint.
 
-A checkpoint is a directory ``step-00000050`` of safetensors files and one ``manifest.json``. Tensors are named after
-the model, not after the plan that wrote them: ``param/<layer>.<path>``, ``optim/<layer>.<path>/<state>``, and
-``buffer/<path>`` for running statistics. The manifest is written last, so a directory without one is a checkpoint that
-was never finished. Nothing is pickled.
+A checkpoint is a directory ``step-00000050`` of safetensors files and one ``manifest.json``. Tensor names depend on the
+model and not on the plan that wrote them: ``param/<layer>.<path>``, ``optim/<layer>.<path>/<state>``, and
+``buffer/<path>`` for running statistics. The manifest is written last, so a directory without one is an unfinished
+checkpoint. Nothing is pickled.
 """
 
 from raypipe.checkpoint.best import LOSS, best, forget_best, keep_best, outcome

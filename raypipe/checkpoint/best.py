@@ -1,7 +1,7 @@
-"""The best checkpoint of a run: kept beside the newest ones, whose number is limited.
+"""The best checkpoint of a run, which is kept in addition to the newest ones.
 
-``best`` points to a folder ``best-00000040`` with the files of that step's checkpoint, by hard links where the file
-system has them: it takes no room while the other is there, and stays when that goes.
+``best`` is a link to a folder ``best-00000040`` with the files of that step's checkpoint, as hard links where the file
+system supports them. It takes no extra space while the checkpoint exists, and stays when that is deleted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LOSS = "val_loss"
 
 
 def keep_best(root: Path, path: Path) -> None:
-    """Make the whole checkpoint ``path`` the best one of ``root``, in place of another.
+    """Make the checkpoint ``path`` the best one of ``root``, replacing the previous best.
 
-    At no moment is there none: the pointer is moved when all files are there.
+    The link is replaced atomically when all files are in place, so there is a best checkpoint at all times.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: the files cannot be written.
     """
     kept = root / path.name.replace("step-", f"{POINTER}-", 1)
     try:
@@ -41,7 +41,7 @@ def keep_best(root: Path, path: Path) -> None:
 
 
 def best(root: str | Path, verify: bool = False) -> Checkpoint | None:
-    """The best checkpoint, if one was kept. Its ``meta`` has the validation loss.
+    """Open the best checkpoint; None if none was kept. Its ``meta`` has the validation loss.
 
     Raises:
         CheckpointError: it is damaged.
@@ -51,17 +51,17 @@ def best(root: str | Path, verify: bool = False) -> Checkpoint | None:
 
 
 def outcome(root: Path, best_one: bool) -> tuple[Path | None, list[str]]:
-    """What a run came to: its best checkpoint, if that is wanted and there is one; else ``latest``, as that returns it.
+    """Return a run's final checkpoint and notices: with ``best_one`` the best one, if there is one, else ``latest``.
 
     Raises:
         CheckpointError: the best one is damaged.
     """
-    held = best(root, verify=True) if best_one else None
-    return (held.path, []) if held is not None else latest(root)
+    kept = best(root, verify=True) if best_one else None
+    return (kept.path, []) if kept is not None else latest(root)
 
 
 def forget_best(root: Path) -> None:
-    """Drop it: a run goes on from before it was made."""
+    """Delete the best checkpoint, because the run resumes from an earlier step."""
     (root / POINTER).unlink(missing_ok=True)
     _drop(root)
 
@@ -69,7 +69,7 @@ def forget_best(root: Path) -> None:
 def _link(file: Path, to: Path) -> None:
     try:
         os.link(file, to)
-    except OSError:  # not on this file system
+    except OSError:  # the file system has no hard links
         shutil.copy2(file, to)
 
 

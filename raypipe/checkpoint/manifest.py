@@ -1,4 +1,4 @@
-"""The manifest: which files make a checkpoint, what is in which, and how to tell damage."""
+"""The manifest of a checkpoint: its files, the tensors in each, and digests to detect damage."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from raypipe.files import read_regular, short
 
 FORMAT = "raypipe-checkpoint"
 VERSION = 1
-"""Raised when files or keys change their meaning."""
+"""Format version; it is increased when files or keys change their meaning."""
 NAME = "manifest.json"
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-"""Of a file in the folder itself: nothing outside is read, whatever a manifest says."""
+"""Name of a file in the folder itself, so that a manifest cannot name files outside it."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def save_manifest(directory: Path, body: dict[str, Any]) -> Path:
-    """Write a manifest with the format, its version and a digest of itself; returns its path.
+    """Write a manifest with the format, its version and a digest of itself; return its path.
 
     Raises:
-        ValueError: a number in ``body`` is not finite, which JSON has no word for.
+        ValueError: a number in ``body`` is not finite, which JSON cannot represent.
+        CheckpointError: the file cannot be written.
     """
     everything = {"format": FORMAT, "version": VERSION, **body}
     everything["sha256"] = _digest(everything)
@@ -39,10 +40,10 @@ def save_manifest(directory: Path, body: dict[str, Any]) -> Path:
 
 
 def put(path: Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` fill a file of a checkpoint, whole or not at all, so that it survives a power cut.
+    """Write a file of a checkpoint atomically and durably; ``write`` fills the temporary file it is given.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,18 +54,22 @@ def put(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def load_manifest(directory: Path) -> dict[str, Any]:
-    """Read a manifest back.
+    """Read and check a manifest.
 
-    Its ``step`` is a whole number, ``files`` a list of ``{file, bytes, sha256}``, ``keys`` a key's file, ``meta`` a
-    dict. Raises CheckpointError for a path that is no checkpoint, an unfinished one, a manifest that is damaged or has
-    other values than these, or another version.
+    Returns:
+        A dict in which ``step`` is an integer, ``files`` a list of ``{file, bytes, sha256}``, ``keys`` maps keys to
+        files, and ``meta`` is a dict.
+
+    Raises:
+        CheckpointError: the path is not a checkpoint, the checkpoint is unfinished, or the manifest is damaged,
+            malformed or of another version.
     """
     if not directory.is_dir():
         why = "is a file, not a checkpoint's folder" if directory.exists() else "does not exist"
         raise CheckpointError(str(directory), why, "give a step-... folder of a run")
     path = directory / NAME
     try:
-        whole = json.loads(read_regular(path))
+        body = json.loads(read_regular(path))
     except FileNotFoundError:
         if any(directory.glob("*.safetensors*")):
             raise CheckpointError(
@@ -75,9 +80,9 @@ def load_manifest(directory: Path) -> dict[str, Any]:
         raise CheckpointError(str(path), "is damaged: nested too deeply", "use an earlier checkpoint") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(str(path), f"is damaged: {error}", "use an earlier checkpoint") from None
-    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(str(path), "is not a raypipe checkpoint's manifest", "give a step-... folder of a run")
-    version = whole.get("version")
+    version = body.get("version")
     if version != VERSION or type(version) is not int:
         age, fix = ("a newer", "update raypipe") if type(version) is int and version > VERSION else ("an older", "")
         raise CheckpointError(
@@ -85,15 +90,15 @@ def load_manifest(directory: Path) -> dict[str, Any]:
             f"has format version {short(repr(version))}, {age} one than this raypipe's {VERSION}",
             fix or "read it with the raypipe that wrote it, or train anew",
         )
-    if whole.pop("sha256", None) != _digest(whole):
+    if body.pop("sha256", None) != _digest(body):
         raise CheckpointError(str(path), "is damaged: its content differs from its digest", "use an earlier checkpoint")
-    if (wrong := _wrong(whole)) is not None:
-        raise CheckpointError(str(path), f"is no manifest of a checkpoint: {wrong}", "use an earlier checkpoint")
-    return whole
+    if (wrong := _wrong(body)) is not None:
+        raise CheckpointError(str(path), f"is not a checkpoint's manifest: {wrong}", "use an earlier checkpoint")
+    return body
 
 
 def _wrong(body: dict[str, Any]) -> str | None:
-    """The first key that is not what ``commit`` writes; None where all are."""
+    """Describe the first key that ``commit`` would not have written so; None if all are right."""
     kinds: tuple[tuple[str, type, str], ...] = (
         ("step", int, "a whole number"), ("files", list, "a list"), ("keys", dict, "an object"),
         ("meta", dict, "an object"),
@@ -122,5 +127,5 @@ def _wrong(body: dict[str, Any]) -> str | None:
 
 
 def _digest(body: dict[str, Any]) -> str:
-    # Through JSON once more, so that what is hashed is what a reader will see (tuples are lists there).
+    # Encoded and decoded first, so that the digest is that of the data a reader will see (tuples become lists).
     return hashlib.sha256(json.dumps(json.loads(json.dumps(body)), sort_keys=True).encode()).hexdigest()

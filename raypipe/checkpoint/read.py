@@ -1,4 +1,4 @@
-"""Reading a checkpoint back, whole or in parts, by whatever plan."""
+"""Read a checkpoint, or only some of its tensors, under any plan."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from raypipe.files import sha256
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint found to be whole."""
+    """A complete checkpoint."""
 
     path: Path
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     meta: dict[str, Any]
-    """What the driver gave ``commit``."""
+    """The data that the driver passed to ``commit``."""
     files: dict[str, str]
-    """Key -> name of the file that holds it."""
+    """Per key, the name of the file that holds it."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -34,9 +34,10 @@ class Checkpoint:
         return tuple(sorted(self.files))
 
     def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """These tensors, on the CPU, in the dtype they were written in; nothing else is read.
+        """Read only these tensors, onto the CPU, in the dtype they were written in.
 
-        Raises CheckpointError for a key it does not hold.
+        Raises:
+            CheckpointError: the checkpoint does not hold a key, or a file is damaged.
         """
         by_file: dict[str, list[str]] = {}
         for key in keys:
@@ -58,10 +59,12 @@ _STEP = re.compile(r"step-([0-9]{1,18})")
 
 
 def open_checkpoint(path: str | Path, verify: bool = True) -> Checkpoint:
-    """Open a ``step-...`` directory after checking version, sizes and (``verify``) every file's SHA-256.
+    """Open a ``step-...`` directory after checking its version, file sizes and, with ``verify``, file digests.
 
-    One actor should verify, the others open with ``verify=False``: hashing reads every byte.
-    Raises CheckpointError: missing, unfinished, not a checkpoint, another format version, truncated, damaged.
+    Hashing reads every byte, so one process should verify, and the others open with ``verify=False``.
+
+    Raises:
+        CheckpointError: it is missing, unfinished, not a checkpoint, of another version, truncated or damaged.
     """
     path = Path(path)
     manifest = load_manifest(path)
@@ -83,9 +86,9 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Checkpoint:
 
 
 def latest(root: str | Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint below ``root``, and a notice for each newer one that had to be passed over.
+    """Find the newest complete checkpoint below ``root``, and verify it, including digests.
 
-    None, and no notice, where there is no checkpoint at all. Verifies what it returns, digests included.
+    Returns its path, or None if there is none, and a notice for each newer checkpoint that was skipped.
     """
     notices: list[str] = []
     steps = [(int(found[1]), path) for path in Path(root).glob("step-*") if (found := _STEP.fullmatch(path.name))]
@@ -93,7 +96,7 @@ def latest(root: str | Path) -> tuple[Path | None, list[str]]:
         try:
             open_checkpoint(path)
         except CheckpointError as error:
-            notices.append(f"passed over: {error.where} {error.why}")
+            notices.append(f"skipped checkpoint: {error.where} {error.why}")
         else:
             return path, notices
     return None, notices

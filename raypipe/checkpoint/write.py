@@ -1,4 +1,4 @@
-"""Writing a checkpoint: each stage its shard, then the driver the manifest."""
+"""Write a checkpoint: each worker writes a shard, then the driver writes the manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypipe.files import sha256
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """One written file, as the manifest lists it; small enough to travel back to the driver."""
+    """One written file, as the manifest lists it; workers send it to the driver."""
 
     file: str
     """Name within the checkpoint's directory."""
@@ -27,12 +27,12 @@ class ShardInfo:
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies: names sort as steps do."""
+    """Return the directory for the checkpoint of a step; names sort in the order of steps."""
     return root / f"step-{step:08d}"
 
 
 def param_key(layer: int, path: str) -> str:
-    """Key of a parameter, by its layer in the whole model.
+    """Return the key of a parameter; ``layer`` is its layer's number in the whole model.
 
     >>> param_key(3, "qkv.weight")
     'param/3.qkv.weight'
@@ -41,19 +41,22 @@ def param_key(layer: int, path: str) -> str:
 
 
 def optim_key(layer: int, path: str, state: str) -> str:
-    """Key of one tensor of a parameter's optimizer state, such as ``exp_avg``."""
+    """Return the key of one tensor of a parameter's optimizer state, such as ``exp_avg``."""
     return f"optim/{layer}.{path}/{state}"
 
 
 def buffer_key(name: str) -> str:
-    """Key of a buffer that training changes, such as a batch norm's running mean."""
+    """Return the key of a buffer that training changes, such as a batch norm's running mean."""
     return f"buffer/{name}"
 
 
 def write_shard(directory: Path, name: str, tensors: Mapping[str, Tensor]) -> ShardInfo:
-    """Write one stage's tensors as ``<name>.safetensors``, synced to the disk; bit for bit, any dtype and device.
+    """Write tensors of any dtype and device as ``<name>.safetensors``, bit for bit, and sync it to disk.
 
-    Safe to repeat: a file of that name is replaced. Raises CheckpointError if it can't be written.
+    A file of that name is replaced, so the call may be repeated.
+
+    Raises:
+        CheckpointError: the file cannot be written.
     """
     owned = _owned(tensors)
     path = directory / f"{name}.safetensors"
@@ -62,10 +65,12 @@ def write_shard(directory: Path, name: str, tensors: Mapping[str, Tensor]) -> Sh
 
 
 def commit(directory: Path, step: int, shards: Iterable[ShardInfo], meta: Mapping[str, Any]) -> Path:
-    """Make the shards a checkpoint by writing the manifest over them; returns the directory.
+    """Make the shards in ``directory`` a checkpoint by writing their manifest; return the directory.
 
-    ``meta`` is any JSON data: job, its hash, how far the data has been read. Raises CheckpointError when a shard is
-    missing or two hold the same key.
+    ``meta`` is any JSON data, such as the job's name and the validation loss.
+
+    Raises:
+        CheckpointError: a shard is missing, two hold the same key, or the manifest cannot be written.
     """
     shards = sorted(shards, key=lambda shard: shard.file)
     keys: dict[str, str] = {}
@@ -84,13 +89,13 @@ def commit(directory: Path, step: int, shards: Iterable[ShardInfo], meta: Mappin
 
 
 def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, contiguous and each with memory of its own, as the format wants them; copied only where needed."""
+    """Make tensors contiguous with storage of their own, as the format requires; copy only where needed."""
     owned: dict[str, Tensor] = {}
     seen: set[int] = set()
     for key, tensor in tensors.items():
         tensor = tensor.detach().contiguous()
         storage = tensor.untyped_storage()
-        # A view of a larger buffer (flat parameters) or the second name of a tied one.
+        # Copy a view of a larger buffer (flat parameters), and the second name of a tied parameter.
         if storage.nbytes() != tensor.numel() * tensor.element_size() or storage.data_ptr() in seen:
             tensor = tensor.clone()
         seen.add(tensor.untyped_storage().data_ptr())

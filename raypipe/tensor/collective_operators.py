@@ -1,8 +1,9 @@
 """The collectives inside a divided layer, as torch operators with gradients.
 
-Operators, because ``torch.export`` keeps them as nodes of the graph; a Python autograd function would leave only what
-its forward did. They find their group when they run. DTensor was tried instead: it dispatches every operation of the
-block through Python (about twice the time of these on small layers), and exporting it needs the processes of the group.
+They are operators because ``torch.export`` keeps those as nodes of the graph; it would trace into a Python autograd
+function and keep only its forward. They look up their group when they run. DTensor was tried instead: it dispatches
+every operation of the block through Python (about twice the time of these on small layers), and exporting it needs the
+processes of the group.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3: ``copy_to_group`` is its f, ``reduce_from_group`` its g.
 """
@@ -20,21 +21,21 @@ from raypipe.tensor.group import all_reduced, current_group
 
 @torch.library.custom_op("raypipe::copy_to_group", mutates_args=())
 def copy_to_group(x: Tensor) -> Tensor:
-    """What every member holds, where it enters divided layers; its gradient is the sum of all members'."""
+    """Pass a tensor that every rank holds into divided layers; its gradient is summed over the group."""
     return x.clone()
 
 
 @torch.library.custom_op("raypipe::reduce_from_group", mutates_args=())
 def reduce_from_group(x: Tensor) -> Tensor:
-    """The sum of all members' ``x``; each gets the gradient of the sum."""
+    """All-reduce ``x`` over the group; the gradient is passed through to every rank."""
     return summed(x)
 
 
 @torch.library.custom_op("raypipe::gather_from_group", mutates_args=())
 def gather_from_group(x: Tensor, length: int) -> Tensor:
-    """All members' ``x`` behind one another along the last dimension, cut off at ``length``.
+    """All-gather ``x`` along the last dimension, and truncate it to ``length``.
 
-    What follows runs alike on every member, so each takes its own share of the gradient.
+    Every rank computes the same from the result, so each takes its own share of the gradient.
     """
     shares = current_group().all_gather(x.contiguous())
     return torch.cat(shares, -1)[..., :length].clone(memory_format=torch.contiguous_format)
@@ -42,14 +43,17 @@ def gather_from_group(x: Tensor, length: int) -> Tensor:
 
 @torch.library.custom_op("raypipe::rows_of_tensor_rank", mutates_args=())
 def rows_of_tensor_rank(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Row numbers within this member's ``rows`` of a divided table, 0 for what others hold; and which are its own."""
+    """Map ids to row numbers within this rank's ``rows`` of a divided table.
+
+    Returns the row numbers, 0 for ids that other ranks hold, and a boolean mask of the ids that this rank holds.
+    """
     local = ids - current_group().rank * rows
-    held = (local >= 0) & (local < rows)
-    return local.masked_fill(~held, 0), held
+    own = (local >= 0) & (local < rows)
+    return local.masked_fill(~own, 0), own
 
 
 def summed(x: Tensor) -> Tensor:
-    """The sum over the group, in new memory."""
+    """Return the sum over the group in a new tensor."""
     return all_reduced(x.clone(memory_format=torch.contiguous_format))
 
 
@@ -97,7 +101,7 @@ gather_from_group.register_autograd(_gather_backward, setup_context=_gather_setu
 
 
 class _Entered(threading.local):
-    """What last entered divided layers in this thread, and its copy."""
+    """The tensor that last entered divided layers in this thread, and its copy."""
 
     last: tuple[Tensor, Tensor] | None = None
 
@@ -106,9 +110,10 @@ _entered = _Entered()
 
 
 def entered(x: Tensor) -> Tensor:
-    """``copy_to_group`` once for layers that read the same tensor (query, key, value): one sum of gradients, not three.
+    """Apply ``copy_to_group`` once for all layers that read the same tensor, as query, key and value do.
 
-    Forgotten at the next ``left``, so that nothing is kept alive.
+    Their gradients are then summed in one all-reduce instead of three. The next ``left`` or ``gathered`` drops the
+    copy, so that it is not kept alive.
     """
     last = _entered.last
     if last is not None and last[0] is x and last[1].requires_grad == (x.requires_grad and torch.is_grad_enabled()):
@@ -119,14 +124,14 @@ def entered(x: Tensor) -> Tensor:
 
 
 def left(partial: Tensor) -> Tensor:
-    """``reduce_from_group`` at the end of divided layers."""
+    """Apply ``reduce_from_group`` at the end of divided layers."""
     _entered.last = None
     total: Tensor = reduce_from_group(partial)
     return total
 
 
 def gathered(share: Tensor, length: int) -> Tensor:
-    """``gather_from_group`` at the end of divided layers."""
+    """Apply ``gather_from_group`` at the end of divided layers."""
     _entered.last = None
     whole: Tensor = gather_from_group(share, length)
     return whole

@@ -1,4 +1,4 @@
-"""Divide a model's layers over a tensor group, by a feature table: in place, before it is captured or run."""
+"""Divide a model's layers over a tensor-parallel group by a feature table, in place, before it is captured or run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from raypipe.tensor.table import Feature, FeatureTable, matches, number
 
 
 class _Cut(NamedTuple):
-    """One layer and what becomes of it."""
+    """One layer and how it is divided."""
 
     path: str
     module: nn.Module
     feature: Feature
     shards: dict[str, Shard]
-    """By parameter of the module."""
+    """Per parameter of the module, how it is divided."""
     counts: tuple[tuple[int, str], ...]
-    """What has to divide: how many, of what."""
+    """Counts that must be divisible by the group's size, each with its name."""
 
 
 def divide(
@@ -36,15 +36,23 @@ def divide(
     gather_logits: bool = True,
     part: bool = False,
 ) -> dict[str, Shard]:
-    """Leave in ``model`` the share of member ``rank`` of ``size``; returns how each divided parameter was cut, by name.
+    """Reduce ``model``, in place, to the share of tensor rank ``rank`` of ``size``. Tied parameters stay tied.
 
-    Parameters may be real, fake or meta tensors; of the last two all shares look alike, so one capture serves all
-    members. ``config`` is what the table's units are read from. Tied parameters stay tied, under all their names.
-    With ``gather_logits=False`` the head gives this member's share, for a loss that can take it. A ``part`` of a model
-    need not have any layer of the table.
+    Args:
+        model: its parameters may be real, fake or meta tensors; the shares of fake and meta tensors are equal on all
+            ranks, so one capture serves all of them.
+        table: which layers are divided.
+        config: the model's configuration, from which the table's units are read.
+        size: number of ranks.
+        rank: the rank whose share is kept.
+        gather_logits: whether the head returns all logits; otherwise its share of them, for a divided loss.
+        part: whether ``model`` is only a part of a model, which need not have any layer of the table.
+
+    Returns:
+        How each divided parameter is divided, by name.
 
     Raises:
-        SpecError: the table does not fit the model, or something does not divide; says which ``size`` would.
+        SpecError: the table does not fit the model, or a count is not divisible; it says which ``size`` would work.
     """
     cuts = list(_cuts(model, table, config, size))
     if not part and not {"column", "row"} <= {cut.feature.kind for cut in cuts}:
@@ -60,7 +68,7 @@ def divide(
             path, parameter = f"{cut.path}.{name}", cut.module._parameters[name]
             other = by_parameter.setdefault(id(parameter), (shard, path))
             if other[0] != shard:
-                raise SpecError(path, f"is tied to {other[1]}, which is divided otherwise", "correct the table")
+                raise SpecError(path, f"is tied to {other[1]}, which is divided differently", "correct the table")
     _check_ties(model, by_parameter, {id(cut.module) for cut in cuts})
     names = {
         n: by_parameter[id(p)][0] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in by_parameter
@@ -105,7 +113,7 @@ def _cut(path: str, module: nn.Module, feature: Feature, config: Any, size: int)
     counts = tuple(number(config, key, path) for key in feature.units) or (length,)
     if length % sum(counts):
         raise SpecError(
-            path, f"has {length} outputs, no multiple of {' + '.join(feature.units)} = {sum(counts)}",
+            path, f"has {length} outputs, which is not a multiple of {' + '.join(feature.units)} = {sum(counts)}",
             "correct the table's units",
         )  # fmt: skip
     shard = Shard(dim, tuple(length // sum(counts) * count for count in counts), size, padded)
@@ -122,23 +130,31 @@ def _attributes(model: nn.Module, table: FeatureTable) -> Iterator[tuple[str, nn
             for name in names if matches(pattern, path) else ():
                 value = getattr(module, name, None)
                 if not isinstance(value, int):
-                    raise SpecError(f"{path}.{name}", "is no number of the module", "correct the table's attributes")
+                    raise SpecError(f"{path}.{name}", "is not an integer attribute", "correct the table's attributes")
                 yield path, module, name, value
 
 
 def _check_divides(wanted: Sequence[tuple[str, int, str]], size: int) -> None:
-    """Raise for the first (path, count, of what) that does not divide, with the nearest group that all would."""
+    """Check that all counts, given as (path, count, name), are divisible by ``size``.
+
+    Raises:
+        SpecError: one is not; the error names the nearest sizes that all are divisible by.
+    """
     for path, count, what in wanted:
         if count % size:
-            all_divide = gcd(*(count for _, count, _ in wanted))
-            near = [n for n in range(1, all_divide + 1) if all_divide % n == 0]
-            below, above = max(n for n in near if n < size), min((n for n in near if n > size), default=0)
+            divisor = gcd(*(count for _, count, _ in wanted))
+            sizes = [n for n in range(1, divisor + 1) if divisor % n == 0]
+            below, above = max(n for n in sizes if n < size), min((n for n in sizes if n > size), default=0)
             fix = f"use tensor: {below} or {above}" if above else f"use tensor: {below}"
             raise SpecError(path, f"{count} {what} do not divide over tensor = {size}", fix)
 
 
 def _check_ties(model: nn.Module, divided: dict[int, tuple[Shard, str]], cut: set[int]) -> None:
-    """Raise where a layer that is to stay whole uses a parameter that is divided elsewhere."""
+    """Check that no undivided layer shares a parameter with a divided one.
+
+    Raises:
+        SpecError: one does.
+    """
     for path, module in model.named_modules():
         if id(module) in cut or not any(fits(module, kind) for kind in ("column", "vocabulary")):
             continue
@@ -151,7 +167,7 @@ def _check_ties(model: nn.Module, divided: dict[int, tuple[Shard, str]], cut: se
 
 
 def _replace(model: nn.Module, shards: dict[int, tuple[Shard, str]], rank: int) -> None:
-    """Put shares in place of whole parameters, wherever a parameter occurs."""
+    """Replace parameters by their shares, in every module that has them."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -164,7 +180,7 @@ def _replace(model: nn.Module, shards: dict[int, tuple[Shard, str]], rank: int) 
 
 
 def _resize(cut: _Cut) -> None:
-    """What a layer says of its own size; a Conv1D reads it."""
+    """Update the attributes that hold a layer's sizes; Conv1D's forward reads them."""
     weight = cut.module._parameters["weight"] if cut.shards else None
     if weight is None:
         return

@@ -1,7 +1,7 @@
-"""What a layer does once its parameters are divided: the same classes with the group's exchanges around their forward.
+"""Divided layers: mixins that add the collectives of tensor parallelism around a layer's forward.
 
-A module keeps its place, its parameters' names and what its own class adds; only its class changes, to a subclass made
-of one of those here and the class it had.
+A divided module keeps its path, its parameters' names and the behaviour of its own class. Only its class changes, to a
+subclass of one of these mixins and of the class it had. A rank is a tensor rank here, and T the size of the group.
 """
 
 from __future__ import annotations
@@ -19,75 +19,75 @@ from raypipe.tensor.collective_operators import copy_to_group, entered, gathered
 
 
 class Column(nn.Module):
-    """Divided outputs: reads what all members hold, gives this member's share of the result."""
+    """A layer with divided outputs: it reads a tensor that all ranks hold, and returns this rank's share."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in]`` -> ``[..., out / T]``."""
+        """Map ``[..., in]`` to ``[..., out / T]``."""
         return self.product(entered(x))
 
     def product(self, x: Tensor) -> Tensor:
-        """What the class did before."""
+        """Compute the forward of the module's own class."""
         y: Tensor = super().forward(x)
         return y
 
 
 class Row(nn.Module):
-    """Divided inputs: reads this member's share, gives the sum over all; each adds the bias, which is whole."""
+    """A layer with divided inputs: it reads this rank's share, and all-reduces the result before adding the bias."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in / T]`` -> ``[..., out]``."""
+        """Map ``[..., in / T]`` to ``[..., out]``."""
         y = left(self.product(x))
-        # As narrow as the product, which autocast makes narrower than the bias.
+        # Under autocast the product has a smaller dtype than the bias, and the result keeps it.
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        """This member's part of the sum."""
+        """Compute this rank's part of the sum, without the bias."""
         return x @ self.weight if is_conv1d(self) else F.linear(x, self.weight)
 
 
 class Head(nn.Module):
-    """Projection to a divided vocabulary: reads what all hold, gives all logits."""
+    """A projection to a divided vocabulary; it reads a tensor that all ranks hold."""
 
     vocabulary: int
-    """Rows of the whole table."""
+    """Number of rows of the undivided table."""
     gathers: bool
-    """Give all logits, not this member's alone."""
+    """Whether to return all logits (all-gather) instead of this rank's share."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` -> ``[..., vocabulary]``."""
+        """Map ``[..., hidden]`` to ``[..., vocabulary]``, or to this rank's share of it."""
         share = self.product(entered(x))
         return gathered(share, self.vocabulary) if self.gathers else share
 
     def product(self, x: Tensor) -> Tensor:
-        """This member's logits."""
+        """Compute this rank's logits."""
         y: Tensor = super().forward(x)
         return y
 
 
 class Vocabulary(nn.Embedding):
-    """Look-up in a table divided by rows: each member adds the rows it holds."""
+    """An embedding divided by rows: each rank looks up its own rows, and an all-reduce combines them."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 ``[...]`` -> ``[..., hidden]``."""
-        local, held = rows_of_tensor_rank(ids, self.weight.shape[0])
-        y = self.product(local).masked_fill(~held.unsqueeze(-1), 0.0)
-        if self.padding_idx is not None:  # whose row gets no gradient, in whichever share it is
+        """Map int64 ``[...]`` to ``[..., hidden]``."""
+        local, own = rows_of_tensor_rank(ids, self.weight.shape[0])
+        y = self.product(local).masked_fill(~own.unsqueeze(-1), 0.0)
+        if self.padding_idx is not None:  # the padding token's row gets no gradient, on any rank
             y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)
         return left(y)
 
     def product(self, ids: Tensor) -> Tensor:
-        """Rows of this member's share."""
+        """Look up rows of this rank's share."""
         return F.embedding(ids, self.weight)
 
 
 class Shared(nn.Module):
-    """Whole parameters used on divided values: their gradient is the sum of what each member sees of it."""
+    """A layer with undivided parameters on divided values; its parameters' gradients are summed over the group."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
+        """Run the forward of the module's own class."""
         with _summed_gradients(self):
             return super().forward(*args, **kwargs)
 
@@ -108,14 +108,14 @@ MIXINS: dict[str, type[nn.Module]] = {
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D: a linear layer whose weight is stored as ``[in, out]``."""
+    """Return whether a module is transformers' Conv1D, a linear layer whose weight is stored as ``[in, out]``."""
     return any(c.__name__ == "Conv1D" for c in type(module).__mro__)
 
 
 def plain_product(module: nn.Module) -> Literal["linear", "embedding"] | None:
-    """What ``product`` of a divided layer is, where it is nothing but ``F.linear`` or ``F.embedding``; else None.
+    """Return which function a divided layer's ``product`` is, if just ``F.linear`` or ``F.embedding``; else None.
 
-    A row's product has no bias: that is added to the sum.
+    The product of a ``Row`` has no bias, which is added after the all-reduce.
     """
     if isinstance(module, Vocabulary):
         return "embedding"
@@ -124,10 +124,10 @@ def plain_product(module: nn.Module) -> Literal["linear", "embedding"] | None:
 
 
 def become(module: nn.Module, kind: str, path: str) -> None:
-    """Change a module's class to the divided one of its kind.
+    """Change a module's class to the divided class of a kind.
 
     Raises:
-        SpecError: a layer that cannot be divided so.
+        SpecError: the module cannot be divided in that way.
     """
     cls, mixin = type(module), MIXINS[kind]
     name = f"{kind.capitalize()}{cls.__name__}"
@@ -138,9 +138,9 @@ def become(module: nn.Module, kind: str, path: str) -> None:
             raise SpecError(
                 path, "an embedding with max_norm, scale_grad_by_freq or sparse cannot be divided", "leave it out"
             )
-        if kind == "column":  # token ids have no gradient: what follows is this member's share
+        if kind == "column":  # nothing to change: ids have no gradient, and the result is this rank's share
             return
-        # Behind the class it had, whose forward calls its parent's: the look-up then is the divided one.
+        # The mixin comes after the module's class, whose forward calls its parent's: that is then the divided look-up.
         bases = (mixin,) if cls is nn.Embedding else (cls, mixin)
     else:
         bases = (mixin, cls)
@@ -148,12 +148,12 @@ def become(module: nn.Module, kind: str, path: str) -> None:
 
 
 def fits(module: nn.Module, kind: str) -> bool:
-    """Whether a module of this class can be divided as this kind."""
+    """Return whether a module of this class can be divided as this kind."""
     if kind == "shared":
         return True
     if kind == "vocabulary":
         return isinstance(module, nn.Embedding)
     if kind == "row" and not is_conv1d(module):
-        # A subclass's forward may do more than the product; its sum over members would then be of something else.
+        # The forward of a subclass may do more than the product, and then the all-reduce would sum something else.
         return type(module) is nn.Linear
     return isinstance(module, nn.Linear) or is_conv1d(module) or (kind == "column" and isinstance(module, nn.Embedding))

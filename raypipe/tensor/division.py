@@ -1,4 +1,4 @@
-"""Which share of a model a process holds: a member of a tensor group, and the table that says what is divided."""
+"""A process's share of a divided model: its tensor rank, and the table that says which layers are divided."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from raypipe.tensor.table import table_for
 
 
 def divide_module(module: nn.Module, division: Division) -> dict[str, Shard]:
-    """Divide a module as its own configuration's family says; its ``config`` is that of the transformers library.
+    """Divide a transformers module by the feature table of its family, which its ``config`` names.
 
     Raises:
-        SpecError: there is no table, or it does not fit; something does not divide.
+        SpecError: there is no table, the table does not fit, or a size is not divisible.
     """
     config = getattr(module, "config", None)
     return division.divide(module, getattr(config, "model_type", type(module).__name__), config, gather_logits=True)
@@ -25,25 +25,25 @@ def divide_module(module: nn.Module, division: Division) -> dict[str, Shard]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """One member's view of a divided model."""
+    """The division of a model as one tensor rank sees it."""
 
     size: int
-    """Members of the group."""
+    """Number of tensor ranks."""
     tensor_rank: int
     table: str | None = None
-    """A feature table of the user's; None for that of the model's family."""
+    """Path of the user's feature table; None for that of the model's family."""
 
     def divide(
         self, model: nn.Module, model_type: str, config: Any, *, gather_logits: bool, part: bool = False
     ) -> dict[str, Shard]:
-        """Divide a model whose parameters are not real yet; see ``divide``.
+        """Divide a model whose parameters have no memory yet; see ``divide``.
 
         Raises:
-            SpecError: there is no table, or it does not fit; something does not divide.
+            SpecError: there is no table, the table does not fit, or a size is not divisible.
         """
         table = table_for(model_type, Path(self.table) if self.table is not None else None)
         return divide(model, table, config, self.size, gather_logits=gather_logits, part=part)
 
     def cut(self, shard: Shard | None, whole: Tensor) -> Tensor:
-        """This member's share of a parameter's value."""
+        """Return this rank's share of a parameter's value; all of it if it is not divided."""
         return whole if shard is None else shard.cut(whole, self.tensor_rank)

@@ -1,7 +1,7 @@
-"""The tensor group that this device belongs to, and what its members exchange.
+"""The tensor-parallel group of this process, and its collectives.
 
-A process is one device, and the devices that share a stage's layers share all the stages a device holds, so one group
-serves the whole process. Operations look it up when they run: a captured graph knows neither group nor rank.
+The processes of a device divide all stages of that device among them, so one group serves the whole process. Operations
+look the group up when they run, because a captured graph contains neither group nor rank.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ Wait = Callable[[], object]
 
 
 class TensorGroup(Protocol):
-    """Some devices that compute together, each on its share of the same layers."""
+    """Processes that compute together, each on its share of the same layers."""
 
     rank: int
     size: int
 
     def start_all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Wait:
-        """Begin to combine ``x`` over all members, in place; it holds the result once what is returned was called."""
+        """Start an in-place all-reduce of ``x``; calling the returned function waits for its result."""
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """What each member gave, all of one shape, in the order of their ranks."""
+        """Return every rank's ``x``, all of one shape, in rank order."""
 
     def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
-        """What each member gave, at member ``to``; None at the others."""
+        """Return every rank's ``x`` on rank ``to``; None on the others."""
 
 
 class Alone:
-    """A group of one, for which nothing travels."""
+    """A group of one process, which communicates nothing."""
 
     rank = 0
     size = 1
 
     def start_all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Wait:
-        """Nothing to add."""
+        """Leave ``x`` as it is."""
         return lambda: None
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """What was given."""
+        """Return ``x`` alone."""
         return [x]
 
     def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
-        """What was given."""
+        """Return ``x`` alone."""
         return [x]
 
 
 class ProcessGroup:
-    """Members in processes of their own, over ``torch.distributed``."""
+    """A group of several processes, over ``torch.distributed``."""
 
     def __init__(self, group: dist.ProcessGroup, wait: Callable[[str, dist.Work], object]) -> None:
-        """``wait(what, work)`` waits for a collective, and says what it was if it never comes."""
+        """Use ``wait(what, work)`` to wait for a collective; ``what`` names it in its error."""
         self.rank, self.size = group.rank(), group.size()
         self._group, self._wait = group, wait
         self.all_reduces = 0
-        """All-reduces begun."""
+        """Number of all-reduces started."""
 
     def start_all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Wait:
-        """Runs beside what this device computes meanwhile."""
+        """See TensorGroup.start_all_reduce; it runs while this process computes."""
         op = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
         work = dist.all_reduce(x, op, group=self._group, async_op=True)
         assert work is not None
@@ -72,7 +72,7 @@ class ProcessGroup:
         return lambda: self._wait("sum over the tensor group", work)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Blocks until all have come."""
+        """See TensorGroup.all_gather; it blocks until all ranks have sent theirs."""
         shares = [torch.empty_like(x) for _ in range(self.size)]
         work = dist.all_gather(shares, x, group=self._group, async_op=True)
         assert work is not None
@@ -80,7 +80,7 @@ class ProcessGroup:
         return shares
 
     def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
-        """What each member gave, at member ``to``; None at the others."""
+        """See TensorGroup.gather."""
         shares = [torch.empty_like(x) for _ in range(self.size)] if self.rank == to else None
         work = dist.gather(x, shares, group=self._group, group_dst=to, async_op=True)
         assert work is not None
@@ -94,23 +94,23 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_everywhere: TensorGroup = Alone()
+_process_group: TensorGroup = Alone()
 
 
 def current_group() -> TensorGroup:
-    """This thread's group, or else the process's; a group of one where none was set."""
-    return _current.group or _everywhere
+    """Return this thread's group, else the process's; a group of one process if none was set."""
+    return _current.group or _process_group
 
 
 def set_group(group: TensorGroup) -> None:
-    """Make this the group of the whole process."""
-    global _everywhere
-    _everywhere = group
+    """Set the group of the whole process."""
+    global _process_group
+    _process_group = group
 
 
 @contextmanager
 def group_of_thread(group: TensorGroup) -> Iterator[None]:
-    """Make this the group of what the calling thread does inside."""
+    """Set the group of the calling thread inside the block."""
     before, _current.group = _current.group, group
     try:
         yield
@@ -120,7 +120,7 @@ def group_of_thread(group: TensorGroup) -> Iterator[None]:
 
 @contextmanager
 def meanwhile(call: Callable[[], None]) -> Iterator[None]:
-    """Have ``call`` made in this thread whenever a collective has begun and nothing else can be done before its end."""
+    """Inside the block, call ``call`` in this thread between the start of an all-reduce and the wait for its result."""
     before, _current.meanwhile = _current.meanwhile, call
     try:
         yield
@@ -129,7 +129,7 @@ def meanwhile(call: Callable[[], None]) -> Iterator[None]:
 
 
 def all_reduced(x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
-    """``x`` combined over the group, in place; what ``meanwhile`` names goes on while it is under way."""
+    """All-reduce ``x`` in place and return it; the function that ``meanwhile`` set is called while it runs."""
     wait = current_group().start_all_reduce(x, operation)
     if _current.meanwhile is not None:
         _current.meanwhile()

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are divided over a group: what travels is three numbers per token, not a vocabulary.
+"""Cross-entropy of logits that are divided over a group; it communicates three numbers per token, not a vocabulary.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3 (the fused loss of parallel logits).
 """
@@ -14,10 +14,13 @@ from raypipe.tensor.group import all_reduced, current_group
 
 
 def divided_cross_entropy(logits: Tensor, targets: Tensor, vocabulary: int, ignored: int) -> Tensor:
-    """Sum over all tokens of ``-log p(target)``, the same number on every member of the group.
+    """Return ``-log p(target)`` summed over all tokens, the same scalar on every rank of the group.
 
-    ``logits`` ``[tokens, rows]``: this member's ``rows`` of the vocabulary, of which the last members' may lie beyond
-    it; ``targets`` int64 ``[tokens]``, ``ignored`` where there is nothing to predict.
+    Args:
+        logits: ``[tokens, rows]``, this rank's ``rows`` of the vocabulary; on the last ranks some may be padding.
+        targets: int64 ``[tokens]``.
+        vocabulary: number of rows over all ranks, without padding.
+        ignored: target of tokens that are not counted.
     """
     loss: Tensor = _DividedCrossEntropy.apply(logits, targets, vocabulary, ignored)  # type: ignore[no-untyped-call]
     return loss
@@ -34,19 +37,19 @@ class _DividedCrossEntropy(torch.autograd.Function):
         all_reduced(largest, "max")
         shifted -= largest.unsqueeze(-1)
         local = targets - first
-        held = (local >= 0) & (local < rows)
-        local = local.masked_fill(~held, 0)
-        hit = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~held, 0.0)
+        own = (local >= 0) & (local < rows)
+        local = local.masked_fill(~own, 0)
+        target_logits = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0.0)
         powers = shifted.exp_()
-        sums = torch.stack([powers.sum(-1), hit])
+        sums = torch.stack([powers.sum(-1), target_logits])
         all_reduced(sums)
-        kept = targets != ignored
-        ctx.save_for_backward(powers.div_(sums[0].unsqueeze(-1)), local, held, kept)
-        return (sums[0].log() - sums[1]).masked_fill(~kept, 0.0).sum()
+        counted = targets != ignored
+        ctx.save_for_backward(powers.div_(sums[0].unsqueeze(-1)), local, own, counted)
+        return (sums[0].log() - sums[1]).masked_fill(~counted, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        shares, local, held, kept = ctx.saved_tensors
-        gradient = shares.clone()
-        gradient.scatter_add_(-1, local.unsqueeze(-1), held.to(shares.dtype).neg().unsqueeze(-1))
-        return gradient.mul_(kept.unsqueeze(-1)).mul_(gradients[0]), None, None, None
+        probabilities, local, own, counted = ctx.saved_tensors
+        gradient = probabilities.clone()
+        gradient.scatter_add_(-1, local.unsqueeze(-1), own.to(probabilities.dtype).neg().unsqueeze(-1))
+        return gradient.mul_(counted.unsqueeze(-1)).mul_(gradients[0]), None, None, None

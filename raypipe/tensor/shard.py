@@ -1,4 +1,4 @@
-"""How one parameter is divided over the devices of a tensor group, and how it is put together again."""
+"""Divide a parameter over the ranks of a tensor-parallel group, and join it again."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Equal shares of a parameter along one dimension; also those of its gradient and its optimizer state.
+    """Divides a parameter, its gradient and its optimizer state evenly along one dimension.
 
-    A fused parameter (query, key and value in one matrix) is several parts behind one another, and each device holds
-    its share of every part. ``padded`` fills the last share up with zeros where the length does not divide.
+    A fused parameter (query, key and value in one matrix) consists of several parts, and each rank holds a share of
+    every part.
     """
 
     dim: int
     parts: tuple[int, ...]
     """Lengths of the parts along ``dim``."""
     size: int
-    """Devices of the group."""
+    """Number of ranks of the group."""
     padded: bool = False
+    """Whether lengths need not divide by ``size``; the last shares are then padded with zeros."""
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the whole that a share of this shape belongs to."""
+        """Return the shape of the undivided tensor of which a share has shape ``shape``."""
         whole = list(shape)
         whole[self.dim] = sum(self.parts)
         return tuple(whole)
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
-        """The share of device ``rank``, with memory of its own."""
+        """Return the share of rank ``rank`` as a new tensor."""
         shares = []
         for part in torch.split(whole, list(self.parts), self.dim):
-            share = -(-part.shape[self.dim] // self.size)
-            first = min(rank * share, part.shape[self.dim])
-            held = part.narrow(self.dim, first, min(share, part.shape[self.dim] - first))
-            missing = share - held.shape[self.dim]
+            length = -(-part.shape[self.dim] // self.size)
+            first = min(rank * length, part.shape[self.dim])
+            share = part.narrow(self.dim, first, min(length, part.shape[self.dim] - first))
+            missing = length - share.shape[self.dim]
             if missing:
-                shape = list(held.shape)
+                shape = list(share.shape)
                 shape[self.dim] = missing
-                held = torch.cat([held, held.new_zeros(shape)], self.dim)
-            shares.append(held)
+                share = torch.cat([share, share.new_zeros(shape)], self.dim)
+            shares.append(share)
         return (
             torch.cat(shares, self.dim) if len(shares) > 1 else shares[0].clone(memory_format=torch.contiguous_format)
         )
 
     def join(self, shares: Sequence[Tensor]) -> Tensor:
-        """The whole, from the shares of all devices in the order of their ranks."""
+        """Join the shares of all ranks, in rank order, to the undivided tensor."""
         lengths = [-(-part // self.size) for part in self.parts]
         pieces = zip(*(torch.split(share, lengths, self.dim) for share in shares), strict=True)
         parts = [

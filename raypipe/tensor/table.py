@@ -1,7 +1,7 @@
-"""Feature tables: which layers of a family of models are divided over a tensor group, and along which side.
+"""Feature tables say which layers of a family of models tensor parallelism divides, and along which dimension.
 
-A table is a YAML file. Those of the families that raypipe knows are beside this module; ``parallel.tensor_table``
-names another.
+A table is a YAML file. The folder ``tables`` has those of the families that raypipe knows; ``parallel.tensor_table``
+names another one.
 
 Source: Merak section 4.1 (a dictionary of features per projection); transformers' ``base_model_tp_plan``.
 """
@@ -33,15 +33,16 @@ class Feature(_Strict):
     """How one layer is divided."""
 
     kind: Kind
-    """``column``: outputs; ``row``: inputs, with a sum behind; ``vocabulary``: an embedding's rows; ``head``: outputs,
-    gathered again; ``shared``: not divided, but used between column and row, so its gradients are summed."""
+    """``column``: outputs; ``row``: inputs, followed by an all-reduce; ``vocabulary``: an embedding's rows; ``head``:
+    outputs, followed by an all-gather; ``shared``: not divided, but used between column and row, so its gradients are
+    summed."""
     units: tuple[str, ...] = ()
-    """Of a column: keys of the model's configuration that count what must stay whole (heads). Several for a fused
-    layer, whose parts lie behind one another: query, key and value."""
+    """For a column: keys of the model's configuration that count its indivisible units (heads). A fused layer has one
+    key per part, such as query, key and value."""
 
 
 def _feature(value: object) -> object:
-    """The short forms ``row`` and ``{column: [num_attention_heads]}``."""
+    """Expand the short forms ``row`` and ``{column: [num_attention_heads]}``."""
     if isinstance(value, str):
         return {"kind": value}
     if isinstance(value, Mapping) and len(value) == 1:
@@ -61,13 +62,13 @@ class FeatureTable(_Strict):
     model_types: Annotated[tuple[str, ...], BeforeValidator(_names)]
     """Values of ``model_type`` in the configurations that the table is for."""
     modules: dict[str, Annotated[Feature, BeforeValidator(_feature)]]
-    """By the end of a module's path; ``*`` stands for anything within one of its parts."""
+    """Divided layers by the end of a module's path; ``*`` matches within one component of the path."""
     attributes: dict[str, Annotated[tuple[str, ...], BeforeValidator(_names)]] = {}
-    """Numbers that modules hold and that become a T-th: heads, lengths of fused parts. Paths as in ``modules``."""
+    """Attributes of modules that are divided by T: numbers of heads, lengths of parts. Paths as in ``modules``."""
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a path ends in what a pattern says.
+    """Return whether the end of a path matches a pattern.
 
     >>> matches("h.*.attn.c_attn", "transformer.h.11.attn.c_attn"), matches("fc1", "layers.0.not_fc1")
     (True, False)
@@ -79,15 +80,15 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def load_table(path: Path) -> FeatureTable:
-    """Read a table.
+    """Read a feature table.
 
     Raises:
-        SpecError: the file is missing or is no table.
+        SpecError: the file is missing or is not a feature table.
     """
     try:
         text = read_regular(path, MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise SpecError(str(path), f"is no text: {error}", "give a feature table; docs/guides/tensor.md") from None
+        raise SpecError(str(path), f"is not text: {error}", "give a feature table; docs/guides/tensor.md") from None
     except OSError as error:
         raise SpecError(
             str(path), f"cannot be read: {error.strerror}", "give a feature table; docs/guides/tensor.md"
@@ -107,16 +108,16 @@ def load_table(path: Path) -> FeatureTable:
 
 @lru_cache(maxsize=1)
 def known_tables() -> dict[str, FeatureTable]:
-    """The tables that come with raypipe, by model type."""
+    """Return the tables that come with raypipe, by model type."""
     tables = [load_table(path) for path in sorted(FOLDER.glob("*.yaml"))]
     return {kind: table for table in tables for kind in table.model_types}
 
 
 def table_for(model_type: str, own: Path | None = None) -> FeatureTable:
-    """The table of a family, or the one that was given.
+    """Return the table of a model type, or the one at ``own``.
 
     Raises:
-        SpecError: a family that raypipe has no table for.
+        SpecError: raypipe has no table for the model type, or ``own`` cannot be read.
     """
     if own is not None:
         return load_table(own)
@@ -130,10 +131,10 @@ def table_for(model_type: str, own: Path | None = None) -> FeatureTable:
 
 
 def number(config: Any, key: str, path: str) -> int:
-    """A count from a model's configuration.
+    """Read a count from a model's configuration; ``path`` is the layer's, for errors.
 
     Raises:
-        SpecError: it holds no such number.
+        SpecError: the configuration has no such number.
     """
     value = getattr(config, key, None)
     if not isinstance(value, int) or value < 1:

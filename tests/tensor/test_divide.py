@@ -74,7 +74,7 @@ def test_ties_that_a_table_tears_apart_are_refused() -> None:
     with pytest.raises(SpecError, match=r"lm_head.weight: is tied to transformer.wte.weight, which the table divides"):
         divide(gpt2(), table.model_copy(update={"modules": without}), gpt2().config, 2)
     column = {**table.modules, "wte": table.modules["mlp.c_fc"]}
-    with pytest.raises(SpecError, match=r"lm_head.weight: is tied to transformer.wte.weight, which is divided otherw"):
+    with pytest.raises(SpecError, match=r"lm_head.weight: is tied to transformer.wte.weight, which is divided differ"):
         divide(gpt2(), table.model_copy(update={"modules": column}), gpt2().config, 2)
 
 
