@@ -172,11 +172,11 @@ WRONG = {
         {"train_dataset": [{"pixels": [[1, 2]], "labels": 0}, {"pixels": [[1]], "labels": 1}]},
         "only the first size may differ",
     ),
-    "a row that is no box": ({"train_dataset": [{"input_ids": [[1, 2], [3]]}] * 2}, "no number or tensor"),
+    "a row that is no box": ({"train_dataset": [{"input_ids": [[1, 2], [3]]}] * 2}, "not a number or tensor"),
     "an empty row": ({"train_dataset": [TWO[0], {"input_ids": [], "labels": []}]}, "input_ids of row 1 is empty"),
     "rows of values that nothing can pad": (
         {"train_dataset": [{"x": [0.5, 1.0], "labels": 0}, {"x": [0.5], "labels": 1}]},
-        "what would pad them",
+        "which is not padded",
     ),
     "labels that are too few": (
         {"train_dataset": [*TWO, {"input_ids": [1, 2, 3], "labels": [1]}]},

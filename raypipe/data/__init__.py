@@ -1,4 +1,4 @@
-"""Training data: found, checked and laid out once by the driver, read by each actor row by row."""
+"""Training data: the driver finds, checks and prepares it once; each worker reads the rows it needs."""
 
 from raypipe.data.arrays import Arrays, declared_fields, known_fields, prepare_arrays
 from raypipe.data.corpus import Corpus

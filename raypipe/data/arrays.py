@@ -1,7 +1,7 @@
-"""Named arrays, one row per sample: checked, split and laid out so that any device can map any rows.
+"""Named arrays with one row per sample: checked, split, and stored so that any device can memory-map any rows.
 
-Rows are visited like windows of text: epoch after epoch, each in an order that follows from (seed, epoch) alone. Rows
-may have lengths of their own (``ragged``).
+Rows are visited like windows of text: epoch after epoch, each in an order that depends only on (seed, epoch). Rows may
+differ in length (``ragged``).
 """
 
 from __future__ import annotations
@@ -44,19 +44,23 @@ from raypipe.models.task import MASK, Field
 META = "arrays.json"
 AGAIN = "prepare the data again: remove the folder, then --resume does"
 HELD_OUT = 10
-"""Without a file of their own, one of so many samples is held out."""
+"""Without a file of held-out samples, one of this many samples is held out."""
 Columns = Mapping[str, Column]
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """The fields of each split, memory-mapped."""
+    """The columns of each split, memory-mapped."""
 
     columns: dict[Split, dict[str, Column]]
 
     @staticmethod
     def open(directory: Path, meta: str = META) -> Arrays:
-        """Map what ``write_arrays`` wrote; raises SpecError if there is none."""
+        """Map the files that ``write_arrays`` wrote.
+
+        Raises:
+            SpecError: they are missing or damaged.
+        """
         try:
             about = json.loads((directory / meta).read_text())
             fills = about["fills"]
@@ -74,11 +78,11 @@ class Arrays:
             raise SpecError(str(directory), f"holds no arrays: {error}", AGAIN) from None
 
     def rows(self, split: Split) -> int:
-        """Samples of one epoch."""
+        """Return the number of samples of one epoch."""
         return len(next(iter(self.columns[split].values())))
 
     def places(self, split: Split, seed: int, step: int, batch: int) -> list[int]:
-        """The rows of a step's mini-batch. Held-out ones don't depend on the seed."""
+        """Return the row numbers of a step's mini-batch; held-out rows do not depend on the seed."""
         size = self.rows(split)
         found = []
         for sample in range(step * batch, (step + 1) * batch):
@@ -88,7 +92,7 @@ class Arrays:
 
     @cached_property
     def longest(self) -> dict[str, int]:
-        """Length of the longest row in any split, of every field whose rows differ."""
+        """Length of the longest row in any split, per ragged column."""
         found: dict[str, int] = {}
         for columns in self.columns.values():
             for name, column in columns.items():
@@ -99,7 +103,7 @@ class Arrays:
     def lengths(
         self, split: Split, seed: int, step: int, batch: int, multiple: int = 1
     ) -> dict[str, npt.NDArray[np.int64]]:
-        """To what each sample of a mini-batch is padded alone: of every field whose rows differ in length."""
+        """Return, per ragged column, the padded length of each sample of a mini-batch alone."""
         ragged = {name: c for name, c in self.columns[split].items() if isinstance(c, Ragged)}
         if not ragged:
             return {}
@@ -111,8 +115,10 @@ class Arrays:
         self, split: Split, seed: int, step: int, batch: int, multiple: int = 1, padding: int = 0,
         skipped: Collection[str] = (),
     ) -> dict[str, Tensor]:  # fmt: skip
-        """A step's mini-batch without the columns ``skipped``; integers as int64. Rows of their own lengths are padded,
-        tokens with ``padding``."""
+        """Return a step's mini-batch without the columns ``skipped``; integers are int64.
+
+        Ragged columns are padded, tokens with ``padding``, and a mask is added if the data has none.
+        """
         at = self.places(split, seed, step, batch)
         lengths = self.lengths(split, seed, step, batch, multiple)
         made = {}
@@ -129,53 +135,54 @@ class Arrays:
         return made
 
     def measures(self) -> frozenset[str]:
-        """Columns of equally long rows of floating-point numbers."""
+        """Return the names of the floating-point columns with equally long rows."""
         columns = self.columns["train"].items()
         return frozenset(n for n, c in columns if not isinstance(c, Ragged) and c.dtype.kind == "f")
 
 
 def _masked(columns: Columns) -> bool:
-    """Whether a mask has to be made: the tokens' rows differ in length, and the data has none."""
+    """Return whether a mask must be made, because tokens are ragged and the data has no mask."""
     return isinstance(columns.get(TOKENS), Ragged) and MASK not in columns
 
 
 def mask_of(column: Column, at: Sequence[int], length: int) -> Tensor:
-    """int64 ``[rows, length]``: 1 for the places of a row, 0 behind its end."""
+    """Return int64 ``[rows, length]``: 1 for a row's own values, 0 for padding."""
     assert isinstance(column, Ragged)
     own = torch.from_numpy(column.lengths_at(at))
     return (torch.arange(length) < own.unsqueeze(1)).long()
 
 
 def prepare_arrays(data: DataSpec, directory: Path, per_token: bool = False) -> Arrays:
-    """Read the job's file (or files), split it, and write a ``.npy`` per split and field into ``directory``.
+    """Read the job's file or files, split the rows, and write a ``.npy`` per split and column into ``directory``.
 
-    ``per_token``: every token has a label of its own.
+    ``per_token`` says whether every token has a label.
 
-    Raises SpecError where a file is missing or no arrays, rows don't match, or a field can't be a model's input.
+    Raises:
+        SpecError: a file is missing or holds no arrays, rows do not match, or a column cannot be a model's input.
     """
     train = read_columns(data.path, "data.path")
     check_beside(train, per_token, "data.path")
     if data.held_out is not None:
         train, held_out = of_one_form(train, read_columns(data.held_out, "data.held_out"))
         check_beside(held_out, per_token, "data.held_out")
-        if {n: _alike(c) for n, c in train.items()} != {n: _alike(c) for n, c in held_out.items()}:
+        if {n: _form(c) for n, c in train.items()} != {n: _form(c) for n, c in held_out.items()}:
             raise SpecError("data.held_out", "has other fields than data.path", "give both the same names and shapes")
         return write_arrays({"train": train, "val": held_out}, directory, data.path)
     return write_arrays(split_rows(train), directory, data.path)
 
 
-def _alike(column: Column) -> object:
-    """What two files have to agree in."""
+def _form(column: Column) -> object:
+    """Return the properties in which two files must agree."""
     if isinstance(column, Ragged):
-        return "own lengths", column.values.shape[1:], column.values.dtype, column.fill
+        return "ragged", column.values.shape[1:], column.values.dtype, column.fill
     return column.shape[1:], column.dtype
 
 
 def split_rows(columns: Columns) -> dict[Split, Columns]:
-    """A tenth of the rows, taken from all over, is held out; which ones follows from their number alone."""
+    """Hold out a tenth of the rows, chosen pseudo-randomly by the number of rows alone."""
     size = len(next(iter(columns.values())))
     if size < 2:
-        raise SpecError("data.path", f"holds {size} sample, one has to be held out", "give more samples")
+        raise SpecError("data.path", f"holds {size} sample, but one must be held out", "give more samples")
     places = np.array([permuted(order_key("val", 0, -1), size, i) for i in range(size)])
     cut = max(1, size // HELD_OUT)
     chosen: dict[Split, npt.NDArray[np.int64]] = {"train": np.sort(places[cut:]), "val": np.sort(places[:cut])}
@@ -186,7 +193,7 @@ def split_rows(columns: Columns) -> dict[Split, Columns]:
 
 
 def write_arrays(splits: Mapping[Split, Columns], directory: Path, source: str, meta: str = META) -> Arrays:
-    """Write checked columns where devices find them; ``meta`` last, so a reader never sees half of them."""
+    """Write checked columns for devices to read; ``meta`` is written last, so a reader never sees incomplete data."""
     directory.mkdir(parents=True, exist_ok=True)
     digests = {}
     for split in SPLITS:
@@ -215,16 +222,17 @@ def write_arrays(splits: Mapping[Split, Columns], directory: Path, source: str, 
 
 
 def read_columns(source: str, key: str) -> dict[str, Column]:
-    """All arrays of an ``.npz`` or ``.safetensors`` file; ``key`` is the job's key that names it.
+    """Read all arrays of an ``.npz`` or ``.safetensors`` file; ``key`` is the job's key that names it.
 
-    Raises SpecError: no such file, no arrays, names that no model's argument can have, rows that don't match.
+    Raises:
+        SpecError: there is no such file, it holds no arrays, a name cannot be a model's argument, or rows do not match.
     """
     path = expanded(Path(source))
     if not path.is_file():
-        raise SpecError(key, f'"{source}" is no file', "give an .npz or .safetensors file of arrays")
+        raise SpecError(key, f'"{source}" is not a file', "give an .npz or .safetensors file of arrays")
     try:
         arrays = _safetensors(path) if path.suffix == ".safetensors" else _npz(path)
-    except Exception as error:  # numpy and zipfile let a damaged file raise anything, also a MemoryError
+    except Exception as error:  # numpy and zipfile may raise anything for a damaged file, even a MemoryError
         raise _no_arrays(source, key, error) from None
     columns = joined(arrays, key)
     check_columns(columns, key)
@@ -237,13 +245,17 @@ def _no_arrays(source: str, key: str, error: Exception) -> SpecError:
 
 
 def check_columns(columns: Columns, key: str) -> None:
-    """Raise SpecError unless these can be the fields of samples."""
+    """Check that columns can be the fields of samples.
+
+    Raises:
+        SpecError: there are none, they differ in rows, a name cannot be an argument, or values are not numbers.
+    """
     if not columns:
         raise SpecError(key, "holds no arrays", "give at least a model input and labels")
     rows = {name: len(c) if isinstance(c, Ragged) or c.ndim else None for name, c in columns.items()}
     if len(set(rows.values())) > 1 or None in rows.values():
-        said = ", ".join(f"{name} {count}" for name, count in rows.items())
-        raise SpecError(key, f"the arrays differ in rows: {said}", "give every array one row per sample")
+        counts = ", ".join(f"{name} {count}" for name, count in rows.items())
+        raise SpecError(key, f"the arrays differ in rows: {counts}", "give every array one row per sample")
     if 0 in rows.values():
         raise SpecError(key, "the arrays have no rows", "give every array one row per sample")
     for name, column in columns.items():
@@ -271,7 +283,7 @@ def _safetensors(path: Path) -> dict[str, npt.NDArray[Any]]:
             tensors = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118, no mapping
     except SafetensorError as error:
         raise ValueError(str(error)) from None
-    # numpy knows no bfloat16.
+    # numpy has no bfloat16.
     return {n: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for n, t in tensors.items()}
 
 
@@ -284,11 +296,12 @@ def _tensor(rows: npt.NDArray[Any]) -> Tensor:
 
 
 def declared_fields(data: DataSpec) -> dict[str, Field] | None:
-    """What the job's arrays are as raw inputs, from the head of the file alone; None for text.
+    """Return the fields of the job's arrays, reading only the headers of the files; None for text.
 
-    Of rows that differ in length, the longest counts, also a held-out one.
+    The length of a ragged column is that of its longest row, held-out rows included.
 
-    Raises SpecError as ``read_columns`` does, where the file is none.
+    Raises:
+        SpecError: as ``read_columns``.
     """
     if data.type != "arrays":
         return None
@@ -299,7 +312,7 @@ def declared_fields(data: DataSpec) -> dict[str, Field] | None:
 
 
 def _heads(source: str, key: str) -> dict[str, Column]:
-    """The columns of a file without their values, where it can be read like that."""
+    """Read the columns of a file without their values, where its format allows that."""
     path = expanded(Path(source))
     if path.suffix != ".npz" or not path.is_file():
         return read_columns(source, key)
@@ -314,7 +327,7 @@ def _heads(source: str, key: str) -> dict[str, Column]:
 
 
 def _head(archive: Any, name: str) -> Values:
-    """One array of an archive as zeros that take no memory: its shape and dtype, without reading it."""
+    """Return zeros that take no memory, with the shape and dtype of an array in an archive."""
     with archive.zip.open(f"{name}.npy") as content:
         version = np.lib.format.read_magic(content)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -323,7 +336,11 @@ def _head(archive: Any, name: str) -> Values:
 
 
 def known_fields(directory: Path) -> dict[str, Field] | None:
-    """The fields that were prepared in a directory; None where there are no arrays."""
+    """Read the fields that were prepared in a directory; None if there are no arrays.
+
+    Raises:
+        SpecError: the file that describes them is damaged.
+    """
     try:
         fields = json.loads((directory / META).read_text())["fields"]
         return {name: Field(tuple(about["shape"]), getattr(torch, about["dtype"])) for name, about in fields.items()}
@@ -334,7 +351,7 @@ def known_fields(directory: Path) -> dict[str, Field] | None:
 
 
 def mean_tokens(directory: Path, name: str = TOKENS, meta: str = META) -> float | None:
-    """Tokens of a prepared training sample on average, without what pads it; None where all are equally long."""
+    """Return the mean number of tokens of a training sample, without padding; None if all are equally long."""
     try:
         found: dict[str, float] = json.loads((directory / meta).read_text()).get("mean_lengths", {})
     except FileNotFoundError:
@@ -343,7 +360,7 @@ def mean_tokens(directory: Path, name: str = TOKENS, meta: str = META) -> float 
 
 
 def _fields(*parts: Columns) -> dict[str, Field]:
-    """What the columns are for one sample: the longest one, where samples differ."""
+    """Return the columns' fields: shape and dtype for one sample, the longest one of a ragged column."""
     made = {}
     for name, column in parts[0].items():
         values = column.values if isinstance(column, Ragged) else column

@@ -1,4 +1,4 @@
-"""A packed corpus, memory-mapped: sample k of step t, whoever asks for it."""
+"""A packed, memory-mapped corpus: sample k of step t is the same for every process and plan."""
 
 from __future__ import annotations
 
@@ -24,26 +24,30 @@ META = "corpus.json"
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two arrays of bytes and the rule that cuts samples from them.
+    """Two arrays of bytes, and the rule that cuts samples from them.
 
-    A split of N bytes holds ``(N - 1) // sequence`` windows, side by side; a sample is one window and, as targets, the
-    same shifted by one. Sample k of step t is number ``t * batch + k`` of an endless series of epochs, each of which
-    visits all windows in an order that follows from (seed, epoch) alone. Neither the plan nor the process enters.
+    A split of N bytes holds ``(N - 1) // sequence`` adjacent windows; a sample is one window and, as targets, the same
+    shifted by one. Sample k of step t is number ``t * batch + k`` in a sequence of epochs, each of which visits all
+    windows in an order that depends only on (seed, epoch).
     """
 
     meta: dict[str, Any]
-    """What ``prepare`` found: source, sequence, bytes and files per split, files skipped, digests."""
+    """The facts that ``prepare`` wrote: source, sequence, bytes and files per split, files skipped, digests."""
     arrays: dict[Split, npt.NDArray[np.uint8]]
     sequence: int
-    """Tokens of a sample."""
+    """Number of tokens of a sample."""
 
     @staticmethod
     def open(directory: Path) -> Corpus:
-        """Map the corpus that ``prepare`` wrote; raises SpecError if there is none."""
+        """Map the corpus that ``prepare`` wrote.
+
+        Raises:
+            SpecError: it is missing or damaged.
+        """
         try:
             meta = json.loads((directory / META).read_text())
             arrays: dict[Split, npt.NDArray[np.uint8]] = {
-                # A plain view of the map: numpy's memmap class makes each slice some microseconds dearer.
+                # A plain view of the map, because slicing numpy's memmap class takes some microseconds longer.
                 split: np.asarray(np.load(directory / f"{split}.npy", mmap_mode="r"))
                 for split in SPLITS
             }
@@ -53,11 +57,11 @@ class Corpus:
             raise SpecError(str(directory), f"holds no packed corpus: {error}", fix) from None
 
     def windows(self, split: Split) -> int:
-        """Samples of one epoch."""
+        """Return the number of samples of one epoch."""
         return (len(self.arrays[split]) - 1) // self.sequence
 
     def samples(self, split: Split, seed: int, step: int, first: int, count: int, batch: int) -> tuple[Tensor, Tensor]:
-        """Samples ``first`` to ``first + count - 1`` of a step's mini-batch of ``batch``.
+        """Read samples ``first`` to ``first + count - 1`` of a step's mini-batch of ``batch``.
 
         Returns tokens and targets, each int64 ``[count, sequence]``.
         """
@@ -65,9 +69,9 @@ class Corpus:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def rows(self, split: Split, seed: int, step: int, first: int, count: int, batch: int) -> Tensor:
-        """The same as int64 ``[count, sequence + 1]``.
+        """Read the same samples as int64 ``[count, sequence + 1]``, tokens and targets overlapping.
 
-        Held-out samples don't depend on the seed, so that validation losses of all runs compare.
+        Held-out samples do not depend on the seed, so that the validation losses of all runs can be compared.
         """
         rows = np.empty((count, self.sequence + 1), dtype=np.int64)
         array, sequence, windows = self.arrays[split], self.sequence, self.windows(split)
@@ -78,12 +82,12 @@ class Corpus:
         return torch.from_numpy(rows)
 
     def batch(self, split: Split, seed: int, step: int, batch: int) -> tuple[Tensor, Tensor]:
-        """The whole mini-batch of a step: tokens and targets, int64 ``[batch, sequence]``."""
+        """Read the whole mini-batch of a step: tokens and targets, each int64 ``[batch, sequence]``."""
         return self.samples(split, seed, step, 0, batch, batch)
 
 
 @lru_cache(maxsize=16)
 def order_key(split: Split, seed: int, epoch: int) -> int:
-    """The 64-bit name of an epoch's order; built-in ``hash`` would differ between processes."""
+    """Return the 64-bit key of an epoch's order; Python's ``hash`` would differ between processes."""
     digest = hashlib.sha256(f"{split}/{seed}/{epoch}".encode()).digest()
     return int.from_bytes(digest[:8], "little")

@@ -1,4 +1,4 @@
-"""What training data looks like to a device: raw inputs by name, for any sample of any step."""
+"""Training data as a device sees it: raw inputs by name, for any sample of any step."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from raypipe.models.task import MASK, Task
 
 
 class Dataset(Protocol):
-    """Prepared data in a run directory; every device opens it for itself."""
+    """Prepared data in a run directory; every process opens it itself."""
 
     def batch(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
-        """The whole mini-batch of a step, one row per sample.
+        """Return the whole mini-batch of a step, one row per sample; samples of varying length are padded.
 
-        Depends on these arguments alone; held-out samples not on the seed, so that validation losses compare. Samples
-        of their own lengths are padded to the longest.
+        It depends only on these arguments. Held-out samples do not depend on the seed either, so that validation losses
+        can be compared.
         """
 
     def lengths(self, split: Split, seed: int, step: int, batch: int) -> Mapping[str, npt.NDArray[np.int64]]:
-        """Of each raw input whose samples have their own lengths: to what each of ``batch`` is padded alone.
+        """Return, per raw input of varying length, the padded length of each of the ``batch`` samples alone.
 
-        A micro-batch takes the largest among its samples'. Empty where all samples are equally long.
+        A micro-batch is padded to the largest of its samples' lengths. Empty if all samples are equally long.
         """
 
 
@@ -48,50 +48,50 @@ class Text:
         self.corpus, self.task = corpus, task
 
     def batch(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
-        """Windows of the text, as the task wants them."""
+        """Return windows of the text as the task's raw inputs."""
         rows = self.corpus.rows(split, seed, step, 0, batch, batch)
         return self.task.from_text(rows, sample_keys(split, seed, step, batch))
 
     def lengths(self, split: Split, seed: int, step: int, batch: int) -> dict[str, npt.NDArray[np.int64]]:
-        """Windows are equally long."""
+        """Return nothing, because windows are equally long."""
         return {}
 
 
 def sample_keys(split: Split, seed: int, step: int, batch: int) -> list[int]:
-    """A 64-bit random number per sample, for what a task draws."""
+    """Return a 64-bit random key per sample, for tasks that draw random numbers."""
     base = fold64(seed, 0, step) if split == "train" else fold64(0, 1, step)
     return [fold64(base, row) for row in range(batch)]
 
 
 class Table:
-    """The user's arrays, and what the task makes of them; lengths are rounded up to ``multiple``."""
+    """The user's arrays, completed by the task; lengths are rounded up to ``multiple``."""
 
     def __init__(
         self, arrays: Arrays, task: Task, multiple: int = 1, fields: Collection[str] | None = None
     ) -> None:  # fmt: skip
         self.arrays, self.task, self.multiple = arrays, task, multiple
         self.skipped = frozenset() if fields is None else arrays.measures() - {*fields, "labels"}
-        """Columns that are not read: images and the like of other devices; nothing follows from them."""
+        """Floating-point columns that this device does not need (images, say) and so does not read."""
 
     def batch(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
-        """Rows of the arrays."""
+        """Return rows of the arrays."""
         rows = self.arrays.batch(split, seed, step, batch, self.multiple, self.task.padding, self.skipped)
         return self.task.complete(rows)
 
     def lengths(self, split: Split, seed: int, step: int, batch: int) -> dict[str, npt.NDArray[np.int64]]:
-        """Of the rows, and of what follows from them."""
+        """Return the lengths of the rows, and of the raw inputs that the task derives from them."""
         return self.task.complete_lengths(self.arrays.lengths(split, seed, step, batch, self.multiple))
 
 
 class Lines:
-    """Lines of text as the raw inputs of a task, each a sample of its own length."""
+    """Lines of text as the raw inputs of a task; each line is a sample of its own length."""
 
     def __init__(self, arrays: Arrays, task: Task, multiple: int = 1) -> None:
         self.arrays, self.task, self.multiple = arrays, task, multiple
         self.names = (*task.text_fields(1), MASK)
 
     def batch(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
-        """Bytes of the lines; the one that follows the last is ``END``."""
+        """Return the bytes of the lines, each followed by ``END`` and padded, as the task's raw inputs and a mask."""
         column = self.arrays.columns[split][LINE]
         assert isinstance(column, Ragged)
         at = self.arrays.places(split, seed, step, batch)
@@ -102,18 +102,22 @@ class Lines:
         return {n: t.masked_fill(mask == 0, fill_of(n, self.task.padding)) for n, t in made.items()} | {MASK: mask}
 
     def lengths(self, split: Split, seed: int, step: int, batch: int) -> dict[str, npt.NDArray[np.int64]]:
-        """Bytes of each line, rounded up."""
+        """Return the number of bytes of each line, rounded up."""
         own = self.arrays.lengths(split, seed, step, batch, self.multiple)[LINE]
         return dict.fromkeys(self.names, own)
 
 
 def open_data(directory: Path, task: Task, multiple: int = 1, fields: Collection[str] | None = None) -> Dataset:
-    """The data that was prepared in a directory, for a task; ``multiple`` is ``data.pad_to_multiple_of``.
+    """Open the data that was prepared in a directory.
 
-    ``fields`` are the raw inputs that are wanted, of which there may be more than asked for; None for all.
+    Args:
+        directory: the folder of the prepared data.
+        task: the task that reads it.
+        multiple: ``data.pad_to_multiple_of``.
+        fields: the raw inputs that are needed; others may be returned too. None for all.
 
     Raises:
-        SpecError: there is none.
+        SpecError: there is no prepared data.
     """
     if (directory / ARRAYS).exists():
         return Table(Arrays.open(directory), task, multiple, fields)
@@ -123,10 +127,10 @@ def open_data(directory: Path, task: Task, multiple: int = 1, fields: Collection
 
 
 def prepare_data(job: JobSpec, task: Task, directory: Path) -> None:
-    """Lay out a job's data in ``directory`` for every device to read.
+    """Prepare a job's data in ``directory``, where every device reads it.
 
     Raises:
-        SpecError: there is none, or too little.
+        SpecError: there is no data, or too little, or it cannot be used.
     """
     if job.data.type == "arrays":
         prepare_arrays(job.data, directory, task.per_token)
@@ -139,16 +143,16 @@ def prepare_data(job: JobSpec, task: Task, directory: Path) -> None:
 
 
 def tokens_per_sample(job: JobSpec, directory: Path) -> float:
-    """What throughput counts of the data that was prepared in a directory: tokens, without what pads them."""
+    """Return the tokens per sample of prepared data, without padding, by which throughput is counted."""
     found = mean_tokens(directory, LINE, LINES) if job.data.type == "lines" else mean_tokens(directory)
     return job.tokens_per_sample if found is None else found
 
 
 def counts_tokens(job: JobSpec, directory: Path) -> bool:
-    """Whether that is tokens: samples of arrays are counted as one each, unless they have lengths of their own."""
+    """Return whether ``tokens_per_sample`` counts tokens; a sample of fixed-size arrays counts as one instead."""
     return job.data.type != "arrays" or mean_tokens(directory) is not None
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether ``prepare_data`` has finished there."""
+    """Return whether ``prepare_data`` has finished in a directory."""
     return any((directory / meta).exists() for meta in (ARRAYS, LINES, CORPUS))

@@ -1,4 +1,4 @@
-"""Text whose samples are its lines, each of its own length: or the records of a ``.jsonl`` file, of any text."""
+"""Text whose samples are lines, or the records of ``.jsonl`` files, each of its own length."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from raypipe.job import DataSpec
 
 META = "lines.json"
 LINE = "line"
-"""The one field that is kept: bytes."""
+"""Name of the only field: the bytes of a line."""
 
 
 def prepare_lines(data: DataSpec, longest: int, directory: Path) -> Arrays:
-    """Find the job's text and write its lines into ``directory``, a tenth of them held out. Blank ones are left out.
+    """Find the job's text and write its lines, except blank ones, into ``directory``; a tenth of them is held out.
 
-    Raises SpecError where there is no text, a line of more than ``longest`` bytes, or a record that is none.
+    Raises:
+        SpecError: there is no text, a line has more than ``longest`` bytes, or a record is not valid.
     """
     found: list[bytes] = []
     too_long: list[tuple[str, int]] = []
@@ -42,7 +43,7 @@ def prepare_lines(data: DataSpec, longest: int, directory: Path) -> Arrays:
 
 
 def _lines(file: TextFile) -> Iterator[tuple[str, bytes]]:
-    """(where it is, its bytes) of each."""
+    """Yield (place, bytes) of each line that is not blank."""
     records = file.path.suffix == ".jsonl"
     for number, line in enumerate(file.path.read_bytes().splitlines(), 1):
         if line.strip():
@@ -51,12 +52,16 @@ def _lines(file: TextFile) -> Iterator[tuple[str, bytes]]:
 
 
 def _text(record: bytes, where: str) -> bytes:
-    """The text of one record."""
+    """Return the text of one record.
+
+    Raises:
+        SpecError: it is not a JSON object with a text, or its text is empty or holds a NUL byte.
+    """
     try:
         text = json.loads(record)["text"].encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         fix = 'give one {"text": "..."} a line'
-        raise SpecError("data.path", f"{where}: no JSON object with a text", fix) from None
+        raise SpecError("data.path", f"{where}: not a JSON object with a text", fix) from None
     if not text or b"\0" in text:
         why = "is empty" if not text else "holds a NUL byte"
         raise SpecError("data.path", f"{where}: its text {why}", "leave it out")

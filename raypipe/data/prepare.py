@@ -1,7 +1,7 @@
 """Pack the text of a job into two arrays of bytes, training and held-out, once per run.
 
-The split is by file, so that no window of a held-out file is ever trained on, and follows from file names alone:
-neither the seed nor other files move a file from one side to the other.
+The split is by file, so that no window of a held-out file is trained on. It depends on file names alone: neither the
+seed nor (in all but small corpora) other files change the split of a file.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from raypipe.files import sha256
 from raypipe.job import DataSpec
 
 HELD_OUT = 16
-"""Of 256 values of a name's hash, those that hold a file out: 1/16 of the files."""
+"""A file is held out if the first byte of its name's hash is below this: 1/16 of the files."""
 END = b"\0"
-"""Follows every file's text; no text holds it, so a model learns where a file begins and ends."""
+"""Byte that follows every file's text. No text contains it, so a model learns where files begin and end."""
 TAIL = 10
-"""A corpus of one file holds out its last tenth."""
+"""In a corpus of one file, the last 1/10 of it is held out."""
 
 
 def prepare(data: DataSpec, sequence: int, directory: Path) -> Corpus:
     """Find the job's text, split it and write ``train.npy``, ``val.npy`` and ``corpus.json`` into ``directory``.
 
-    ``sequence`` is the tokens of a sample. Each file is replaced in one move, ``corpus.json`` last, so a reader never
-    sees half a corpus. Raises SpecError where there is no text, or less than one sample on either side.
+    ``sequence`` is the number of tokens of a sample. Each file is replaced atomically, ``corpus.json`` last, so a
+    reader never sees an incomplete corpus.
+
+    Raises:
+        SpecError: there is no text, or less than one sample in either split.
     """
     found = find_text(data.path)
     directory.mkdir(parents=True, exist_ok=True)
@@ -42,7 +45,7 @@ def prepare(data: DataSpec, sequence: int, directory: Path) -> Corpus:
         if length <= sequence:
             raise SpecError(
                 "data.path",
-                f'"{data.path}" is too short: {length} bytes for the {name} split, one sample takes {sequence + 1}',
+                f'"{data.path}" is too short: {length} bytes for the {name} split, but one sample takes {sequence + 1}',
                 "give more text, or lower model.sequence",
             )
     meta = {
@@ -59,11 +62,11 @@ def prepare(data: DataSpec, sequence: int, directory: Path) -> Corpus:
 
 
 Piece = tuple[TextFile, int, int]
-"""A file, and the range of its bytes that counts."""
+"""A file, and the range of its bytes that is used."""
 
 
 def _split(found: Found, sequence: int) -> dict[str, list[Piece]]:
-    """The pieces of each split."""
+    """Divide the files into the pieces of each split."""
     if len(found.files) == 1:
         file = found.files[0]
         cut = file.bytes - max(file.bytes // TAIL, min(sequence, file.bytes))
@@ -71,21 +74,21 @@ def _split(found: Found, sequence: int) -> dict[str, list[Piece]]:
     hashes = {file.name: hashlib.sha256(file.name.encode()).digest() for file in found.files}
     order = sorted(found.files, key=lambda file: hashes[file.name])
     held_out: set[str] = set()
-    held = 0
-    for file in order[:-1]:  # something is left to train on
-        # In a small corpus chance may hold out nothing: take files in hash order until there is one sample.
-        if hashes[file.name][0] < HELD_OUT or held <= sequence:
+    held_out_bytes = 0
+    for file in order[:-1]:  # at least one file remains for training
+        # In a small corpus chance may hold out nothing, so files are taken in hash order until there is one sample.
+        if hashes[file.name][0] < HELD_OUT or held_out_bytes <= sequence:
             held_out.add(file.name)
-            held += file.bytes + len(END)
-    whole = [(file, 0, file.bytes) for file in found.files]
+            held_out_bytes += file.bytes + len(END)
+    files = [(file, 0, file.bytes) for file in found.files]
     return {
-        "train": [piece for piece in whole if piece[0].name not in held_out],
-        "val": [piece for piece in whole if piece[0].name in held_out],
+        "train": [piece for piece in files if piece[0].name not in held_out],
+        "val": [piece for piece in files if piece[0].name in held_out],
     }
 
 
 def _write(path: Path, pieces: Sequence[Piece]) -> int:
-    """Write the pieces, each followed by ``END``, as one uint8 array, a file at a time; returns its length."""
+    """Write the pieces, each followed by ``END``, as one uint8 array, file by file; return its length."""
     length = sum(stop - start + len(END) for _, start, stop in pieces)
     header = {"descr": "|u1", "fortran_order": False, "shape": (length,)}
     with whole(path) as partial, partial.open("wb") as out:

@@ -1,7 +1,7 @@
-"""Rows of their own lengths, such as the tokens of sentences: kept one behind the other, padded where they are read.
+"""Ragged rows, such as the tokens of sentences: stored concatenated, and padded when they are read.
 
-In a file of named arrays, ``NAME`` then holds the values of all rows and ``NAME.offsets`` (rows + 1 whole numbers, from
-0) where each begins; ``NAME.fill``, one number, is what pads them, where that does not follow from the name.
+In a file of named arrays, ``NAME`` holds the values of all rows, and ``NAME.offsets`` (rows + 1 integers, from 0) where
+each begins. ``NAME.fill``, one number, is the padding value, if it is not the one that the name implies.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ Values = npt.NDArray[Any]
 OFFSETS, FILL = ".offsets", ".fill"
 TOKENS = "input_ids"
 BESIDE = frozenset({MASK, "token_type_ids", "position_ids", "shift_labels"})
-"""Fields of which each value belongs to the token in its place."""
+"""Fields that have one value per token."""
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """One field of some samples, row behind row."""
+    """One field of some samples, with the rows concatenated."""
 
     values: Values
     """``[total, ...]``"""
     offsets: npt.NDArray[np.int64]
     """``[rows + 1]``; row i is ``values[offsets[i]:offsets[i + 1]]``."""
     fill: int | None = None
-    """What pads a row; None for what its name suggests (``fill_of``)."""
+    """Padding value; None for the one that the field's name implies (``fill_of``)."""
 
     @staticmethod
     def of(rows: Sequence[Values], fill: int | None = None) -> Ragged:
-        """From rows that differ in length alone."""
+        """Concatenate rows whose shapes differ only in the first size."""
         return Ragged(np.concatenate(rows), np.cumsum([0, *map(len, rows)], dtype=np.int64), fill)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Of every row."""
+        """Return the length of every row."""
         return np.diff(self.offsets)
 
     def longest(self) -> int:
-        """Length of the longest row."""
+        """Return the length of the longest row."""
         return int(self.lengths().max())
 
     def lengths_at(self, places: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Of some rows."""
+        """Return the lengths of some rows."""
         at = np.asarray(places)
         found: npt.NDArray[np.int64] = self.offsets[at + 1] - self.offsets[at]
         return found
 
     def taken(self, places: npt.NDArray[np.int64]) -> Ragged:
-        """Some rows."""
+        """Select some rows."""
         return Ragged.of([self.values[self.offsets[i] : self.offsets[i + 1]] for i in places], self.fill)
 
     def padded(self, places: Sequence[int], length: int, fill: int) -> Values:
-        """Some rows as one array ``[len(places), length, ...]``, filled up behind their ends."""
+        """Return some rows as one array ``[len(places), length, ...]``, padded at the end with ``fill``."""
         made = np.full((len(places), length, *self.values.shape[1:]), fill, self.values.dtype)
         for row, i in zip(made, places, strict=True):
             begin, end = self.offsets[i], self.offsets[i + 1]
@@ -74,17 +74,14 @@ Column = Values | Ragged
 
 
 def fill_of(name: str, padding: int) -> int:
-    """What a field is padded with: tokens with the model's padding token, labels with what no loss counts.
-
-    Masks, types and positions are 0 there.
-    """
+    """Return a field's padding value: the model's padding token for tokens, ``IGNORED`` for labels, 0 for others."""
     if name in ("labels", "shift_labels"):
         return IGNORED
     return padding if name in (TOKENS, "decoder_input_ids") else 0
 
 
 def classes(lengths: npt.NDArray[np.int64], multiple: int, longest: int) -> npt.NDArray[np.int64]:
-    """Lengths rounded up to a multiple, but not past the longest row: so that few shapes exist.
+    """Round lengths up to a multiple, but not beyond the longest row, so that there are few different shapes.
 
     >>> classes(np.array([3, 8, 9, 20]), 8, 20).tolist()
     [8, 8, 16, 20]
@@ -93,15 +90,16 @@ def classes(lengths: npt.NDArray[np.int64], multiple: int, longest: int) -> npt.
 
 
 def joined(arrays: Mapping[str, Values], key: str) -> dict[str, Column]:
-    """The columns that a file's arrays stand for; ``key`` is the job's key that names it.
+    """Turn a file's arrays into columns; ``key`` is the job's key that names the file.
 
-    Raises SpecError: offsets that do not fit their values, a row without values, rows that cannot be padded.
+    Raises:
+        SpecError: offsets do not fit their values, a row is empty, or rows cannot be padded.
     """
     made: dict[str, Column] = {n: a for n, a in arrays.items() if not n.endswith((OFFSETS, FILL))}
     for name in [n for n in arrays if n.endswith((OFFSETS, FILL))]:
         owner, _, kind = name.rpartition(".")
         if owner not in made or f"{owner}{OFFSETS}" not in arrays:
-            raise SpecError(key, f"{name} belongs to rows that are not there", f"give {owner} and {owner}{OFFSETS}")
+            raise SpecError(key, f"{name} has no rows that it belongs to", f"give {owner} and {owner}{OFFSETS}")
         if kind == "fill":
             continue
         offsets = arrays[name]
@@ -112,26 +110,34 @@ def joined(arrays: Mapping[str, Values], key: str) -> dict[str, Column]:
             raise SpecError(key, why, "give rows + 1 whole numbers, from 0 to the number of values")
         fill = arrays.get(f"{owner}{FILL}")
         if fill is not None and (fill.size != 1 or fill.dtype.kind not in "ui"):
-            raise SpecError(key, f"{owner}{FILL} is not one whole number", "give what pads a row, such as 0")
+            raise SpecError(key, f"{owner}{FILL} is not one whole number", "give the padding value, such as 0")
         made[owner] = Ragged(values, offsets.astype(np.int64), None if fill is None else int(fill.item()))
         check_rows(owner, made[owner], key)
     return made
 
 
 def check_rows(name: str, column: Column, key: str) -> None:
-    """Raise SpecError unless rows of their own lengths can be padded."""
+    """Check that a column can be padded, if it is ragged.
+
+    Raises:
+        SpecError: a row is empty, or the values are not integers or booleans.
+    """
     if not isinstance(column, Ragged):
         return
     short = np.flatnonzero(column.lengths() < 1)
     if len(short):
         raise SpecError(key, f"{name} of row {short[0]} is empty", "leave out rows without values")
     if column.values.dtype.kind not in "bui":
-        why = f"the rows of {name} differ in length and hold {column.values.dtype}: what would pad them?"
-        raise SpecError(key, why, "make them equally long; whole numbers (tokens) are padded")
+        why = f"the rows of {name} differ in length and hold {column.values.dtype}, which is not padded"
+        raise SpecError(key, why, "make them equally long; only whole numbers (tokens) are padded")
 
 
 def check_beside(columns: Mapping[str, Column], labels: bool, key: str) -> None:
-    """Raise SpecError where a row has not as many tokens as values that belong to them; ``labels`` are such."""
+    """Check that fields with one value per token are as long as the tokens; ``labels`` says whether labels are such.
+
+    Raises:
+        SpecError: in a row, a field's length differs from the number of tokens.
+    """
     tokens = columns.get(TOKENS)
     if not isinstance(tokens, Ragged):
         return
@@ -142,11 +148,11 @@ def check_beside(columns: Mapping[str, Column], labels: bool, key: str) -> None:
         if len(wrong):
             row = int(wrong[0])
             why = f"row {row} has {tokens.lengths()[row]} {TOKENS} and {own[row]} {name}"
-            raise SpecError(key, why, f"give every token its place in {name}")
+            raise SpecError(key, why, f"give one value of {name} per token")
 
 
 def of_one_form(a: Mapping[str, Column], b: Mapping[str, Column]) -> tuple[dict[str, Column], dict[str, Column]]:
-    """Two sets of samples of which either may happen to hold rows of one length: such columns as ``Ragged`` too."""
+    """Make columns of ``a`` and ``b`` both ragged where one is: in the other, rows may happen to be equally long."""
     return _as_in(a, b), _as_in(b, a)
 
 
@@ -162,7 +168,7 @@ def _as_in(columns: Mapping[str, Column], others: Mapping[str, Column]) -> dict[
 
 
 def flat(columns: Mapping[str, Column]) -> dict[str, Values]:
-    """What ``joined`` reads."""
+    """Turn columns into arrays; the inverse of ``joined``."""
     made: dict[str, Values] = {}
     for name, column in columns.items():
         if not isinstance(column, Ragged):

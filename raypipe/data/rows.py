@@ -1,4 +1,4 @@
-"""Datasets of dicts, as Python code holds them, as columns."""
+"""Turn a Python dataset of dicts into columns."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ class Rows(Protocol):
 
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
-"""What makes a batch of rows, as transformers and torch have it."""
+"""A function that makes a batch of rows, as in transformers and torch."""
 
 
 def columns_of(rows: Rows, where: str, collator: Collator | None = None, seed: int = 0) -> dict[str, Column]:
-    """The rows of a dataset as one column per name; rows may differ in their first size alone.
+    """Return the rows of a dataset as one column per name; shapes of rows may differ only in the first size.
 
-    A ``collator`` is called on every row alone, once; what it pads with is seen from one call on the shortest and the
-    longest row together. What it draws from torch's generator follows from ``seed``.
+    Args:
+        rows: the dataset.
+        where: its name in errors.
+        collator: called once on every row alone. Its padding value is found from one call on the shortest and the
+            longest row together.
+        seed: of torch's generator while the dataset and the collator are called.
 
     Raises:
-        SpecError: rows that are no dicts of numbers, differ in names or other sizes, or are empty; no rows; a collator
-            that pads on the left, or that makes something else of a row beside others.
+        SpecError: there are no rows; rows are not dicts of numbers, are empty, or differ in names or in other sizes;
+            or the collator fails, pads on the left, or pads with more than one value.
     """
     if not len(rows):
         raise SpecError(where, "holds no rows", "give a dataset of dicts")
@@ -46,7 +50,7 @@ def _columns(rows: Rows, where: str, collator: Collator | None) -> dict[str, Col
     for index in range(len(rows)):
         row: Any = rows[index]
         if collator is not None:
-            row = _alone(collator, row, index, where)
+            row = _collated_alone(collator, row, index, where)
         if not isinstance(row, Mapping):
             raise SpecError(where, f"row {index} is a {type(row).__name__}", "give dicts of the model's arguments")
         if index and {str(name) for name in row} != set(found):
@@ -63,14 +67,14 @@ def _columns(rows: Rows, where: str, collator: Collator | None) -> dict[str, Col
 def _array(value: Any, name: str, index: int, before: Sequence[Values], where: str) -> Values:
     try:
         array = np.asarray(value)
-    except ValueError:  # nested lists that are no box
+    except ValueError:  # nested lists of different lengths
         array = np.empty(0, dtype=object)
-    if array.size == 0 and array.dtype.kind == "f":  # an empty list has no type of its own
+    if array.size == 0 and array.dtype.kind == "f":  # numpy makes an empty list a float array
         array = array.astype(np.int64)
     if array.dtype.kind not in "buif":
-        raise SpecError(where, f"{name} of row {index} is no number or tensor", "leave it out, or tokenize it")
+        raise SpecError(where, f"{name} of row {index} is not a number or tensor", "leave it out, or tokenize it")
     if before and (array.ndim != before[0].ndim or array.shape[1:] != before[0].shape[1:]):
-        why = f"{name} of row {index} has shape {array.shape}, that of row 0 {before[0].shape}"
+        why = f"{name} of row {index} has shape {array.shape}, but that of row 0 has {before[0].shape}"
         raise SpecError(where, why, "only the first size may differ: pad the others")
     return array
 
@@ -86,8 +90,8 @@ def _column(name: str, values: list[Values], where: str) -> Column:
     return made
 
 
-def _alone(collator: Collator, row: Any, index: int, where: str) -> dict[str, Values]:
-    """What the collator makes of a row by itself."""
+def _collated_alone(collator: Collator, row: Any, index: int, where: str) -> dict[str, Values]:
+    """Return the collator's result for a batch of one row, without the batch dimension."""
     made = _collated(collator, [row], f"row {index}", where)
     return {name: value[0] for name, value in made.items()}
 
@@ -95,9 +99,9 @@ def _alone(collator: Collator, row: Any, index: int, where: str) -> dict[str, Va
 def _collated(collator: Collator, rows: list[Any], what: str, where: str) -> dict[str, Values]:
     try:
         made = {str(name): np.asarray(value) for name, value in collator(rows).items()}
-    except Exception as error:  # whatever a user's collator may raise
+    except Exception as error:  # a user's collator may raise anything
         why = f"data_collator fails on {what}: {type(error).__name__}: {error}"
-        raise SpecError(where, why, "mend it, or leave it out where rows hold numbers alone") from error
+        raise SpecError(where, why, "correct it, or leave it out if rows hold only numbers") from error
     for name, value in made.items():
         if value.ndim < 1 or len(value) != len(rows):
             why = f"data_collator gives {name} of shape {value.shape} for {len(rows)} rows"
@@ -106,7 +110,7 @@ def _collated(collator: Collator, rows: list[Any], what: str, where: str) -> dic
 
 
 def _with_fills(columns: dict[str, Column], rows: Rows, collator: Collator, where: str) -> dict[str, Column]:
-    """The columns with what the collator pads them with."""
+    """Add the collator's padding values to the ragged columns."""
     ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
     made = dict(columns)
     for name, column in ragged.items():
@@ -117,10 +121,10 @@ def _with_fills(columns: dict[str, Column], rows: Rows, collator: Collator, wher
         own, longest = int(lengths[short]), int(lengths[long])
         tail = both[0, own:] if both.ndim > 1 and both.shape[1] >= longest else np.empty(0)
         alone = column.values[column.offsets[short] : column.offsets[short + 1]]
-        # A collator that draws makes something else of a row each time: then the tail alone tells.
+        # A collator that draws random numbers changes the row each time; then only the tail can be checked.
         left = tail.size and np.array_equal(both[0, -own:], alone) and not np.array_equal(both[0, :own], alone)
         if not tail.size or left or (tail != tail.flat[0]).any():
-            why = f"data_collator does not pad {name} of row {short} behind its end with one value"
+            why = f"data_collator does not pad {name} of row {short} at its end with one value"
             raise SpecError(where, why, 'pad on the right (padding_side="right")')
         made[name] = Ragged(column.values, column.offsets, int(tail.flat[0]))
     return made

@@ -1,8 +1,8 @@
-"""The order in which an epoch visits its samples: a permutation computed where it is needed, never stored.
+"""The order in which an epoch visits its samples: a permutation that is computed when needed and never stored.
 
-A Feistel network permutes the numbers below a power of four; numbers that land outside the wanted range are permuted
-again until they land inside, which keeps it a permutation ("cycle walking", Black and Rogaway 2002). Any actor finds
-any sample's place in constant memory, whatever the size of the corpus.
+A Feistel network permutes the numbers below a power of four. Numbers that land outside the wanted range are permuted
+again until they land inside, which keeps it a permutation ("cycle walking", Black and Rogaway 2002). Any process can
+find any sample's place in constant memory, whatever the size of the corpus.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK = 4096
-"""Places computed at once and kept: a step asks for neighbours."""
+"""Number of places computed and cached together, because a step needs neighbouring ones."""
 ROUNDS = 4
 _UINT = np.uint64
 _MASK64 = (1 << 64) - 1
@@ -22,25 +22,25 @@ Numbers = npt.NDArray[np.uint64]
 
 
 def permuted(key: int, size: int, position: int) -> int:
-    """Where the permutation of ``range(size)`` that ``key`` (64 bits) names sends ``position``."""
+    """Return the image of ``position`` under the permutation of ``range(size)`` that ``key`` (64 bits) selects."""
     block, offset = divmod(position, BLOCK)
     return int(_block(key & _MASK64, size, block)[offset])
 
 
 @lru_cache(maxsize=8)
 def _block(key: int, size: int, block: int) -> npt.NDArray[np.int64]:
-    """The images of one block of positions."""
+    """Return the images of one block of positions."""
     start = block * BLOCK
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     images = _feistel(np.arange(start, min(start + BLOCK, size), dtype=_UINT), key, half)
-    # The domain is under four times the range, so few walks are long; each one ends, as a cycle returns to its start.
+    # The domain is less than four times the range, so few walks are long; each ends, because its cycle returns.
     while (outside := images >= size).any():
         images[outside] = _feistel(images[outside], key, half)
     return images.astype(np.int64)
 
 
 def _feistel(numbers: Numbers, key: int, half: int) -> Numbers:
-    """A permutation of the numbers below ``4 ** half``: each round swaps the halves and mixes one into the other."""
+    """Permute the numbers below ``4 ** half``; each round swaps the halves and mixes one into the other."""
     mask = _UINT((1 << half) - 1)
     left, right = numbers >> _UINT(half), numbers & mask
     for number in range(ROUNDS):
@@ -50,7 +50,7 @@ def _feistel(numbers: Numbers, key: int, half: int) -> Numbers:
 
 
 def _mix(numbers: Numbers) -> Numbers:
-    """splitmix64's finaliser; arithmetic wraps."""
+    """Apply splitmix64's finaliser; arithmetic wraps."""
     numbers = (numbers ^ (numbers >> _UINT(30))) * _UINT(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> _UINT(27))) * _UINT(0x94D049BB133111EB)
     return numbers ^ (numbers >> _UINT(31))

@@ -1,4 +1,4 @@
-"""Which text files a ``data.path`` means, in an order that never changes."""
+"""Find the text files that ``data.path`` names, in a fixed order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raypipe.errors import SpecError
 from raypipe.files import expanded
 
 STDLIB = "stdlib"
-"""The ``data.path`` that stands for this Python's own library sources."""
-# Installed packages aren't Python's own; tests and generated tables are text of another kind, and bulky.
+"""The ``data.path`` that stands for the sources of Python's standard library."""
+# Without installed packages, which are not part of it, and without tests and generated tables, which are bulky.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """One file of text, and the name that decides its place and its split."""
+    """One file of text, with the name that decides its position and its split."""
 
     name: str
     """Path relative to the corpus's root, with forward slashes: the same on every machine."""
@@ -30,7 +30,7 @@ class TextFile:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The text files of a corpus, by name, and how many were left out."""
+    """The text files of a corpus, sorted by name, and how many files were skipped."""
 
     files: tuple[TextFile, ...]
     binary: int
@@ -39,9 +39,12 @@ class Found:
 
 
 def find_text(source: str) -> Found:
-    """The text files behind ``stdlib``, a file, a folder (recursively, hidden ones left out) or a glob.
+    """Find the text files that ``stdlib``, a file, a folder (recursively, without hidden ones) or a glob names.
 
-    A file is text if it holds no NUL byte. Raises SpecError where nothing is there, or nothing is text.
+    A file is text if it holds no NUL byte.
+
+    Raises:
+        SpecError: there are no files, none of them is text, or one cannot be read.
     """
     root, candidates = _candidates(source)
     texts: list[TextFile] = []
@@ -66,7 +69,7 @@ def find_text(source: str) -> Found:
 
 
 def _candidates(source: str) -> tuple[Path, list[Path]]:
-    """(root that names are relative to, files)."""
+    """Return the root that names are relative to, and the files."""
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return root, [path for path in _walk(root, _NOT_LIBRARY) if path.suffix == ".py"]
@@ -85,7 +88,7 @@ def _candidates(source: str) -> tuple[Path, list[Path]]:
 
 
 def _walk(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
-    """Regular files below a folder; links to folders aren't followed."""
+    """Yield the regular files below a folder, without following links to folders."""
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in excluded and not name.startswith(".")]
         for name in names:

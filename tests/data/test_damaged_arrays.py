@@ -60,7 +60,10 @@ def test_any_bytes_changed_are_read_or_refused(changes, compressed: bool) -> Non
             {"x": np.arange(4), "x.offsets": np.array([0, 2, 4]), "x.fill": np.arange(2)},
             "x.fill is not one whole number",
         ),
-        ({"x": np.arange(4), "x.offsets": np.array([0, 2, 4]), "x.fill": np.array(np.nan)}, "x.fill is not one whole"),
+        (
+            {"x": np.arange(4), "x.offsets": np.array([0, 2, 4]), "x.fill": np.array(np.nan)},
+            "x.fill is not one whole number",
+        ),
     ],
 )
 def test_arrays_that_are_no_samples(tmp_path: Path, columns, words: str) -> None:

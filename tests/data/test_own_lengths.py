@@ -90,8 +90,8 @@ BAD = {
     "an empty row": ({"input_ids": np.arange(3), "input_ids.offsets": np.array([0, 2, 2, 3])}, "row 1 is empty"),
     "offsets past the end": ({"x": np.arange(3), "x.offsets": np.array([0, 2, 4])}, "where the rows of x begin"),
     "offsets that are no numbers": ({"x": np.arange(3), "x.offsets": np.array([0.5, 3.0])}, "where the rows of x"),
-    "offsets of nothing": ({"x.offsets": np.array([0, 2])}, "rows that are not there"),
-    "floats": ({"x": np.ones(3), "x.offsets": np.array([0, 1, 3])}, "what would pad them"),
+    "offsets of nothing": ({"x.offsets": np.array([0, 2])}, "has no rows that it belongs to"),
+    "floats": ({"x": np.ones(3), "x.offsets": np.array([0, 1, 3])}, "which is not padded"),
     "columns of other counts": (
         {"x": np.arange(3), "x.offsets": np.array([0, 1, 3]), "labels": np.arange(3)}, "x 2, labels 3",
     ),
@@ -164,7 +164,7 @@ def test_lines_that_cannot_be_samples_are_one_error(tmp_path):
     (tmp_path / "long.txt").write_text("short\n" + "x" * 21 + "\n" + "y" * 30)
     with pytest.raises(SpecError, match=r"2 of 3 lines take more than 20 bytes; long.txt, line 3 takes 30"):
         prepared(tmp_path / "long.txt", tmp_path / "run", NextToken())
-    for record, words in (('{"txt": "a"}', "no JSON object with a text"), ("[1]", "no JSON object"),
+    for record, words in (('{"txt": "a"}', "not a JSON object with a text"), ("[1]", "not a JSON object"),
                           ('{"text": ""}', "its text is empty")):  # fmt: skip
         (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' + record)
         with pytest.raises(SpecError, match=f"bad.jsonl, line 2: {words}"):

@@ -95,7 +95,7 @@ def test_packing_again_gives_the_same_bytes_and_leaves_no_litter(tmp_path):
     [
         ({"a.bin": b"\0\1\2", "b.bin": b"x\0"}, "holds no text: 2 binary and 0 empty files"),
         ({"a.txt": b""}, "holds no text: 0 binary and 1 empty"),
-        ({"a.txt": b"short"}, "too short: 1 bytes for the train split, one sample takes 17"),
+        ({"a.txt": b"short"}, "too short: 1 bytes for the train split, but one sample takes 17"),
         ({"a.txt": b"x" * 500, "b.txt": b"y" * 3}, "too short"),
     ],
 )
