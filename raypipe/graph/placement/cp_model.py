@@ -1,8 +1,8 @@
 """The placement problem as a constraint program for OR-tools' CP-SAT, with a bound that holds for the exact times.
 
-Times become whole numbers of ticks. Where all of them are multiples of one unit that is not too small, a tick is that
-unit and nothing is rounded. Else they are rounded down, so the optimum of the rounded problem is a lower bound for the
-exact one; the order of work that it finds is then timed exactly (``placement.timed``).
+Times are expressed in integer ticks. If all of them are multiples of one unit that is not too small, a tick is that
+unit and nothing is rounded. Otherwise they are rounded down, so the optimum of the rounded problem is a lower bound for
+the exact one, and the order of work that it finds is then timed exactly (``placement.timed``).
 
 Source: Pal et al. 2019, section 6, Equations 7 to 13; symmetry breaking, redundant bounds and contention are ours.
 """
@@ -24,16 +24,16 @@ from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
 from raypipe.graph.placement.routes import Route, Routes
 
 TICKS = 1 << 26
-"""Ticks in the longest makespan that is searched, where times are rounded."""
+"""Number of ticks in the longest makespan searched, if times are rounded."""
 MOST_TICKS = 1 << 36
-"""Ticks in it where they are not."""
+"""Largest number of ticks in the longest makespan searched, if times are not rounded."""
 MOST_ROUTES = 4
-"""With contention, routes tried between two nodes, the shortest first."""
+"""With contention, the number of routes tried between two nodes, the shortest first."""
 
 
 @dataclass
 class Found:
-    """What the solver says: ``node`` is None where it found no placement."""
+    """The solver's result; ``node`` is None if it found no placement."""
 
     status: str
     """``optimal``, ``feasible``, ``infeasible`` or ``unknown``."""
@@ -48,7 +48,7 @@ def solve(
     graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, horizon_s: float, budget_s: float,
     hint: Placement | None = None, contention: bool = False, fixed: Mapping[str, str] | None = None,
 ) -> Found:  # fmt: skip
-    """Search for the placement and order of the least makespan.
+    """Search for the placement and the order with the smallest makespan.
 
     Args:
         graph, hardware, routes: the problem.
@@ -97,7 +97,7 @@ class _Program:
         self.model.minimize(self.makespan)
 
     def _times(self, contention: bool) -> set[float]:
-        """All times that the program is made of, in seconds."""
+        """Return all durations in the problem, in seconds."""
         times = {op.seconds_on(node) for op in self.graph.operations for node in self.names}
         for size in {size for _, _, size in self.graph.edges}:
             if contention:
@@ -134,11 +134,11 @@ class _Program:
                 )
         for node, rows in intervals.items():
             self.model.add_no_overlap(rows)
-            # Implied, and what the bound rests on where the graph is wide.
+            # This constraint is implied, but the lower bound depends on it where the graph is wide.
             self.model.add(self.makespan >= sum(self.on[name][node] * self.size[name][node] for name in self.size))
 
     def _bound_by_paths(self) -> None:
-        """No operation starts before its predecessors could be done, nor so late that its successors could not be."""
+        """Bound every start by the shortest times of the operation's predecessors and successors."""
         least = {name: min(sizes.values()) for name, sizes in self.size.items()}
         head = dict.fromkeys(least, 0)
         tail = dict(least)
@@ -178,7 +178,7 @@ class _Program:
                     opened = now
 
     def _connect(self, number: int) -> None:
-        """An operation starts when what it reads has come, over the fastest route if links are never busy."""
+        """Start an operation only after its inputs have arrived, by the fastest routes if links are never busy."""
         source, target, size = self.graph.edges[number]
         start, end = self.start[target], self.end[source]
         if self.on[source] is self.on[target]:
@@ -198,7 +198,7 @@ class _Program:
                     self.model.add(start >= end + delay).only_enforce_if(self.on[source][a], self.on[target][b])
 
     def _share_links(self) -> None:
-        """Contention: each edge takes one route, link by link, and a link carries one tensor at a time."""
+        """Model contention: each edge takes one route, link by link, and a link carries one tensor at a time."""
         candidates: dict[tuple[str, str], list[Route]] = {}
         for pair in permutations(self.names, 2):
             found = sorted(self.routes.simple(*pair), key=len)
@@ -276,7 +276,7 @@ class _Program:
                 for literal, route in rows:
                     if solver.boolean_value(literal):
                         found.routes[number] = route
-                        # A transfer of no ticks starts with its producer's end: it comes after the producer.
+                        # A transfer of zero ticks starts when its producer ends, and must come after it in the order.
                         after = position[self.graph.edges[number][0]]
                         events += [
                             ((solver.value(self.hops[(number, hop.link, hop.source)]), after, h), Transfer(number, h))
@@ -313,10 +313,10 @@ def exchangeable(graph: PlacementGraph, hardware: HardwareGraph, routes: Routes)
 
 
 def _tick(times: set[float], horizon_s: float) -> tuple[float, bool]:
-    """Length of a tick in seconds, and whether all times are multiples of it."""
+    """Return the length of a tick in seconds, and whether all times are multiples of it."""
     unit = Fraction(0)
     for seconds in times:
-        # Sums and quotients of decimals differ from the decimal that is meant in the last digits only.
+        # Floating-point sums and quotients differ from the intended decimal only in the last digits.
         value = Fraction(f"{seconds:.12g}")
         unit = Fraction(
             gcd(unit.numerator * value.denominator, value.numerator * unit.denominator),

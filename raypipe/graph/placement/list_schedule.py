@@ -1,4 +1,4 @@
-"""A quick placement by list scheduling, which the exact search starts from.
+"""Find a placement quickly by list scheduling; the exact search starts from it.
 
 Source: Topcuoglu, Hariri, Wu 2002, "Performance-effective and low-complexity task scheduling for heterogeneous
 computing" (HEFT): operations by upward rank, each to the node on which it ends first.
@@ -16,7 +16,7 @@ from raypipe.graph.placement.routes import Routes
 def list_schedule(
     graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, fixed_nodes: Mapping[str, str] | None = None
 ) -> tuple[dict[str, str], list[str]] | None:
-    """Node of every operation, and the operations in the order they were placed; None if memory ran out.
+    """Place operations by HEFT.
 
     ``fixed_nodes`` says where some operations are. Operations fill gaps between those already placed, so the order of
     work is by start time: the second result.
@@ -62,7 +62,7 @@ def list_schedule(
 def _upward_ranks(
     graph: PlacementGraph, routes: Routes, mean: dict[str, float], names: tuple[str, ...]
 ) -> dict[str, float]:
-    """Mean length of the longest path from an operation to the end, transfers included."""
+    """Return the length of the longest path from each operation to the end, with mean times and transfers."""
     pairs = list(combinations(names, 2))
     outgoing: dict[str, list[tuple[str, float]]] = {name: [] for name in mean}
     for source, target, size in graph.edges:

@@ -1,4 +1,4 @@
-"""Place an operation graph on a hardware graph so that a step is as short as can be, and say how short it could be."""
+"""Place an operation graph on a hardware graph so that a step is as short as possible, with a lower bound for it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from raypipe.graph.placement.routes import Route, Routes
 from raypipe.graph.placement.segments import solve_by_segments
 
 EXACT = 1e-12
-"""Relative difference that summing times in another order makes."""
+"""Relative rounding error from summing times in another order."""
 
 
 def place(
     graph: PlacementGraph, hardware: HardwareGraph, budget_s: float = 60.0, contention: bool = False
 ) -> Placement:
-    """The placement of the least makespan that can be found in the time given.
+    """Find the placement with the smallest makespan that the given time allows.
 
     Args:
         graph, hardware: checked specs (``load_problem``).
         budget_s: longest search, in seconds.
-        contention: a link carries one tensor at a time in each direction, and routes may differ from the fastest; else,
-            as in the paper, transfers never wait for each other.
+        contention: whether a link carries one tensor at a time in each direction, and routes may differ from the
+            fastest; otherwise, as in the paper, transfers never wait for each other.
 
     Raises:
         SpecError: no placement keeps every node within its memory.
-        RunError: none was found in the time given, and none was proven impossible.
+        RunError: no placement was found in the given time, and it was not proven that there is none.
     """
     routes = Routes(hardware)
     bound_s = _bound(graph, hardware)
@@ -59,7 +59,7 @@ def place(
             best = Placement(found.node, starts, taken, makespan_s, bound_s)
     if best is None:
         raise RunError("raypipe place", f"found no placement within {budget_s:g} s", "give a longer --budget")
-    # Rounding times down makes the solver's bound a little lower than its own optimum.
+    # The solver's bound may be slightly below its own optimum, because times are rounded down.
     proven = found.status == "optimal" and best.makespan_s - bound_s <= 1e-5 * best.makespan_s
     final = best.makespan_s if proven else min(bound_s, best.makespan_s)
     return Placement(best.node, best.start_s, best.routes, best.makespan_s, final)
@@ -89,7 +89,7 @@ def _by_segments(
 def _started(
     graph: PlacementGraph, routes: Routes, node: dict[str, str], order: list[str], contention: bool
 ) -> tuple[dict[str, str], dict[str, float], dict[int, Route], float]:
-    """Time an order of operations; with contention, tensors leave over the fastest route as they are made."""
+    """Time an order of operations; with contention, tensors are sent by the fastest route as soon as they are made."""
     if not contention:
         return node, *timed(graph, routes, node, order)
     chosen = {

@@ -1,4 +1,4 @@
-"""A placement with its schedule: every operation on a node, started as early as the order of work allows."""
+"""A placement with its schedule: every operation has a node, and starts as early as the order of work allows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from raypipe.graph.placement.routes import Route, Routes, places
 
 
 class Transfer(NamedTuple):
-    """One hop of one edge's tensor."""
+    """The transfer of one edge's tensor over one hop of its route."""
 
     edge: int
     hop: int
 
 
 Event = str | Transfer
-"""An operation by its name, or a transfer."""
+"""An operation, given by its name, or a transfer."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A feasible solution, and how far from the best it may be."""
+    """A feasible placement, with a lower bound of the makespan."""
 
     node: Mapping[str, str]
     """Node of every operation."""
@@ -32,16 +32,16 @@ class Placement:
     """Route of every edge whose ends are on different nodes, by the edge's number."""
     makespan_s: float
     bound_s: float
-    """No placement takes less."""
+    """Lower bound of the makespan of any placement."""
 
     @property
     def gap(self) -> float:
-        """Share of the makespan that a better placement could save at most."""
+        """Largest share of the makespan that a better placement could save."""
         return 1 - self.bound_s / self.makespan_s if self.makespan_s else 0.0
 
     @property
     def optimal(self) -> bool:
-        """Whether no placement is shorter, up to the rounding of times to the solver's whole numbers."""
+        """Whether no placement is shorter, up to the rounding of times to the solver's ticks."""
         return self.gap <= 1e-6
 
     def document(self, graph: PlacementGraph) -> dict[str, Any]:
@@ -66,13 +66,14 @@ def timed(
         graph: the operations.
         routes: of the hardware.
         node: node of every operation.
-        order: all operations, each after its predecessors: the order of work on every node. With contention, every
-            transfer stands in it too, after its producer and the hops before it: the order of work on every link.
+        order: all operations, each after its predecessors, which gives the order of work on every node. With
+            contention it also has every transfer, after its producer and its earlier hops, which gives the order of
+            work on every link.
         chosen: with contention, the route of each edge that crosses nodes; a link then carries one tensor at a time in
-            each direction, each link of a route in turn. None: links are never busy, and the fastest route is taken.
+            each direction. None: links are never busy, and the fastest routes are taken.
 
     Returns:
-        Starts by operation, the routes taken, and the makespan, all in seconds.
+        The start of every operation in seconds, the routes taken, and the makespan in seconds.
     """
     incoming: dict[str, list[int]] = {}
     for n, (_, target, _) in enumerate(graph.edges):
@@ -86,7 +87,7 @@ def timed(
         taken = dict(chosen)
     starts: dict[str, float] = {}
     ends: dict[str, float] = {}
-    arrived: dict[int, float] = {}  # by edge, how far its tensor has come
+    arrived: dict[int, float] = {}  # by edge, when its tensor has passed its latest hop
     free: dict[object, float] = {}
     for event in order:
         if isinstance(event, Transfer):

@@ -34,7 +34,7 @@ class PlacementOperation(Spec):
     """Operations with the same word here are on the same node: a layer's forward and its gradients share weights."""
 
     def seconds_on(self, node: str) -> float:
-        """Execution time on a node."""
+        """Return the execution time on a node."""
         return self.seconds[node] if isinstance(self.seconds, dict) else self.seconds
 
 
@@ -69,7 +69,7 @@ class PlacementGraph(Spec):
         """Names in a topological order.
 
         Raises:
-            SpecError: the graph has a cycle; names it.
+            SpecError: the graph has a cycle; the error names it.
         """
         sorter = TopologicalSorter({op.name: () for op in self.operations})
         for source, target, _ in self.edges:
@@ -110,12 +110,12 @@ class LinkSpec(Spec):
     latency_us: Annotated[float, Field(ge=0)] = 0.0
 
     def seconds(self, size: float) -> float:
-        """Time of a tensor of ``size`` bytes."""
+        """Return the time to transfer a tensor of ``size`` bytes."""
         return size / (self.bandwidth_gb_s * 1e9) + self.latency_us * 1e-6
 
 
 class HardwareGraph(Spec):
-    """Compute nodes, routers and links between them: a whole hardware file."""
+    """The content of a hardware file: compute nodes, routers, and links between them."""
 
     nodes: Annotated[tuple[NodeSpec, ...], Field(min_length=1)]
     routers: tuple[Name, ...] = ()
@@ -161,7 +161,7 @@ def load_problem(graph: Path, hardware: Path) -> tuple[PlacementGraph, HardwareG
     """Read and check both files.
 
     Raises:
-        SpecError: a file cannot be read, holds a wrong key or value, or the two do not fit together; names the file.
+        SpecError: a file cannot be read or holds a wrong key or value, or the two do not fit; the error names the file.
     """
     operations = load_json(graph, PlacementGraph, "raypipe graph MODEL -o FILE")
     machine = load_json(hardware, HardwareGraph, "an editor, after cluster/placement/two-v100.json")
@@ -181,7 +181,7 @@ def check_fit(graph: PlacementGraph, hardware: HardwareGraph) -> None:
     """Check that operation times name this hardware's nodes, and that memory is not too small from the outset.
 
     Raises:
-        SpecError: naming the operation, or the limit that nothing can meet.
+        SpecError: they do not, or it is; the error names the operation or the limit.
     """
     limits = [node.memory_bytes for node in hardware.nodes]
     largest = None if None in limits else max(limit for limit in limits if limit is not None)

@@ -1,4 +1,4 @@
-"""Routes through the hardware graph: the fastest for a tensor of some size, and all that there are."""
+"""Routes through the hardware graph: the fastest one for a tensor of some size, and all routes without cycles."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Routes:
         return sum(self.links[hop.link].seconds(size) for hop in self.fastest(source, target, size))
 
     def simple(self, source: str, target: str) -> Iterator[Route]:
-        """All routes that visit nothing twice."""
+        """Yield all routes that visit no node or router twice."""
         path: list[Hop] = []
 
         def extend(place: str, visited: frozenset[str]) -> Iterator[Route]:
@@ -85,5 +85,5 @@ class Routes:
 
 
 def places(route: Route) -> list[str]:
-    """Everything a route visits, its ends included."""
+    """Return the nodes and routers that a route visits, including its ends."""
     return [route[0].source, *(hop.target for hop in route)]
