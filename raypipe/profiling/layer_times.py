@@ -114,7 +114,7 @@ class LayerBench:
         Raises:
             SpecError: they do not; the error names the largest layer.
         """
-        need = {i: self._state_bytes(i) for i in self.here}
+        need = {i: self._state_bytes(i) for i in self.measured}
         if sum(need.values()) > room:
             largest = max(need, key=lambda i: need[i])
             raise SpecError(
@@ -133,8 +133,10 @@ class LayerBench:
 
     def fits(self, size: int, room: float) -> bool:
         """Whether the activations of micro-batches of ``size`` fit, as far as known from a smaller size."""
-        weights = sum(map(self._state_bytes, self.here))
-        alive = ALIVE * size * sum(max(t[self.groups[i]] / n for n, t in self.grown["F"].items()) for i in self.here)
+        weights = sum(map(self._state_bytes, self.measured))
+        alive = (
+            ALIVE * size * sum(max(t[self.groups[i]] / n for n, t in self.grown["F"].items()) for i in self.measured)
+        )
         return weights + 1.5 * alive <= room  # a task's temporaries beside what it keeps
 
     def measure(self, size: int, effort: Effort, memory: bool, alone: bool = False) -> None:

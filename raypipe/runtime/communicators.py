@@ -127,10 +127,10 @@ def locate(rank: int, title: str, device: torch.device) -> Location:
     address = own_address()
     for old in _listening.values():
         old.close()
-    _doors.clear()
-    door = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    port = door.getsockname()[1]
-    _doors[port] = door
+    _listening.clear()
+    opened = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    port = opened.getsockname()[1]
+    _listening[port] = opened
     lacks = tuple(name for name, transport in TRANSPORTS.items() if not transport.available())
     peer = Peer(rank, ray.get_runtime_context().get_node_id(), name, title, lacks)
     return Location(peer, address, port, os.getpid())
