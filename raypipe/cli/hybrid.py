@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +21,15 @@ def hybrid(
     devices: Annotated[
         Text, typer.Option(metavar="P,P,..", help="Numbers of devices to compare at [those of the table].")
     ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --cluster: compute the scaling efficiency for this job's batch a worker."
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Cluster that --job's costs are computed for.")
+    ] = None,
     plot: Annotated[
         File,
         typer.Option(parser=output("--plot"), metavar="FILE", help="Speed-up against devices: .svg, .png or .pdf."),
@@ -26,7 +37,7 @@ def hybrid(
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as one JSON object.")] = False,
 ) -> None:
     """Compare data parallelism with hybrids of data and model parallelism by time to accuracy."""
-    from raypipe.plan.hybrid import compare, load_epochs
+    from raypipe.plan.hybrid import compare, load_epochs, workers_needed
 
     counts = None if devices is None else comma_list("--devices", devices, int)
     if counts is not None and min(counts) < 1:
@@ -36,7 +47,19 @@ def hybrid(
 
         check_format(plot)
         check_writable(plot)
-    found = compare(load_epochs(epochs), counts)
+    table = load_epochs(epochs)
+    if (job is None) != (cluster is None):
+        raise RequestError("--job" if job is None else "--cluster", "is missing", "give both --job and --cluster")
+    if job is not None and cluster is not None:
+        if "scaling_efficiency" in table.model_fields_set:
+            raise RequestError("--job", f"{epochs} gives scaling_efficiency", "leave one of the two out")
+        with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
+            from raypipe.job import load_cluster
+            from raypipe.partition.scaling_efficiency import scaling_efficiency
+
+            modelled = scaling_efficiency(job, load_cluster(cluster), workers_needed(table, counts))
+        table = table.model_copy(update={"scaling_efficiency": modelled})
+    found = compare(table, counts)
     if plot is not None:
         from raypipe.observe.draw.figure_file import save
         from raypipe.observe.draw.hybrid_plot import hybrid_plot

@@ -122,6 +122,12 @@ def compare(table: EpochsTable, devices: Iterable[int] | None = None) -> Compari
     return Comparison(tuple(_row(table, count) for count in counts), single)
 
 
+def workers_needed(table: EpochsTable, devices: Iterable[int] | None = None) -> set[int]:
+    """Return the numbers of data-parallel workers whose efficiency a comparison at these devices uses."""
+    counts = _default_devices(table) if devices is None else sorted(set(devices))
+    return {*counts, *(count // split for count in counts for split in table.mp_speedup if count % split == 0)}
+
+
 def hybrid_wins(table: EpochsTable, split: int, workers: int) -> bool:
     """Whether N workers of M devices beat M * N workers of one device: ``SU^M > M * SE_MN / SE_N * E_N / E_MN``.
 

@@ -108,3 +108,26 @@ def test_json_tables_have_text_for_keys(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(json.dumps({"mp_speedup": {"2": 1.32}, "epochs": {"32": 4, "64": 7}}))
     assert compare(load_epochs(path)).tipping_point == 64
+
+
+def test_a_modelled_efficiency_is_the_planners(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """T_1 / T_N of two plans of the same job, made with its keys set by hand."""
+    root = INCEPTION.parents[1]
+    job, cluster = str(root / "jobs" / "bert-48.yaml"), str(root / "cluster" / "v100.yaml")
+
+    def step_s(workers: int) -> float:
+        keys = ("parallel={}", "parallel.auto=true", "parallel.schedule=1f1b", "parallel.stages=1",
+                f"parallel.replicas={workers}", f"train.batch={256 * workers}")  # fmt: skip
+        sets = [word for key in keys for word in ("--set", key)]
+        assert run(["autoconfigure", job, "--cluster", cluster, "--devices", str(workers), "--json", *sets]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])["best"]["predicted_step_s"]
+
+    table = tmp_path / "table.yaml"
+    table.write_text("mp_speedup: {2: 1.3}\nepochs: {8: 4, 16: 7}\n")
+    assert run(["hybrid", str(table), "--job", job, "--cluster", cluster, "--devices", "16", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]
+    one = step_s(1)
+    assert row["dp"] == pytest.approx(one / step_s(16) * 16 * 4 / 7, rel=1e-6)
+    assert row["hybrid"]["2"] == pytest.approx(1.3 * one / step_s(8) * 8, rel=1e-6)
+    assert run(["hybrid", str(table), "--job", job]) == 2
+    assert run(["hybrid", str(INCEPTION), "--job", job, "--cluster", cluster]) == 2
