@@ -33,6 +33,7 @@ os.environ["RAYPIPE_CACHE_DIR"] = tempfile.mkdtemp(prefix="raypipe-tests-")
 atexit.register(shutil.rmtree, os.environ["RAYPIPE_CACHE_DIR"], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Divide the suite between the processes of ``make test``, and keep Ray out of ``make unit``.
 
