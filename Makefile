@@ -1,8 +1,6 @@
 # Everything a developer runs. PYTHON picks the interpreter that creates .venv.
 PYTHON ?= python3
 VENV := .venv
-# Processes that the suite is divided between; 0: this one. Each has a Ray of its own, so two cores take no more than two.
-WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: train test bench lint unit clean
@@ -32,8 +30,11 @@ lint: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not runs and not slow"
 
+# Tests that start a Ray of their own mostly wait for processes to start: they run beside the others.
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	@$(BIN)/python -m pytest -m own_ray > .own_ray.log 2>&1 & other=$$!; trap "kill $$other" INT TERM; \
+	$(BIN)/python -m pytest -m "not own_ray"; status=$$?; \
+	wait $$other || status=1; cat .own_ray.log; exit $$status
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.bench

@@ -33,25 +33,16 @@ os.environ["RAYPIPE_CACHE_DIR"] = tempfile.mkdtemp(prefix="raypipe-tests-")
 atexit.register(shutil.rmtree, os.environ["RAYPIPE_CACHE_DIR"], ignore_errors=True)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of the same name
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Divide the suite between the processes of ``make test``, and keep Ray out of ``make unit``.
-
-    All tests that share the session's Ray run in one process, those that start a Ray of their own in the other; what
-    starts none fills in wherever a process is free.
-    """
-    groups: dict[str, list[pytest.Item]] = {"own ray": [], "session ray": [], "": []}
+    """Tell tests that share the session's Ray from those that start one of their own; ``make unit`` starts none."""
     for item in items:
         shares = "local_ray" in getattr(item, "fixturenames", ())
         starts = item.get_closest_marker("runs") is not None
         if shares and not starts:
             raise pytest.UsageError(f"{item.nodeid} takes local_ray: mark it with @pytest.mark.runs")
-        group = "session ray" if shares else "own ray" if starts else ""
-        groups[group].append(item)
-        if group:
-            item.add_marker(pytest.mark.xdist_group(group))
-    # The long groups first, so that both processes end at about the same time.
-    items[:] = [item for group in groups.values() for item in group]
+        if starts and not shares:
+            item.add_marker(pytest.mark.own_ray)
 
 
 @pytest.fixture(scope="session")
