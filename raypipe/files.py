@@ -10,7 +10,10 @@ import hashlib
 import os
 import re
 import stat
+import sysconfig
 from pathlib import Path
+
+from raypipe.errors import CLONE
 
 MOST_BYTES = 256 << 20
 """Largest size of a schedule, plan, profile or manifest; a schedule of several million tasks fits."""
@@ -92,3 +95,13 @@ def short(text: str, most: int = 80) -> str:
     """
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
+
+def shipped(folder: str) -> Path:
+    """Return a folder of files that come with raypipe and are not code, such as ``dashboards``.
+
+    It is the clone's, or where pip has put its copy.
+    """
+    if (CLONE / "pyproject.toml").is_file():
+        return CLONE / folder
+    return Path(sysconfig.get_path("data")) / "share" / "raypipe" / folder

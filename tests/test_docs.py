@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = [
     *(ROOT / "raypipe").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "jobs").iterdir(),
-    *(ROOT / "cluster").iterdir(), ROOT / "Makefile",
+    *(ROOT / "cluster").rglob("*.*"), *(ROOT / "dashboards").rglob("*.*"), ROOT / "Makefile",
 ]  # fmt: skip
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 MODULE = re.compile(r"(?:python -m\s+|`)((?:raypipe|tests)(?:\.\w+)*)(?=[`\s])")
-PATH = re.compile(r"(?<![\w/.~*-])((?:raypipe|tests|jobs|cluster|docs)/[\w./*-]*)")
+PATH = re.compile(r"(?<![\w/.~*-])((?:raypipe|tests|jobs|cluster|dashboards|docs)/[\w./*-]*)")
 
 
 def anchors(page: Path) -> set[str]:

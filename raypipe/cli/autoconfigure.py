@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raypipe.cli._shared.files import check_writable, output, write
+from raypipe.cli._shared.files import check_writable, described_cluster, output, write
 from raypipe.cli._shared.values import DAY_S
 from raypipe.errors import RequestError, nearest
 from raypipe.observe.strict_json import strict_json
@@ -27,7 +27,12 @@ def autoconfigure(
         Path, typer.Argument(help="Job file; of its parallel keys, only those given with auto: true restrict the plan.")
     ],
     cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plan for this described cluster, such as cluster/a100.yaml.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=described_cluster,
+            help="Plan for this described cluster, such as cluster/devices/a100.yaml.",
+        ),
     ] = None,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plan with the costs of this profile, from `raypipe profile`.")

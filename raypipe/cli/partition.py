@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from raypipe.cli._shared.files import described_cluster
 from raypipe.errors import RequestError
 from raypipe.observe.strict_json import strict_json
 
@@ -28,7 +29,10 @@ def partition(
         Path | None, typer.Option(metavar="FILE", help="Use the costs of this profile, from `raypipe profile`.")
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Compute costs for this cluster's devices [this machine's].")
+        Path | None,
+        typer.Option(
+            metavar="FILE", parser=described_cluster, help="Compute costs for this cluster's devices [this machine's]."
+        ),
     ] = None,
     memory_gib: Annotated[
         float | None, typer.Option(metavar="GIB", help="Limit for weights, optimizer and activations per device.")

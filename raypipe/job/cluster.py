@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from raypipe.errors import SpecError
+from raypipe.files import shipped
 from raypipe.job.field_types import Positive, Spec
 from raypipe.job.load import read_text
 from raypipe.job.validation_errors import describe, first_problem
@@ -18,8 +19,10 @@ Above = Annotated[float, Field(gt=0)]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 Software = Literal["raypipe", "pytorch-2020", "megatron"]
 
-EXAMPLE = "cluster/a100.yaml"
+EXAMPLE = "cluster/devices/a100.yaml"
 """A complete cluster file that errors point to."""
+DEVICES = "devices"
+"""The folder of device descriptions in ``cluster/``."""
 
 
 class DeviceModel(Spec):
@@ -118,12 +121,38 @@ class ClusterSpec(Spec):
 
 
 def load_cluster(path: str | Path) -> ClusterSpec:
-    """Read and check a cluster file.
+    """Read and check a cluster file, found as ``cluster_file`` says.
 
     Raises:
         SpecError: ``where`` is the file and the key.
     """
-    return cluster_from(parse_yaml(read_text(Path(path), "cluster", EXAMPLE), str(path)), str(path))
+    file = cluster_file(Path(path))
+    return cluster_from(parse_yaml(read_text(file, "cluster", EXAMPLE), str(file)), str(file))
+
+
+def cluster_file(path: Path) -> Path:
+    """The file that a cluster's path means.
+
+    A path that exists is taken as it is. Device descriptions used to be in ``cluster/`` itself, so
+    ``cluster/a100.yaml`` is ``cluster/devices/a100.yaml`` where only that exists. The bare name of a description
+    (``a100``) is found wherever raypipe is installed.
+    """
+    if path.exists():
+        return path
+    moved = path.parent / DEVICES / path.name
+    if moved.is_file():
+        return moved
+    if path.parent == Path() and not path.suffix and (named := shipped("cluster") / DEVICES / f"{path}.yaml").is_file():
+        return named
+    return path
+
+
+def moved_note(path: Path) -> str | None:
+    """What to tell who gave the path of a description that has moved; None where it is where they say."""
+    found = cluster_file(path)
+    if found == path or not path.suffix:
+        return None
+    return f"note: {path} has moved to {found}; the old path keeps working"
 
 
 def cluster_from(mapping: object, where: str = "cluster") -> ClusterSpec:

@@ -34,8 +34,9 @@ CLUSTERS = """\
 # Cluster keys
 
 A cluster file describes devices and links, so that `raypipe autoconfigure` and `raypipe partition` can plan for a
-cluster that is not available: `--cluster cluster/a100.yaml`. Every figure in the files under `cluster/` names its
-source or is marked as an estimate. [Planning](../guides/plan.md) describes how costs are computed from it.
+cluster that is not available: `--cluster cluster/devices/a100.yaml`, or by name, `--cluster a100`. Every figure in the
+files under `cluster/devices/` names its source or is marked as an estimate. [Planning](../guides/plan.md) describes how
+costs are computed from it.
 """
 
 

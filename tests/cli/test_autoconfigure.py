@@ -103,7 +103,10 @@ def test_the_worked_example_is_planned_for_its_machine(capsys) -> None:
     job = ROOT / "jobs" / "gpt2-1.3b.yaml"
     model = load_job(job).model
     assert (model.layers, model.sequence) == (64, 632)  # type: ignore[union-attr]
-    assert command(job, "--cluster", ROOT / "cluster" / "p100.yaml", "--devices", 512, "--json", "--search", 0) == 0
+    assert (
+        command(job, "--cluster", ROOT / "cluster" / "devices" / "p100.yaml", "--devices", 512, "--json", "--search", 0)
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert told["candidates"][0]["fits"]
     assert {row["kind"] for row in told["candidates"]} >= {"gpipe", "1f1b", "chimera", "gems", "zeropp", "zb-v"}

@@ -15,7 +15,7 @@ RULE = ["--policy", "largest-microbatch"]
 
 def chimeras(capsys, job: str, devices: int, *words: str) -> list[dict[str, object]]:
     """The candidates of Chimera's family that fit, the fastest first."""
-    machine = ROOT / "cluster" / "piz-daint.yaml"
+    machine = ROOT / "cluster" / "devices" / "piz-daint.yaml"
     given = [ROOT / "jobs" / job, "--cluster", machine, "--devices", devices, "--search", 0, "--json", *words]
     assert run(["autoconfigure", *map(str, given)]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -25,7 +25,7 @@ def path(tmp_path):
 
 
 def test_gpt2_is_an_embedding_attentions_mlps_and_a_head(path, capsys):
-    assert run(["partition", path, "--stages", "4", "--cluster", "cluster/a100.yaml", "--json"]) == 0
+    assert run(["partition", path, "--stages", "4", "--cluster", "cluster/devices/a100.yaml", "--json"]) == 0
     out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1])
     assert out.count("\n") == 1
@@ -43,7 +43,9 @@ def test_gpt2_is_an_embedding_attentions_mlps_and_a_head(path, capsys):
     assert deals["balanced"]["step_s"] < deals["even"]["step_s"]  # the head is heavy
     assert max(deals["balanced"]["stage_seconds"]) < max(deals["even"]["stage_seconds"])
 
-    assert run(["partition", path, "--cluster", "cluster/a100.yaml"]) == 0  # from the cache: torch is not needed
+    assert (
+        run(["partition", path, "--cluster", "cluster/devices/a100.yaml"]) == 0
+    )  # from the cache: torch is not needed
     drawn = capsys.readouterr().out
     parameters = 60000 * 512 + 1024 * 512 + 12 * (12 * 512**2 + 13 * 512) + 2 * 512  # the head is tied
     assert f"small: {parameters:,} parameters in 26 sub-graphs; at most 1 tensor across any cut" in drawn

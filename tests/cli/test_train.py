@@ -271,7 +271,7 @@ def test_what_a_run_writes_is_a_plan(job, tmp_path) -> None:
 def planned(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """What `autoconfigure -o` writes for the job, on two devices."""
     path = tmp_path / "planned.json"
-    a100 = Path(__file__).parents[2] / "cluster" / "a100.yaml"
+    a100 = Path(__file__).parents[2] / "cluster" / "devices" / "a100.yaml"
     words = ["--cluster", str(a100), "--devices", "2", "--search", "0", "--json", "-o", str(path)]
     assert run(["autoconfigure", str(job), "--set", "parallel=auto", "--set", "parallel.stages=2", *words]) == 0
     capsys.readouterr()

@@ -12,7 +12,7 @@ from raypipe.job import GptSpec, load_cluster
 from raypipe.job.cluster import cluster_from
 from tests.cost.plain_layer import plain_layer
 
-PRESETS = sorted(Path(__file__).parents[2].glob("cluster/*.yaml"))
+PRESETS = sorted(Path(__file__).parents[2].glob("cluster/devices/*.yaml"))
 GPT = GptSpec(layers=3, hidden=256, heads=4, sequence=128, vocabulary=1000)
 MACHINE = {
     "name": "made up",

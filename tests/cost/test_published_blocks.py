@@ -36,7 +36,7 @@ BLOCK = gpt_work(
 )
 def test_times(preset, typical, worst):
     """Root mean square and worst relative error over both tasks and all sizes."""
-    cluster = load_cluster(Path(__file__).parents[2] / "cluster" / f"{preset}.yaml")
+    cluster = load_cluster(Path(__file__).parents[2] / "cluster" / "devices" / f"{preset}.yaml")
     (layer,) = analytic_profile([BLOCK], cluster, "float32", SIZES).layers
     errors = []
     for size, forward, backward in zip(SIZES, FORWARD[preset], BACKWARD[preset], strict=True):

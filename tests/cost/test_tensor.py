@@ -14,7 +14,7 @@ from raypipe.models import GptLayers
 from raypipe.tensor import Alone, Division, group_of_thread
 from tests.cost.test_gpt_work import DTYPES, SAMPLES, forward, inputs_of, sizes, spec
 
-CLUSTER = Path(__file__).parents[2] / "cluster" / "a100.yaml"
+CLUSTER = Path(__file__).parents[2] / "cluster" / "devices" / "a100.yaml"
 
 
 class Two(Alone):

@@ -129,7 +129,7 @@ def test_the_same_architecture_costs_what_the_built_in_gpt_costs(dtype) -> None:
         "n_layer": 2, "n_embd": 1024, "n_head": 16, "n_positions": 512, "activation_function": "gelu",
         "attn_pdrop": 0.0, "resid_pdrop": 0.1, "embd_pdrop": 0.1,
     }  # fmt: skip
-    cluster = load_cluster(ROOT / "cluster" / "a100.yaml")
+    cluster = load_cluster(ROOT / "cluster" / "devices" / "a100.yaml")
     captured = job_profile(job_of("gpt2", config, 512, dtype=dtype), cluster)
     formulas = analytic_profile(_all_scores(gpt_work(shape, dtype), shape), cluster, dtype)
     embedding, attention, mlp, *_, head = captured.layers
@@ -170,7 +170,7 @@ def test_a_member_of_a_group_computes_holds_and_sums_what_the_formulas_say() -> 
     assert embedding.work.parameters == table.work.parameters
     assert attention.work.parameters + mlp.work.parameters == block.work.parameters
     assert head.work.parameters == last.work.parameters
-    cluster = load_cluster(ROOT / "cluster" / "a100.yaml")
+    cluster = load_cluster(ROOT / "cluster" / "devices" / "a100.yaml")
     for halves in (False, True):
         ours = divided_profile(job, cluster, 4, halves)
         theirs = tensor_profile(shape, cluster, "float32", 4, sub_pipelined=halves)

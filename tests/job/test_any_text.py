@@ -140,7 +140,7 @@ def test_any_yaml_is_read_or_refused(text: str) -> None:
         parse_yaml(text, "f")
 
 
-CLUSTER = load_cluster(ROOT / "cluster" / "a100.yaml").model_dump(mode="json")
+CLUSTER = load_cluster(ROOT / "cluster" / "devices" / "a100.yaml").model_dump(mode="json")
 INNER = [(key,) for key in CLUSTER] + [("device", key) for key in CLUSTER["device"]] + [("between", "latency_us")]
 
 

@@ -1,11 +1,15 @@
 """Every way a cluster file can be wrong is one SpecError that says where, why and what to write."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from raypipe.errors import SpecError
 from raypipe.job import load_cluster
-from raypipe.job.cluster import cluster_from
+from raypipe.job.cluster import cluster_file, cluster_from, moved_note
+
+ROOT = Path(__file__).parents[2]
 
 CLUSTER = {
     "name": "pair",
@@ -55,7 +59,7 @@ WRONG = [  # key, value, key in `where`, words in the message
     ("device.peak_tflops", 10, "device.peak_tflops", "give keys and values"),
     ("device.peak_tflops.float32", 0, "device.peak_tflops.float32", "greater than 0"),
     ("device.memory_gb_s", None, "device.memory_gb_s", "missing"),
-    ("between", None, "between", "cluster/a100.yaml shows a whole cluster"),
+    ("between", None, "between", "cluster/devices/a100.yaml shows a whole cluster"),
     ("device", "a100", "device", "give keys and values"),
     ("device.memory_gb_s", float("inf"), "device.memory_gb_s", "finite"),
 ]
@@ -104,3 +108,20 @@ def test_resized():
             cluster.resized(wrong)
     with pytest.raises(SpecError, match="use 4 or 8"):
         cluster.resized(6)
+
+
+@pytest.mark.parametrize("old", ["cluster/a100.yaml", "a100"])
+def test_where_descriptions_used_to_be_and_their_names_still_lead_to_them(old, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert load_cluster(old) == load_cluster("cluster/devices/a100.yaml")
+    note = moved_note(Path(old))
+    assert (note is not None) == (old != "a100")
+    assert note is None or "cluster/devices/a100.yaml" in note
+    assert moved_note(Path("cluster/devices/a100.yaml")) is None
+
+
+def test_a_file_in_the_old_place_is_taken_as_it_is(tmp_path):
+    (tmp_path / "devices").mkdir()
+    (tmp_path / "devices" / "a100.yaml").write_text("name: other")
+    (tmp_path / "a100.yaml").write_text("name: mine")
+    assert cluster_file(tmp_path / "a100.yaml") == tmp_path / "a100.yaml"

@@ -47,7 +47,7 @@ def model(flops, heavy=2.0**22):
     works = [
         plain_layer(p.label, flops=p.flops, parameters=int(heavy), kept_bytes=MIB, output_bytes=32) for p in pieces
     ]
-    cluster = load_cluster("cluster/a100.yaml")
+    cluster = load_cluster("cluster/devices/a100.yaml")
     return pieces, analytic_profile(works, cluster, "float32", [1])
 
 

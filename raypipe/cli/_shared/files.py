@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,3 +61,12 @@ def write(path: Path, text: str) -> None:
         write_whole(path, text)
     except OSError as error:
         raise SpecError(str(path), f"can't be written: {error.strerror}", OTHER) from None
+
+
+def described_cluster(name: str) -> Path:
+    """``--cluster`` as it was typed: the path or the name of a description; tells where it is now if it has moved."""
+    from raypipe.job.cluster import cluster_file, moved_note
+
+    if (note := moved_note(Path(name))) is not None:
+        print(note, file=sys.stderr)
+    return cluster_file(Path(name))

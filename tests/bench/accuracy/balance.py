@@ -38,7 +38,7 @@ parallel: {schedule: 1f1b, stages: 2, microbatch: 4}
 
 def emulated(rounds: int, steps: int) -> None:
     """Four emulated A100s, both cuts in turns."""
-    found = partition_job(load_job("jobs/gpt2-xl.yaml"), cluster=Path("cluster/a100.yaml"))
+    found = partition_job(load_job("jobs/gpt2-xl.yaml"), cluster=Path("cluster/devices/a100.yaml"))
     took: dict[str, list[float]] = {"even": [], "balanced": []}
     predicted: dict[str, float] = {}
     for _ in range(rounds):

@@ -42,7 +42,7 @@ STAGES, BATCH, MICROBATCH = 8, 128, 4
 FORWARD_S = 0.02
 """What a forward takes after scaling."""
 MODEL = GptSpec(layers=54, hidden=1920, heads=20, sequence=1024, vocabulary=50257, dropout=0.1)
-MACHINE = Path(__file__).parents[3] / "cluster" / "rtx3090.yaml"
+MACHINE = Path(__file__).parents[3] / "cluster" / "devices" / "rtx3090.yaml"
 Cut = tuple[tuple[int, ...], ...]
 
 

@@ -14,10 +14,10 @@ PAGE = Path(__file__).parents[3] / "docs" / "evidence" / "papers.md"
 BEGIN, END = "<!-- tests.bench.papers: begin -->", "<!-- tests.bench.papers: end -->"
 
 SOURCES = {
-    "Chimera on Piz Daint (`cluster/piz-daint.yaml`)": (chimera, speedups),
-    "ZeroPP on A800 (`cluster/a800.yaml`)": (zeropp,),
-    "Merak on RTX 3090 (`cluster/rtx3090.yaml`)": (merak,),
-    "Out-of-order backprop on V100 (`cluster/v100.yaml`)": (out_of_order,),
+    "Chimera on Piz Daint (`cluster/devices/piz-daint.yaml`)": (chimera, speedups),
+    "ZeroPP on A800 (`cluster/devices/a800.yaml`)": (zeropp,),
+    "Merak on RTX 3090 (`cluster/devices/rtx3090.yaml`)": (merak,),
+    "Out-of-order backprop on V100 (`cluster/devices/v100.yaml`)": (out_of_order,),
 }
 
 

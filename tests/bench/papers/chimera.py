@@ -13,7 +13,7 @@ from tests.bench.papers.models import bert_48, gpt2_64
 from tests.bench.papers.steps import Config, costs, fits, memory, pipeline, step_seconds, table, throughput
 
 GIB = 2**30
-MACHINE = "cluster/piz-daint.yaml"
+MACHINE = "cluster/devices/piz-daint.yaml"
 
 
 def profiles() -> tuple[Profile, Profile]:

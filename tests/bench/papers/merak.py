@@ -14,7 +14,7 @@ from raypipe.job import GptSpec, load_cluster
 from raypipe.job.recompute_layers import alphas, recomputed_after
 from tests.bench.papers.steps import Config, error, even_cut, pipeline, step_seconds, table
 
-MACHINE = "cluster/rtx3090.yaml"
+MACHINE = "cluster/devices/rtx3090.yaml"
 MIB = 2**20
 DEVICES, BATCH = 8, 128
 """Of table III."""

@@ -18,7 +18,7 @@ from raypipe.simulate.engine import simulate
 from tests.bench.papers.steps import error, table
 from tests.cost.plain_layer import plain_layer
 
-MACHINE = "cluster/v100.yaml"
+MACHINE = "cluster/devices/v100.yaml"
 DEVICES, LAYERS, BATCH = 4, 24, 96
 COUNTS = (4, 8)
 """Micro-batches are not counted for BERT; the paper's timelines of four devices (figure 13) have four."""

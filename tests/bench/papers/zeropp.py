@@ -19,7 +19,7 @@ from raypipe.schedule.walk import walk
 from tests.bench.papers.models import zeropp
 from tests.bench.papers.steps import Config, costs, error, pipeline, step_seconds, table
 
-MACHINE = "cluster/a800.yaml"
+MACHINE = "cluster/devices/a800.yaml"
 WIDTH, DEPTH = 4, 4
 COUNTS = (8, 16, 32)
 NARROW = 0.5

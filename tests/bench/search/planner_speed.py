@@ -72,7 +72,7 @@ def line(machine: str, devices: int, layers: int, batch: int, clip: str) -> None
     job = load_job(ROOT / "jobs" / "gpt2-1.3b.yaml", changes)
     assert isinstance(job.model, GptSpec)
     began, used = time.monotonic(), time.process_time()
-    cluster = load_cluster(ROOT / "cluster" / f"{machine}.yaml").resized(devices)
+    cluster = load_cluster(ROOT / "cluster" / "devices" / f"{machine}.yaml").resized(devices)
     profile = analytic_profile(
         job.model, cluster, job.train.dtype, optimizer=job.train.optimizer, momentum=job.train.momentum > 0
     )
