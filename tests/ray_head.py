@@ -1,0 +1,113 @@
+"""A real head for tests: ``ray start --head``, with its dashboard, job server and metrics agent.
+
+The dashboard, and with it the job server, listens on loopback; the rest of a head started so listens on the host's own
+address, whatever it is told. All of it asks for a token, which nobody else knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+START_S = 90.0
+
+
+@dataclass(frozen=True)
+class Head:
+    """A running head."""
+
+    dashboard: str
+    """Where jobs are submitted."""
+    metrics: str
+    """What Prometheus scrapes."""
+    folder: Path
+    """Its temporary files."""
+    token: dict[str, str]
+    """Environment variables that let a client in."""
+
+    def exported(self) -> dict[str, list[tuple[dict[str, str], float]]]:
+        """What the metrics agent exports now, by name: tags and values."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        asked = urllib.request.Request(
+            self.metrics, headers={"Authorization": f"Bearer {self.token['RAY_AUTH_TOKEN']}"}
+        )
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            text = answer.read().decode()
+        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append((sample.labels, sample.value))
+        return found
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody listens at now."""
+    with contextlib.ExitStack() as stack:
+        doors = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [door.getsockname()[1] for door in doors]
+
+
+@contextlib.contextmanager
+def ray_head(cpus: int = 2, **settings: str) -> Iterator[Head]:
+    """A head of ``cpus`` for the block, in a process group of its own; ``settings`` are environment variables."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: sockets below it have names of at most 107 bytes
+    gcs, dashboard, metrics, client, agent = free_ports(5)
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | token | settings
+    environment["RAY_USAGE_STATS_ENABLED"] = "0"
+    words = [
+        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={gcs}",
+        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
+        f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}",
+        f"--ray-client-server-port={client}", f"--num-cpus={cpus}",
+        f"--temp-dir={folder}", "--object-store-memory=100000000",
+    ]  # fmt: skip
+    log = (folder / "head.log").open("w")
+    process = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
+    try:
+        head = Head(f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{metrics}", folder, token)
+        for url in (f"{head.dashboard}/api/version", head.metrics):
+            _wait_for(url, process, folder / "head.log")
+        yield head
+    finally:
+        log.close()
+        _end(process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except urllib.error.HTTPError:  # it answers, and asks for its token
+            return
+        except OSError:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the head does not come up at {url}: {log.read_text()}") from None
+            time.sleep(0.2)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the group: the head and all that it has started, whose files are removed anyway."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
