@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from raypipe.cli._shared.files import check_writable, output, write
+from raypipe.cli._shared.files import check_writable, described_cluster, output, write
 from raypipe.cli._shared.options import File
 from raypipe.errors import RequestError
 
@@ -22,7 +22,10 @@ def graph(
     ],
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 32,
     cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Compute times for this cluster's devices [this machine's].")
+        Path | None,
+        typer.Option(
+            metavar="FILE", parser=described_cluster, help="Compute times for this cluster's devices [this machine's]."
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Arithmetic that times are computed for.")] = "float32",
     backward: Annotated[

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from raypipe.models import build_model
 from raypipe.models.build import Fields
 from raypipe.profiling.effort import Effort
 from raypipe.profiling.profiled_steps import Samples, middle_look
-from raypipe.runtime.allocated import PeakMeter, allocated_bytes, process_bytes
+from raypipe.runtime.allocated import PeakMeter, allocated_bytes, host_memory_bytes, process_bytes
 from raypipe.runtime.communicators import Communicators, Topology
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
@@ -112,7 +111,7 @@ class ProfilingWorker(StageWorker):
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             return DeviceFacts(properties.name, float(properties.total_memory), base, node)
-        return DeviceFacts(_processor(), _host_memory(), base, node)
+        return DeviceFacts(_processor(), host_memory_bytes(), base, node)
 
     def left_behind_bytes(self) -> int:
         """Drop all layers, and return the bytes that are still in use beyond the base.
@@ -297,12 +296,3 @@ def _processor() -> str:
     with open("/proc/cpuinfo") as lines:
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
     return f"{name}, one core"
-
-
-def _host_memory() -> float:
-    """Return the bytes of memory of this host, or the limit of its container."""
-    total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        return min(total, float(text))
-    return total

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import resource
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,3 +86,48 @@ def resident_bytes() -> int:
     """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def host_memory_bytes() -> float:
+    """Bytes of memory of this host, or what a container is given of it."""
+    total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        return min(total, float(text))
+    return total
+
+
+class DeviceMemory(NamedTuple):
+    """In bytes."""
+
+    peak: int
+    """On a GPU the most that torch's allocator has reserved so far, else the process's largest resident set."""
+    limit: float
+    """All of the GPU's memory, or the host's."""
+    own: bool
+    """No other process is to take of that: it is a GPU's."""
+
+
+class MemoryReports:
+    """What a device says of its memory with the results of its steps, at most once a second."""
+
+    EVERY_S = 1.0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._due = 0.0
+        self._limit = (
+            float(torch.cuda.get_device_properties(device).total_memory)
+            if device.type == "cuda"
+            else host_memory_bytes()
+        )
+
+    def due(self) -> DeviceMemory | None:
+        """The present state; None where the last one is younger than a second."""
+        now = time.monotonic()
+        if now < self._due:
+            return None
+        self._due = now + self.EVERY_S
+        if self._device.type == "cuda":
+            return DeviceMemory(torch.cuda.max_memory_reserved(self._device), self._limit, True)
+        return DeviceMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, self._limit, False)

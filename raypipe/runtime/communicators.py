@@ -33,6 +33,8 @@ class Location:
     port: int
     """Port on which this worker listens; rank 0's serves the rendezvous."""
     pid: int
+    model: str = ""
+    """What a GPU calls itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +123,10 @@ def locate(rank: int, title: str, device: torch.device) -> Location:
     """Return where the calling actor runs, and listen there so that its port is not taken before the rendezvous."""
     import ray
 
-    name = "cpu"
+    name, model = "cpu", ""
     if device.type == "cuda":
-        name = f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+        properties = torch.cuda.get_device_properties(device)
+        name, model = f"cuda:{properties.uuid}", properties.name
     address = own_address()
     for old in _listening.values():
         old.close()
@@ -133,7 +136,7 @@ def locate(rank: int, title: str, device: torch.device) -> Location:
     _listening[port] = opened
     lacks = tuple(name for name, transport in TRANSPORTS.items() if not transport.available())
     peer = Peer(rank, ray.get_runtime_context().get_node_id(), name, title, lacks)
-    return Location(peer, address, port, os.getpid())
+    return Location(peer, address, port, os.getpid(), model)
 
 
 def own_address() -> str:

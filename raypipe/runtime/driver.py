@@ -23,6 +23,7 @@ from raypipe.plan.online.controller import MeasuredStep
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.sequence import ControllerSequence
 from raypipe.plan.plan import Plan
+from raypipe.runtime.cluster.run_metrics import RunMetrics
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.run_checkpoints import RunCheckpoints, Saved
@@ -61,8 +62,9 @@ class Driver:
         batch, clips = job.train.batch, job.train.clip is not None
         self.running = running_of(plan, batch, clips)
         self.clock = StepClock(self.schedule)
-        self.controller = ControllerSequence(self.running, batch, clips, lambda text: log.event("notice", message=text))
+        self.controller = ControllerSequence(self.running, batch, clips, self._notice)
         self.checkpoints = RunCheckpoints(job, directory, log, saved)
+        self.metrics = RunMetrics(job, plan, directory, self._notice)
         self.patience: Patience | None = None
         self.tokens_per_step = batch * tokens_per_sample(job, directory / "data")
         self.last_metrics: dict[str, Any] = {}
@@ -77,6 +79,9 @@ class Driver:
     def schedule(self) -> Schedule:
         """The schedule that newly queued steps run."""
         return self.running.schedule
+
+    def _notice(self, text: str) -> None:
+        self.log.event("notice", message=text)
 
     def run(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
         """Train on ``workers`` until the job's last step, or until validation stops improving.
@@ -98,9 +103,13 @@ class Driver:
             self.patience = patience_of(self.directory, self.job.train.early_stop, done)
         self.checkpoints.resume(checkpoint, done)
         self._setup(workers, checkpoint, done)
-        last = self._loop(workers, done)
-        self.controller.finish(self.clock)
-        self._log_events(last)
+        self.metrics.begin(workers.run_id.partition("-")[0], workers.locations)
+        try:
+            last = self._loop(workers, done)
+            self.controller.finish(self.clock)
+            self._log_events(last)
+        finally:
+            self.metrics.close()
         self.memory_bytes = ray.get(workers.call("memory_bytes"))
 
     def _setup(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
@@ -122,7 +131,9 @@ class Driver:
         try:
             steps_done = self._fill(workers, done)
             self._collect_all()
-        except (DivergenceError, SampleCountError):
+        except (DivergenceError, SampleCountError) as error:
+            if isinstance(error, DivergenceError):
+                self.metrics.diverged()
             for ticket in self._pending:
                 if ticket.kind == "save":
                     self.checkpoints.discard(ticket.step, ticket.refs)
@@ -190,6 +201,7 @@ class Driver:
             raise self.checkpoints.diverged(step, f"the validation loss is {loss}")
         self.last_metrics["val_loss"] = loss
         self.log.metric({"step": step, "val_loss": loss})
+        self.metrics.validation(loss)
         if self.patience is not None:
             self.patience.saw(step, loss)
 
@@ -209,17 +221,17 @@ class Driver:
         step_s, bubble_ratio = ticket.clock.add(ticket.part, [r.times for r in devices])
         self.counts |= communication_counts(results, tensor)
         self.last_metrics |= {"loss": loss}
-        self.log.metric(
-            {
-                "step": step,
-                "loss": loss,
-                "grad_norm": norm,
-                "lr": learning_rate(train, step - 1),
-                "step_s": step_s,
-                "tokens_per_s": self.tokens_per_step / step_s,
-                "bubble_ratio": bubble_ratio,
-            }
-        )
+        row = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": learning_rate(train, step - 1),
+            "step_s": step_s,
+            "tokens_per_s": self.tokens_per_step / step_s,
+            "bubble_ratio": bubble_ratio,
+        }
+        self.log.metric(row)
+        self.metrics.step(row, ticket.clock, devices)
         if ticket.clock is self.clock:  # False for a step that was queued before the plan changed
             self.controller.observe(MeasuredStep(step_s, [r.memory for r in devices], self.clock))
             self._log_events(step)
@@ -240,6 +252,7 @@ class Driver:
         events = self.controller.drain()
         for name, fields in events:
             self.log.event(name, step=step, **fields)
+            self.metrics.event(name, fields)
         if events:
             self._store_plan()
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from raypipe.errors import SampleCountError
 from raypipe.plan.online.controller import StepMemory
+from raypipe.runtime.allocated import DeviceMemory
 from raypipe.runtime.cast_messages import MessageCast
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 
@@ -42,6 +43,8 @@ class StepResult:
     """Measured memory; zeros where it was not measured."""
     optimistic: bool
     """Whether the update was made before the global norm was known; a norm above the limit undoes and repeats it."""
+    device_memory: DeviceMemory | None = None
+    """Memory of the device's process, about once a second; None in between."""
 
 
 def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from raypipe.checkpoint import ShardInfo, open_checkpoint, write_shard
 from raypipe.data import open_data
 from raypipe.models import DTYPES, build_model
+from raypipe.runtime.allocated import MemoryReports
 from raypipe.runtime.cast_messages import message_cast_of
 from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
@@ -62,6 +63,7 @@ class StageWorker:
         self.rank, self.title = rank, title
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         set_up_process(self.device)
+        self.memory_reports = MemoryReports(self.device)
 
     def __repr__(self) -> str:
         return self.title
@@ -184,7 +186,8 @@ class StageWorker:
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
         """Run training step ``step``, counted from 0; the returned times are on the run's shared clock."""
         result = self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
-        return replace(result, times=self.communicators.clock.shared(result.times))
+        times = self.communicators.clock.shared(result.times)
+        return replace(result, times=times, device_memory=self.memory_reports.due())
 
     @raises_device_errors
     def install(

@@ -1,0 +1,135 @@
+"""The metrics of a run, declared once: what Ray exports, what ``dashboards/`` may query, and how a step fills them.
+
+Ray puts ``ray_`` before the names when it exports them. Every metric carries ``RUN_TAGS``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Final, Literal, NamedTuple
+
+from raypipe.schedule.kinds import COMPUTE
+from raypipe.simulate.timeline import Span, Timeline
+
+RUN_TAGS: Final = ("run_name", "run_id", "ray_train_run_name")
+"""``ray_train_run_name`` is the tag of Ray Train's own metrics, with the same value as ``run_name``: one filter in a
+dashboard selects both."""
+
+
+class Metric(NamedTuple):
+    """One declared metric."""
+
+    name: str
+    """With its unit; a ratio is a share, 0 to 1."""
+    help: str
+    tags: tuple[str, ...] = ()
+    """Beside ``RUN_TAGS``."""
+    kind: Literal["gauge", "histogram"] = "gauge"
+
+    @property
+    def exported(self) -> str:
+        """Its name in Prometheus."""
+        return f"ray_{self.name}"
+
+
+STEP = Metric("raypipe_step", "Optimizer steps done.")
+STEP_SECONDS = Metric("raypipe_step_seconds", "Wall time of the newest step.")
+STEP_PREDICTED = Metric("raypipe_step_predicted_seconds", "What the plan, then the calibration, says a step takes.")
+STEP_DURATION = Metric("raypipe_step_duration_seconds", "Wall time of steps, as a histogram.", kind="histogram")
+TOKENS = Metric(
+    "raypipe_tokens_per_second", "Tokens of the mini-batch by wall time; samples where data have no tokens."
+)
+SAMPLES = Metric("raypipe_samples_per_second", "Samples of the mini-batch by wall time.")
+MFU = Metric("raypipe_mfu_ratio", "Model FLOP/s over the devices' peak; absent where the peak is unknown.")
+LOSS = Metric("raypipe_loss", "Training loss of the newest step; not a number once training has diverged.")
+VALIDATION_LOSS = Metric("raypipe_validation_loss", "Loss of the newest validation.")
+GRAD_NORM = Metric("raypipe_grad_norm", "Global gradient norm before clipping.")
+LEARNING_RATE = Metric("raypipe_learning_rate", "Learning rate of the newest step.")
+BUBBLE = Metric("raypipe_bubble_ratio", "Share of the newest step in which devices computed nothing.")
+BUBBLE_PREDICTED = Metric("raypipe_bubble_ratio_predicted", "The same as the plan, then the calibration, predicts it.")
+TASK_SECONDS = Metric(
+    "raypipe_task_seconds", "Time in tasks of one kind (F, B, W, BW, R) in the newest step.",
+    ("stage", "replica", "device", "task"),
+)  # fmt: skip
+WAIT = Metric("raypipe_wait_seconds", "Time in which a device computed nothing in the newest step.", ("device",))
+ALL_REDUCE_EXPOSED = Metric(
+    "raypipe_all_reduce_exposed_seconds", "Time of gradient all-reduces that no compute overlapped.", ("device",)
+)
+MEMORY = Metric("raypipe_memory_bytes", "Peak memory of a device's process so far.", ("device",))
+MEMORY_PLANNED = Metric("raypipe_memory_planned_bytes", "Peak memory as planned; absent without a plan.", ("device",))
+MEMORY_LIMIT = Metric(
+    "raypipe_memory_limit_bytes", "A GPU's memory; of a host's CPU devices, an equal share of its memory.", ("device",)
+)
+RECOVERIES = Metric("raypipe_recoveries", "Restarts since the run began.")
+REPLANS = Metric("raypipe_replans", "Plans changed while the run went on, since it began.")
+
+METRICS: Final = (
+    STEP, STEP_SECONDS, STEP_PREDICTED, STEP_DURATION, TOKENS, SAMPLES, MFU, LOSS, VALIDATION_LOSS, GRAD_NORM,
+    LEARNING_RATE, BUBBLE, BUBBLE_PREDICTED, TASK_SECONDS, WAIT, ALL_REDUCE_EXPOSED, MEMORY, MEMORY_PLANNED,
+    MEMORY_LIMIT, RECOVERIES, REPLANS,
+)  # fmt: skip
+"""All of them. Counts are gauges, too: a driver that is started again goes on with the run's counts, where a counter
+of its process would begin at zero."""
+
+DURATION_BUCKETS: Final = tuple(round(m * 10.0**e, 6) for e in range(-3, 3) for m in (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+"""Upper ends of the histogram's buckets, in seconds."""
+
+Reading = tuple[Metric, float, dict[str, str]]
+"""A value of a metric and its tags beside the run's."""
+
+
+def step_readings(row: dict[str, Any], batch: int) -> Iterator[Reading]:
+    """The metrics of the whole run that follow from a step's row of metrics.jsonl; ``batch`` is in samples."""
+    yield STEP, row["step"], {}
+    yield STEP_SECONDS, row["step_s"], {}
+    yield TOKENS, row["tokens_per_s"], {}
+    yield SAMPLES, batch / row["step_s"], {}
+    yield LOSS, row["loss"], {}
+    yield GRAD_NORM, row["grad_norm"], {}
+    yield LEARNING_RATE, row["lr"], {}
+    yield BUBBLE, row["bubble_ratio"], {}
+
+
+def device_readings(timeline: Timeline, step_s: float, copies: int) -> Iterator[Reading]:
+    """The metrics of single devices that follow from a measured step.
+
+    ``copies`` is ``parallel.replicas``: a copy of the pipeline may hold several replicas of a stage (Chimera), and the
+    tag counts copies.
+    """
+    per_copy = timeline.schedule.replicas // copies
+    for device, (spans, busy) in enumerate(zip(timeline.spans, timeline.busy, strict=True)):
+        total: dict[tuple[int, int, str], float] = defaultdict(float)
+        for task, start, end in spans:
+            if task.kind in COMPUTE:
+                total[task.stage, task.replica // per_copy, task.kind] += end - start
+        for (stage, replica, kind), seconds in total.items():
+            tags = {"stage": str(stage), "replica": str(replica), "device": str(device), "task": kind}
+            yield TASK_SECONDS, seconds, tags
+        yield WAIT, max(0.0, step_s - busy), {"device": str(device)}
+        yield ALL_REDUCE_EXPOSED, exposed_s(spans), {"device": str(device)}
+
+
+def exposed_s(spans: Sequence[Span]) -> float:
+    """Seconds in which a device's all-reduces were under way and it computed nothing.
+
+    >>> from raypipe.schedule.ir import Task
+    >>> f, ar = Task("F", 0, (0,)), Task("AR", 0, ())
+    >>> exposed_s([Span(f, 0.0, 2.0), Span(ar, 1.0, 5.0), Span(f, 4.0, 4.5)])
+    2.5
+    """
+    # A sweep over the moments at which something begins or ends.
+    moments = sorted(
+        (at, kind, change)
+        for task, start, end in spans
+        for kind in (("compute",) if task.kind in COMPUTE else ("sum",) if task.kind == "AR" else ())
+        for at, change in ((start, 1), (end, -1))
+    )
+    under_way = {"compute": 0, "sum": 0}
+    exposed = 0.0
+    for (at, kind, change), (then, _, _) in pairwise(moments):
+        under_way[kind] += change
+        if under_way["sum"] and not under_way["compute"]:
+            exposed += then - at
+    return exposed
