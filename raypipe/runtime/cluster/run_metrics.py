@@ -24,8 +24,8 @@ from raypipe.models import build_model
 from raypipe.observe import metrics as declared
 from raypipe.observe.metrics import DURATION_BUCKETS, METRICS, RUN_TAGS, Metric, Reading, device_readings, step_readings
 from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.plan.online.guard import Guard
 from raypipe.plan.online.measured_steps import StepClock
+from raypipe.plan.online.sequence import Guard
 from raypipe.plan.plan import Plan
 from raypipe.runtime.communicators import Location
 from raypipe.runtime.step import StepResult
