@@ -8,6 +8,7 @@ than ``SHARE`` of the time, because Ray drops a gauge that nobody has set for a 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import Counter
@@ -33,6 +34,9 @@ from raypipe.runtime.step import StepResult
 EVERY_S = 1.0
 SHARE = 0.005
 """Of one core's time, at most."""
+LONG_RUN_S = 60.0
+"""A run of that length may end some seconds later."""
+RAYS_INTERVAL = "RAY_metrics_report_interval_ms"
 EXPORTING = "exporting metrics"
 BACKWARD = 2.0
 """Operations of a backward in those of its forward, as MFU counts them (Chowdhery et al. 2022, PaLM, appendix B)."""
@@ -58,6 +62,7 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
+        self._begun, self._diverged = time.monotonic(), False
 
     def begin(self, run_id: str, places: Sequence[Location]) -> None:
         """Before the first step; ``places`` are the workers', by rank. ``close`` ends it."""
@@ -69,7 +74,7 @@ class RunMetrics:
 
     def diverged(self) -> None:
         """Training has diverged: the loss is no longer a number."""
-        self._newest = None
+        self._newest, self._diverged = None, True
         self._hold([(declared.LOSS, math.nan, {})])
 
     def validation(self, loss: float) -> None:
@@ -86,11 +91,16 @@ class RunMetrics:
             self._hold([(declared.REPLANS, float(self._counts[declared.REPLANS]), {})])
 
     def close(self) -> None:
-        """The run is over: what is newest is set once more, and then nothing any longer."""
+        """The run is over: what is newest is set once more, and then nothing any longer.
+
+        The end of a long run that has diverged waits until Ray has exported that, for whoever is to be woken by it.
+        """
         self._ends.set()
         if self._thread is not None:
             self._thread.join()
             self._guard(EXPORTING, self._set_all)
+            if self._diverged and time.monotonic() - self._begun > LONG_RUN_S:
+                time.sleep(export_interval_s() + EVERY_S)  # Ray exports nothing when a process ends
 
     def _hold(self, readings: Iterable[Reading]) -> None:
         with self._lock:
@@ -170,3 +180,11 @@ class RunMetrics:
                 readings += device_readings(timeline, row["step_s"], self.copies)
         for metric, value, tags in readings:
             self._exported[metric.name].set(value, tags)
+
+
+def export_interval_s() -> float:
+    """How often Ray exports what a process has set."""
+    try:
+        return float(os.environ[RAYS_INTERVAL]) / 1000.0
+    except (KeyError, ValueError):
+        return 10.0

@@ -52,6 +52,9 @@ class Recorded:
         self.set(value, {})
 
 
+slept: list[float] = []
+
+
 class Never:
     """A thread that is not started: ``close`` sets what is newest."""
 
@@ -67,9 +70,12 @@ class Never:
 @pytest.fixture
 def recorded(monkeypatch):
     Recorded.values, Recorded.now = {}, 0.0
+    slept.clear()
     for kind in ("Gauge", "Histogram"):
         monkeypatch.setattr(run_metrics.ray_metrics, kind, Recorded)
     monkeypatch.setattr(run_metrics.time, "thread_time", lambda: Recorded.now)
+    monkeypatch.setattr(run_metrics.time, "monotonic", lambda: Recorded.now)
+    monkeypatch.setattr(run_metrics.time, "sleep", slept.append)
     monkeypatch.setattr(run_metrics.threading, "Thread", Never)
     return Recorded.values
 
@@ -137,6 +143,20 @@ def test_what_came_before_and_what_was_planned(job, tmp_path, recorded):
     metrics.diverged()
     metrics.close()
     assert math.isnan(recorded["raypipe_loss",])
+
+
+@pytest.mark.parametrize(("length", "waits"), [(30.0, []), (90.0, [3.0])])
+def test_the_end_of_a_long_run_that_diverged_waits_for_the_export(
+    job, tmp_path, recorded, monkeypatch, length, waits
+):  # fmt: skip
+    monkeypatch.setenv("RAY_metrics_report_interval_ms", "2000")
+    metrics = RunMetrics(job, make_plan(job), tmp_path, pytest.fail)
+    metrics.begin("1", places("a", "a"))
+    Recorded.now += length
+    metrics.diverged()
+    metrics.close()
+    assert math.isnan(recorded["raypipe_loss",])
+    assert slept == waits
 
 
 def test_cpu_devices_share_the_memory_of_their_host(job, tmp_path, recorded):
