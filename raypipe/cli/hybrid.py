@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from raypipe.cli._shared.files import check_writable, output
+from raypipe.cli._shared.files import check_writable, described_cluster, output
 from raypipe.cli._shared.options import File, Text
 from raypipe.cli._shared.values import comma_list
 from raypipe.errors import RequestError
@@ -28,7 +28,8 @@ def hybrid(
         ),
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Cluster that --job's costs are computed for.")
+        Path | None,
+        typer.Option(metavar="FILE", parser=described_cluster, help="Cluster that --job's costs are computed for."),
     ] = None,
     plot: Annotated[
         File,

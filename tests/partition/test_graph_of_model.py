@@ -14,7 +14,7 @@ from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
 from raypipe.partition.graph_of_model import graph_of_model
 
 ROOT = Path(__file__).parents[2]
-V100 = ROOT / "cluster" / "v100.yaml"
+V100 = ROOT / "cluster" / "devices" / "v100.yaml"
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ def test_json_tables_have_text_for_keys(tmp_path: Path) -> None:
 def test_a_modelled_efficiency_is_the_planners(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """T_1 / T_N of two plans of the same job, made with its keys set by hand."""
     root = INCEPTION.parents[1]
-    job, cluster = str(root / "jobs" / "bert-48.yaml"), str(root / "cluster" / "v100.yaml")
+    job, cluster = str(root / "jobs" / "bert-48.yaml"), str(root / "cluster" / "devices" / "v100.yaml")
 
     def step_s(workers: int) -> float:
         keys = ("parallel={}", "parallel.auto=true", "parallel.schedule=1f1b", "parallel.stages=1",
