@@ -53,7 +53,7 @@ def install_dashboards(to: Path | None = None) -> list[str]:
         for board in sorted((source / "grafana").glob("*.json")):
             shutil.copyfile(board, boards / board.name)
             lines.append(f"wrote {boards / board.name}")
-        provider.write_text(_provider(boards), encoding="utf-8")
+        write_whole(provider, _provider(boards))
         lines.append(f"wrote {provider}")
         shutil.copyfile(source / "prometheus" / "rules.yaml", rules)
         lines.append(f"wrote {rules}")

@@ -55,11 +55,15 @@ def test_the_closed_model_prefers_the_deep_pipeline(gpt):
 
 
 def test_speed_ups_that_chose_nothing():
-    """As the table in docs/evidence/papers.md has them: 17 speed-ups and an efficiency, 9.4 % off in the median."""
+    """As the table in docs/evidence/papers.md has them: 17 speed-ups and an efficiency, 9.4 % off in the median.
+
+    The worst is PipeDream's, 36.6 %: it was 33.5 while asynchronous steps were timed as if a recomputation did not wait
+    for the gradient, which made PipeDream and 2BW too fast; three rows of 2BW are closer since.
+    """
     off = [row.off for row in speedups(step_seconds)]
     assert len(off) == 18
     assert median(off) < 0.1
-    assert max(off) < 0.35
+    assert max(off) < 0.37
 
 
 def test_who_needs_recomputation(bert, gpt):
