@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypipe.errors import SpecError
-from raypipe.job.recompute_layers import named_layers
+from raypipe.job.recompute_layers import Cut, named_layers
 from raypipe.job.requested_schedule import base_schedule, is_file
 from raypipe.job.spec import JobSpec
 from raypipe.launch.job_model import JobModel
@@ -17,9 +17,9 @@ from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.text import to_text
-from raypipe.schedule.ir import Schedule
-from raypipe.search import search
+from raypipe.search import Found, search
 from raypipe.search.placements import placed
+from raypipe.simulate.engine import simulate
 
 if TYPE_CHECKING:
     from raypipe.models import LayeredModel
@@ -47,19 +47,26 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
     order: str | None
     if parallel.schedule == "auto":
         placement = placed(parallel.placement, parallel.shape(job.train.batch))
-        cut = split_layers(layers, len(placement[0]))
-        order = to_text(_searched(job, placement, [sum(layers.flops[i] for i in part) for part in cut]))
+        orders: dict[tuple[float, ...], Found] = {}
+
+        def searched(flops: Sequence[float]) -> Found:
+            key = tuple(flops)
+            orders[key] = orders.get(key) or _searched(job, placement, key)
+            return orders[key]
+
+        cut = split_layers(layers, placement, lambda flops: searched(flops).makespan * max(flops))
+        order = to_text(replace(searched([_flops(layers, part) for part in cut]).schedule, name="auto"))
     else:
         schedule = base_schedule(parallel, job.train.batch)
-        cut = split_layers(layers, schedule.stages)
+        cut = split_layers(layers, schedule.placement, lambda flops: simulate(schedule, _costs(flops)).makespan)
         if schedule.versions == "stash":
             _check_tied(layers, cut)
         order = to_text(schedule) if is_file(parallel.schedule) else None
-    plan = Plan(parallel=parallel, cut=tuple(tuple(part) for part in cut), order=order)
+    plan = Plan(parallel=parallel, cut=cut, order=order)
     return Planned(job, model, plan, build_schedule(plan, job.train.batch))
 
 
-def _check_tied(layers: LayeredModel, cut: list[range]) -> None:
+def _check_tied(layers: LayeredModel, cut: Cut) -> None:
     """Refuse tied parameters across stages: PipeDream updates each stage separately, so the copies would diverge."""
     stage_of = {layer: stage for stage, part in enumerate(cut) for layer in part}
     for group in layers.tied:
@@ -70,17 +77,22 @@ def _check_tied(layers: LayeredModel, cut: list[range]) -> None:
             )  # fmt: skip
 
 
-def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: list[float]) -> Schedule:
-    """Search the order of ``schedule: auto`` with times proportional to the stages' FLOPs, and B = W = F."""
-    largest = max(flops)
-    times = tuple(f / largest for f in flops)
-    zeros = (0.0,) * len(times)
-    costs = CostTable(
-        forward=times, input_grad=times, weight_grad=times, recompute=zeros, all_reduce=zeros, update=zeros
-    )
+def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: tuple[float, ...]) -> Found:
+    """Search the order of ``schedule: auto``; its times are in units of the largest stage's forward."""
     shape = job.parallel.shape(job.train.batch)
-    found = search(placement, shape.microbatches, costs, memory_limit=shape.memory_limit)
-    return replace(found.schedule, name="auto")
+    costs = _costs([f / max(flops) for f in flops])
+    return search(placement, shape.microbatches, costs, memory_limit=shape.memory_limit)
+
+
+def _flops(layers: LayeredModel, part: Sequence[int]) -> float:
+    return float(sum(layers.flops[i] for i in part))
+
+
+def _costs(times: Sequence[float]) -> CostTable:
+    """What is known of a model that was never measured: B and W take as long as F each."""
+    zeros = (0.0,) * len(times)
+    each = tuple(times)
+    return CostTable(forward=each, input_grad=each, weight_grad=each, recompute=zeros, all_reduce=zeros, update=zeros)
 
 
 def with_plan(job: JobSpec, plan: Plan) -> JobSpec:

@@ -1,23 +1,28 @@
-"""Cut a list of layers into contiguous stages so that the slowest stage is as fast as possible."""
+"""Cut a model's layers into the stages of a schedule by their FLOPs."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 from raypipe.models.layered import LayeredModel
-from raypipe.plan.cut.balance import check_stages, contiguous_split
+from raypipe.plan.cut.layers import LayerCut, Placement, fastest_cut
+
+Cut = tuple[tuple[int, ...], ...]
 
 
-def split_layers(model: LayeredModel, stages: int) -> list[range]:
-    """Return the layer numbers of each stage, cut so that the largest sum of ``model.flops`` is minimal.
+def split_layers(model: LayeredModel, placement: Placement, step: Callable[[Sequence[float]], float]) -> Cut:
+    """Return the layer numbers of each stage. A cut assigns whole units of the model to stages.
 
-    A cut assigns whole units of the model to stages. Among the best cuts it is the one with the smallest sum of
-    squares, which also balances the other stages.
+    Args:
+        model: the model; its ``flops`` are the costs of its layers.
+        placement: the device of every stage, one row per replica of the pipeline.
+        step: returns the time of a step, in any unit, given the FLOPs of each stage. It is asked only where balancing
+            stages and balancing devices give different cuts, and decides between the two.
 
     Raises:
         SpecError: there are more stages than units.
     """
     units = model.units
-    check_stages(stages, len(units))
-    cuts = contiguous_split([sum(model.flops[i] for i in unit) for unit in units], stages)
-    return [range(units[a].start, units[b - 1].stop) for a, b in pairwise([0, *cuts, len(units)])]
+    flops = [float(sum(model.flops[i] for i in unit)) for unit in units]
+    found: LayerCut = fastest_cut(flops, placement, lambda cut: step(cut.stage_cost))
+    return tuple(tuple(range(units[part[0]].start, units[part[-1]].stop)) for part in found.stages)

@@ -19,7 +19,7 @@ from raypipe.partition.this_machine import this_machine
 def partition_job(
     job: JobSpec, profile: Path | None = None, cluster: Path | None = None, memory_bytes: float | None = None
 ) -> Partition:
-    """Deal the sub-graphs of a job's model to the stages of its schedule.
+    """Cut the sub-graphs of a job's model into the stages of its schedule.
 
     Args:
         job: the job.

@@ -11,13 +11,12 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.cost.stages import costs_of
 from raypipe.errors import SpecError
-from raypipe.plan.cut.balance import Balance, Memory, balance, check_stages, pinned
+from raypipe.plan.cut.layers import NOISE, LayerCut, check_stages, cut_layers, fastest_cut, given_cut
+from raypipe.plan.cut.runs import Memory
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import births, deaths, recomputed_pairs
 from raypipe.simulate.engine import simulate
 
-NOISE = 0.01
-"""Deals whose slowest devices differ by less than this are taken to be equally good: costs are not known better."""
 MANY_TASKS = 20_000
 """Beyond this a simulated step takes too long to try several."""
 
@@ -49,19 +48,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A model dealt to stages, beside the deal that gives every stage as many blocks."""
+    """A model cut into stages, beside the cut that gives every stage as many blocks."""
 
     pieces: tuple[Piece, ...]
     profile: Profile
     schedule: Schedule
     microbatch: int
-    even: Balance
-    balanced: Balance
+    even: LayerCut
+    balanced: LayerCut
 
-    def step_s(self, deal: Balance) -> float:
-        """Predicted seconds of a step: the schedule's makespan with this deal's costs."""
-        cut = [tuple(part) for part in deal.stages]
-        costs = costs_of(self.profile, cut, self.microbatch, self.schedule)
+    def step_s(self, cut: LayerCut) -> float:
+        """Predicted seconds of a step: the schedule's makespan with this cut's costs."""
+        costs = costs_of(self.profile, cut.stages, self.microbatch, self.schedule)
         return simulate(self.schedule, costs).makespan
 
 
@@ -69,7 +67,7 @@ def make_partition(
     pieces: Sequence[Piece], profile: Profile, schedule: Schedule, microbatch: int,
     memory_bytes: float | None = None, optimizer: str = "adamw", momentum: float = 0.0,
 ) -> Partition:  # fmt: skip
-    """Deal pieces to the stages of a schedule by the profile's seconds for one micro-batch.
+    """Cut pieces into the stages of a schedule by the profile's seconds for one micro-batch.
 
     Args:
         pieces: of the model, in order.
@@ -80,7 +78,8 @@ def make_partition(
         optimizer, momentum: ``train``'s, for the size of the optimizer's state.
 
     The slowest device of the result is the fastest possible but for ``NOISE``; within that, the predicted step is as
-    short as moving borders makes it, for it also matters where the slowest stage stands.
+    short as moving borders makes it, for it also matters where the slowest stage stands. Where balanced stages give a
+    shorter step than that, those.
 
     Raises:
         SpecError: more stages than pieces, a profile of another model, or nothing fits the memory.
@@ -93,39 +92,43 @@ def make_partition(
     if memory_bytes is not None:
         each = parameter_bytes(profile.dtype, optimizer, momentum)
         memory = _memory(pieces, profile, schedule, microbatch, memory_bytes, each)
-    best = balance(seconds, schedule.placement, memory)
-    even = pinned(seconds, schedule.placement, even_starts([p.block for p in pieces], schedule.stages), memory)
+    best = cut_layers(seconds, schedule.placement, memory)
+    even = given_cut(
+        seconds, schedule.placement, even_starts([p.block for p in pieces], schedule.stages), memory, best.bound
+    )
     first = Partition(tuple(pieces), profile, schedule, microbatch, even, best)
     limit = None if memory is None else memory.limit_bytes
 
-    def better(starts: Sequence[int]) -> Balance | None:
-        """The deal, if it is as good as the best but for noise, and fits."""
-        deal = replace(pinned(seconds, schedule.placement, starts, memory), bound=best.bound)
-        fits = limit is None or max(deal.device_bytes) <= limit
-        return deal if fits and max(deal.device_cost) <= max(best.device_cost) * (1 + NOISE) else None
+    def near(starts: Sequence[int]) -> LayerCut | None:
+        """The cut, if its slowest device is as fast as can be but for noise, and it fits."""
+        cut = given_cut(seconds, schedule.placement, starts, memory, best.bound)
+        fits = limit is None or max(cut.device_bytes) <= limit
+        return cut if fits and cut.slowest <= best.slowest * (1 + NOISE) else None
 
-    return replace(first, balanced=_quickest(first, better))
+    moved = _fastest(first, near)
+    other = fastest_cut(seconds, schedule.placement, first.step_s, memory)
+    return replace(first, balanced=min(moved, other, key=first.step_s) if other != moved else moved)
 
 
-def _quickest(partition: Partition, better: Callable[[Sequence[int]], Balance | None]) -> Balance:
-    """Of the deals that are as good as the best but for noise, one with a short step: where the slowest stage stands
+def _fastest(partition: Partition, near: Callable[[Sequence[int]], LayerCut | None]) -> LayerCut:
+    """Of the cuts that are as good as the best but for noise, one with a short step: where the slowest stage stands
     matters too. Found by moving one border by one piece at a time."""
     found = partition.balanced
     if sum(map(len, partition.schedule.orders)) > MANY_TASKS:
         return found
     step = partition.step_s(found)
-    even = better(partition.even.starts)
+    even = near(partition.even.starts)
     tried = {found.starts}
     todo = [] if even is None else [even]
     while todo:
-        deal = todo.pop()
-        tried.add(deal.starts)
-        took = partition.step_s(deal)
+        cut = todo.pop()
+        tried.add(cut.starts)
+        took = partition.step_s(cut)
         if took < step * (1 - 1e-9):
-            found, step, todo = deal, took, []
+            found, step, todo = cut, took, []
         if not todo:
-            near = (better(n) for n in _neighbours(found.starts, found.pieces) if n not in tried)
-            todo = [other for other in near if other is not None]
+            others = (near(n) for n in _neighbours(found.starts, found.pieces) if n not in tried)
+            todo = [other for other in others if other is not None]
     return found
 
 
@@ -202,7 +205,7 @@ def report(partition: Partition) -> dict[str, Any]:
             for part in partition.balanced.stages[:-1]
         ],
         "balance": {
-            "even": _deal(partition.even, before), "balanced": _deal(partition.balanced, after),
+            "even": _cut(partition.even, before), "balanced": _cut(partition.balanced, after),
             "speedup": before / after, "proven": partition.balanced.proven,
             "bound_s": partition.balanced.bound,
         },
@@ -221,12 +224,12 @@ def _stage(partition: Partition, number: int, part: range) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _deal(deal: Balance, step_s: float) -> dict[str, Any]:
+def _cut(cut: LayerCut, step_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "subgraphs": [len(part) for part in deal.stages], "starts": list(deal.starts),
-        "stage_seconds": list(deal.stage_cost), "device_seconds": list(deal.device_cost), "step_s": step_s,
+        "subgraphs": [len(part) for part in cut.stages], "starts": list(cut.starts),
+        "stage_seconds": list(cut.stage_cost), "device_seconds": list(cut.device_cost), "step_s": step_s,
     }  # fmt: skip
-    return found | ({"device_bytes": list(deal.device_bytes)} if deal.device_bytes else {})
+    return found | ({"device_bytes": list(cut.device_bytes)} if cut.device_bytes else {})
 
 
 def _times(partition: Partition, layers: Sequence[int]) -> dict[str, float]:

@@ -40,6 +40,9 @@ class Judge(Protocol):
     def least(self, candidate: Candidate) -> float:
         """Return a lower bound on the candidate's step; infinite if its weights alone do not fit."""
 
+    def recut(self, candidate: Candidate) -> Candidate | None:
+        """Return the candidate with balanced devices; None if its devices are balanced already."""
+
     def outright(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
         """If static bounds already prove out-of-memory, return the OOM fallbacks with lower bounds; else None."""
 
@@ -86,6 +89,10 @@ def best_first(
     judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c, near: float = 0.0
 ) -> Ranking:  # fmt: skip
     """Find the ``top`` fastest plans that fit; the result is the same as from timing every candidate.
+
+    Where a device holds several stages, the cut of the model may balance stages or devices. The search ranks plans with
+    balanced stages; then the plans found, and those that balanced devices may make about as fast as the first, take the
+    cut with the shorter step.
 
     Args:
         judge: predictions and lower bounds.
@@ -139,9 +146,27 @@ def best_first(
         for least, other in judge.oom_fallback(prediction):
             push(max(bound, least), other)
     ranked = sorted(fitting.values(), key=rank_key)
+    if ranked:
+        kept = [p for i, p in enumerate(ranked) if i < top or _shrunk(judge, p) <= ranked[0].step_s * (1 + near)]
+        ranked = sorted((faster_cut(judge, p) for p in kept), key=rank_key)
     found.best = ranked[:top]
     found.near = [p for p in ranked[top:] if p.step_s <= ranked[0].step_s * (1 + near)]
     return found
+
+
+def _shrunk(judge: Judge, p: Prediction) -> float:
+    """An estimate of the plan's step with the faster cut: the step is taken to shrink as its lower bound does."""
+    recut = judge.recut(p.candidate)
+    return p.step_s if recut is None else p.step_s * min(1.0, judge.least(recut) / judge.least(p.candidate))
+
+
+def faster_cut(judge: Judge, p: Prediction) -> Prediction:
+    """Return the plan with balanced stages or with balanced devices, whichever fits and has the shorter step."""
+    recut = judge.recut(p.candidate)
+    if recut is None or judge.least(recut) >= p.step_s:
+        return p
+    other = judge.predict(recut)
+    return min(p, other, key=rank_key) if other.fits else p
 
 
 def _plainness(node: Grid) -> tuple[int, ...]:

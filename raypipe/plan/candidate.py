@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from raypipe.errors import ScheduleError
 from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.plan.cut.layers import Balance
 from raypipe.plan.predict.form import Form, form_of
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
@@ -46,6 +47,8 @@ class Candidate(ParallelShape):
     """Where a searched order's stages are; see ``search.placements``."""
     update: RequestedNormPolicy = "auto"
     """What updates do about the global norm, where the job clips."""
+    balance: Balance = "stages"
+    """What the cut of the model balances."""
 
     @classmethod
     def on(cls, grid: Grid, schedule: str, **more: Any) -> Candidate:
@@ -74,7 +77,7 @@ class Candidate(ParallelShape):
 
     def parallel(self, **changes: Any) -> ParallelSpec:
         """As a job's ``parallel`` keys."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "microbatches"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("microbatches", "balance")}
         values["recompute"] = "full" if self.recompute in ("full", "microbatches") else "none"
         return ParallelSpec(**{**values, **changes})
 
@@ -85,7 +88,7 @@ class Candidate(ParallelShape):
             self.stages > 1, self.tensor > 1, self.sub_pipelined, self.recompute != "none", self.devices, self.stages,
             [*SCHEDULES, "auto"].index(self.schedule), self.chunks, self.pipelines, CONCATS.index(self.concat),
             SYNCS.index(self.sync), self.update != "auto", self.memory_limit is not None, -self.microbatch,
-            self.unit or 0,
+            self.unit or 0, self.balance != "stages",
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS
 from raypipe.job.spec import JobSpec
-from raypipe.plan.best_first import NEAR, Ranking, best_first, rank_key, simplest
+from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids
 from raypipe.plan.plan import Plan
 from raypipe.plan.policy import largest_microbatch
@@ -138,7 +138,8 @@ class _Chooser:
                 except ScheduleError:
                     continue
             if tried:
-                yield min(tried, key=lambda p: (not p.fits, p.excess if not p.fits else 0.0, rank_key(p)))
+                best = min(tried, key=lambda p: (not p.fits, p.excess if not p.fits else 0.0, rank_key(p)))
+                yield faster_cut(self.judge, best) if best.fits else best
 
     def _shared(self, ranked: list[Prediction]) -> list[Grid]:
         """Of the grids of groups that share layers, the most promising; none where the ranking has some already."""
@@ -216,7 +217,7 @@ def plan_of(p: Prediction, job: JobSpec) -> Plan:
     """The plan file of a prediction."""
     return Plan.model_validate(
         {
-            "parallel": parallel_of(p, job), "cut": p.cut, "predicted_step_s": p.step_s,
+            "parallel": parallel_of(p, job), "cut": tuple(map(tuple, p.cut)), "predicted_step_s": p.step_s,
             "order": to_text(replace(p.order, name="auto")) if p.order is not None else None,
         }
     )  # fmt: skip

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.best_first import TIE, Judge, Pick, Ranking, rank_key
+from raypipe.plan.best_first import TIE, Judge, Pick, Ranking, faster_cut, rank_key
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.form import options_of
 from raypipe.plan.predict.prediction import Prediction
@@ -56,7 +56,7 @@ def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick
         for kind in _kinds(judge, node, pick):
             push(max(bound, min(map(judge.least, kind))), kind)
             found.searched += len(kind)
-    found.best = found.best[:top]
+    found.best = sorted((faster_cut(judge, p) for p in found.best[:top]), key=rank_key)
     return found
 
 

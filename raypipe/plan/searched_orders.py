@@ -72,7 +72,10 @@ def _targets(judges: Judges, ranked: Sequence[Prediction]) -> Iterator[tuple[Pre
                 continue
             if rows == p.form.placement:
                 seen.add(what)
-                yield p, Candidate.on(c.grid, "auto", chunks=chunks, pipelines=pipelines, placement=name)
+                yield (
+                    p,
+                    Candidate.on(c.grid, "auto", chunks=chunks, pipelines=pipelines, placement=name, balance=c.balance),
+                )
 
 
 def _searched(judge: Predictor, like: Prediction, c: Candidate, seconds: float) -> Prediction | None:

@@ -42,6 +42,10 @@ class Judges:
         """See ``Judge``."""
         return self.of(candidate).least(candidate)
 
+    def recut(self, candidate: Candidate) -> Candidate | None:
+        """See ``Judge``."""
+        return self.of(candidate).recut(candidate)
+
     def outright(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
         """See ``Judge``."""
         return self.of(candidate).outright(candidate)

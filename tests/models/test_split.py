@@ -1,13 +1,13 @@
-"""The cut of layers into stages is the best there is."""
-
-from itertools import combinations, pairwise
+"""A model without measured costs is cut by its FLOPs."""
 
 import pytest
 
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers, split_layers
-from raypipe.plan.cut.balance import contiguous_split
+from raypipe.plan.cut.layers import line_of
+from raypipe.schedule.shape import Shape
+from raypipe.search.placements import placed
 
 
 def plan(layers, **changes):
@@ -24,29 +24,33 @@ def plan(layers, **changes):
     ],
 )
 def test_small_models(layers, stages, sizes):
-    cut = split_layers(plan(layers), stages)
+    cut = split_layers(plan(layers), line_of(stages), max)
     assert [len(part) for part in cut] == sizes
     assert [i for part in cut for i in part] == list(range(layers + 2))
 
 
 def test_a_heavy_head_gets_fewer_blocks():
-    cut = split_layers(plan(8, vocabulary=4096), 4)
+    cut = split_layers(plan(8, vocabulary=4096), line_of(4), max)
     assert len(cut[-1]) == 2  # one block and the head
     assert len(cut[0]) > 2
 
 
-@pytest.mark.parametrize("costs", [[3, 1, 4, 1, 5, 9, 2, 6], [1.0] * 7, [0.1, 0.2, 0.3, 0.4, 5.0], [2, 2, 2, 9, 1, 1]])
-def test_no_other_cut_is_better(costs):
-    def key(cuts):
-        sums = [sum(costs[a:b]) for a, b in pairwise([0, *cuts, len(costs)])]
-        return round(max(sums), 9), round(sum(s * s for s in sums), 9)
+def test_the_step_decides_where_a_device_holds_two_stages():
+    model, placement = plan(7, vocabulary=4096), placed("v", Shape(devices=2, microbatches=4, chunks=2))
 
-    for parts in range(1, len(costs) + 1):
-        every = [list(cuts) for cuts in combinations(range(1, len(costs)), parts - 1)]
-        assert key(contiguous_split(costs, parts)) == min(map(key, every))
+    def slowest_device(flops):
+        return max(flops[0] + flops[3], flops[1] + flops[2])
+
+    devices = split_layers(model, placement, slowest_device)
+    stages = split_layers(model, placement, lambda flops: -slowest_device(flops))
+    assert slowest_device(flops_of(model, devices)) < slowest_device(flops_of(model, stages))
+
+
+def flops_of(model, cut):
+    return [sum(model.flops[i] for i in part) for part in cut]
 
 
 @pytest.mark.parametrize("stages", [0, 5])
 def test_more_stages_than_blocks_cannot_be(stages):
     with pytest.raises(SpecError, match="use 1 to 4"):
-        split_layers(plan(4), stages)
+        split_layers(plan(4), [range(stages)], max)

@@ -1,4 +1,4 @@
-"""The partition's report: even and balanced deals, memory, what the cache of pieces gives back."""
+"""The partition's report: even and balanced cuts, memory, what the cache of pieces gives back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model(flops, heavy=2.0**22):
     return pieces, analytic_profile(works, cluster, "float32", [1])
 
 
-def test_the_balanced_deal_has_the_fastest_slowest_stage_and_a_shorter_step():
+def test_the_balanced_cut_has_the_fastest_slowest_stage_and_a_shorter_step():
     pieces, profile = model([1e9, *[1e12, 2e12] * 8, 9e12])
     schedule = generate("1f1b", Shape(devices=4, microbatches=16))
     partition = make_partition(pieces, profile, schedule, 1)

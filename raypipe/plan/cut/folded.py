@@ -1,9 +1,9 @@
-"""Two stages a device: the exact deal, for stages s and S-1-s together (folded) or s and s + S/2 (a ring of two laps).
+"""Two stages a device: the exact cut, for stages s and S-1-s together (folded) or s and s + S/2 (a ring of two laps).
 
 Can every device stay within a given cost? Devices are filled one after another; what matters of a filling is how far
 each of its two runs has come. The set of such places is followed from device to device, and stays small, because a
 place from which the other devices could not take the rest any more is left out. The least cost that works is found by
-halving, from a good deal downwards. A run is never empty: that is what forbids keeping the furthest place only.
+halving, from a good cut downwards. A run is never empty: that is what forbids keeping the furthest place only.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from raypipe.plan.cut.runs import ROUNDING, Runs, Table
 
 Places = NDArray[np.int64]
 UNKNOWN = 1e-9
-"""Relative width of what halving leaves open. Each try that succeeds lowers the bound to a cost that a deal has."""
+"""Relative width of what halving leaves open. Each try that succeeds lowers the bound to a cost that a cut has."""
 
 
-def deal_folded(runs: Runs, starts: Sequence[int]) -> list[int]:
-    """The best deal with stages s and S-1-s on one device; ``starts`` is any one that fits the memory, or nothing
+def cut_folded(runs: Runs, starts: Sequence[int]) -> list[int]:
+    """The best cut with stages s and S-1-s on one device; ``starts`` is any one that fits the memory, or nothing
     that does if it is empty."""
     return _best(runs, starts, [None])
 
 
-def deal_ring(runs: Runs, starts: Sequence[int]) -> list[int]:
-    """The best deal with stages s and s + S/2 on one device."""
+def cut_ring(runs: Runs, starts: Sequence[int]) -> list[int]:
+    """The best cut with stages s and s + S/2 on one device."""
     half = len(starts) // 2
     return _best(runs, starts, range(half, runs.count - half + 1))
 
 
 def fitting_folded(runs: Runs, stages: int) -> list[int] | None:
-    """Some deal that fits the memory; None if there is none."""
+    """Some cut that fits the memory; None if there is none."""
     return _any(runs, stages, [None])
 
 
 def fitting_ring(runs: Runs, stages: int) -> list[int] | None:
-    """Some deal that fits the memory; None if there is none."""
+    """Some cut that fits the memory; None if there is none."""
     return _any(runs, stages, range(stages // 2, runs.count - stages // 2 + 1))
 
 
 def _any(runs: Runs, stages: int, middles: Iterable[int | None]) -> list[int] | None:
     everything = float(runs.before[-1])
-    tries = (_Try(runs, stages, everything, everything, middle).deal() for middle in middles)
+    tries = (_Try(runs, stages, everything, everything, middle).cut() for middle in middles)
     return next((found for found in tries if found is not None), None)
 
 
@@ -63,12 +63,12 @@ def _best(runs: Runs, starts: Sequence[int], middles: Iterable[int | None]) -> l
 
 
 def _halved(runs: Runs, best: list[int], middle: int | None, least: float, cap: float | None) -> list[int]:
-    """A better deal with this middle, if there is one: of devices, or of stages if devices are capped."""
+    """A better cut with this middle, if there is one: of devices, or of stages if devices are capped."""
     high, low, first = _costs(runs, best, middle is None)[0 if cap is None else 1], least, True
     while high - low > UNKNOWN * high:
         limit = high * (1 - UNKNOWN) if first else (low + high) / 2
         device, stage = (limit, limit) if cap is None else (cap, limit)
-        found = _Try(runs, len(best), device, stage, middle).deal()
+        found = _Try(runs, len(best), device, stage, middle).cut()
         if found is None:
             if first:
                 return best
@@ -91,7 +91,7 @@ def _costs(runs: Runs, starts: Sequence[int], folded: bool) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class _Try:
-    """Whether a deal exists within these costs. A state is (first, second): how far the two runs have come."""
+    """Whether a cut exists within these costs. A state is (first, second): how far the two runs have come."""
 
     runs: Runs
     stages: int
@@ -100,8 +100,8 @@ class _Try:
     middle: int | None
     """Where the second lap of a ring begins; None if folded, where the second run comes down from the end."""
 
-    def deal(self) -> list[int] | None:
-        """The first piece of each stage; None if there is no such deal."""
+    def cut(self) -> list[int] | None:
+        """The first piece of each stage; None if there is no such cut."""
         n, half = self.runs.count, self.stages // 2
         reached = [np.array([[0, n if self.middle is None else self.middle]])]
         for number in range(half):

@@ -1,4 +1,4 @@
-"""What every run of consecutive pieces costs and needs: the tables that dealing pieces to stages works on.
+"""What every run of consecutive pieces costs and needs: the tables that cutting works on.
 
 Tables are [i, j] for pieces i to j-1, (n+1) x (n+1); infinite where that is no run, since no stage is empty.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -31,16 +32,7 @@ class Memory:
     output_bytes: Sequence[float] = ()
     """Per piece, what a stage that ends with it hands on, and holds until its backward; none if empty."""
     live: Sequence[float]
-    """Per stage, how many micro-batches it keeps at once; ``live_microbatches`` knows 1F1B's."""
-
-
-def live_microbatches(stages: int, microbatches: int) -> tuple[float, ...]:
-    """Micro-batches that each stage keeps at once under 1F1B: those that went in before the first came back.
-
-    >>> live_microbatches(4, 8)
-    (4.0, 3.0, 2.0, 1.0)
-    """
-    return tuple(float(min(stages - s, microbatches)) for s in range(stages))
+    """Per stage, how many micro-batches it keeps at once."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,6 @@ class Runs:
     """The tables of one problem."""
 
     costs: tuple[float, ...]
-    cost: Table
     before: Table
     """[i]: cost of the pieces before i."""
     weights: Table | None
@@ -61,12 +52,16 @@ class Runs:
     @staticmethod
     def of(costs: Sequence[float], memory: Memory | None = None) -> Runs:
         """The tables of pieces with these costs."""
-        before = np.array([0.0, *accumulate(costs)])
         tables = (None, None, (), np.inf) if memory is None else (
             _together(memory.weights), _sums(memory.kept_bytes) + _handed_on(memory), tuple(memory.live),
             memory.limit_bytes,
         )  # fmt: skip
-        return Runs(tuple(costs), _sums(costs), before, *tables)
+        return Runs(tuple(costs), np.array([0.0, *accumulate(costs)]), *tables)
+
+    @cached_property
+    def cost(self) -> Table:
+        """[i, j]: cost of a run."""
+        return _runs(self.before)
 
     @property
     def count(self) -> int:
@@ -81,7 +76,10 @@ class Runs:
 
 
 def _sums(values: Sequence[float]) -> Table:
-    total = np.array([0.0, *accumulate(values)])
+    return _runs(np.array([0.0, *accumulate(values)]))
+
+
+def _runs(total: Table) -> Table:
     table: Table = total[None, :] - total[:, None]
     table[np.tril_indices(len(total))] = np.inf
     return table

@@ -15,11 +15,10 @@ from raypipe.cost.profile import Profile
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate, Ways
-from raypipe.plan.cut.bottleneck import Cut
 from raypipe.plan.predict.at_scale import Figures
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.orders import Keep
-from raypipe.plan.predict.prediction import Prediction, stages_of
+from raypipe.plan.predict.prediction import Cut, Prediction, stages_of
 from raypipe.plan.predict.step_bound import least_step_seconds
 from raypipe.plan.predict.step_time import StepOverheads
 from raypipe.schedule import SCHEDULES
@@ -40,7 +39,7 @@ class Costs(Protocol):
     def partly(self) -> bool:
         """Whether plans that recompute may keep some activations."""
 
-    def cut(self, stages: int, microbatch: int) -> Cut:
+    def cut(self, c: Candidate) -> Cut:
         """The layers of each stage."""
 
     def costs(self, c: Candidate) -> CostTable:
@@ -61,7 +60,7 @@ class OOMFallback:
     """Other candidates for one that is too large, each with a time that it takes at least."""
 
     judge: Costs
-    _terms: dict[tuple[int, int, bool], dict[str, Figures]] = field(default_factory=dict)
+    _terms: dict[tuple[Cut, int, bool], dict[str, Figures]] = field(default_factory=dict)
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
         """If lower bounds on memory already prove that the candidate does not fit: its fallbacks, with lower bounds on
@@ -71,7 +70,7 @@ class OOMFallback:
         that runs its forwards first, when all activations of a unit are alive.
         """
         form, profile = c.form, self.judge.profile
-        place, stage = np.array(form.placement), self._stage_terms(form, c.microbatch)
+        place, stage = np.array(form.placement), self._stage_terms(c)
         static = held = stage["weights"] + stage["optimizer"] + stage["casts"]
         if c.microbatches // form.replicas >= (1 if form.joint else 2):  # else a device may end with its first one
             held = held + stage["gradients"]
@@ -98,16 +97,14 @@ class OOMFallback:
         layers = np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0)
         return oom_fallbacks + self._recomputing(c, most.tolist(), layers.tolist())
 
-    def _stage_terms(self, form: Form, microbatch: int) -> dict[str, Figures]:
+    def _stage_terms(self, c: Candidate) -> dict[str, Figures]:
         """Per field of ``StageMemory``, its bytes by stage, for full micro-batches."""
-        key = (form.stages, microbatch, form.joint)
+        cut, split = self.judge.cut(c), not c.form.joint
+        key = (cut, c.microbatch, split)
         if key not in self._terms:
             profile, train = self.judge.profile, self.judge.train
             each = parameter_bytes(profile.dtype, train.optimizer, train.momentum)
-            stages = [
-                stage_memory(profile, layers, microbatch, each, split=not form.joint)
-                for layers in self.judge.cut(form.stages, microbatch)
-            ]
+            stages = [stage_memory(profile, layers, c.microbatch, each, split=split) for layers in cut]
             self._terms[key] = {f.name: np.array([getattr(s, f.name) for s in stages]) for f in fields(StageMemory)}
         return self._terms[key]
 
@@ -187,7 +184,7 @@ class OOMFallback:
 
     def _keeping_layers(self, c: Candidate, shares: Sequence[float]) -> float:
         """A lower bound on the step if some stage of each device keeps at most such a share of its layers."""
-        form, costs, cut = c.form, self.judge.costs(c), self.judge.cut(c.form.stages, c.microbatch)
+        form, costs, cut = c.form, self.judge.costs(c), self.judge.cut(c)
         levels = max(map(len, cut))
         samples = c.microbatch * float(form.size)
         most = [0] * c.stages
@@ -211,7 +208,7 @@ class OOMFallback:
     def _largest(self, p: Prediction) -> list[float]:
         """Per device, the most bytes of activations that a micro-batch has on a stage of it."""
         most = [0.0] * p.candidate.stages
-        for s, kept in enumerate(self._stage_terms(p.form, p.candidate.microbatch)["kept"].tolist()):
+        for s, kept in enumerate(self._stage_terms(p.candidate)["kept"].tolist()):
             for row in p.form.placement:
                 most[row[s]] = max(most[row[s]], kept)
         return most

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from raypipe.cost.memory import DeviceMemory
 from raypipe.plan.candidate import Candidate, plainness
-from raypipe.plan.cut.bottleneck import Cut
 from raypipe.plan.predict.form import Form
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
+
+Cut = tuple[range, ...]
+"""The layers of each stage."""
 
 
 def stages_of(cut: Cut, layers: Collection[int]) -> frozenset[int]:

@@ -16,12 +16,13 @@ from raypipe.errors import ScheduleError
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import PARTLY, SYNCS, Asked, Candidate, Ways, candidates
-from raypipe.plan.cut.bottleneck import Cut, balanced_cut, bottlenecks
+from raypipe.plan.cut.layers import NOISE, LayerCut, Placement, cut_layers, line_of
+from raypipe.plan.cut.line import bottlenecks
 from raypipe.plan.predict.at_scale import Figures, at_scale
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.oom_fallback import OOMFallback, shares_kept
 from raypipe.plan.predict.orders import Keep, Order, Orders
-from raypipe.plan.predict.prediction import Prediction, stages_of
+from raypipe.plan.predict.prediction import Cut, Prediction, stages_of
 from raypipe.plan.predict.step_bound import least_step_seconds
 from raypipe.plan.predict.step_time import StepOverheads, StepTime, step_time
 from raypipe.schedule.costs import CostTable
@@ -75,7 +76,8 @@ class Predictor:
     asked: Asked = field(default_factory=dict)
     """What candidates are to have."""
     _orders: Orders = field(default_factory=Orders)
-    _cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
+    _cuts: dict[tuple[int, int], LayerCut] = field(default_factory=dict)
+    _device_cuts: dict[tuple[Placement, int], Cut | None] = field(default_factory=dict)
     _norms: dict[tuple[int, int], float] = field(default_factory=dict)
     _layers: dict[int, list[float]] = field(default_factory=dict)
     _bottlenecks: dict[int, list[float]] = field(default_factory=dict)
@@ -93,18 +95,47 @@ class Predictor:
             self._layers[microbatch] = [t.forward + t.joint for t in times]
         return self._layers[microbatch]
 
-    def cut(self, stages: int, microbatch: int) -> Cut:
-        """The layers of each stage: the slowest as fast as can be."""
+    def cut(self, c: Candidate, form: Form | None = None) -> Cut:
+        """The layers of each stage; ``form`` for a candidate that no family makes."""
+        placement = (c.form if form is None else form).placement
+        even = None if c.balance == "stages" else self._device_cut(placement, c.microbatch)
+        return self._stage_cut(len(placement[0]), c.microbatch).stages if even is None else even
+
+    def _stage_cut(self, stages: int, microbatch: int) -> LayerCut:
+        """The cut with the fastest slowest stage."""
         key = (stages, microbatch)
         if key not in self._cuts:
             slowest = self._slowest(microbatch)[stages - 1] if stages <= self.most_stages else None
-            self._cuts[key] = balanced_cut(self.layer_times(microbatch), stages, slowest)
+            self._cuts[key] = cut_layers(
+                self.layer_times(microbatch), line_of(stages), balance="stages", slowest_stage=slowest
+            )
         return self._cuts[key]
+
+    def _device_cut(self, placement: Placement, microbatch: int) -> Cut | None:
+        """The cut with the fastest slowest device; None if that device is hardly faster than with balanced stages."""
+        key = (placement, microbatch)
+        if key not in self._device_cuts:
+            known = self._stage_cut(len(placement[0]), microbatch)
+            # Per device, seconds of a micro-batch, summed over the rows; no cut makes the largest less than the mean.
+            times = np.bincount(np.ravel(placement), known.stage_cost * len(placement))
+            enough = float(times.max()) / len(placement) * (1 - NOISE)
+            found = None
+            if times.mean() / len(placement) <= enough:
+                found = cut_layers(self.layer_times(microbatch), placement, slowest_stage=max(known.stage_cost))
+            self._device_cuts[key] = found.stages if found is not None and found.slowest <= enough else None
+        return self._device_cuts[key]
+
+    def recut(self, c: Candidate) -> Candidate | None:
+        """See ``Judge``."""
+        form = c.form
+        if c.balance == "devices" or form.stages * form.replicas == c.stages:
+            return None
+        return replace(c, balance="devices") if self._device_cut(form.placement, c.microbatch) else None
 
     def costs(self, c: Candidate, form: Form | None = None) -> CostTable:
         """Of each stage, for a full micro-batch; ``form`` for a candidate that no family makes."""
         form = c.form if form is None else form
-        key = (c.microbatch, form.joint, form.placement, form.size, c.replicas)
+        key = (c.microbatch, form.joint, form.placement, form.size, c.replicas, c.balance)
         if key not in self._tables:
             self._tables[key] = self.costs_with_recompute(c, form)
         return self._tables[key]
@@ -113,7 +144,7 @@ class Predictor:
         """Costs of the candidate's tasks in this form; ``recomputed`` are the layers that an R computes again, else
         all."""
         return stage_costs(
-            self.profile, self.cut(form.stages, c.microbatch), c.microbatch, form.placement, copies=c.replicas,
+            self.profile, self.cut(c, form), c.microbatch, form.placement, copies=c.replicas,
             size=float(form.size), split=not form.joint, recomputed=recomputed,
         )  # fmt: skip
 
@@ -202,7 +233,7 @@ class Predictor:
         keep = self._keep(c) if c.recompute in ("full", "microbatches") else None
         recomputed = self._recompute(c) if c.recompute == "layers" else None
         found = Prediction(
-            candidate=c, batch=self.train.batch, cut=self.cut(c.form.stages, c.microbatch),
+            candidate=c, batch=self.train.batch, cut=self.cut(c),
             costs=self.costs(c) if recomputed is None else self.costs_with_recompute(c, c.form, recomputed),
             step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory(c, keep, recomputed),
             capacity=self.profile.memory_bytes, keep=keep, recomputed=recomputed,
@@ -214,8 +245,8 @@ class Predictor:
         form = Form.of(schedule, "auto")
         order = Order(schedule)
         found = Prediction(
-            candidate=c, batch=self.train.batch, cut=self.cut(form.stages, c.microbatch), costs=self.costs(c, form),
-            step_s=0.0, compute_s=0.0, busy_s=0.0, memory=self._order_memory(c, order),
+            candidate=c, batch=self.train.batch, cut=self.cut(c, form), costs=self.costs(c, form),
+            step_s=0.0, compute_s=0.0, busy_s=0.0, memory=self._order_memory(c, order, self.cut(c, form)),
             capacity=self.profile.memory_bytes, order=schedule,
         )  # fmt: skip
         return self.time(found, final=True)
@@ -254,7 +285,7 @@ class Predictor:
         if final and shared and sync != "lazy" and p.fits and (small or p.order is not None):
             order = Order(p.order) if p.order is not None else self._orders.of(c, c.microbatches, p.keep, p.remade)
             if order.tasks <= DIRECT:  # sums under way beside activations
-                held = replace(timed_p, memory=self._order_memory(c, order.whole(sync), p.recomputed))
+                held = replace(timed_p, memory=self._order_memory(c, order.whole(sync), p.cut, p.recomputed))
                 if not held.fits and "lazy" in self.syncs:
                     lazy = timed("lazy")
                     return replace(p, step_s=lazy.step, compute_s=lazy.compute, busy_s=lazy.busy)
@@ -281,11 +312,11 @@ class Predictor:
         return at_scale(shorter, unit, turn, max(1, most // min(count // unit, 5)), known)
 
     def _order_memory(
-        self, c: Candidate, order: Order, recomputed: frozenset[int] | None = None
+        self, c: Candidate, order: Order, cut: Cut, recomputed: frozenset[int] | None = None
     ) -> tuple[DeviceMemory, ...]:  # fmt: skip
         ahead = self.train.clip is not None and not self.overheads(c).waits(order)
         return device_memory(
-            self.profile, self.cut(order.schedule.stages, c.microbatch), order.schedule, c.microbatch,
+            self.profile, cut, order.schedule, c.microbatch,
             copies=c.replicas, optimizer=self.train.optimizer, momentum=self.train.momentum, ahead=ahead,
             recomputed=recomputed,
         )  # fmt: skip
@@ -293,10 +324,12 @@ class Predictor:
     def _memory(
         self, c: Candidate, keep: Keep | None, recomputed: frozenset[int] | None = None
     ) -> tuple[DeviceMemory, ...]:  # fmt: skip
-        remade = None if recomputed is None else stages_of(self.cut(c.form.stages, c.microbatch), recomputed)
+        cut = self.cut(c)
+        remade = None if recomputed is None else stages_of(cut, recomputed)
 
         def measure(count: int, unit: int | None) -> Figures:
-            devices = self._order_memory(c, self._orders.of(replace(c, unit=unit), count, keep, remade), recomputed)
+            order = self._orders.of(replace(c, unit=unit), count, keep, remade)
+            devices = self._order_memory(c, order, cut, recomputed)
             return np.array([value for device in devices for value in device.terms().values()])
 
         def too_large(found: Figures) -> bool:
@@ -316,7 +349,7 @@ class Predictor:
 
     def _recompute(self, c: Candidate) -> frozenset[int]:
         """Layers that are recomputed if each stage keeps as many of its first ones as its device's memory holds."""
-        cut = self.cut(c.form.stages, c.microbatch)
+        cut = self.cut(c)
         if not self.holds(c):
             return recomputed_after(cut, (0.0,) * len(cut))
 

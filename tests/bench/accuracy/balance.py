@@ -65,9 +65,9 @@ def trained(rounds: int) -> None:
         took: dict[str, list[float]] = {"even": [], "balanced": []}
         for turn in range(rounds):
             for name in took:
-                deal = getattr(found, name)
+                cut = getattr(found, name)
                 plan = Path(folder) / f"{name}.json"
-                Plan(parallel=spec.parallel, cut=tuple(tuple(part) for part in deal.stages)).save(plan)
+                Plan(parallel=spec.parallel, cut=tuple(tuple(part) for part in cut.stages)).save(plan)
                 run_dir = Path(folder) / f"{name}-{turn}"
                 out = _raypipe("train", str(job), "--plan", str(plan), "--run-dir", str(run_dir), "--json")
                 took[name].append(json.loads(out.splitlines()[-1])["step_s_median"])
@@ -86,8 +86,8 @@ def _raypipe(*words: str) -> str:
 def _say(how: str, found: Partition, took: dict[str, list[float]], predicted: dict[str, float]) -> None:
     rows = {name: statistics.median(times) for name, times in took.items()}
     for name, seconds in rows.items():
-        deal = getattr(found, name)
-        sizes = "/".join(str(len(part)) for part in deal.stages)
+        cut = getattr(found, name)
+        sizes = "/".join(str(len(part)) for part in cut.stages)
         said = {"run": how, "cut": name, "subgraphs": sizes, "predicted_s": predicted[name], "measured_s": seconds}
         print(json.dumps(said))
     speedups = {"predicted": predicted["even"] / predicted["balanced"], "measured": rows["even"] / rows["balanced"]}

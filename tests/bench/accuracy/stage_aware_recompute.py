@@ -14,7 +14,6 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +28,7 @@ from raypipe.job import GptSpec
 from raypipe.job.cluster import load_cluster
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.recompute_layers import alphas, layers_to_recompute
-from raypipe.plan.cut.balance import contiguous_split
+from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.emulation.emulated_run import Links, rehearsal, run_rehearsal
 from raypipe.schedule.costs import CostTable
@@ -49,8 +48,7 @@ Cut = tuple[tuple[int, ...], ...]
 def balanced(profile: Profile) -> Cut:
     """Layers of each stage, so that the slowest one is as fast as can be."""
     times = [layer.times[MICROBATCH] for layer in profile.layers]
-    begins = contiguous_split([t.forward + t.joint for t in times], STAGES)
-    return tuple(tuple(range(a, b)) for a, b in pairwise([0, *begins, len(times)]))
+    return cut_layers([t.forward + t.joint for t in times], line_of(STAGES)).stages
 
 
 class Choice:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.models import LayeredModel
-from raypipe.plan.cut.balance import contiguous_split
+from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
@@ -56,7 +56,7 @@ class Outcome:
 
 def even_cut(model: LayeredModel, stages: int) -> list[range]:
     """Layers of each stage, equally many."""
-    begins = [0, *contiguous_split([1.0] * model.count, stages), model.count]
+    begins = [*cut_layers([1.0] * model.count, line_of(stages)).starts, model.count]
     return [range(a, b) for a, b in pairwise(begins)]
 
 
