@@ -158,7 +158,7 @@ def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Itera
     if parallel.recompute not in ("none", "full", *PLANNED):
         what = "stage-aware" if isinstance(parallel.recompute, str) else "a list of layers"
         yield Problem(
-            "parallel.recompute", f"{what} goes with one cut of the model, and the planner chooses that",
+            "parallel.recompute", f"{what} depends on the cut, which the planner chooses",
             "use none, full, layers, microbatches or auto (of these the planner decides how much), or give schedule, "
             "stages and microbatch",
         )  # fmt: skip

@@ -179,7 +179,7 @@ def test_a_stored_order_of_another_batch_says_which_batch_it_is_for() -> None:
         ("microbatches 0", "the step has no micro-batches"),
         ("microbatches 3", "12 sequences"),
         ("size 1/2", "8 sequences"),
-        ("edges", "no chain"),
+        ("edges", "not a chain"),
         ("versions 2bw", "has versions 2bw"),
     ],
 )

@@ -42,7 +42,7 @@ class Guard:
         except Exception as error:
             self._left_out.add(what)
             why = (str(error).splitlines() or [""])[0]
-            self._tell(f"{what} failed and is left out from now on; training goes on: {type(error).__name__}: {why}")
+            self._tell(f"{what} failed and is disabled from now on; training goes on: {type(error).__name__}: {why}")
             return None
 
 
