@@ -36,6 +36,7 @@ def hybrid_plot(found: Comparison, title: str, width: float = 7.0) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("devices")
     axes.set_ylabel("speed-up in time to accuracy over one device")
     axes.set_title(title, loc="left", fontsize=10)
