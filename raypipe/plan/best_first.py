@@ -88,11 +88,11 @@ def rank_key(p: Prediction) -> tuple[object, ...]:
 def best_first(
     judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c, near: float = 0.0
 ) -> Ranking:  # fmt: skip
-    """Find the ``top`` fastest plans that fit; the result is the same as from timing every candidate.
+    """Find the ``top`` fastest plans that fit.
 
-    Where a device holds several stages, the cut of the model may balance stages or devices. The search ranks plans with
-    balanced stages; then the plans found, and those that balanced devices may make about as fast as the first, take the
-    cut with the shorter step.
+    The search ranks plans whose cut balances the stages, with the same result as from timing all of them. Where a
+    device holds several stages, balanced devices may be faster: the plans found, and those that an estimate brings near
+    the first, then take the cut with the shorter step.
 
     Args:
         judge: predictions and lower bounds.
