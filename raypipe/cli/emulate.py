@@ -81,7 +81,7 @@ def emulate(
         raise RequestError("--bandwidth", f"{bandwidth:g} gigabytes a second carry nothing", "give one above 0")
     devices = shape["devices"]
     if devices is not None and devices.isdecimal() and int(devices[:20]) * replicas > MOST_DEVICES:
-        why = f"{int(devices[:20]) * replicas} emulated devices are as many processes"
+        why = f"{int(devices[:20]) * replicas} emulated devices would need as many processes"
         raise RequestError("--devices", why, "use raypipe schedule, which needs none")
     policy = parse_norm_policy(str(norm))
     if policy is None:

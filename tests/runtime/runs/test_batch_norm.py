@@ -205,7 +205,7 @@ def test_who_leaves_the_size_of_micro_batches_to_the_planner_is_told(rows: Path,
         said: list[str] = []
         with pytest.raises(PlannedError):
             prepare_run(job, tmp_path / name, resume=False, say=said.append)
-        assert sum("parallel.microbatch fixes it" in text for text in said) == (name == "open")
+        assert sum("set parallel.microbatch to fix it" in text for text in said) == (name == "open")
 
 
 @pytest.mark.parametrize(

@@ -116,5 +116,5 @@ def test_a_model_without_a_loss_is_refused_with_what_to_do(args: dict[str, Any],
 
 
 def test_a_divided_model_has_no_loss_of_its_own() -> None:
-    with pytest.raises(SpecError, match="not divided"):
+    with pytest.raises(SpecError, match="cannot be divided"):
         job_of({"import": f"{HERE}:Penalised"}, tensor=2)
