@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from raypipe.errors import SpecError
 from raypipe.files import shipped
 from raypipe.job.field_types import Positive, Spec
 from raypipe.job.load import read_text
-from raypipe.job.validation_errors import describe, first_problem
+from raypipe.job.validation_errors import checked
 from raypipe.job.yaml_text import parse_yaml
 
 Above = Annotated[float, Field(gt=0)]
@@ -157,10 +157,4 @@ def moved_note(path: Path) -> str | None:
 
 def cluster_from(mapping: object, where: str = "cluster") -> ClusterSpec:
     """Check a cluster given as plain data (as YAML gives it); ``where`` names its origin in errors."""
-    if not isinstance(mapping, Mapping):
-        raise SpecError(where, f"holds {describe(mapping)} instead of keys and values", f"see {EXAMPLE}")
-    try:
-        return ClusterSpec.model_validate(dict(mapping))
-    except ValidationError as invalid:
-        key, why, fix = first_problem(invalid, ClusterSpec, EXAMPLE)
-        raise SpecError(f"{where}: {key}", why, fix) from None
+    return checked(mapping, ClusterSpec, where, EXAMPLE)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from raypipe.errors import nearest
+from raypipe.errors import SpecError, nearest
 from raypipe.files import short
 
 UNKNOWN = ("extra_forbidden", "invalid_key")
@@ -24,8 +24,31 @@ WANTED = {
 }
 """Pydantic's description of an expected value -> ours."""
 
+Data = TypeVar("Data", bound=BaseModel)
+
 Kinds = Mapping[str, Mapping[str, type[BaseModel]]]
 """Sections that have several kinds: section -> kind -> spec."""
+
+
+def checked(mapping: object, root: type[Data], where: str, example: str) -> Data:
+    """Check a whole file given as plain data (as YAML gives it); return it as a ``root``.
+
+    Args:
+        mapping: the data.
+        root: the spec of the whole file.
+        where: the data's origin, for errors.
+        example: a file that shows how it should look.
+
+    Raises:
+        SpecError: the most basic problem found; ``where`` names the origin and the key.
+    """
+    if not isinstance(mapping, Mapping):
+        raise SpecError(where, f"holds {describe(mapping)} instead of keys and values", f"see {example}")
+    try:
+        return root.model_validate(dict(mapping))
+    except ValidationError as invalid:
+        key, why, fix = first_problem(invalid, root, example)
+        raise SpecError(f"{where}: {key}", why, fix) from None
 
 
 def first_problem(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from raypipe.capture.capture import capture
 from raypipe.capture.meta import build_without_memory
@@ -50,7 +51,12 @@ def graph_of_model(
         peaks[dtype] * 1e12 * shares.get(dtype, device.efficiency), device.memory_gb_s * 1e9,
         device.layer_overhead_us * 1e-6,
     )  # fmt: skip
-    build = Imported(ImportSpec.model_validate({"import": function})).build
+    try:
+        build = Imported(ImportSpec.model_validate({"import": function})).build
+    except ValidationError:
+        raise RequestError(
+            "MODEL", f'"{function}" is not package.module:function', "write for example jobs.inception_v3:build"
+        ) from None
     read = dict(map(_input, inputs))
     module = build_without_memory(build)
     try:
@@ -66,10 +72,11 @@ def graph_of_model(
 
 
 def _input(text: str) -> tuple[str, tuple[tuple[int, ...], torch.dtype]]:
-    name, _, rest = text.partition("=")
+    name, equals, rest = text.partition("=")
     shape, _, kind = rest.partition(":")
     sizes = shape.split("x") if shape else []
-    if not name or kind not in ("", *TYPES) or not all(s.isascii() and s.isdecimal() and int(s) > 0 for s in sizes):
+    whole = all(size.isascii() and size.isdecimal() and int(size) > 0 for size in sizes)
+    if not (name and equals and whole) or kind not in ("", *TYPES):
         raise RequestError(
             f"--input {text}", "is not NAME=SHAPE", "write for example image=3x299x299 or tokens=128:int"
         )

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from raypipe.errors import SpecError
 from raypipe.job.field_types import Positive, Spec
 from raypipe.job.load import read_text
-from raypipe.job.validation_errors import describe, first_problem
+from raypipe.job.validation_errors import checked
 from raypipe.job.yaml_text import parse_yaml
 
 Above = Annotated[float, Field(gt=0)]
@@ -150,13 +150,7 @@ def load_epochs(path: str | Path) -> EpochsTable:
 
 def epochs_from(mapping: object, where: str = "epochs table") -> EpochsTable:
     """Check a table given as plain data (as YAML gives it); ``where`` names its origin in errors."""
-    if not isinstance(mapping, Mapping):
-        raise SpecError(where, f"holds {describe(mapping)} instead of keys and values", f"see {EXAMPLE}")
-    try:
-        return EpochsTable.model_validate(dict(mapping))
-    except ValidationError as invalid:
-        key, why, fix = first_problem(invalid, EpochsTable, EXAMPLE)
-        raise SpecError(f"{where}: {key}", why, fix) from None
+    return checked(mapping, EpochsTable, where, EXAMPLE)
 
 
 def _row(table: EpochsTable, devices: int) -> Row:

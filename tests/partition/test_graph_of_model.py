@@ -82,6 +82,7 @@ def test_the_command_writes_what_place_reads(tmp_path: Path, capsys, monkeypatch
     ("change", "why"),
     [
         (["--input", "image=3x"], "is not NAME=SHAPE"),
+        (["--input", "image"], "is not NAME=SHAPE"),
         (["--input", "image=3x75x75", "--backward", "both"], "both"),
         (["--input", "image=3x75x75", "--dtype", "int4"], "no peak_tflops for int4"),
         (["--input", "image=999999999x999999999"], "larger than any sample"),
@@ -91,3 +92,13 @@ def test_the_command_writes_what_place_reads(tmp_path: Path, capsys, monkeypatch
 def test_what_is_wrong_is_one_error(change, why: str, capsys) -> None:
     assert run(["graph", "jobs.inception_v3:build", "--cluster", str(V100), *change]) == 2
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [("foo", '"foo" is not package.module:function'), ("nosuch:build", "nosuch can't be imported")]
+)
+def test_a_model_that_is_not_there_is_one_error(model: str, why: str, capsys) -> None:
+    assert run(["graph", model, "--input", "x=3", "--cluster", str(V100)]) == 2
+    said = capsys.readouterr().err
+    assert why in said
+    assert "fix: " in said

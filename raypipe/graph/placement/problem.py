@@ -18,8 +18,8 @@ from raypipe.job.field_types import Spec
 from raypipe.job.json_file import load_json
 
 Name = Annotated[str, Field(min_length=1)]
-Seconds = Annotated[float, Field(ge=0)]
-Bytes = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+Bytes = Annotated[float, Field(ge=0, le=1e18)]
 
 
 class PlacementOperation(Spec):
@@ -105,9 +105,9 @@ class NodeSpec(Spec):
 class LinkSpec(Spec):
     """A link: a tensor of n bytes takes ``n / bandwidth + latency``."""
 
-    bandwidth_gb_s: Annotated[float, Field(gt=0)]
-    """In 10^9 bytes per second, in each direction."""
-    latency_us: Annotated[float, Field(ge=0)] = 0.0
+    bandwidth_gb_s: Annotated[float, Field(gt=1e-9)]
+    """In 10^9 bytes per second, in each direction; more than a byte per second."""
+    latency_us: Annotated[float, Field(ge=0, le=1e12)] = 0.0
 
     def seconds(self, size: float) -> float:
         """Return the time to transfer a tensor of ``size`` bytes."""
