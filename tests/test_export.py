@@ -97,6 +97,7 @@ def test_fine_tuning_a_local_checkpoint(checkpoint, stage_pool, text_folder, tmp
         export(tmp_path / "run", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_running_statistics_are_exported(tmp_path) -> None:
     images = torch.randn(4, 3, 16, 16)
     np.savez(tmp_path / "rows.npz", pixel_values=images.numpy(), labels=np.array([0, 1, 0, 1]))
@@ -125,6 +126,7 @@ def test_running_statistics_are_exported(tmp_path) -> None:
     assert all(torch.equal(held[key.removeprefix("buffer/")], t) for key, t in tensors.items() if "buffer/" in key)
 
 
+@pytest.mark.slow
 def test_each_stage_reads_its_own_tensors_and_no_file_of_others(checkpoint, text_folder, tmp_path, monkeypatch) -> None:
     job = make_job(checkpoint, text_folder)
     model = build_model(job, None)
@@ -143,6 +145,7 @@ def test_each_stage_reads_its_own_tensors_and_no_file_of_others(checkpoint, text
             assert torch.equal(parameter, whole.get_parameter(name)), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_model_without_its_head_starts_the_head_afresh(checkpoint, text_folder, tmp_path) -> None:
     """Names without the head's prefix, as published GPT-2 has them; the head is drawn by key."""
     inner = transformers.AutoModel.from_pretrained(checkpoint)
@@ -159,6 +162,7 @@ def test_a_checkpoint_of_the_model_without_its_head_starts_the_head_afresh(check
     assert not torch.equal(head, model.build_stage([model.count - 1], seed=1).named()["lm_head.weight"])
 
 
+@pytest.mark.slow
 def test_what_is_no_checkpoint_is_one_error(checkpoint, text_folder, tmp_path, capsys) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

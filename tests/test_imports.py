@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def layer_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@cache
 def imports(path: Path, type_checking: bool = False) -> set[str]:
     """Absolute names of what the file imports: modules, and names in them; with ``type_checking``, such blocks too."""
     found: set[str] = set()

@@ -65,6 +65,7 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"type": "arrays", "path": str(file)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_greedy_text_is_transformers(kind: str, text_folder: Path, tmp_path: Path, capsys) -> None:
     config = {**FAMILIES[kind], **TYPES[kind], "bos_token_id": 0, "eos_token_id": 0}
@@ -107,6 +108,7 @@ def test_a_module_of_ones_own_and_a_local_tokenizer(arrays: dict[str, Any], tmp_
         Writer(directory, tmp_path)
 
 
+@pytest.mark.slow
 def test_what_does_not_write_says_so(arrays: dict[str, Any], text_folder: Path, tmp_path: Path, capsys) -> None:
     config = {**FAMILIES["bert"], "vocab_size": 257}
     bert = finished(tmp_path / "bert", {"hf": "bert", "config": config, "sequence": 16},

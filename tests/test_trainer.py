@@ -135,6 +135,7 @@ def test_arguments_without_a_counterpart_are_named(tmp_path) -> None:
         job_of(real(tmp_path, save_strategy="best"))
 
 
+@pytest.mark.slow
 def test_a_model_as_an_object_is_where_training_starts(tmp_path) -> None:
     transformers = pytest.importorskip("transformers")
     from raypipe.data import declared_fields
@@ -205,6 +206,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_one_error(case, tmp_path) -> None:
     pytest.importorskip("transformers")
@@ -235,6 +237,7 @@ def test_what_init_leaves_out_is_the_planners(tmp_path) -> None:
     assert (job.parallel.auto, job.parallel.microbatch, job.train.batch) == (False, 1, 8)
 
 
+@pytest.mark.slow
 def test_a_collator_makes_the_rows_and_says_what_pads_them(tmp_path) -> None:
     """Rows keep their lengths, and get what the collator makes of them; text columns are its own business."""
     pytest.importorskip("transformers")

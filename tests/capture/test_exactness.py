@@ -8,6 +8,7 @@ from tests.capture.chain import build_chain, parameters, run_chain
 from tests.capture.models import CASES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_parts_are_the_whole(name, captured):
     one, case = captured(name), CASES[name]

@@ -73,6 +73,7 @@ class Net(nn.Module):
         return self.end(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Branch, Loop, Foreign])
 def test_a_module_that_cannot_be_read_runs_as_it_is(kind, tmp_path):
     def build() -> nn.Module:

@@ -185,6 +185,7 @@ def test_latest_is_the_newest_by_number_or_nothing(tmp_path):
     assert latest(tmp_path) == (newest, [])
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_an_error_and_no_file(tmp_path):
     """The process may write 1000 bytes a file: what a full disk looks like from inside."""
     script = """

@@ -88,6 +88,7 @@ parallel: auto
 """
 
 
+@pytest.mark.slow
 def test_a_captured_model_is_planned_for_a_described_cluster(files, tmp_path, capsys) -> None:
     job, cluster = files
     job.write_text(CAPTURED)
@@ -98,6 +99,7 @@ def test_a_captured_model_is_planned_for_a_described_cluster(files, tmp_path, ca
     assert [i for part in load_plan(out).cut for i in part] == list(range(6))  # embedding, two sub-graphs a block, head
 
 
+@pytest.mark.slow
 def test_the_worked_example_is_planned_for_its_machine(capsys) -> None:
     """Chimera's GPT-2 on Piz Daint: the largest case of the documentation, all families."""
     job = ROOT / "jobs" / "gpt2-1.3b.yaml"
@@ -128,6 +130,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "message"), WRONG, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_a_wrong_request_is_one_message(words, message, files, capsys) -> None:
     job, cluster = files

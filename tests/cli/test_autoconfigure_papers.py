@@ -22,6 +22,7 @@ def chimeras(capsys, job: str, devices: int, *words: str) -> list[dict[str, obje
     return [row for row in told["candidates"] if row["schedule"] == "chimera" and row["fits"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [[], RULE], ids=["best", "largest micro-batch"])
 def test_bert_48_on_32_nodes(policy, capsys) -> None:
     best, *others = chimeras(capsys, "bert-48.yaml", 32, "--set", "parallel.schedule=chimera", "--top", "3", *policy)
@@ -29,6 +30,7 @@ def test_bert_48_on_32_nodes(policy, capsys) -> None:
     assert others
 
 
+@pytest.mark.slow
 def test_gpt_2_on_512_nodes(capsys) -> None:
     """W=64, D=8 with recomputation and W=16, D=32 without: within 5 % of each other and of the best."""
     rows = chimeras(capsys, "gpt2-1.3b.yaml", 512, "--set", "parallel.schedule=chimera", "--top", "4", *RULE)

@@ -24,6 +24,7 @@ def path(tmp_path):
     return str(file)
 
 
+@pytest.mark.slow
 def test_gpt2_is_an_embedding_attentions_mlps_and_a_head(path, capsys):
     assert run(["partition", path, "--stages", "4", "--cluster", "cluster/devices/a100.yaml", "--json"]) == 0
     out = capsys.readouterr().out
@@ -54,6 +55,7 @@ def test_gpt2_is_an_embedding_attentions_mlps_and_a_head(path, capsys):
     assert "balanced is " in drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

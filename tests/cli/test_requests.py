@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ def requests(draw):
     return name, {key: draw(OPTIONS[key]) for key in dict.fromkeys(chosen) if key in OPTIONS}
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(requests())
 def test_a_schedule_or_one_message(request):

@@ -143,6 +143,7 @@ def test_layers_that_are_computed_again_keep_nothing_until_then(name, cut, recom
     assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "cut", "dtype", "recompute", "changes"), CASES)
 def test_every_byte_is_accounted_for(name, cut, dtype, recompute, changes):
     spec = GptSpec(

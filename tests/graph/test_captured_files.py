@@ -19,6 +19,7 @@ from tests.capture.chain import build_chain, run_chain
 from tests.capture.models import CASES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "resnet", "llama"])
 def test_what_is_read_back_is_what_was_captured(name, captured, tmp_path):
     one = captured(name)

@@ -95,6 +95,7 @@ class Two(Alone):
         return [x, x]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "config", "dtype", "tensor"),
     [
@@ -152,6 +153,7 @@ def test_the_same_architecture_costs_what_the_built_in_gpt_costs(dtype) -> None:
     assert captured.tied_parameters == analytic_profile(shape, cluster, dtype).tied_parameters == 50257 * 1024
 
 
+@pytest.mark.slow
 def test_a_member_of_a_group_computes_holds_and_sums_what_the_formulas_say() -> None:
     """But for the head: a captured model gathers its logits, the built-in GPT's loss is divided."""
     shape = GptSpec(layers=2, hidden=1024, heads=16, sequence=512, vocabulary=50256, dropout=0.1)

@@ -50,6 +50,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "words"), TEXTS, ids=[t[:20] for t, _ in TEXTS])
 def test_texts_that_stand_for_too_much(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(text)

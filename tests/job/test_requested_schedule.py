@@ -64,6 +64,7 @@ def long_job(batch: int, **parallel: Any):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("dapple",)])
 def test_a_step_of_a_million_micro_batches_is_not_made_to_be_looked_at(schedule: str) -> None:
     """Made whole, it would take a minute and gigabytes."""

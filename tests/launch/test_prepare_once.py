@@ -91,6 +91,7 @@ def test_a_plan_kept_from_the_run(job: JobSpec, calls: Counter[str], tmp_path: P
     assert calls == ONCE
 
 
+@pytest.mark.slow
 def test_a_model_of_arrays(job: JobSpec, calls: Counter[str], tmp_path: Path) -> None:
     """The fields that the data declare are those that are prepared, so the model serves for both."""
     rows = np.random.default_rng(0).integers(0, 50, (40, 12))

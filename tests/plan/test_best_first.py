@@ -94,6 +94,7 @@ def leaner(c: Candidate, clips: bool) -> list[Candidate]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed {c['seed']}")
 def test_nothing_better_is_missed(case) -> None:
     judge, every = setting(**case)
@@ -133,6 +134,7 @@ def test_nothing_simpler_that_is_about_as_fast_is_missed(case, near) -> None:
         assert all(p.step_s <= fastest * (1 + near) for p in found.near)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"seed {c['seed']}")
 def test_every_bound_holds(case) -> None:
     judge, every = setting(**case)
@@ -197,6 +199,7 @@ def test_more_devices_more_memory_and_faster_links_are_never_worse() -> None:
     assert steps[-1] < steps[0] / 3
 
 
+@pytest.mark.slow
 def test_the_rule_of_the_largest_micro_batch() -> None:
     judge, every = setting(6, 4, 16, 2)
     greedy = largest_microbatch(judge, every, 50, flushing).best

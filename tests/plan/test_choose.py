@@ -117,6 +117,7 @@ def test_memory_decides_and_the_faster_plan_says_what_would_fit() -> None:
         assert re.match(r"does not fit: [\d.]+ [GM]iB over on device \d, \w+ [\d.]+ [GM]iB", row.why)
 
 
+@pytest.mark.slow
 def test_the_smaller_micro_batch_that_is_said_to_fit_does_and_the_next_larger_does_not() -> None:
     job = make_job(batch=16)
     need = max(choose(job, make_profile(), search_s=0).best.memory_bytes)
@@ -313,6 +314,7 @@ def test_numbers_that_the_search_would_not_try_are_tried_where_they_are_asked_fo
     assert choose(make_job(parallel=wishes), make_profile(), search_s=0).plan.parallel.schedule == "bfs"
 
 
+@pytest.mark.slow
 def test_a_searched_order_is_no_worse_and_fits() -> None:
     job, profile = make_job(batch=8, clip=1.0), make_profile(seed=9, memory_bytes=0.7 * GIB)
     named = choose(job, profile, search_s=0)

@@ -19,6 +19,7 @@ def test_the_judge_keeps_the_memory():
     assert judge.judge([[0, 1]], 2, [1, 1], [1, 1], [1, 1], 0, 1)[:2] == (10, 10)
 
 
+@pytest.mark.slow
 def test_within_one_per_cent_on_average(make_case):
     """24 random instances; ``python -m tests.bench.search exact`` does the same with hundreds."""
     gaps = []

@@ -28,6 +28,7 @@ def shape_of(name, rng):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("objective", ["makespan", "span", "period"])
 def test_no_named_schedule_is_shorter(name, objective):

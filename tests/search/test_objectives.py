@@ -67,6 +67,7 @@ TINY = [
 """Placement, micro-batches, whether the backward is split, memory."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(TINY)))
 @pytest.mark.parametrize("objective", ["span", "period"])
 def test_the_least_of_all_orders(case, objective):
@@ -103,6 +104,7 @@ def test_the_least_of_all_orders(case, objective):
     assert found.value == pytest.approx(best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("depth", "count", "times", "limits"),
     [

@@ -56,6 +56,7 @@ def test_other_rules(rules, split):
     assert {t.stage for t in found.schedule.tasks() if t.kind == "R"} == set(recompute)
 
 
+@pytest.mark.slow
 def test_a_share_that_dies_with_b():
     """If B frees most of an activation, a forward fits in before the W, and the step is shorter."""
     costs = CostTable.even(4, 10, 12, 8, comm=1)

@@ -49,6 +49,7 @@ def test_tight_line(memory, at_most):
     assert checked(found, costs, memory).value <= at_most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [(10, 10, 10, 1), (10, 12, 8, 1), (10, 20, 10, 2)])
 def test_short_line_from_very_little_memory_to_plenty(times):
     """D = 4, N = 8, 2 to 6 activations: within 1.5 % of the optimum, the bound or a proven one.
@@ -66,6 +67,7 @@ def test_short_line_from_very_little_memory_to_plenty(times):
             assert found.value <= 1.015 * verdict.makespan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory", "at_most"), [(6, 410), (4, 510), (8, 376)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_v(memory, at_most, seed):
@@ -76,6 +78,7 @@ def test_v(memory, at_most, seed):
     assert checked(found, costs, memory).value <= at_most
 
 
+@pytest.mark.slow
 def test_two_directions_in_very_little_memory():
     """Joint backward, 2 or 3 activations: forwards of one direction must not keep out those of the other, nor wait for
     them without need. Within 3 % of the optimum each, 1 % on average.
@@ -113,6 +116,7 @@ def test_bidirectional(depth, count):
     assert checked(search(placement, count, costs, memory_limit=depth, enough=goal), costs, depth).value < goal
 
 
+@pytest.mark.slow
 def test_uneven_line_in_twice_the_memory():
     """Stages uneven by up to 25 %: within 1 % of the bound on average."""
     rng = random.Random(4)

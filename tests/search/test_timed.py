@@ -81,6 +81,7 @@ def test_list_schedules_run_and_are_as_long_as_they_say(make_case, seed):
     assert ran > 0
 
 
+@pytest.mark.slow
 def test_with_reserves_nothing_jams(make_case):
     """Every setting that keeps them ends, however small the memory."""
     for seed in range(60):

@@ -123,6 +123,7 @@ def test_makespan_and_every_start(case: tuple[str, dict], count: int, short: boo
     assert path[0].start == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(case=st.sampled_from(SHAPES), count=st.integers(2, 4), seed=st.integers(0, 999))
 def test_period(case: tuple[str, dict], count: int, seed: int) -> None:

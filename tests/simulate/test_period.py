@@ -75,6 +75,7 @@ def naive_period(schedule: Schedule, costs: CostTable, steps: int = 120, norm: N
     return (ends[-1] - ends[half - 1]) / (steps - half)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b", "chimera"]), depth=st.sampled_from([2, 4]),
@@ -99,6 +100,7 @@ def test_period_agrees_with_a_long_run(
     assert period(schedule, costs) == pytest.approx(naive_period(schedule, costs), rel=0.01)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(["gpipe", "1f1b", "zb-h2", "zb-v", "zeropp", "chimera"]), depth=st.sampled_from([2, 4]),

@@ -246,6 +246,7 @@ def tables(draw: st.DrawFn, stages: int) -> CostTable:
 SYNCS = st.sampled_from(["lazy", "eager", "eager-opt"])
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(schedules(), SYNCS, st.data())
 def test_one_step(schedule: Schedule, sync: Sync, data: st.DataObject) -> None:
@@ -269,6 +270,7 @@ def test_one_step(schedule: Schedule, sync: Sync, data: st.DataObject) -> None:
     assert (found.step, found.compute) == (summed + 3.0 + max(updates), bare)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(schedules(), SYNCS, st.sampled_from(["none", "wait", "optimistic"]), st.sampled_from([0.0, 1.0, 4.0]), st.data())
 def test_several_steps(schedule: Schedule, sync: Sync, norm: NormPolicy, occupancy: float, data: st.DataObject) -> None:
@@ -301,6 +303,7 @@ def test_several_asynchronous_steps(
 STEPS, LONGEST = 36, 6
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(schedules(), SYNCS, st.sampled_from(["none", "wait", "optimistic"]), st.data())
 def test_the_steady_state(schedule: Schedule, sync: Sync, norm: NormPolicy, data: st.DataObject) -> None:

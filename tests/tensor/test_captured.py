@@ -15,6 +15,7 @@ DROPOUT_INSIDE = {"gpt2", "bert", "t5"}
 """Those that drop attention weights, of which every member has its heads'."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_divided_model_trains_as_the_whole_one(case: str) -> None:
     spec, rows = CASES[case]

@@ -42,6 +42,7 @@ def test_the_command_under_a_picture_makes_it(title, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[: len(lines)] == lines
 
 
+@pytest.mark.slow
 def test_writes_a_page_whose_pictures_exist(tmp_path):
     written = write(tmp_path)
     page = (tmp_path / "schedules.md").read_text()

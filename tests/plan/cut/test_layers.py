@@ -107,6 +107,7 @@ def test_uneven_stages_where_the_head_is_heavy():
     assert max(found.stage_cost) == pytest.approx(bottlenecks(costs, 4)[-1], rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "v"])
 def test_many_pieces_are_cut_in_no_time(kind):
     found = cut_layers([1.0] * 199 + [20.0], placed(kind, Shape(devices=8, microbatches=8, chunks=2)))

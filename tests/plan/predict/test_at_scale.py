@@ -47,6 +47,7 @@ def test_a_step_above_the_limit_is_never_measured() -> None:
     assert at_scale(uneven, 599, 3, most=600) == uneven(599)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "unit"), [(600, 300), (600, 600), (1200, 60), (601, 7)])
 def test_units_too_long_to_be_timed(count: int, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of as many shorter units, against the step simulated whole."""
@@ -61,6 +62,7 @@ def test_units_too_long_to_be_timed(count: int, unit: int, monkeypatch: pytest.M
     assert figures[1] == pytest.approx(figures[0], rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in SCHEDULES if n not in ("dapple", "pipedream", "pipedream-2bw")])
 def test_figures_of_long_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same step simulated whole: time, busy time and memory of every device."""

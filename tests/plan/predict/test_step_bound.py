@@ -30,6 +30,7 @@ def random_costs(stages: int, rng: random.Random) -> CostTable:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in SCHEDULES if n != "dapple"])
 def test_no_step_is_faster_than_its_bound(name: str) -> None:
     rng = random.Random(name)

@@ -25,6 +25,7 @@ def test_neighbours_of_one_kind_are_one_segment() -> None:
     assert segments_of(fine, None, [(True,)] * 2) == (Segment(0, 3, True, ()),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("case", ["gpt2", "t5", "cnn"])
 @pytest.mark.parametrize("which", ["last", "first", "every second"])

@@ -34,6 +34,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
         assert torch.allclose(gradient, other.gradients[name], rtol=0, atol=1e-12), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt2", "t5", "cnn", "regression"])
 def test_a_pair_is_two_forwards(case, monkeypatch) -> None:
     """Dropout, several tensors at a cut, raw inputs, an odd micro-batch at the end."""

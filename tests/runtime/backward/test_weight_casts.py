@@ -78,6 +78,7 @@ def model_of(case: str) -> LayeredModel:
     return _models[case]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize("how", [{}, {"recompute": True}, {"split": True}], ids=["joint", "recompute", "split"])
 def test_gradients_are_those_of_a_block_a_forward(case, how, a_block_a_forward) -> None:

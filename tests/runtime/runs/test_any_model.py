@@ -153,6 +153,7 @@ def eager(model: LayeredModel, outcome: Outcome, rows: dict[str, Tensor]) -> tup
     return loss.item(), {n: p.grad for n, p in module.named_parameters(remove_duplicate=False) if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("stages", "split"), [(2, False), (4, True)], ids=["joint", "split"])
 def test_loss_and_gradients_are_the_whole_models(case: str, stages: int, split: bool) -> None:
@@ -173,6 +174,7 @@ def test_loss_and_gradients_are_the_whole_models(case: str, stages: int, split: 
     assert len(gradients) >= len(outcome.gradients) / 2
 
 
+@pytest.mark.slow
 def test_pipedream_refuses_a_parameter_on_two_stages() -> None:
     from raypipe.train import make_plan
 

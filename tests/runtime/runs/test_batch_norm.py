@@ -161,6 +161,7 @@ def fields(rows: dict[str, Tensor]) -> dict[str, Field]:
     return {name: Field(tuple(values.shape[1:]), values.dtype) for name, values in rows.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [{}, {"recompute": True}, {"split": True}, {"pairs": True, "recompute": True}, {"recomputed": {0, 2}}],
@@ -191,6 +192,7 @@ def test_running_a_forward_again_moves_nothing_twice(way: dict[str, Any], rows: 
         torch.testing.assert_close(held[name], buffer, rtol=0, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 def test_who_leaves_the_size_of_micro_batches_to_the_planner_is_told(rows: Path, tmp_path, monkeypatch) -> None:
     class PlannedError(Exception):
         pass
@@ -208,6 +210,7 @@ def test_who_leaves_the_size_of_micro_batches_to_the_planner_is_told(rows: Path,
         assert sum("set parallel.microbatch to fix it" in text for text in said) == (name == "open")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "why"),
     [

@@ -71,6 +71,7 @@ def job_of(model: dict[str, Any], **parallel: Any) -> JobSpec:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_gradient_accumulation(case: str) -> None:
     spec, rows = CASES[case]
@@ -105,6 +106,7 @@ def test_text_gives_labels_that_the_model_shifts() -> None:
     assert made["labels"].shape == (2, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "why"), [({"takes": False}, "takes no labels"), ({"returns": "logits"}, r'"logits", float64 of shape \[')]
 )
