@@ -25,13 +25,14 @@ from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import HalfBatch, MicrobatchState, StageModule
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
+from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.updates import Updates
 from raypipe.runtime.update.weight_versions import Snapshot, WeightVersions, run_with
 from raypipe.schedule.ir import Task as PipelineTask
 from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
-from raypipe.schedule.lowering.programs import Action, Program
+from raypipe.schedule.lowering.programs import Action, Program, completed_by
 from raypipe.tensor import ProcessGroup, current_group
 
 
@@ -98,6 +99,9 @@ class Executor(ProgramRunner):
         if not self.training:
             self.commit()
         self._recomputed_bytes: dict[int, int] = {}
+        if self.training:
+            self._completes = completed_by(program)
+            self.sync.begin_step((a.task.stage, a.task.replica) for a in program.actions if a.task.kind == "AR")
         meter = PeakMeter(self.settings.device) if self.measures and self.training else None
         with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
             times = self.walk(program, step)
@@ -299,13 +303,19 @@ class Executor(ProgramRunner):
         for mb in task.mbs:
             at = self.base + mb
             saved = self._saved[(stage, at)]
+            early = self._early_all_reduce(task, mb)
+            if also_weights and not self.versions:
+                self.sync.open((stage, task.replica))
             if saved.back is None:
-                back = module.run_backward(saved, self._gradients(action, saved, mb), self.turns)
+                # With several backwards for one micro-batch, nobody knows which of them is a parameter's last.
+                single = saved.halves is None and saved.boundaries is None and not module.defers
+                with early.watch_backward() if early is not None and single else nullcontext():
+                    back = module.run_backward(saved, self._gradients(action, saved, mb), self.turns)
                 saved.ran = True
             else:  # out-of-order backprop: this micro-batch's W came first and has run the backward already
                 back = saved.back
             if also_weights:
-                self._finish_weights(module, saved, (stage, task.replica))
+                self._finish_weights(module, saved, (stage, task.replica), early)
             if also_weights or saved.back is not None:
                 del self._saved[(stage, at)]
             for m in action.sends:
@@ -318,17 +328,34 @@ class Executor(ProgramRunner):
         for mb in task.mbs:
             at = (task.stage, self.base + mb)
             saved = self._saved[at]
+            if not self.versions:
+                self.sync.open((task.stage, task.replica))
             if not saved.ran:
                 saved.back = module.run_backward(saved, self._gradients(action, saved, mb), self.turns)
                 saved.ran = True
-            self._finish_weights(module, saved, (task.stage, task.replica))
+            self._finish_weights(module, saved, (task.stage, task.replica), self._early_all_reduce(task, mb))
             if (task.stage, mb) not in self.program.weights_first:
                 del self._saved[at]
 
-    def _finish_weights(self, module: StageModule, saved: MicrobatchState, key: StageKey) -> None:
-        module.run_weight_gradients(saved)
+    def _finish_weights(
+        self, module: StageModule, saved: MicrobatchState, key: StageKey, early: BucketedAllReduce | None
+    ) -> None:
+        if early is not None and module.defers:
+            early.expect(p for closure in saved.closures for p in closure.parameters)
+            module.run_weight_gradients(saved, early.computed)
+        else:
+            module.run_weight_gradients(saved)
         if saved.weights is not None:
             self._used[key] = saved.weights
+
+    def _early_all_reduce(self, task: PipelineTask, mb: int) -> BucketedAllReduce | None:
+        """Return the all-reduce whose buckets may start while this micro-batch's gradients are computed, if any.
+
+        That is so for the last gradients of a stage replica whose AR follows at once.
+        """
+        if task not in self._completes or mb != task.mbs[-1] or self.versions:
+            return None
+        return self.sync.early((task.stage, task.replica))
 
     def _gradients(self, action: Action, saved: MicrobatchState, mb: int) -> tuple[Tensor, ...]:
         stage = action.task.stage

@@ -89,7 +89,8 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(dtype, dropout, split, i
     closures = []
     with queue.collect(closures):
         torch.autograd.backward([y], [torch.ones_like(y)])
-    waiting = [c.cell_contents for f in closures for c in f.__closure__ if isinstance(c.cell_contents, torch.Tensor)]
+    cells = [cell.cell_contents for closure in closures for cell in closure.compute.__closure__]
+    waiting = [held for held in cells if isinstance(held, torch.Tensor)]
     positions = places + 4 * (2 if dtype == "float64" else 1) * shape.sequence * shape.hidden
     found = sizes(waiting, list(layer.parameters()))
     assert found == pytest.approx(SAMPLES * work.waiting_bytes, abs=positions if index == 0 else 0)

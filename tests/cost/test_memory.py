@@ -7,7 +7,7 @@ from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
 from raypipe.errors import SpecError
 from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.live_activations import peak_activations
-from raypipe.schedule.passes import add_recompute, place_gradient_sync, replicate
+from raypipe.schedule.passes import add_recompute
 
 CUT = [(0, 1), (2,), (3,), (4, 5)]
 MB = 2
@@ -143,19 +143,16 @@ def test_shards(profile):
         assert [d[s].communication for d in (two, three)] == [0, 4 * p]
 
 
-def test_flat_gradients_while_they_are_summed(profile):
-    """Lazily, after the activations are gone; eagerly, beside what is still alive."""
+def test_gradients_are_copied_for_their_sum_only_with_weight_versions(profile):
+    """They accumulate in the buckets that are reduced, except where each weight version has gradients of its own."""
     nothing = {"kept_bytes": 0.0, "output_bytes": 0.0}
     big = profile.model_copy(update={"layers": tuple(x.model_copy(update=nothing) for x in profile.layers)})
     end = memory(big, "1f1b", 8, copies=2)
-    # Without activations the end is the fullest moment; the tied matrix is summed apart, in place.
-    assert [d.communication for d in end] == [4 * (p - 50 * (s in (0, 3))) for s, p in enumerate(PARAMETERS)]
-    busy = memory(profile, "gpipe", 8, copies=2)
-    assert all(d.communication == 0 for d in busy)  # the fullest moment is long before
-    whole = replicate(generate("chimera", Shape(devices=4, microbatches=4)), 2)
-    eager = device_memory(profile, CUT, place_gradient_sync(whole, "eager"), MB)
-    lazy = device_memory(profile, CUT, place_gradient_sync(whole, "lazy"), MB)
-    assert all(a.total >= b.total for a, b in zip(eager, lazy, strict=True))
+    assert [d.gradients for d in end] == [4 * p for p in PARAMETERS]
+    assert [d.communication for d in end] == [0] * 4
+    # The tied matrix is summed apart, in place.
+    flat = [4 * (p - 50 * (s in (0, 3))) for s, p in enumerate(PARAMETERS)]
+    assert [d.communication for d in memory(big, "pipedream-2bw", 8, copies=2)] == flat
 
 
 def test_running_ahead_of_the_gradient_norm_takes_copies(profile):

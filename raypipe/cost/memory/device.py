@@ -2,7 +2,8 @@
 
 Follows the runtime: float32 (or float64) weights whatever the arithmetic and one narrow copy of them under autocast, a
 full set of weights, gradients and optimizer state for every stage replica, what autograd and the deferred weight
-gradients keep of each micro-batch in flight, one flat vector per stage whose gradients are being reduced.
+gradients keep of each micro-batch in flight. Gradients of a stage with several holders accumulate in the buckets that
+are reduced; only those of older weight versions are copied there, one flat vector per stage.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def device_memory(
     Args:
         profile: what layers keep.
         cut: layers of each stage.
-        schedule: placement, orders, recomputation, weight versions. Its AR tasks, if it has any, say when gradients are
-            reduced; without them this happens at the end.
+        schedule: placement, orders, recomputation, weight versions. Its AR tasks, if it has any, say when gradients of
+            older versions are reduced; without them this happens at the end.
         microbatch: samples of a full micro-batch.
         copies: data-parallel copies of the whole schedule, on devices of their own.
         optimizer: ``train.optimizer``.
@@ -156,7 +157,7 @@ def _fullest(
         moments.undo = undo if position < head else 0.0
         moments.task(task)
     moments.undo = 0.0
-    if not moments.reduced and setting.shard < 2:  # sharded gradients are reduced piece by piece
+    if not moments.reduced:
         for stage, replica in own:
             if setting.holders[stage] > 1:
                 moments.reduce(stage, replica)
@@ -229,7 +230,7 @@ class _Moments:
 
     def reduce(self, stage: int, replica: int) -> None:
         """The all-reduce of a stage replica's gradients is under way."""
-        if (stage, replica) not in self.reduced:
+        if self.setting.schedule.versions != "flush" and (stage, replica) not in self.reduced:
             self.reduced.add((stage, replica))
             self.reducing += self.stages[stage].reduced
 

@@ -66,15 +66,15 @@ class OOMFallback:
         """If lower bounds on memory already prove that the candidate does not fit: its fallbacks, with lower bounds on
         their steps; else None.
 
-        Two moments need no order to be bounded: when a device has all its gradients and reduces them, and, in a family
-        that runs its forwards first, when all activations of a unit are alive.
+        Two moments need no order to be bounded: when a device has all its gradients, and, in a family that runs its
+        forwards first, when all activations of a unit are alive.
         """
         form, profile = c.form, self.judge.profile
         place, stage = np.array(form.placement), self._stage_terms(c)
         static = held = stage["weights"] + stage["optimizer"] + stage["casts"]
         if c.microbatches // form.replicas >= (1 if form.joint else 2):  # else a device may end with its first one
             held = held + stage["gradients"]
-            if form.replicas * c.replicas > 1:
+            if form.versions != "flush" and form.replicas * c.replicas > 1:
                 alone = [c.replicas * len(set(column)) == 1 for column in place.T]
                 held = held + np.where(alone, 0.0, stage["reduced"])
         room = profile.memory_bytes - profile.process_bytes

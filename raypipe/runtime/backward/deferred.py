@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Closure = Callable[[], None]
+
+class Closure(NamedTuple):
+    """A deferred computation of weight gradients."""
+
+    compute: Callable[[], None]
+    parameters: tuple[Tensor, ...]
+    """The parameters to whose gradients it adds."""
 
 
 class WeightQueue:
@@ -90,10 +96,11 @@ def _keep(
     return y
 
 
-def _leave(ctx: Any, closure: Closure) -> None:
-    """Append the closure to the queue, if weight or bias requires a gradient."""
-    if ctx.weight.requires_grad or (ctx.bias is not None and ctx.bias.requires_grad):
-        ctx.queue.current.append(closure)
+def _leave(ctx: Any, compute: Callable[[], None]) -> None:
+    """Append the computation to the queue, if weight or bias requires a gradient."""
+    trained = tuple(p for p in (ctx.weight, ctx.bias) if p is not None and p.requires_grad)
+    if trained:
+        ctx.queue.current.append(Closure(compute, trained))
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -140,7 +147,7 @@ class _DeferredEmbedding(torch.autograd.Function):
             weight.grad.index_add_(0, ids.reshape(-1), flat)
 
         if weight.requires_grad:
-            ctx.queue.current.append(weight_grad)
+            ctx.queue.current.append(Closure(weight_grad, (weight,)))
         return None, None, None, None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -103,6 +103,8 @@ class StageModule(nn.Module):
         """Whether several micro-batches can be stacked into one, and one divided into two halves."""
         self.statistics = self.body.statistics
         """Running statistics, e.g. of batch norm."""
+        self.defers = split
+        """Whether weight gradients are deferred."""
         self.queue = WeightQueue()
         self.joint_names: list[str] = []
         """With ``split``, parameters whose gradients B computes all the same. Vectors are not listed, because their
@@ -197,9 +199,15 @@ class StageModule(nn.Module):
             parameter.data = parameter.data.new_empty(0)
 
     @staticmethod
-    def run_weight_gradients(saved: MicrobatchState) -> None:
-        """Compute the deferred weight gradients in ``saved.closures``, from the last layer to the first."""
+    def run_weight_gradients(saved: MicrobatchState, computed: Callable[[Tensor], None] | None = None) -> None:
+        """Compute the deferred weight gradients in ``saved.closures``, from the last layer to the first.
+
+        ``computed`` is called with a parameter each time after something was added to its gradient.
+        """
         with torch.no_grad():
             for closure in saved.closures:
-                closure()
+                closure.compute()
+                if computed is not None:
+                    for parameter in closure.parameters:
+                        computed(parameter)
         saved.closures = []

@@ -6,8 +6,7 @@ over replicas is the mini-batch gradient whatever the plan.
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from raypipe.runtime.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
 from raypipe.runtime.update.collective import Push, wait_for
 
 StageKey = tuple[int, int]
@@ -66,7 +66,10 @@ class GradientSync:
         self.groups = groups
         self.all_reduces = 0.0
         """Gradient all-reduces since the last reset; each of a group's members counts its share of one."""
-        self._pending: dict[StageKey, tuple[dist.Work, Tensor, list[Mark]]] = {}
+        self._pending: dict[StageKey, Tensor | None] = {}
+        """The started all-reduces, with what is summed beside the gradients."""
+        self._turns: deque[StageKey] = deque()
+        """The stage replicas whose all-reduces are still to be started in this step, in order."""
         self.totals: dict[StageKey, Tensor] = {}
         """What ``launch`` was given beside the gradients, summed; whoever takes it takes it out."""
         self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
@@ -79,6 +82,11 @@ class GradientSync:
                     self._ties.append((tie, copies))
         self._own = {
             key: [p for name, p in module.trained.items() if name not in spread] for key, module in modules.items()
+        }
+        self._sums = {
+            key: BucketedAllReduce(parameters, groups[name], f"gradient sum of stage {key[0]}")
+            for key, parameters in self._own.items()
+            if (name := f"stage {key[0]}") in groups
         }
         # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
         # every member has a share of it.
@@ -102,31 +110,40 @@ class GradientSync:
         self._every += [copies[0] for _, copies in self._ties]
         if self.complete and self._counted:
             self._counted = self._every
-        self._all = [p for module in modules.values() for p in module.trained.values()]
+        self._trained = {key: list(module.trained.values()) for key, module in modules.items()}
+        self._all = [p for parameters in self._trained.values() for p in parameters]
 
     @staticmethod
     def _is_first_holder(device: int, stage: int, replica: int, placement: tuple[tuple[int, ...], ...]) -> bool:
         first = min((held[stage], r) for r, held in enumerate(placement))
         return first == (device, replica)
 
+    def begin_step(self, order: Iterable[StageKey]) -> None:
+        """Announce the order in which this step will ``launch`` all-reduces."""
+        self._turns = deque(key for key in order if key in self._sums)
+
+    def early(self, key: StageKey) -> BucketedAllReduce | None:
+        """Return the all-reduce of a stage replica if its buckets may be started before ``launch``.
+
+        None if it has none, or if another stage's comes first: all devices start their all-reduces in one order.
+        """
+        return self._sums[key] if self._turns and self._turns[0] == key else None
+
     def launch(self, key: StageKey, beside: Tensor | None = None) -> None:
         """Start summing a stage replica's gradients over its holders; ``finish`` waits for it.
 
-        ``beside``: one-dimensional, summed in the same message; see ``totals``.
+        ``beside``: one-dimensional, summed over the same devices; see ``totals``.
         """
-        group = self.groups.get(f"stage {key[0]}")
-        parameters = self._own[key]
-        if group is None or not (parameters or beside is not None):
+        sum_ = self._sums.get(key)
+        if sum_ is None or not (self._own[key] or beside is not None):
             return
-        parts = [_gradient(p).reshape(-1) for p in parameters]
-        flat = torch.cat(parts if beside is None else [*parts, beside.to(parts[0].dtype) if parts else beside])
-        work = dist.all_reduce(flat, group=group, async_op=True)
-        assert work is not None
-        seen: list[Mark] = []
-        if flat.device.type == "cpu":  # the host's clock can say when, in the middle of whatever task
-            work.get_future().add_done_callback(lambda _: seen.append(time.monotonic()))
-        self._pending[key] = (work, flat, seen)
-        self.all_reduces += 1 / group.size()
+        if key in self._turns:
+            self._turns.remove(key)
+        if beside is not None:
+            beside = beside.clone()
+        sum_.start(beside)
+        self._pending[key] = beside
+        self.all_reduces += 1 / sum_.group.size()
 
     def finish(self, push: Push, clock: Clock) -> dict[StageKey, Mark]:
         """Wait for every started sum, then sum the tied parameters over all their copies.
@@ -137,15 +154,10 @@ class GradientSync:
             TransportError: another holder did not join in time.
         """
         completed: dict[StageKey, Mark] = {}
-        for key, (work, flat, seen) in self._pending.items():
-            wait_for(f"gradient sum of stage {key[0]}", work, push)
-            completed[key] = seen[0] if seen else clock.mark()
-            offset = 0
-            for p in self._own[key]:
-                p.grad = flat[offset : offset + p.numel()].view_as(p)
-                offset += p.numel()
-            if offset < flat.numel():
-                self.totals[key] = flat[offset:]
+        for key, beside in self._pending.items():
+            completed[key] = self._sums[key].finish(push, clock)
+            if beside is not None:
+                self.totals[key] = beside
         self._pending.clear()
         for tie, copies in self._ties:
             total = _gradient(copies[0])
@@ -169,6 +181,18 @@ class GradientSync:
     def whole_norm_squared(self) -> Tensor:
         """The squared global norm, float64 scalar, where this device is ``complete``."""
         return _squares(self._every)
+
+    def open(self, key: StageKey) -> None:
+        """Let a stage replica's gradients accumulate where they will be summed, from now to the update."""
+        if key in self._sums:
+            self._sums[key].open()
+
+    def drop(self, key: StageKey) -> None:
+        """Drop a stage replica's gradients, after the update."""
+        for p in self._trained[key]:
+            p.grad = None
+        if key in self._sums:
+            self._sums[key].close()
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""

@@ -134,15 +134,14 @@ class Updates:
             for undo in self._snapshots:
                 undo.restore()
                 undo.optimizer.step()
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+        for key in self.optimizers:
+            self.sync.drop(key)
         self._snapshots.clear()
         return not clipped
 
     def _step(self, key: StageKey) -> None:
-        optimizer = self.optimizers[key]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        self.optimizers[key].step()
+        self.sync.drop(key)
         if key in self.versions:
             self.versions[key].updated()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import BACKWARD
+from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.asynchronous import Part, parts
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 
@@ -123,6 +123,21 @@ def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> li
 def step_programs(schedule: Schedule, ahead: bool = False) -> dict[Part, list[Program]]:
     """Return the programs of each kind of step, one per device; a schedule that flushes has one kind, see ``parts``."""
     return {part: programs(one, drains=part[1], ahead=ahead) for part, one in parts(schedule).items()}
+
+
+def completed_by(program: Program) -> frozenset[Task]:
+    """Return the tasks that complete a stage replica's gradients and that its AR follows at once.
+
+    Parts of such an AR may begin while the task still runs; other ARs may stand between them.
+    """
+    found: set[Task] = set()
+    before: Task | None = None
+    for task, _, _ in program.actions:
+        if task.kind != "AR":
+            before = task
+        elif before is not None and before.kind in WEIGHT_GRADIENTS and before[1::2] == task[1::2]:
+            found.add(before)
+    return frozenset(found)
 
 
 def edges(schedule: Schedule) -> tuple[tuple[int, int], ...]:

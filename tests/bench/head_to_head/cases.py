@@ -13,6 +13,8 @@ CHUNKED = ("interleaved-1f1b", "zb-v")
 """Schedules with two stages a device."""
 SHARED = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 """Schedules that run on both sides: torch has a class for each but ``zb-h1``, whose order its CSV runtime loads."""
+DATA_PARALLEL = "data-parallel"
+"""No pipeline: every device holds the whole model. torch's side is DistributedDataParallel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,9 @@ class Case:
                     "dtype": "float32", "clip": None, "eval_batches": 1,
                 },
                 "parallel": {
-                    "schedule": schedule, "stages": DEVICES, "microbatch": self.microbatch,
-                    "chunks": 2 if schedule in CHUNKED else 1,
+                    "microbatch": self.microbatch, "chunks": 2 if schedule in CHUNKED else 1,
+                    **({"schedule": "1f1b", "stages": 1, "replicas": DEVICES} if schedule == DATA_PARALLEL
+                       else {"schedule": schedule, "stages": DEVICES}),
                 },
             }
         )  # fmt: skip
@@ -77,6 +80,16 @@ CASES = {
         Case(
             "overhead-chunked", "4 layers, hidden 64, sequence 32, 16 micro-batches of 1",
             {"layers": 4, **_SMALL}, 1, 16, CHUNKED, steps=40, warm_up=8, target=0.85,
+        ),
+        Case(
+            DATA_PARALLEL, "no pipeline: 8 layers, hidden 256, sequence 128, 8 micro-batches of 4",
+            {"layers": 8, "hidden": 256, "heads": 8, "sequence": 128}, 4, 8, (DATA_PARALLEL,), steps=5, warm_up=2,
+            target=1.0,
+        ),
+        Case(
+            "gradients", "no pipeline: 6 layers, hidden 768, sequence 32, 2 micro-batches of 4: 170 MB of gradients",
+            {"layers": 6, "hidden": 768, "heads": 12, "sequence": 32}, 4, 2, (DATA_PARALLEL,), steps=7, warm_up=2,
+            target=1.0,
         ),
     )
 }  # fmt: skip

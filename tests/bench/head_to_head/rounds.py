@@ -14,7 +14,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.plan.plan import Plan
 from raypipe.train import make_plan
 from tests.bench.head_to_head.blocks import Block, Order
-from tests.bench.head_to_head.cases import DEVICES, Case
+from tests.bench.head_to_head.cases import DATA_PARALLEL, DEVICES, Case
 from tests.bench.head_to_head.raypipe_side import DriverCost, RaypipeSide
 from tests.bench.head_to_head.rivals import Rival
 
@@ -109,7 +109,8 @@ def _pipelines(
             result.driver.setdefault(name, []).append(cost)
 
         def theirs(name: str = name, job: JobSpec = job, plan: Plan = plan) -> None:
-            result.add(f"torch {name}", others.pair.block(Order("pipeline", job, plan, data, case.steps)))
+            kind = "ddp" if name == DATA_PARALLEL else "pipeline"
+            result.add(f"torch {name}", others.pair.block(Order(kind, job, plan, data, case.steps)))
             result.same_order[name] = others.pair.same_order
 
         turns += [(f"raypipe {name}", ours), (f"torch {name}", theirs)]

@@ -67,7 +67,7 @@ def test_gradients_are_pytorchs(case: str, frozen: str) -> None:
         assert (seen is None) == (ours[1].grad is None)
         with torch.no_grad():
             for closure in waiting:
-                closure()
+                closure.compute()
         if seen is not None:
             assert not torch.equal(seen, ours[1].grad)
     for mine, other in zip(ours, theirs, strict=True):
@@ -89,7 +89,7 @@ def test_an_embeddings_padding_has_no_gradient(padding: int | None) -> None:
         y.backward(grad)
     assert ours.grad is None
     with torch.no_grad():
-        waiting[0]()
+        waiting[0].compute()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
 
 
@@ -134,7 +134,7 @@ def test_operations_of_a_graph_wait_where_they_can(autocast: bool) -> None:
     assert early == {"square", "twice"}
     with torch.no_grad():
         for closure in waiting:
-            closure()
+            closure.compute()
     for name, a in plain.named_parameters():
         b = split.get_parameter(name)
         # Under autocast both take the same products of bfloat16 numbers; autograd rounds each gradient once more.

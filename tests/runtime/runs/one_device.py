@@ -23,7 +23,7 @@ from raypipe.runtime.update.gradients import GradientSync, TiedHolders
 from raypipe.runtime.update.norm import Shares
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import programs
-from raypipe.schedule.passes import add_updates
+from raypipe.schedule.passes import add_updates, place_gradient_sync
 from raypipe.schedule.verify import verify
 
 LR = 1.0
@@ -84,13 +84,19 @@ def run_step(
     model: LayeredModel, cut: list[range], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
     *, split: bool = False, recompute: bool = False, pairs: bool = False, seed: int = 3, step: int = 5,
     autocast: torch.dtype | None = None, recomputed: set[int] | None = None, finest: bool = False,
-    lengths: Mapping[str, NDArray[np.int64]] | None = None,
+    lengths: Mapping[str, NDArray[np.int64]] | None = None, groups: Mapping[str, Any] | None = None,
 ) -> Outcome:  # fmt: skip
-    """One training step over all rows; gradients are read off a plain SGD update."""
+    """One training step over all rows; gradients are read off a plain SGD update.
+
+    ``groups``: process groups over which stages all-reduce their gradients, as in a data-parallel copy.
+    """
     device = torch.device("cpu")
     batch = len(next(iter(rows.values())))
     count = batch // microbatch
-    schedule = add_updates(from_text(order(len(cut), count, split, recompute, pairs)))
+    schedule = from_text(order(len(cut), count, split, recompute, pairs))
+    if groups is not None:
+        schedule = place_gradient_sync(schedule, "eager", copies=2)
+    schedule = add_updates(schedule)
     verify(schedule)
     stages = [StageModule(model, part, seed, device, split, recomputed, finest) for part in cut]
     modules = {(s, 0): stage for s, stage in enumerate(stages)}
@@ -108,7 +114,8 @@ def run_step(
             seed=seed, microbatches=count, samples_per_microbatch=microbatch, clip=None, update="wait", timeout_s=10.0,
             autocast=autocast, device=device,
         ),
-        modules, optimizers, model.task, feed, GradientSync(0, modules, schedule.placement, tied, {}), Shares(None),
+        modules, optimizers, model.task, feed,
+        GradientSync(0, modules, schedule.placement, tied, groups or {}), Shares(None),
         {}, {}, StageIOSpecs(model, cut, microbatch), {},
     )  # fmt: skip
     (program,) = programs(schedule)

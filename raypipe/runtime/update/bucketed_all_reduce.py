@@ -1,0 +1,189 @@
+"""Gradients of a stage replica in flat buckets, each all-reduced as soon as its gradients are complete.
+
+A bucket is one contiguous tensor, and the gradients of its parameters are views of it from the first backward of a step
+to the update: nothing is copied before or after the all-reduce. (It is allocated anew in every step, because until the
+first backward its memory is better used for activations.) Buckets are filled from the last parameter to the first,
+roughly the order in which a backward completes gradients, and they are all-reduced in that order on every device,
+because a group's collectives must be issued in one order everywhere.
+
+Source: Li et al. 2020 (PyTorch Distributed, arXiv:2006.15704), sections 3.2.2 and 3.2.3.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raypipe.runtime.clock import Clock, Mark
+from raypipe.runtime.update.collective import Push, wait_for
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""A small first bucket starts the communication early."""
+BUCKET_BYTES = 25 << 20
+"""Large enough for a link's full bandwidth; torch's DistributedDataParallel uses the same size."""
+
+
+class GradientBucket:
+    """The gradients of some parameters of one dtype, which are views of one flat tensor from ``open`` to ``close``."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        self.views: list[Tensor] = []
+        self.flat = torch.empty(0)
+
+    def open(self) -> None:
+        """Allocate the flat tensor; gradients that there are already are copied into it."""
+        first = self.parameters[0]
+        sizes = [p.numel() for p in self.parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        parts = torch.split(self.flat, sizes)
+        self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+        self.take_in()
+
+    def close(self) -> None:
+        """Drop the gradients."""
+        for p in self.parameters:
+            p.grad = None
+        self.views, self.flat = [], torch.empty(0)
+
+    def take_in(self) -> None:
+        """Copy gradients that were computed elsewhere into the flat tensor, and make its views the gradients."""
+        for p, view in zip(self.parameters, self.views, strict=True):
+            if p.grad is not view:
+                if p.grad is not None:
+                    view.copy_(p.grad)
+                p.grad = view
+
+
+def buckets_of(parameters: Sequence[nn.Parameter], first_bytes: int, bytes_each: int) -> list[GradientBucket]:
+    """Divide parameters into buckets of one dtype each, from the last parameter to the first."""
+    found: list[list[nn.Parameter]] = []
+    room = 0
+    for p in reversed(parameters):
+        size = p.numel() * p.element_size()
+        if not found or size > room or found[-1][0].dtype != p.dtype:
+            room = bytes_each if found else first_bytes
+            found.append([])
+        found[-1].append(p)
+        room -= size
+    return [GradientBucket(one) for one in found]
+
+
+class BucketedAllReduce:
+    """Sums the gradients of one stage replica over its holders.
+
+    Args:
+        parameters: the parameters whose gradients are summed, in the same order on every holder.
+        group: the process group of the holders.
+        what: names the all-reduce in errors.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, what: str) -> None:
+        self.group, self.what = group, what
+        self.buckets = buckets_of(parameters, FIRST_BUCKET_BYTES, BUCKET_BYTES)
+        self._bucket_of: dict[Tensor, int] = {
+            p: number for number, bucket in enumerate(self.buckets) for p in bucket.parameters
+        }
+        self._open = False
+        self._missing: list[int] = []
+        """Per bucket, how many of its gradients are not complete yet; empty while nobody watches."""
+        self._left: Counter[Tensor] = Counter()
+        """Deferred computations that are still to come, by parameter."""
+        self._works: list[dist.Work] = []
+        self._seen: list[Mark] = []
+        self._started = 0
+
+    def open(self) -> None:
+        """Let gradients accumulate in the buckets from now on; does nothing if they do already."""
+        if not self._open:
+            self._open = True
+            for bucket in self.buckets:
+                bucket.open()
+
+    def close(self) -> None:
+        """Drop the gradients, after the update."""
+        self._open = False
+        for bucket in self.buckets:
+            bucket.close()
+
+    @contextmanager
+    def watch_backward(self) -> Iterator[None]:
+        """Start each bucket's all-reduce inside the block as soon as autograd has accumulated its last gradient.
+
+        The block must hold exactly one backward, the last one of the step for these parameters.
+        """
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        hooks = [p.register_post_accumulate_grad_hook(self._complete) for b in self.buckets for p in b.parameters]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def expect(self, parameters: Iterable[Tensor]) -> None:
+        """Announce the deferred gradients that ``computed`` will report; all others are complete now.
+
+        Args:
+            parameters: one entry for each deferred computation, so a parameter may be named several times.
+        """
+        self._left = Counter(p for p in parameters if p in self._bucket_of)
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        for p in self._bucket_of:
+            if p not in self._left:
+                self._complete(p)
+
+    def computed(self, parameter: Tensor) -> None:
+        """Note that one of a parameter's deferred computations has been done; see ``expect``."""
+        if parameter in self._left:
+            self._left[parameter] -= 1
+            if not self._left[parameter]:
+                self._complete(parameter)
+
+    def _complete(self, parameter: Tensor) -> None:
+        self._missing[self._bucket_of[parameter]] -= 1
+        while self._started < len(self.buckets) and not self._missing[self._started]:
+            self._start()
+
+    def start(self, beside: Tensor | None = None) -> None:
+        """Start the all-reduce of every bucket that has not been started yet, and that of ``beside``, in place."""
+        while self._started < len(self.buckets):
+            self._start()
+        if beside is not None:
+            self._all_reduce(beside)
+
+    def _start(self) -> None:
+        bucket = self.buckets[self._started]
+        self._started += 1
+        if bucket.views:
+            bucket.take_in()
+        else:
+            bucket.open()
+        self._all_reduce(bucket.flat)
+
+    def _all_reduce(self, flat: Tensor) -> None:
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        assert work is not None
+        if flat.device.type == "cpu":  # the host's clock can say when, in the middle of whatever task
+            seen = self._seen  # of this step: a callback may come when the next one has begun
+            work.get_future().add_done_callback(lambda _: seen.append(time.monotonic()))
+        self._works.append(work)
+
+    def finish(self, push: Push, clock: Clock) -> Mark:
+        """Wait for every started all-reduce.
+
+        Returns when the last one was complete; where the host's clock cannot say, when that was seen here.
+
+        Raises:
+            TransportError: another holder did not join in time.
+        """
+        for work in self._works:
+            wait_for(self.what, work, push)
+        end = max(self._seen) if self._seen else clock.mark()
+        self._works, self._seen, self._started, self._missing = [], [], 0, []
+        return end
