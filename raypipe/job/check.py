@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from raypipe.schedule.ir import Schedule
 
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "shard": ("none",),
     "sync": ("lazy", "eager", "eager-opt"),
     "recompute": ("none", "full", "stage-aware", *PLANNED),
 }
@@ -58,6 +57,7 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
         return
     yield from _alphas(parallel)
     yield from _tensor(model, parallel)
+    yield from _shard(parallel)
     yield from _batch(train, parallel)
     yield from _schedule(model, train, parallel)
 
@@ -146,6 +146,23 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
 
 WISHES = {*SHAPE, *JOBS_OWN, "sync", "recompute", "tensor_table"}
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
+
+
+def _shard(parallel: ParallelSpec) -> Iterator[Problem]:
+    """Keys that cannot be combined with sharded data parallelism."""
+    if parallel.shard == "none":
+        if parallel.shard_replicas is not None:
+            yield Problem("parallel.shard_replicas", "with shard: none there are no shards", "leave it out")
+        return
+    if parallel.tensor > 1:
+        why = f"{parallel.shard} cannot be combined with tensor: {parallel.tensor}"
+        yield Problem("parallel.shard", why, "use shard: none, or tensor: 1")
+    if parallel.update == "optimistic":
+        why = f"optimistic cannot be combined with shard: {parallel.shard}"
+        yield Problem("parallel.update", why, "use auto, which then waits")
+    if parallel.shard_replicas is not None and parallel.replicas % parallel.shard_replicas:
+        why = f"{parallel.replicas} replicas are not a multiple of {parallel.shard_replicas}"
+        yield Problem("parallel.shard_replicas", why, f"use a divisor of {parallel.replicas}, or leave it out")
 
 
 def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:

@@ -54,7 +54,14 @@ class ParallelSpec(Spec):
     concat: Concat = "direct"
     """How Chimera goes past one micro-batch a device."""
     shard: Literal["none", "zero1", "zero2", "zero3"] = "none"
-    """What the replicas split between them instead of each holding it."""
+    """What the replicas divide instead of each holding it whole: optimizer state (``zero1``), gradients too
+    (``zero2``), weights too (``zero3``)."""
+    gather: Literal["step", "unit", "microbatch"] = "unit"
+    """With ``shard: zero3``: which tasks of a stage share one gather of its weights. ``step``: all; ``unit``: the
+    forwards of a scheduling unit, and its backwards; ``microbatch``: one each."""
+    shard_replicas: Positive | None = None
+    """With ``shard``: consecutive replicas that divide a stage, for instance those of one node, while further ones hold
+    the same; a divisor of ``replicas``. null: all."""
     sync: Literal["lazy", "eager", "eager-opt", "wait-free", "prioritised", "reverse-first-k"] = "lazy"
     """When gradients are summed over replicas. ``lazy``: after the device's last backward;
     ``eager``: as soon as the stage's own gradients are complete; ``eager-opt``: so where the device would idle."""

@@ -22,7 +22,7 @@ from raypipe.job.requested_schedule import base_schedule, fitting
 from raypipe.job.spec import JobSpec
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync, replicate
+from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync, replicate, shard
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.verify import verify
 
@@ -120,7 +120,7 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
     parallel = plan.parallel
     schedule = base_schedule(parallel, batch) if plan.order is None else _stored(plan, plan.order, batch)
     schedule = with_recompute(schedule, parallel, plan.cut)
-    schedule = replicate(schedule, parallel.replicas)
+    schedule = sharded(replicate(schedule, parallel.replicas), parallel)
     schedule = place_gradient_sync(schedule, cast(Sync, parallel.sync))  # raises on an unknown sync
     schedule = add_updates(schedule)
     verify(schedule)
@@ -131,6 +131,16 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
             "choose train.batch, parallel.microbatch and parallel.replicas so that they divide",
         )  # fmt: skip
     return schedule
+
+
+def sharded(schedule: Schedule, parallel: ParallelSpec) -> Schedule:
+    """Insert the gathers and reduce-scatters that ``parallel.shard`` asks for into the schedule of all copies."""
+    if parallel.shard == "none" or parallel.replicas == 1:
+        return schedule
+    return shard(
+        schedule, int(parallel.shard.removeprefix("zero")), gather=parallel.gather, unit=parallel.unit,
+        copies=parallel.replicas, group=parallel.shard_replicas,
+    )  # fmt: skip
 
 
 def _stored(plan: Plan, order: str, batch: int) -> Schedule:

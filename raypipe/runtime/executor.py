@@ -19,6 +19,7 @@ from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_l
 from raypipe.runtime.backward.stack import stacked, stacked_inputs, unstacked
 from raypipe.runtime.backward.weight_casts import Casts
 from raypipe.runtime.runner import Payload, ProgramRunner
+from raypipe.runtime.shard.device_shards import DeviceShards
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
@@ -52,6 +53,7 @@ class Executor(ProgramRunner):
         receivers: Mapping[int, Receiver],
         io_spec: StageIOSpecs,
         versions: Mapping[StageKey, WeightVersions],
+        shards: DeviceShards | None = None,
     ) -> None:
         super().__init__(
             settings.microbatches, settings.timeout_s, senders, receivers, io_spec, settings.device,
@@ -64,6 +66,7 @@ class Executor(ProgramRunner):
         self.feed = feed
         self.sync = sync
         self.versions = versions
+        self.shards = DeviceShards({}) if shards is None else shards
         self.casts = Casts(settings.device, settings.autocast, modules.values())
         self.turns = Alternation() if settings.sub_pipelined else None
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update)
@@ -98,6 +101,7 @@ class Executor(ProgramRunner):
         self._squares: list[float] = []
         if not self.training:
             self.commit()
+            self.shards.gather_all(self.outgoing.push)
         self._recomputed_bytes: dict[int, int] = {}
         if self.training:
             self._completes = completed_by(program)
@@ -105,6 +109,8 @@ class Executor(ProgramRunner):
         meter = PeakMeter(self.settings.device) if self.measures and self.training else None
         with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
             times = self.walk(program, step)
+        if not self.training:
+            self.shards.release_all()
         return self._end(times, StepMemory(meter.peak if meter is not None else 0, self._recomputed_bytes))
 
     def run_task(self, action: Action) -> None:
@@ -130,6 +136,13 @@ class Executor(ProgramRunner):
             self.sync.launch(key, self._seen(key))
         elif kind == "U":
             self._update((task.stage, task.replica))
+        elif kind == "AG":
+            self.shards.stages[task.stage, task.replica].gather()
+        elif kind == "RS":
+            self.shards.reduce_scatter((task.stage, task.replica))
+        elif kind == "FREE":
+            self.casts.drop()  # copies of what is freed
+            self.shards.stages[task.stage, task.replica].release()
 
     def _lengths(self, mb: int) -> Lengths:
         ahead, of_step = divmod(mb, self.settings.microbatches)
@@ -176,6 +189,7 @@ class Executor(ProgramRunner):
         firsts = [mb % self.settings.microbatches * each for mb in mbs]
         samples = [sample for first in firsts for sample in range(first, first + each)]
         module = self.modules[(stage, replica)]
+        self._wait_gathered((stage, replica))
         inputs = stacked_inputs([self._inputs(mb) for mb in mbs]) if module.reads else {}
 
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
@@ -304,8 +318,9 @@ class Executor(ProgramRunner):
             at = self.base + mb
             saved = self._saved[(stage, at)]
             early = self._early_all_reduce(task, mb)
+            self._wait_gathered((stage, task.replica))
             if also_weights and not self.versions:
-                self.sync.open((stage, task.replica))
+                self._open_gradients((stage, task.replica))
             if saved.back is None:
                 # With several backwards for one micro-batch, nobody knows which of them is a parameter's last.
                 single = saved.halves is None and saved.boundaries is None and not module.defers
@@ -329,13 +344,26 @@ class Executor(ProgramRunner):
             at = (task.stage, self.base + mb)
             saved = self._saved[at]
             if not self.versions:
-                self.sync.open((task.stage, task.replica))
+                self._open_gradients((task.stage, task.replica))
             if not saved.ran:
+                self._wait_gathered((task.stage, task.replica))
                 saved.back = module.run_backward(saved, self._gradients(action, saved, mb), self.turns)
                 saved.ran = True
             self._finish_weights(module, saved, (task.stage, task.replica), self._early_all_reduce(task, mb))
             if (task.stage, mb) not in self.program.weights_first:
                 del self._saved[at]
+
+    def _wait_gathered(self, key: StageKey) -> None:
+        """Wait until a sharded stage's weights are here."""
+        stage = self.shards.stages.get(key)
+        if stage is not None:
+            stage.wait_gathered(self.outgoing.push)
+
+    def _open_gradients(self, key: StageKey) -> None:
+        """Let gradients accumulate where they will be summed."""
+        self.sync.open(key)
+        if key in self.shards.stages:
+            self.shards.open_gradients(key, self.outgoing.push)
 
     def _finish_weights(
         self, module: StageModule, saved: MicrobatchState, key: StageKey, early: BucketedAllReduce | None
@@ -380,6 +408,7 @@ class Executor(ProgramRunner):
             return
         for key in self.modules:
             self._collect(key)
+        self.shards.finish(self.outgoing.push)
         completed = self.sync.finish(self.outgoing.push, self.clock)
         for i, action in enumerate(self.program.actions):  # an AR ends when it is complete, not when it was launched
             if action.task.kind == "AR" and (action.task.stage, action.task.replica) in completed:
@@ -392,6 +421,8 @@ class Executor(ProgramRunner):
             self._squares.append(float(self.sync.norm_squared()))
         self.casts.drop()
         self.updates.make(key, self.lr)
+        if key in self.shards.stages:
+            self.shards.stages[key].drop_gradients()
         self._move_statistics(key)
 
     def _seen(self, key: StageKey) -> Tensor | None:
@@ -441,6 +472,7 @@ class Executor(ProgramRunner):
             loss, samples = 0.0, 0
         self.feed.drop(self.split, self.step)
         reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
+        gathers, scatters = self.shards.take_counts()
         if self.program.drains:
             left = [*self._saved, *self.p2p_buffers]
             self._saved.clear()
@@ -455,5 +487,5 @@ class Executor(ProgramRunner):
             all_reduces, group.all_reduces = group.all_reduces, 0
         return StepResult(
             loss, samples, square, times, self.received, self.received_bytes, reduced, all_reduces, memory,
-            self.updates.optimistic,
+            self.updates.optimistic, gathers, scatters,
         )  # fmt: skip

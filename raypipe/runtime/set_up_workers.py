@@ -8,6 +8,7 @@ from pathlib import Path
 import ray
 
 from raypipe.data import known_fields
+from raypipe.errors import SpecError
 from raypipe.job.recompute_layers import layers_to_recompute
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
@@ -17,6 +18,7 @@ from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Topology, rendezvous_of
 from raypipe.runtime.setup import Setup
+from raypipe.runtime.shard.device_shards import shard_groups
 from raypipe.runtime.tensor_ranks import tensor_rank_edges, tensor_rank_groups, tensor_rank_of
 from raypipe.runtime.update.gradients import TiedHolders, shared_groups
 from raypipe.schedule.ir import Schedule
@@ -52,7 +54,12 @@ def set_up(
     tensor = plan.parallel.tensor
     job = job.model_copy(update={"parallel": plan.parallel})
     fields = known_fields(directory / "data")
-    tied = tied_holders(plan, schedule, build_model(job, fields, tensor_rank=0))
+    model = build_model(job, fields, tensor_rank=0)
+    if schedule.sharding is not None and model.batch_statistics:
+        raise SpecError(
+            "parallel.shard", "the model's batch norm sums its statistics over whole replicas", "use shard: none"
+        )
+    tied = tied_holders(plan, schedule, model)
     train, evaluate = lower(running)
     setup = Setup(
         device=0,
@@ -66,7 +73,11 @@ def set_up(
             peers=tuple(x.peer for x in workers.locations),
             rendezvous=rendezvous_of(workers.locations),
             edges=tensor_rank_edges(edges(schedule), tensor),
-            groups=tensor_rank_groups(shared_groups(schedule.placement, tied), schedule.devices, tensor),
+            groups=tensor_rank_groups(
+                shared_groups(schedule.placement, tied) | shard_groups(schedule.sharding, schedule.placement),
+                schedule.devices,
+                tensor,
+            ),
             transport=plan.parallel.transport,
             run_id=workers.run_id,
             timeout_s=job.train.message_timeout_s,
@@ -75,6 +86,7 @@ def set_up(
         samples_per_microbatch=int(plan.parallel.microbatch * schedule.size),
         microbatches=schedule.microbatches,
         versions=schedule.versions,
+        sharding=schedule.sharding,
         train={},
         evaluate=evaluate[0],
         data=directory / "data",

@@ -10,7 +10,7 @@ from raypipe.models.task import Field
 from raypipe.runtime.communicators import Topology
 from raypipe.runtime.tensor_ranks import rank_of
 from raypipe.runtime.update.gradients import TiedHolders
-from raypipe.schedule.ir import Versions
+from raypipe.schedule.ir import Sharding, Versions
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program
 
@@ -44,6 +44,8 @@ class Setup:
     """Where to read parameters and optimizer state from; None to start afresh."""
     recomputed: frozenset[int] | None = None
     """Layers that an R task recomputes; None for all of its stage."""
+    sharding: Sharding | None = None
+    """What the data-parallel copies of a stage divide; None: nothing."""
     search_recompute: bool = False
     """Whether ``recomputed`` may change during the run; memory is then measured."""
 

@@ -43,6 +43,10 @@ class StepResult:
     """Measured memory; zeros where it was not measured."""
     optimistic: bool
     """Whether the update was made before the global norm was known; a norm above the limit undoes and repeats it."""
+    all_gathers: float = 0.0
+    """Gathers of a stage's weights; every member of a group counts 1 / (size of the group) for each."""
+    reduce_scatters: float = 0.0
+    """Reduce-scatters of a stage's gradients, counted alike."""
     device_memory: DeviceMemory | None = None
     """Memory of the device's process, about once a second; None in between."""
 
@@ -70,6 +74,8 @@ def communication_counts(results: Sequence[StepResult], tensor: int) -> dict[str
         "p2p": sum(r.received for r in results),
         "p2p_bytes": sum(r.received_bytes for r in results),
         "all_reduce": round(math.fsum(r.all_reduces for r in results)),
+        "all_gather": round(math.fsum(r.all_gathers for r in results)),
+        "reduce_scatter": round(math.fsum(r.reduce_scatters for r in results)),
     }
     if tensor > 1:
         counts["tensor_all_reduce"] = sum(r.tensor_all_reduces for r in results) // tensor

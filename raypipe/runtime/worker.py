@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from raypipe.checkpoint import ShardInfo, open_checkpoint, write_shard
 from raypipe.data import open_data
@@ -27,6 +28,8 @@ from raypipe.runtime.communicators import Communicators, Location, Topology, loc
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.process import heap_bytes, set_up_process
 from raypipe.runtime.setup import Setup
+from raypipe.runtime.shard.device_shards import divide
+from raypipe.runtime.shard.state import gathered_state, read_shards
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
@@ -114,12 +117,15 @@ class StageWorker:
             for stage, device in enumerate(devices)
             if device == setup.device
         }
-        self.optimizers = {k: make_optimizer(job.train, m.trained.values()) for k, m in self.modules.items()}
+        self.shards = shards = divide(self.modules, setup.sharding, setup.placement, setup.tied, groups)
+        self.optimizers = {key: make_optimizer(job.train, self._updated(key)) for key in self.modules}
         checkpoint = None
         if setup.checkpoint is not None:
             checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
             for key, module in self.modules.items():
-                read_state(checkpoint, module, self.optimizers[key], setup.tied, setup.tensor_rank)
+                read_state(checkpoint, module, self.optimizers[key], setup.tied, setup.tensor_rank, self._divided(key))
+                if key in shards.stages:
+                    read_shards(checkpoint, shards.stages[key], self.optimizers[key])
         rule = setup.versions
         versions = {} if rule == "flush" else {k: WeightVersions(m, rule) for k, m in self.modules.items()}
         if checkpoint is not None:
@@ -136,7 +142,9 @@ class StageWorker:
             own_channels(communicators.receivers, setup.tensor),
         )
         # An update that has to be undone is noticed by each process when it looks; members must do so in step.
-        update: RequestedNormPolicy = "wait" if setup.tensor > 1 else job.parallel.update
+        # The same holds for those that divide a stage: a step begun again gathers it again, on all of them.
+        together = setup.tensor > 1 or bool(shards.stages)
+        update: RequestedNormPolicy = "wait" if together else job.parallel.update
         settings = StepSettings(
             seed=job.train.seed, microbatches=setup.microbatches,
             samples_per_microbatch=setup.samples_per_microbatch,
@@ -144,11 +152,13 @@ class StageWorker:
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, tensor_rank=setup.tensor_rank,
             sub_pipelined=job.parallel.sub_pipelined, message_cast=message_cast_of(job),
         )  # fmt: skip
-        sync = self.sync_class(setup.device, self.modules, setup.placement, setup.tied, groups, setup.tensor_rank)
+        sync = self.sync_class(
+            setup.device, self.modules, setup.placement, setup.tied, groups, setup.tensor_rank, shards.stages
+        )
         self.executor = self.executor_class(
             settings, self.modules, self.optimizers, plan.task, feed, sync,
             Shares(None if sync.complete else communicators.world),
-            senders, receivers, StageIOSpecs(plan, setup.cut, setup.samples_per_microbatch), versions,
+            senders, receivers, StageIOSpecs(plan, setup.cut, setup.samples_per_microbatch), versions, shards,
         )  # fmt: skip
         self.executor.measures = setup.search_recompute
         self.group = self._tensor_group(groups)
@@ -157,6 +167,12 @@ class StageWorker:
         gc.freeze()
         joint = [name for m in self.modules.values() for name in m.joint_names]
         return sum(p.numel() for m in self.modules.values() for p in m.named.values()), joint
+
+    def _updated(self, key: StageKey) -> list[nn.Parameter]:
+        """Return what the optimizer of a stage replica updates: whole parameters, and its pieces of divided ones."""
+        divided = self._divided(key)
+        whole = [p for name, p in self.modules[key].trained.items() if name not in divided]
+        return [*whole, *self.shards.stages[key].pieces] if divided else whole
 
     def _tensor_group(self, groups: Mapping[str, dist.ProcessGroup]) -> TensorGroup:
         """Make the device's tensor-parallel group known to the divided layers."""
@@ -228,14 +244,24 @@ class StageWorker:
         state: list[Piece] = []
         broken: str | None = None
         for key in owned_keys(setup.device, self.modules, setup.placement):
-            pieces = state_pieces(self.modules[key], self.optimizers[key], setup.tied)
+            pieces = state_pieces(self.modules[key], self.optimizers[key], setup.tied, self._divided(key))
             if key in self.executor.versions:
                 previous = self.executor.versions[key].previous()
                 pieces += previous_pieces(self.modules[key], previous, setup.tied)
             broken = broken or not_finite(self.modules[key], pieces)
             state += pieces
+        for key, stage in sorted(self.shards.stages.items()):
+            if stage.counts:
+                gathered = [Piece(k, value, None) for k, value in gathered_state(stage, self.optimizers[key]).items()]
+                broken = broken or not_finite(self.modules[key], gathered)
+                state += gathered
         tensors = joined(state, self.group)
         return (write_shard(directory, f"rank-{self.rank:05d}", tensors) if tensors else None), broken
+
+    def _divided(self, key: StageKey) -> frozenset[str]:
+        """Return the names of a stage replica's parameters that its copies divide."""
+        stage = self.shards.stages.get(key)
+        return stage.names if stage is not None else frozenset()
 
     def clock(self) -> float:
         """Return this host's monotonic time in seconds."""

@@ -7,7 +7,7 @@ from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
 from raypipe.errors import SpecError
 from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.live_activations import peak_activations
-from raypipe.schedule.passes import add_recompute, add_updates, place_gradient_sync, replicate, shard
+from raypipe.schedule.passes import add_recompute, add_updates, shard
 from raypipe.schedule.sharding.live import LiveShards
 
 CUT = [(0, 1), (2,), (3,), (4, 5)]

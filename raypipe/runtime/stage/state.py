@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,14 +69,20 @@ def joined(pieces: Sequence[Piece], group: TensorGroup) -> dict[str, Tensor]:
     return found
 
 
-def state_pieces(module: StageModule, optimizer: torch.optim.Optimizer, tied: tuple[TiedHolders, ...]) -> list[Piece]:
+def state_pieces(
+    module: StageModule,
+    optimizer: torch.optim.Optimizer,
+    tied: tuple[TiedHolders, ...],
+    divided: Collection[str] = (),
+) -> list[Piece]:
     """Collect ``param/<name>``, ``optim/<name>/<key>`` and ``buffer/<name>`` (running statistics) of one stage.
 
-    A tied parameter is saved once, under its group's name.
+    A tied parameter is saved once, under its group's name. Parameters that data-parallel copies divide (``divided``)
+    are left out (``runtime.shard.state``).
     """
     found: list[Piece] = []
     for name, parameter in module.named.items():
-        if not _saves(module, name, tied):
+        if name in divided or not _saves(module, name, tied):
             continue
         shard = module.shards.get(name)
         found.append(Piece(f"param/{name}", parameter.detach(), shard))
@@ -113,15 +119,18 @@ def read_state(
     optimizer: torch.optim.Optimizer,
     tied: tuple[TiedHolders, ...],
     tensor_rank: int = 0,
+    divided: Collection[str] = (),
 ) -> None:
     """Load one stage's parameters and optimizer state (this tensor rank's shares), whichever plan wrote them.
+
+    Parameters that data-parallel copies divide (``divided``) are left out (``runtime.shard.state``).
 
     Raises:
         CheckpointError: a parameter is missing or has another shape, so the checkpoint is of another model.
     """
     keys = set(checkpoint.keys)
     wanted: dict[str, list[str]] = {}
-    for name in module.named:
+    for name in module.named.keys() - set(divided):
         base = _canonical(name, tied)
         prefix = f"optim/{base}/"
         states = sorted(k for k in keys if k.startswith(prefix) and not k.endswith(f"/{PREVIOUS}"))
@@ -129,6 +138,8 @@ def read_state(
     buffers = {buffer_key(name): held for one in module.statistics for name, held in one.buffers_by_name.items()}
     tensors = checkpoint.read({k for ks in wanted.values() for k in ks} | set(buffers))
     for name, parameter in module.named.items():
+        if name in divided:
+            continue
         param_key, *optim_keys = wanted[name]
         saved, shard = tensors[param_key], module.shards.get(name)
         whole = tuple(parameter.shape) if shard is None else shard.whole_shape(parameter.shape)

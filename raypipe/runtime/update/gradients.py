@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,19 @@ class TiedHolders:
     """The layer of the first member: the stage that holds it saves the parameter."""
 
 
+class Sharded(Protocol):
+    """A stage replica whose gradients its data-parallel copies divide (``runtime.shard``)."""
+
+    names: frozenset[str]
+    """The parameters that are divided."""
+    counts: bool
+    """Whether this device's share of them counts in the global norm: others hold it as well, and each counts once."""
+
+    @property
+    def pieces(self) -> list[nn.Parameter]:
+        """What this device's optimizer updates of them."""
+
+
 def shared_groups(placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolders, ...]) -> dict[str, tuple[int, ...]]:
     """Return the process groups that a plan needs, by name, in the order in which every device creates them."""
     wanted: dict[str, tuple[int, ...]] = {}
@@ -61,8 +75,19 @@ class GradientSync:
         tied: tuple[TiedHolders, ...],
         groups: Mapping[str, dist.ProcessGroup],
         member: int = 0,
+        sharded: Mapping[StageKey, Sharded] | None = None,
     ) -> None:
-        """``member``: which of its device's processes this one is; the others hold other shares of what is divided."""
+        """Take the stages of one device.
+
+        Args:
+            device: its number.
+            modules: its stage replicas.
+            placement: device of each stage, per replica.
+            tied: parameters that several stages hold.
+            groups: process groups, named by ``shared_groups``.
+            member: which of its device's processes this one is; the others hold other shares of what is divided.
+            sharded: those of its stage replicas whose gradients their copies divide.
+        """
         self.groups = groups
         self.all_reduces = 0.0
         """Gradient all-reduces since the last reset; each of a group's members counts its share of one."""
@@ -80,8 +105,13 @@ class GradientSync:
                 spread.update(tie.parameters)
                 if copies:
                     self._ties.append((tie, copies))
+        sharded = sharded or {}
+        divided_over = {key: one.names for key, one in sharded.items()}
         self._own = {
-            key: [p for name, p in module.trained.items() if name not in spread] for key, module in modules.items()
+            key: [
+                p for name, p in module.trained.items() if name not in spread and name not in divided_over.get(key, ())
+            ]
+            for key, module in modules.items()
         }
         self._sums = {
             key: BucketedAllReduce(parameters, groups[name], f"gradient sum of stage {key[0]}")
@@ -96,12 +126,15 @@ class GradientSync:
             if self._is_first_holder(device, stage, replica, placement):
                 counted.extend(parameters)
         counted.extend(copies[0] for tie, copies in self._ties if tie.ranks[0] == device)
-        self._counted = [p for p in counted if member == 0 or id(p) in divided]
+        pieces = [p for key, one in sharded.items() if one.counts for p in one.pieces]
+        self._counted = [p for p in counted if member == 0 or id(p) in divided] + pieces
         held = defaultdict[int, set[int]](set)
         for row in placement:
             for stage, holder in enumerate(row):
                 held[holder].add(stage)
-        self.complete = not divided and all(len(stages) == len(placement[0]) for stages in held.values())
+        self.complete = (
+            not divided and not sharded and all(len(stages) == len(placement[0]) for stages in held.values())
+        )
         """Every device holds every stage (data parallelism; Chimera of two stages): once its sums are there, each knows
         the global norm by itself."""
         # In one order on all devices: they must come to the same bits.
@@ -110,7 +143,10 @@ class GradientSync:
         self._every += [copies[0] for _, copies in self._ties]
         if self.complete and self._counted:
             self._counted = self._every
-        self._trained = {key: list(module.trained.values()) for key, module in modules.items()}
+        self._trained = {
+            key: [*module.trained.values(), *(sharded[key].pieces if key in sharded else ())]
+            for key, module in modules.items()
+        }
         self._all = [p for parameters in self._trained.values() for p in parameters]
 
     @staticmethod
@@ -135,7 +171,7 @@ class GradientSync:
         ``beside``: one-dimensional, summed over the same devices; see ``totals``.
         """
         sum_ = self._sums.get(key)
-        if sum_ is None or not (self._own[key] or beside is not None):
+        if sum_ is None:
             return
         if key in self._turns:
             self._turns.remove(key)

@@ -1,0 +1,112 @@
+"""All sharded stages of a device, and the groups that divide them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from raypipe.runtime.shard.sharded_stage import ShardedStage
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.update.collective import Push
+from raypipe.runtime.update.gradients import StageKey, TiedHolders
+from raypipe.schedule.ir import Sharding
+
+SCATTERS = 1
+"""Reduce-scatters of a device that may be under way when gradients get another buffer (``schedule.deps``)."""
+
+
+def shard_groups(sharding: Sharding | None, placement: tuple[tuple[int, ...], ...]) -> dict[str, tuple[int, ...]]:
+    """Return the process groups that sharding needs, by name: who divides a stage, and who holds the same shard."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for stage, level in enumerate(sharding.levels if sharding is not None else ()):
+        assert sharding is not None
+        rows: dict[int, tuple[int, ...]] = {}
+        for replica in range(len(placement)) if level else ():
+            members = sharding.members(replica, len(placement))
+            rows[members[0]] = tuple(sorted(placement[r][stage] for r in members))
+        wanted |= {f"shards of stage {stage}, {first}": ranks for first, ranks in rows.items() if len(ranks) > 1}
+        if len(rows) > 1:
+            for number, ranks in enumerate(zip(*rows.values(), strict=True)):
+                wanted[f"shard {number} of stage {stage}"] = tuple(sorted(ranks))
+    return wanted
+
+
+class DeviceShards:
+    """Carries out the AG, FREE and RS tasks of a device; ``stages`` are its sharded ones."""
+
+    def __init__(self, stages: Mapping[StageKey, ShardedStage]) -> None:
+        self.stages = dict(stages)
+        self._scattering: deque[StageKey] = deque()
+
+    def open_gradients(self, key: StageKey, push: Push) -> None:
+        """Let a stage's gradients accumulate; first wait until few enough earlier ones are still being reduced.
+
+        Raises:
+            TransportError: another copy did not join in time.
+        """
+        stage = self.stages[key]
+        if not stage.accumulates:
+            self._finish(push, SCATTERS)
+            stage.open_gradients()
+
+    def reduce_scatter(self, key: StageKey) -> None:
+        """Carry out an RS."""
+        self.stages[key].reduce_scatter()
+        self._scattering.append(key)
+
+    def finish(self, push: Push) -> None:
+        """Wait until this device's shards of all gradients are complete, and hand them to the optimizers."""
+        self._finish(push, 0)
+        for key in sorted(self.stages):
+            self.stages[key].sum_groups(push)
+
+    def _finish(self, push: Push, left: int) -> None:
+        while len(self._scattering) > left:
+            self.stages[self._scattering.popleft()].add_oldest(push)
+
+    def gather_all(self, push: Push) -> None:
+        """Gather all stages outside of a step, for a validation."""
+        for key in sorted(self.stages):
+            self.stages[key].gather_all(push)
+
+    def release_all(self) -> None:
+        """Free what a validation needed gathered."""
+        for stage in self.stages.values():
+            if stage.level == 3:
+                stage.release()
+
+    def take_counts(self) -> tuple[float, float]:
+        """Return this device's share of the gathers and reduce-scatters since the last call."""
+        gathers = sum(stage.all_gathers for stage in self.stages.values())
+        scatters = sum(stage.reduce_scatters for stage in self.stages.values())
+        for stage in self.stages.values():
+            stage.all_gathers = stage.reduce_scatters = 0.0
+        return gathers, scatters
+
+
+def divide(
+    modules: Mapping[StageKey, StageModule],
+    sharding: Sharding | None,
+    placement: tuple[tuple[int, ...], ...],
+    tied: tuple[TiedHolders, ...],
+    groups: Mapping[str, dist.ProcessGroup],
+) -> DeviceShards:
+    """Divide a device's stages as the schedule says; their parameters become views of flat tensors."""
+    if sharding is None:
+        return DeviceShards({})
+    undivided = {name for tie in tied for name in tie.parameters if len(tie.ranks) > 1}
+    found: dict[StageKey, ShardedStage] = {}
+    for (stage, replica), module in modules.items():
+        level = sharding.levels[stage]
+        if not level:
+            continue
+        members = sharding.members(replica, len(placement))
+        group = groups.get(f"shards of stage {stage}, {members[0]}")
+        if group is None:  # a group of one divides nothing
+            continue
+        others = groups.get(f"shard {group.rank()} of stage {stage}")
+        counts = 0 in members
+        found[stage, replica] = ShardedStage(module, stage, level, group, others, undivided, counts)
+    return DeviceShards(found)

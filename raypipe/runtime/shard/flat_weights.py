@@ -1,0 +1,139 @@
+"""The parameters of one stage replica and one dtype in a flat tensor, of which each member of a group owns a shard.
+
+The parameters' values are views of the flat tensor, so gathering the shards into it restores all of them. From ZeRO
+level 3 on, its memory is freed between ``release`` and the next ``gather``: the views stay, and so do those that
+autograd has saved for a backward, which gathers the weights again before it reads them.
+
+torch's FSDP2 does the same for the modules of a model, driven by hooks around their forwards and backwards. Here the
+schedule says when to gather and reduce, and weight gradients may be computed long after a backward (W), of which its
+hooks know nothing; so the flat tensors and their collectives are raypipe's own.
+
+Source: Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), section 5; Zhao et al. 2023 (PyTorch FSDP, arXiv:2304.11277),
+section 4.2, for flat parameters whose storage is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raypipe.runtime.shard.collectives import start_all_gather, start_reduce_scatter
+from raypipe.runtime.shard.flat_layout import FlatLayout
+
+
+class FlatWeights:
+    """Flat weights and gradients of parameters of one dtype.
+
+    Args:
+        parameters: by name, the same on all members; their values are moved into the flat tensor.
+        group: the members. Each owns the shard whose number is its rank in the group.
+        level: ZeRO level: 1 divides optimizer state, 2 gradients too, 3 weights too.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, level: int) -> None:
+        self.parameters, self.group, self.level = dict(parameters), group, level
+        self.layout = FlatLayout({name: p.numel() for name, p in parameters.items()}, group.size())
+        first = next(iter(parameters.values()))
+        self.whole = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
+        with torch.no_grad():
+            for name, offset in self.layout.offsets.items():
+                p = parameters[name]
+                part = self.whole[offset : offset + p.numel()].view(p.shape)
+                part.copy_(p)
+                p.data = part
+        own = self.whole[group.rank() * self.layout.shard :][: self.layout.shard]
+        self.shard = own.clone() if level == 3 else own
+        """This member's shard of the weights; below level 3 a view of the flat tensor."""
+        self.parts = self.layout.parts(group.rank())
+        self.pieces = [nn.Parameter(self.shard[part.at : part.at + part.size]) for part in self.parts]
+        """What this member's optimizer updates: its part of each parameter, as views of the shard."""
+        self._bytes = self.whole.untyped_storage().nbytes()
+        self.gathered = True
+        """Whether the parameters have their values, up to the last ``gather``."""
+        self._gathering: dist.Work | None = None
+        self._scattering: list[tuple[dist.Work, Tensor, Tensor]] = []
+        self._gradient: Tensor | None = None
+        self._gradient_shard: Tensor | None = None
+        if level == 3:
+            self.release()
+
+    def gather(self) -> None:
+        """Start to gather all shards; ``gathering`` is what to wait for before the weights are read."""
+        if not self.gathered:
+            self.whole.untyped_storage().resize_(self._bytes)
+            self.gathered = True
+        # A copy, because not every backend may read its part of what it writes.
+        shard = self.shard if self.level == 3 else self.shard.clone()
+        self._gathering = start_all_gather(self.whole, shard, self.group)
+
+    def take_gathering(self) -> dist.Work | None:
+        """Return the gather that nobody has waited for yet, once."""
+        work, self._gathering = self._gathering, None
+        return work
+
+    def release(self) -> None:
+        """Free the gathered weights (level 3); the shard stays."""
+        assert self.level == 3
+        self.whole.untyped_storage().resize_(0)
+        self.gathered = False
+
+    def open_gradients(self) -> None:
+        """Let the parameters' gradients accumulate in one flat tensor; does nothing if they do already."""
+        if self._gradient is not None:
+            return
+        self._gradient = self.whole.new_zeros(self.layout.padded)
+        for name, offset in self.layout.offsets.items():
+            p = self.parameters[name]
+            view = self._gradient[offset : offset + p.numel()].view(p.shape)
+            if p.grad is not None:
+                view.copy_(p.grad)
+            p.grad = view
+
+    def reduce_scatter(self) -> None:
+        """Start to sum the gradients over the members; this member keeps its shard of the sum (``add_oldest``)."""
+        self.open_gradients()
+        gradient, self._gradient = self._gradient, None
+        assert gradient is not None
+        for p in self.parameters.values():
+            p.grad = None
+        shard = gradient.new_empty(self.layout.shard)
+        self._scattering.append((start_reduce_scatter(shard, gradient, self.group), shard, gradient))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients accumulate in a flat tensor now."""
+        return self._gradient is not None
+
+    @property
+    def scattering(self) -> dist.Work:
+        """The oldest reduce-scatter that is under way."""
+        return self._scattering[0][0]
+
+    def add_oldest(self) -> None:
+        """Add the result of the oldest reduce-scatter, which has been waited for, to the gradient's shard."""
+        _, shard, _ = self._scattering.pop(0)
+        if self._gradient_shard is None:
+            self._gradient_shard = shard
+        else:
+            self._gradient_shard.add_(shard)
+
+    @property
+    def gradient_shard(self) -> Tensor:
+        """The shard of the gradients' sum."""
+        if self._gradient_shard is None:
+            self._gradient_shard = self.shard.new_zeros(self.layout.shard)
+        return self._gradient_shard
+
+    def set_gradients(self) -> None:
+        """Make the gradient's shard the gradients of ``pieces``."""
+        for part, piece in zip(self.parts, self.pieces, strict=True):
+            piece.grad = self.gradient_shard[part.at : part.at + part.size]
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients, after the update."""
+        for piece in self.pieces:
+            piece.grad = None
+        self._gradient_shard = None

@@ -1,0 +1,129 @@
+"""One stage replica whose weights, gradients or optimizer state its data-parallel copies divide."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raypipe.runtime.shard.flat_weights import FlatWeights
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.update.collective import Push, wait_for
+
+
+class ShardedStage:
+    """Gathers weights and reduces gradients of a stage replica when its schedule says so.
+
+    Args:
+        module: the stage; the trained parameters' values are moved into flat tensors.
+        stage: its number, for errors.
+        level: ZeRO level, 1 to 3.
+        group: the data-parallel copies that divide it; the rank in it is the number of this device's shard.
+        others: the devices that hold the same shard of other groups of copies or directions; None if there are none.
+        undivided: names of parameters that stay whole, e.g. those tied to another stage.
+        counts: whether this shard counts in the global norm; the other holders of the same shard say no.
+    """
+
+    def __init__(
+        self,
+        module: StageModule,
+        stage: int,
+        level: int,
+        group: dist.ProcessGroup,
+        others: dist.ProcessGroup | None,
+        undivided: Collection[str] = (),
+        counts: bool = True,
+    ) -> None:
+        self.stage, self.level, self.group, self.others, self.counts = stage, level, group, others, counts
+        by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
+        for name, p in module.trained.items():
+            if name not in undivided:
+                by_dtype.setdefault(p.dtype, {})[name] = p
+        self.flats = [FlatWeights(parameters, group, level) for parameters in by_dtype.values()]
+        self.names = frozenset(name for flat in self.flats for name in flat.parameters)
+        """The parameters that are divided."""
+        self._current = True
+        """Whether all gathered values are those of the last updates."""
+        self.all_gathers = self.reduce_scatters = 0.0
+        """Collectives since the last reset; each member counts its share of one."""
+
+    @property
+    def pieces(self) -> list[nn.Parameter]:
+        """What this device's optimizer updates."""
+        return [piece for flat in self.flats for piece in flat.pieces]
+
+    def gather(self) -> None:
+        """Start to gather the weights (AG)."""
+        for flat in self.flats:
+            flat.gather()
+        self._current = True
+        self.all_gathers += 1 / self.group.size()
+
+    def wait_gathered(self, push: Push) -> None:
+        """Wait until the weights may be read.
+
+        Raises:
+            TransportError: another copy did not join in time.
+        """
+        for flat in self.flats:
+            work = flat.take_gathering()
+            if work is not None:
+                wait_for(f"weight gather of stage {self.stage}", work, push)
+
+    def release(self) -> None:
+        """Drop the gathered weights (FREE)."""
+        for flat in self.flats:
+            flat.release()
+
+    def gather_all(self, push: Push) -> None:
+        """Gather the weights outside of a step, unless they are there and current."""
+        if not self._current or self.level == 3:
+            self.gather()
+        self.wait_gathered(push)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients accumulate in flat tensors now."""
+        return any(flat.accumulates for flat in self.flats)
+
+    def open_gradients(self) -> None:
+        """Let gradients accumulate in flat tensors."""
+        for flat in self.flats:
+            flat.open_gradients()
+
+    def reduce_scatter(self) -> None:
+        """Start to reduce the gradients so far to this device's shard (RS)."""
+        for flat in self.flats:
+            flat.reduce_scatter()
+        self.reduce_scatters += 1 / self.group.size()
+
+    def add_oldest(self, push: Push) -> None:
+        """Wait for the oldest reduce-scatter that is under way, and add its result to this device's shard.
+
+        Raises:
+            TransportError: another copy did not join in time.
+        """
+        for flat in self.flats:
+            wait_for(f"gradient reduce-scatter of stage {self.stage}", flat.scattering, push)
+            flat.add_oldest()
+
+    def sum_groups(self, push: Push) -> None:
+        """Sum this device's shard of the gradients over the other groups of copies, and hand it to the optimizer."""
+        for flat in self.flats:
+            if self.others is not None:
+                work = dist.all_reduce(flat.gradient_shard, group=self.others, async_op=True)
+                assert work is not None
+                wait_for(f"gradient sum of stage {self.stage} over groups of copies", work, push)
+            flat.set_gradients()
+
+    def changed(self) -> None:
+        """Note that this device's shard has changed, so that gathered values are older."""
+        self._current = False
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients, after the update."""
+        for flat in self.flats:
+            flat.drop_gradients()
+        self.changed()

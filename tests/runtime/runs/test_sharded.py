@@ -1,0 +1,78 @@
+"""Sharded data parallelism changes what devices hold, and no number of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypipe.data import prepare
+from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.small_runs import drive, small_job
+
+STEPS = 4
+PLANS: list[dict[str, Any]] = [
+    {"schedule": "1f1b", "stages": 1, "replicas": 2},
+    {"schedule": "1f1b", "stages": 1, "replicas": 4},
+    {"schedule": "1f1b", "stages": 2, "replicas": 2},
+    {"schedule": "gpipe", "stages": 2, "replicas": 2, "gather": "microbatch"},
+    {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "replicas": 2},
+    {"schedule": "zb-h1", "stages": 2, "replicas": 2, "gather": "step"},
+    {"schedule": "zb-v", "stages": 2, "replicas": 2, "gather": "microbatch"},
+    {"schedule": "zeropp", "stages": 2, "chunks": 2, "unit": 2, "replicas": 2},
+    {"schedule": "1f1b", "stages": 2, "replicas": 4, "shard_replicas": 2, "microbatch": 1},
+    {"schedule": "chimera", "stages": 2, "replicas": 2, "gather": "microbatch"},
+    {"schedule": "1f1b", "stages": 2, "replicas": 2, "recompute": "full", "gather": "microbatch"},
+]
+
+
+def job(text: Path, parallel: dict[str, Any], **train: Any) -> Any:
+    options = {"steps": STEPS, "batch": 8, "clip": 1.0, "weight_decay": 0.1, **train}
+    return small_job(text, {"microbatch": 2, **parallel}, model={"layers": 4}, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The loss curve of plain PyTorch."""
+    whole = job(text_folder, {"stages": 1})
+    data = tmp_path_factory.mktemp("plain")
+    prepare(whole.data, whole.model.sequence, data)
+    return plain_losses(whole, data, STEPS)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
+def test_loss_curve_is_that_of_plain_pytorch(parallel, shard, plain, stage_pool, text_folder, tmp_path) -> None:
+    done = drive(job(text_folder, {**parallel, "shard": shard}), stage_pool, tmp_path)
+    assert done.losses == pytest.approx(plain, abs=1e-9, rel=0)
+    counts = done.driver.counts
+    assert counts["all_gather"] > 0
+    assert counts["reduce_scatter"] > 0
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"stages": 2, "replicas": 2, "shard": "zero3"}, {"stages": 1}),
+        ({"stages": 1}, {"stages": 2, "replicas": 2, "shard": "zero3"}),
+        ({"stages": 1, "replicas": 4, "shard": "zero2"}, {"stages": 2, "replicas": 2, "shard": "zero1"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer": "sgd", "momentum": 0.9, "lr": 0.1}], ids=["adamw", "sgd"])
+def test_a_checkpoint_continues_under_any_plan(
+    before: dict[str, Any], after: dict[str, Any], optimizer: dict[str, Any], stage_pool: Callable[[int], Any],
+    text_folder: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    train = {"checkpoint_every": 2, **optimizer}
+    whole = drive(job(text_folder, {"stages": 1}, **train), stage_pool, tmp_path / "whole")
+    first = drive(job(text_folder, before, **train), stage_pool, tmp_path / "first")
+    rest = drive(
+        job(text_folder, after, **train), stage_pool, tmp_path / "rest", checkpoint=first.checkpoints[2], done=2
+    )
+    assert rest.losses == pytest.approx(whole.losses[2:], abs=1e-9, rel=0)
+    assert rest.val_losses == pytest.approx(whole.val_losses, abs=1e-9, rel=0)
