@@ -76,3 +76,24 @@ def test_a_checkpoint_continues_under_any_plan(
     )
     assert rest.losses == pytest.approx(whole.losses[2:], abs=1e-9, rel=0)
     assert rest.val_losses == pytest.approx(whole.val_losses, abs=1e-9, rel=0)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    ("parallel", "gathers"),
+    [
+        # Per device: B micro-batches of a copy, V stages, units of U micro-batches (ZeroPP, section 3.3).
+        ({"schedule": "1f1b", "gather": "microbatch", "microbatch": 1}, 2 * 4),
+        ({"schedule": "bfs", "chunks": 2, "microbatch": 1}, 2 * 2 - 1),
+        ({"schedule": "zeropp", "chunks": 2, "unit": 2, "microbatch": 1}, 4 // 2 * (2 * 2 - 1)),
+    ],
+    ids=["FS-1F1B", "FS-BFSPP", "FS-ZeroPP"],
+)
+def test_gathers_of_a_step_are_the_papers(parallel, gathers, stage_pool, text_folder, tmp_path) -> None:
+    """Each gathers a stage, L / (P V) layers; formulas: 2BL/P, L(2V-1)/(PV), BL(2V-1)/(UPV)."""
+    stages, replicas = 2, 2
+    done = drive(
+        job(text_folder, {**parallel, "stages": stages, "replicas": replicas, "shard": "zero3"}, steps=2),
+        stage_pool, tmp_path,
+    )  # fmt: skip
+    assert done.driver.counts["all_gather"] == stages * gathers
