@@ -11,7 +11,24 @@ import torch
 MMAP_THRESHOLD_BYTES = 32 << 20
 """The largest mmap threshold that glibc accepts."""
 TRIM_THRESHOLD_BYTES = 2**31 - 1
+CUDA_SETTINGS = {
+    # Streams feed this many hardware queues (default 8, at most 32). A queue is first in, first out: a transfer that
+    # waits for its peer holds up the streams behind it, so that communication and compute overlap less. Programs cannot
+    # deadlock even with one queue (``schedule.lowering.safe_order``); this is for speed.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # By default a kernel is loaded when it is first launched, and loading may wait for all kernels that run: one of
+    # NCCL's that waits for a peer, whose host may be waiting for this one. Loading all at start costs seconds, and
+    # memory of the GPU.
+    "CUDA_MODULE_LOADING": "EAGER",
+}
+"""Environment of processes that use GPUs; CUDA reads it when the process first uses a GPU."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def set_up_cuda() -> None:
+    """Set ``CUDA_SETTINGS`` before this process first uses a GPU; what the user has set stays as it is."""
+    for variable, value in CUDA_SETTINGS.items():
+        os.environ.setdefault(variable, value)
 
 
 def set_up_process(device: torch.device) -> None:

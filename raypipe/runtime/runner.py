@@ -25,9 +25,18 @@ from torch import Tensor
 from raypipe.errors import TransportError
 from raypipe.runtime.cast_messages import MessageCast
 from raypipe.runtime.clock import clock_for
-from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, StageIOSpec, TensorSpec
+from raypipe.runtime.transport.channel import (
+    Expected,
+    IssuesReceives,
+    Label,
+    Receiver,
+    Sender,
+    StageIOSpec,
+    TensorSpec,
+)
 from raypipe.runtime.transport.waiting import Progress
-from raypipe.schedule.lowering.programs import Action, Message, Program, RunAhead
+from raypipe.schedule.ir import Task
+from raypipe.schedule.lowering.programs import Action, Inserted, Message, Program, RunAhead
 
 Payload = tuple[Tensor, ...]
 """The tensors one stage hands to another for one micro-batch."""
@@ -168,20 +177,42 @@ class ProgramRunner(ABC):
         waits = True
         for i, action in enumerate(self.program.actions[begin:end], begin):
             self.doing = action
-            for message in action.receives:
+            inserted = action.inserted
+            for position, message in enumerate(action.receives):
+                if inserted:
+                    self._issue(inserted, position)
                 if message.src_device != message.dst_device:
                     self.receive(message, action)
+            if inserted:
+                self._issue(inserted, len(action.receives))
             if waits and action.task.kind == "U":
                 waits = False
                 self.before_updates(times)
             times[i, 0] = mark()
-            self.run_task(action)
+            if not action.deferred:
+                self.run_task(action)
             times[i, 1] = mark()
-            for message in action.sends:
+            for position, message in enumerate(action.sends, len(action.receives) + 1):
+                if inserted:
+                    self._issue(inserted, position)
                 if message.src_device != message.dst_device:
                     self.send(message)
+            if inserted:
+                self._issue(inserted, len(action.receives) + 1 + len(action.sends))
             for sender in senders:
                 sender.progress()
+
+    def _issue(self, inserted: Sequence[Inserted], position: int) -> None:
+        """Issue the receives and all-reduces that ``safe_order`` has inserted here; they keep GPUs from deadlock."""
+        for at, what in inserted:
+            if at != position:
+                continue
+            if isinstance(what, Task):
+                self.run_task(Action(what, (), ()))
+                continue
+            receiver = self.receivers[what.src_device]
+            if isinstance(receiver, IssuesReceives):
+                receiver.issue(self.label(what), self.timeout_s)
 
     def io_spec_of(self, stage: int, mb: int) -> StageIOSpec:
         """Return the dtypes and shapes a stage sends on for ``mb``, of this step or (ids from N on) of the next."""

@@ -24,6 +24,7 @@ from raypipe.runtime.update.gradients import TiedHolders, shared_groups
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.counted import check_counted
+from raypipe.schedule.lowering.gpu_programs import gpu_programs
 from raypipe.schedule.lowering.programs import Program, edges, programs, step_programs
 
 
@@ -47,7 +48,7 @@ def set_up(
 
     Raises:
         ClusterError: the nodes cannot run the job together.
-        ScheduleError: a program would not count every micro-batch exactly once.
+        ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
     check_hosts(workers, directory)
     plan, schedule, _ = running
@@ -60,7 +61,7 @@ def set_up(
             "parallel.shard", "the model's batch norm sums its statistics over whole replicas", "use shard: none"
         )
     tied = tied_holders(plan, schedule, model)
-    train, evaluate = lower(running)
+    train, evaluate = lower(running, _on_gpus(workers))
     setup = Setup(
         device=0,
         tensor_rank=0,
@@ -107,7 +108,7 @@ def set_up(
 
 def install(workers: WorkerGroup, running: Running, measures_memory: bool) -> None:
     """Run another plan from the next step on, by sending every worker its new programs between two steps."""
-    train, evaluate = lower(running)
+    train, evaluate = lower(running, _on_gpus(workers))
     parallel, cut = running.plan.parallel, running.plan.cut
     recomputed = layers_to_recompute(parallel, cut)
     for rank, actor in enumerate(workers.actors):
@@ -116,16 +117,24 @@ def install(workers: WorkerGroup, running: Running, measures_memory: bool) -> No
         workers.note([actor.install.remote(own, evaluate[device], recomputed, measures_memory)])
 
 
-def lower(running: Running) -> tuple[dict[Part, list[Program]], list[Program]]:
+def _on_gpus(workers: WorkerGroup) -> bool:
+    return any(location.peer.device != "cpu" for location in workers.locations)
+
+
+def lower(running: Running, gpus: bool) -> tuple[dict[Part, list[Program]], list[Program]]:
     """Lower a plan to one program per device: for training steps, by how they begin and end, and for validation.
 
+    Args:
+        running: the plan.
+        gpus: whether devices are GPUs, whose transfers then get an order that cannot deadlock.
+
     Raises:
-        ScheduleError: a program would not count every micro-batch exactly once.
+        ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
     schedule = running.schedule
     train, evaluate = step_programs(schedule, running.ahead), programs(forward_only(schedule))
     check_counted(train, evaluate, schedule.stages, schedule.microbatches)
-    return train, evaluate
+    return gpu_programs(train, evaluate, schedule.microbatches, schedule.versions) if gpus else (train, evaluate)
 
 
 def tied_holders(plan: Plan, schedule: Schedule, model: LayeredModel) -> tuple[TiedHolders, ...]:

@@ -26,7 +26,7 @@ from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.executor import Executor
-from raypipe.runtime.process import heap_bytes, set_up_process
+from raypipe.runtime.process import heap_bytes, set_up_cuda, set_up_process
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.shard.state import gathered_state, read_shards
@@ -64,6 +64,7 @@ class StageWorker:
 
     def __init__(self, rank: int, title: str) -> None:
         self.rank, self.title = rank, title
+        set_up_cuda()  # before torch asks for a GPU
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         set_up_process(self.device)
         self.memory_reports = MemoryReports(self.device)

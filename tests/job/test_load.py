@@ -78,7 +78,11 @@ WRONG = [  # override, key in `where`, words in the message
     ("parallel.schedule=chimer", "parallel.schedule", 'did you mean "chimera"?'),
     ("parallel.placement=ring", "parallel.placement", "1f1b has a fixed placement"),
     ("parallel.chunks=2", "parallel.chunks", "leave chunks out"),
-    ("parallel.shard=zero3", "parallel.shard", "not available yet"),
+    ("parallel.shard=zero4", "parallel.shard", 'did you mean "zero'),
+    ("parallel={stages: 2, tensor: 2, shard: zero3}", "parallel.shard", "use shard: none, or tensor: 1"),
+    ("parallel={replicas: 4, shard: zero3, shard_replicas: 3}", "parallel.shard_replicas", "use a divisor of 4"),
+    ("parallel.shard_replicas=2", "parallel.shard_replicas", "leave it out"),
+    ("parallel={replicas: 2, shard: zero2, update: optimistic}", "parallel.update", "use auto, which then waits"),
     (
         "parallel.recompute=sometimes",
         "parallel.recompute",

@@ -138,3 +138,15 @@ class TakesIn(Protocol):
 
     def take_in(self) -> None:
         """Take in what has arrived, without waiting. ``recv`` raises what is wrong with it."""
+
+
+@runtime_checkable
+class IssuesReceives(Protocol):
+    """A receiver that may issue a receive to its GPU before ``recv`` asks for the message."""
+
+    def issue(self, label: Label, timeout_s: float) -> None:
+        """Issue the receive of a posted message, and those before it. Compute waits for it only after ``recv``.
+
+        Raises:
+            TransportError: as ``Receiver.recv``.
+        """

@@ -33,12 +33,24 @@ class Message(NamedTuple):
         return self.src_device == self.dst_device
 
 
+class Inserted(NamedTuple):
+    """A receive that is issued before the task that needs it, or an all-reduce that is issued later."""
+
+    position: int
+    """How many of the action's steps come before it: its receives, its task, its sends."""
+    what: Message | Task
+
+
 class Action(NamedTuple):
     """A task with the messages that it waits for and those that it sends."""
 
     task: Task
     receives: tuple[Message, ...]
     sends: tuple[Message, ...]
+    inserted: tuple[Inserted, ...] = ()
+    """What a GPU issues in between, so that its transfers cannot deadlock (``safe_order``); CPU devices skip it."""
+    deferred: bool = False
+    """Whether this all-reduce is ``inserted`` in a later action."""
 
 
 class RunAhead(NamedTuple):
@@ -66,6 +78,8 @@ class Program:
     """Whether nothing is in flight at its end; an asynchronous program may leave forwards of the next step."""
     ahead: RunAhead | None = None
     """The head that may run ahead; None if an update is committed before the next step begins."""
+    ordered: bool = False
+    """Whether its transfers have been proven free from deadlock on GPUs in exactly this order (``safe_order``)."""
 
 
 def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> list[Program]:
@@ -128,15 +142,24 @@ def step_programs(schedule: Schedule, ahead: bool = False) -> dict[Part, list[Pr
 def completed_by(program: Program) -> frozenset[Task]:
     """Return the tasks that complete a stage replica's gradients and that its AR follows at once.
 
-    Parts of such an AR may begin while the task still runs; other ARs may stand between them.
+    Parts of such an AR may begin while the task still runs; other ARs may stand between them. In an ``ordered`` program
+    they may not, where the task's messages or an inserted receive come in between: that would be another order.
     """
     found: set[Task] = set()
-    before: Task | None = None
-    for task, _, _ in program.actions:
+    before: Action | None = None
+    between = False
+    for action in program.actions:
+        task = action.task
         if task.kind != "AR":
-            before = task
-        elif before is not None and before.kind in WEIGHT_GRADIENTS and before[1::2] == task[1::2]:
-            found.add(before)
+            before = action
+            moved = any(one.position > len(action.receives) for one in action.inserted)
+            between = program.ordered and (moved or any(not m.local for m in action.sends))
+            continue
+        between = between or action.deferred or bool(action.inserted)
+        if before is None or between or before.task.kind not in WEIGHT_GRADIENTS:
+            continue
+        if before.task[1::2] == task[1::2]:
+            found.add(before.task)
     return frozenset(found)
 
 

@@ -6,6 +6,17 @@ a timeout that names the message, checks it, and only then queues the matching r
 something that is not already queued on the other GPU, and no receive kernel blocks an allocation or a module load for
 long. The host runs ahead of the GPUs, so transfers still start as soon as their data is ready.
 
+A transfer may still wait on the GPU, for compute before it; and CUDA promises no progress between streams. So programs
+for GPUs name the places where receives are issued early (``schedule.lowering.safe_order``), and no two devices issue
+their transfers in orders that could wait for each other, whatever the hardware queues do (``stream_order``). That alone
+would do without envelopes. They stay for what an order cannot do: sizes are checked before NCCL sees them, a lost peer
+is an error on the host with a name and a timeout, and a receive occupies multiprocessors only when its send is queued.
+
+CUDA IPC between two GPUs of one host would need no envelope order at all: the receiver maps the sender's buffer once,
+and copies from it (``cudaMemcpyPeerAsync``) after an interprocess event, on a copy engine instead of multiprocessors; a
+copy starts when its data is there and never waits for a peer's kernel. It would be one more ``Transport``, preferred
+where it measures faster than NCCL; it has not been written, for want of two GPUs to measure on.
+
 ``Link`` is the part that differs between torch's NCCL and ``ray.util.collective``'s.
 """
 
@@ -195,15 +206,21 @@ class NcclReceiver:
         """See Receiver.recv. The host waits for the envelope only; the compute stream waits for the payload."""
         tensors = self._inbox.take(label)
         if tensors is None:
-            envelope = self._base.recv(label, timeout_s)[0]
-            # It came after those of all earlier messages, and NCCL delivers in order: theirs are queued first.
-            while (ahead := self._inbox.upcoming) is not None and ahead.label != label:
-                self._queue(self._base.recv(ahead.label, timeout_s)[0])
-            self._queue(envelope)
+            self.issue(label, timeout_s)
             tensors = self._inbox.take(label)
             assert tensors is not None
         self._side.hand_over(self._marks.pop(label), tensors)
         return tensors
+
+    def issue(self, label: Label, timeout_s: float) -> None:
+        """See IssuesReceives.issue. The host waits for the envelope."""
+        if label in self._marks:
+            return
+        envelope = self._base.recv(label, timeout_s)[0]
+        # It came after those of all earlier messages, and NCCL delivers in order: theirs are queued first.
+        while (ahead := self._inbox.upcoming) is not None and ahead.label != label:
+            self._queue(self._base.recv(ahead.label, timeout_s)[0])
+        self._queue(envelope)
 
     def close(self) -> None:
         """See Receiver.close. A link that still waits for its peer is left to torch: closing it could wait for ever."""

@@ -1,0 +1,50 @@
+"""Programs for GPUs: their transfers in an order that cannot deadlock, and the proof of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from raypipe.schedule.ir import Versions
+from raypipe.schedule.lowering.asynchronous import WHOLE, Part
+from raypipe.schedule.lowering.gpu_operations import gpu_operations
+from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.lowering.safe_order import safe_order
+from raypipe.schedule.lowering.stream_order import check_streams
+
+FILLS, RUNS, DRAINS = (True, False), (False, False), (False, True)
+"""The parts of an asynchronous schedule, in order."""
+
+
+def gpu_programs(
+    train: Mapping[Part, Sequence[Program]], evaluate: Sequence[Program], microbatches: int, versions: Versions
+) -> tuple[dict[Part, list[Program]], list[Program]]:
+    """Order the transfers of a plan's programs, and check that no execution of them on GPUs can deadlock.
+
+    It is checked for a single hardware queue, which covers any number (``stream_order``). One tensor rank stands for
+    all, because each of them issues the same; sums of tied parameters come after all transfers of a step, in one order.
+
+    Args:
+        train: per way that a step begins and ends, the programs of all devices.
+        evaluate: the programs of a validation batch.
+        microbatches: N, the number of micro-batch ids in a step.
+        versions: the schedule's.
+
+    Raises:
+        ScheduleError: devices could wait for each other for ever; it names their operations.
+    """
+    stashes = versions == "stash"
+    done: dict[Part, list[Program]] = {}
+    if WHOLE in train:
+        done[WHOLE] = safe_order([train[WHOLE]], microbatches, stashes)[0]
+    if RUNS in train:
+        in_a_row = (FILLS, RUNS, DRAINS)
+        ordered = safe_order([train[part] for part in in_a_row], microbatches, stashes)
+        done.update(zip(in_a_row, ordered, strict=True))
+    validation = safe_order([evaluate], microbatches, stashes)[0]
+    runs = [[done[WHOLE]], [validation]]
+    if RUNS in done:
+        runs += [[done[part] for part in row] for row in ((FILLS, DRAINS), (FILLS, RUNS, RUNS, DRAINS))]
+    for steps in runs:
+        operations = gpu_operations(steps, microbatches, stashes=stashes)
+        check_streams(operations.processes, 1, operations.members)
+    return done, validation

@@ -1,0 +1,258 @@
+"""Order the transfers of programs such that GPUs cannot deadlock, even where one transfer at a time may wait.
+
+Programs alone say: send right after the task, receive right before the task that needs it. With one hardware queue
+that deadlocks: in 1F1B, two neighbours send to each other, and each send waits for a receive that the other device has
+queued behind its own send. CUDA promises no more than one queue does (``stream_order``).
+
+The rule: transfers cannot deadlock if all devices issue theirs in an order that some order of all tasks and transfers
+together contains (J. Bachan in NCCL issue 784). ``safe_order`` finds one by running the programs with blocking
+transfers. Where all devices wait, it lets a device receive a message whose sender is waiting, before what that device
+waits for itself; where none sends, it moves an all-reduce whose other members have still to come behind the device's
+next step. Every receive stays after its send and before its task, and every all-reduce after its gradients and before
+the update. Programs change only where they would deadlock.
+
+Rejected: to send and receive opposite messages in one grouped call (``ncclGroupStart``, as Megatron does). It removes
+the same deadlock between two devices, but one kernel then waits for both: a message that has come cannot be received
+while the task runs whose result goes the other way. In 1F1B that is every message of the steady state. Circles of three
+devices and more (interleaved stages) and all-reduces would need the order all the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from raypipe.schedule.garbage_collection import no_collection
+from raypipe.schedule.ir import Task
+from raypipe.schedule.lowering.programs import Inserted, Message, Program
+
+_Place = tuple[int, int, int]
+"""(step, action, position among the action's steps)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One step of a device that may wait for others."""
+
+    kind: Literal["send", "receive", "sum", "end"]
+    key: Hashable
+    peer: int
+    """The other device of a message."""
+    what: Message | Task | None
+    place: _Place
+
+
+@no_collection()
+def safe_order(
+    steps: Sequence[Sequence[Program]], microbatches: int, stashes: bool = False
+) -> list[list[Program]]:  # fmt: skip
+    """Return the programs with receives moved forward and all-reduces moved back, as far as is needed.
+
+    ``stream_order.check_streams`` can then prove them; programs that no such moves help come back unfinished, and the
+    check says why they deadlock.
+
+    Args:
+        steps: per step, the programs of all devices; steps of a schedule that does not flush follow one another.
+        microbatches: N, the number of micro-batch ids in a step.
+        stashes: updates are made per micro-batch, without sums and norm (PipeDream).
+    """
+    run = _Run(steps, microbatches, stashes)
+    run.all()
+    return [
+        [_with(program, step, run.inserted[d], run.deferred[d]) for d, program in enumerate(rows)]
+        for step, rows in enumerate(steps)
+    ]
+
+
+def _with(
+    program: Program, step: int, inserted: dict[tuple[int, int], list[Inserted]], deferred: set[tuple[int, int]]
+) -> Program:  # fmt: skip
+    return replace(
+        program,
+        ordered=True,
+        actions=tuple(
+            action._replace(inserted=tuple(inserted.get((step, i), ())), deferred=(step, i) in deferred)
+            for i, action in enumerate(program.actions)
+        ),
+    )
+
+
+def _entries(steps: Sequence[Sequence[Program]], device: int, microbatches: int, stashes: bool) -> list[_Entry]:
+    """What a device does, receives where the runtime issues them: with the first task that needs it or a later one."""
+    found: list[_Entry] = []
+    received: set[Hashable] = set()
+    posted: dict[int, deque[Message]] = {}
+    shifts: dict[int, deque[int]] = {}
+    for step, rows in enumerate(steps):
+        program, shift = rows[device], step * microbatches
+        calls = Counter[int]()
+        updated = False
+        for source, messages in program.arrivals.items():
+            posted.setdefault(source, deque()).extend(messages)
+            shifts.setdefault(source, deque()).extend([shift] * len(messages))
+        for i, action in enumerate(program.actions):
+            for position, m in enumerate(action.receives):
+                while not m.local and _key(m, shift) not in received:
+                    first, moved = posted[m.src_device].popleft(), shifts[m.src_device].popleft()
+                    received.add(_key(first, moved))
+                    key = _key(first, moved)
+                    found.append(_Entry("receive", key, m.src_device, first, (step, i, position)))
+            place = (step, i, len(action.receives))
+            if action.task.kind == "AR":
+                calls[action.task.stage] += 1
+                key = (step, action.task.stage, calls[action.task.stage])
+                found.append(_Entry("sum", key, device, action.task, place))
+            elif action.task.kind == "U" and not (updated or stashes):
+                updated = True
+                found.append(_Entry("end", (step,), device, None, place))
+            for position, m in enumerate(action.sends, len(action.receives) + 1):
+                if not m.local:
+                    found.append(_Entry("send", _key(m, shift), m.dst_device, m, (step, i, position)))
+    return found
+
+
+def _key(message: Message, shift: int) -> Hashable:
+    return (message.direction, message.src_stage, message.dst_stage, message.mb + shift)
+
+
+class _Run:
+    """Runs the entries of all devices with blocking transfers, and moves some where all devices wait."""
+
+    def __init__(self, steps: Sequence[Sequence[Program]], microbatches: int, stashes: bool) -> None:
+        self.steps, self.microbatches = steps, microbatches
+        devices = range(len(steps[0]))
+        self.entries = entries = [_entries(steps, d, microbatches, stashes) for d in devices]
+        self.at = [0 for _ in devices]
+        self.moved: set[Hashable] = set()
+        """Messages received before their place."""
+        self.later: list[deque[_Entry]] = [deque() for _ in devices]
+        """Per device, all-reduces that wait for a later place, in order."""
+        self.inserted: list[dict[tuple[int, int], list[Inserted]]] = [{} for _ in devices]
+        self.deferred: list[set[tuple[int, int]]] = [set() for _ in devices]
+        self.members: dict[Hashable, list[int]] = {}
+        self.receives: list[dict[Hashable, _Entry]] = [{} for _ in devices]
+        for d, row in enumerate(entries):
+            for e in row:
+                if e.kind in ("sum", "end"):
+                    self.members.setdefault(e.key, []).append(d)
+                elif e.kind == "receive":
+                    self.receives[d][e.key] = e
+
+    def head(self, d: int) -> _Entry | None:
+        """What the device does next."""
+        row = self.entries[d]
+        while self.at[d] < len(row) and row[self.at[d]].kind == "receive" and row[self.at[d]].key in self.moved:
+            self.at[d] += 1
+        return row[self.at[d]] if self.at[d] < len(row) else None
+
+    def all(self) -> None:
+        """Run until nothing is left, or nothing helps."""
+        awake = set(range(len(self.entries)))
+        while True:
+            while awake:
+                awake |= self.advance(awake.pop())
+            awake = self.receive_early() or self.sum_later()
+            if not awake:
+                return
+
+    def advance(self, d: int) -> set[int]:
+        """Run the device's next entry, if all others that it needs are there; return the devices that moved."""
+        if self.later[d] and (moved := self.meet(self.later[d][0])):
+            return moved
+        e = self.head(d)
+        if e is None:
+            return set()
+        if e.kind in ("sum", "end"):
+            # An all-reduce stays behind earlier ones; the end comes after all.
+            return set() if self.later[d] else self.meet(e)
+        other = self.head(e.peer)
+        if other is None or other.key != e.key or {e.kind, other.kind} != {"send", "receive"}:
+            return set()
+        self.at[d] += 1
+        self.at[e.peer] += 1
+        return {d, e.peer}
+
+    def meet(self, e: _Entry) -> set[int]:
+        """Run an all-reduce on all its members, if all are there."""
+        members = self.members[e.key]
+        here = []
+        for d in members:
+            waiting = self.later[d][0] if self.later[d] else None
+            head = self.head(d)
+            if waiting is not None and waiting.key == e.key:
+                here.append((d, True))
+            elif waiting is None and head is not None and head.key == e.key and head.kind == e.kind:
+                here.append((d, False))
+            else:
+                return set()
+        for d, moved in here:
+            if moved:
+                task = self.later[d].popleft()
+                head = self.head(d)
+                assert head is not None  # the end comes after all all-reduces
+                assert task.what is not None
+                self.insert(d, head.place, task.what)
+            else:
+                self.at[d] += 1
+        return set(members)
+
+    def insert(self, d: int, place: _Place, what: Message | Task) -> None:
+        """Have the device issue something before its step at ``place``."""
+        step, action, position = place
+        row = self.inserted[d].setdefault((step, action), [])
+        # Receives that the runtime issues at this very place, because a later one of their channel is needed.
+        since = self.at[d]
+        while since and self.entries[d][since - 1].place == place and self.entries[d][since - 1].kind == "receive":
+            since -= 1
+        for e in self.entries[d][since : self.at[d]]:
+            if e.key not in self.moved and e.what is not None:
+                self.moved.add(e.key)
+                row.append(Inserted(position, e.what))
+        row.append(Inserted(position, what))
+
+    def announced(self, d: int, place: _Place, e: _Entry) -> bool:
+        """Whether the device knows at ``place`` that the message will come: its step has begun, or its head sends it.
+
+        While an update is pending, devices announce and wait for messages of heads only.
+        """
+        step, action, _ = place
+        if step != e.place[0]:
+            return step > e.place[0]
+        ahead = self.steps[step][d].ahead
+        if ahead is None or action >= ahead.tasks:
+            return True
+        sender = self.receives[d][e.key].peer
+        first = self.steps[step][d].arrivals[sender][: ahead.arrivals.get(sender, 0)]
+        return e.what in first
+
+    def receive_early(self) -> set[int]:
+        """Let one device receive a message whose sender waits; return the devices that moved."""
+        for d in range(len(self.entries)):
+            e = self.head(d)
+            if e is None or e.kind != "send" or e.key not in self.receives[e.peer]:
+                continue
+            here = self.head(e.peer)
+            if here is None or not self.announced(e.peer, here.place, e):
+                continue
+            assert e.what is not None
+            self.insert(e.peer, here.place, e.what)
+            self.moved.add(e.key)
+            self.at[d] += 1
+            return {d, e.peer}
+        return set()
+
+    def sum_later(self) -> set[int]:
+        """Move an all-reduce behind the next step of its device, preferably one for which another device waits."""
+        heads = [self.head(d) for d in range(len(self.entries))]
+        sums = [d for d, e in enumerate(heads) if e is not None and e.kind == "sum"]
+        awaited = {e.peer for e in heads if e is not None and e.kind == "receive"}
+        for d in [*(d for d in sums if d in awaited), *sums]:
+            e = heads[d]
+            assert e is not None
+            self.later[d].append(e)
+            self.deferred[d].add(e.place[:2])
+            self.at[d] += 1
+            return {d}
+        return set()
