@@ -27,7 +27,7 @@ from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.executor import Executor
-from raypipe.runtime.process import heap_bytes, set_up_process
+from raypipe.runtime.process import choose_precision, heap_bytes, set_up_process
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
@@ -106,6 +106,7 @@ class StageWorker:
         self.setup_data = setup
         self.started: dict[int, StartedStep] = {}
         job = setup.job
+        choose_precision(self.device, job.train.tf32)
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.communicators = communicators = Communicators(setup.rank, setup.topology, self._backend(setup.topology))
