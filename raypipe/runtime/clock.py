@@ -83,7 +83,12 @@ class EventClock:
         """The last event of the step before, and its time."""
 
     def mark(self) -> Mark:
-        """See Clock.mark."""
+        """See Clock.mark. The first one of all waits for the device, so that the first step has something before it."""
+        if self._before is None:
+            first = self._make()
+            first.record()
+            first.synchronize()
+            self._before = first, self._host()
         event = self._free.pop() if self._free else self._make()
         event.record()
         self._taken.append(event)
@@ -101,11 +106,11 @@ class EventClock:
         waited = not last.query()
         last.synchronize()
         at = self._host()
-        if self._before is not None:
-            before, then = self._before
-            if not waited:
-                at = min(at, then + before.elapsed_time(last) * 1e-3)
-            self._free.append(before)
+        assert self._before is not None, "there are marks"
+        before, then = self._before
+        if not waited:
+            at = min(at, then + before.elapsed_time(last) * 1e-3)
+        self._free.append(before)
         self._before = last, at
         self._free.extend(events[:-1])
         return np.array([at - event.elapsed_time(last) * 1e-3 for event in events])

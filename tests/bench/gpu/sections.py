@@ -14,11 +14,18 @@ from typing import Any
 
 import torch
 
+from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.memory import device_memory
+from raypipe.job import GptSpec
 from raypipe.job.load import load_job
 from raypipe.models import GptLayers, cross_entropy, random_keys
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
+from raypipe.schedule.forms.text import from_text
+from raypipe.schedule.passes import add_updates
+from tests.cost.test_memory_of_a_step import MACHINE
 from tests.runtime.host_waits import MICROBATCH, Noise, executor
+from tests.runtime.runs.one_device import order
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -99,6 +106,28 @@ def host_waits(device: torch.device) -> Found:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     return {"steps_without_a_wait": 16, "last_loss": late[-1]}
+
+
+def memory(device: torch.device) -> Found:
+    """The memory model's peak of a step beside the allocator's, to 10 %."""
+    _gpu_only(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    runner, program, train = executor(device, {"dtype": "float32", "sequence": 128, "batch": 16})
+    for step in range(2):
+        runner.run(program, step, 1e-3)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.run(program, 2, 1e-3)
+    found = torch.cuda.max_memory_allocated(device) - before
+    model = load_job(QUICKSTART).model
+    assert isinstance(model, GptSpec)
+    profile = analytic_profile(model, MACHINE, "float32", [MICROBATCH])
+    cut = [list(stage.layers) for _, stage in sorted(runner.modules.items())]
+    schedule = add_updates(from_text(order(2, train.batch // MICROBATCH, split=False)))
+    (predicted,) = device_memory(profile, cut, schedule, MICROBATCH)
+    if abs(predicted.total - found) > 0.1 * found:
+        raise AssertionError(f"predicted {predicted.total / 2**20:.1f} MiB, allocated {found / 2**20:.1f} MiB")
+    return {"predicted_bytes": predicted.total, "allocated_bytes": found}
 
 
 def clocks(device: torch.device) -> Found:
@@ -224,6 +253,8 @@ def _pipeline(transport: str, environment: dict[str, str]) -> Found:
 
 
 SECTIONS: dict[str, Callable[[torch.device], Found]] = {
-    "tests": tests, "losses": losses, "bfloat16": bfloat16, "host_waits": host_waits, "clocks": clocks,
-    "step_time": step_time, "train": train, "inside_one_gpu": inside_one_gpu, "between_gpus": between_gpus,
+    section.__name__: section
+    for section in (
+        tests, losses, bfloat16, host_waits, memory, clocks, step_time, train, inside_one_gpu, between_gpus
+    )
 }  # fmt: skip

@@ -17,12 +17,11 @@ def with_late_results(workers: WorkerGroup) -> WorkerGroup:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("parallel", [{"stages": 2}, {"schedule": "pipedream-2bw", "stages": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [{"stages": 1}, {"stages": 1, "replicas": 2}], ids=str)
 def test_late_results_are_the_same(parallel, stage_pool, text_folder, tmp_path) -> None:
     """Losses, norms, validations and checkpoints, with steps between them that are still unread."""
-    job = small_job(
-        text_folder, {"transport": "gloo", **parallel}, steps=7, batch=8, clip=0.5, eval_every=3, checkpoint_every=2
-    )
+    # No messages: the channels of what is taken for a GPU would need one.
+    job = small_job(text_folder, parallel, steps=7, batch=8, clip=0.5, eval_every=3, checkpoint_every=2)
     at_once = drive(job, stage_pool, tmp_path / "at-once")
     late = drive(job, lambda n: with_late_results(stage_pool(n)), tmp_path / "late")
     assert late.losses == at_once.losses
