@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test bench lint unit clean
+.PHONY: train test bench gpu lint unit clean
 .DEFAULT_GOAL := test
 
 # The stamp depends on pyproject.toml alone: a change of code needs no new installation.
@@ -39,5 +39,16 @@ test: lint
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.bench
 
+# Needs a GPU, and for PYTHON an interpreter whose own torch is built for CUDA: that one is used as it is. What else is
+# missing is installed into a virtual environment of its own beside it. Without a GPU it says so and ends with status 2.
+GPU_VENV := .venv-gpu
+GPU_REPORT ?= gpu-report.json
+gpu:
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
+	  { echo "no GPU: the torch of $(PYTHON) finds no CUDA device (make gpu PYTHON=... chooses the interpreter)"; exit 2; }
+	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv --system-site-packages $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	$(GPU_VENV)/bin/python -m tests.bench.gpu --report $(GPU_REPORT)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -92,6 +92,7 @@ def train_keys(
     keys = {
         "steps": steps, "batch": batch, "lr": float(a["learning_rate"]), "seed": int(a["seed"]),
         "optimizer": _one_of(OPTIMIZERS, a["optim"], "optim"), "weight_decay": float(a["weight_decay"]),
+        "decay": "matrices",  # as the Trainer does: neither norms nor biases
         "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])], "eps": float(a["adam_epsilon"]),
         "clip": float(a["max_grad_norm"] or 0.0) or None, "dtype": "bfloat16" if a["bf16"] else "float32",
         "lr_schedule": _one_of(SCHEDULES, a["lr_scheduler_type"], "lr_scheduler_type"),

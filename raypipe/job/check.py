@@ -109,7 +109,8 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
 
 def _wire(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     wire, crossing = parallel.wire_dtype, train.crossing_dtype
-    if wire is not None and WIDTH[wire] >= WIDTH[crossing]:
+    keeps = train.dtype == "bfloat16" and wire == crossing  # instead of the default, bfloat16
+    if wire is not None and WIDTH[wire] >= WIDTH[crossing] and not keeps:
         narrower = " or ".join(name for name in get_args(WireDtype) if WIDTH[name] < WIDTH[crossing])
         yield Problem(
             "parallel.wire_dtype", f"{wire} is not narrower than the {crossing} that stages exchange",

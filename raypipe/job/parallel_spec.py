@@ -76,7 +76,8 @@ class ParallelSpec(Spec):
     """What carries activations. ``auto`` picks per edge what is fastest there."""
     wire_dtype: WireDtype | None = None
     """What floating-point activations and gradients are cast to on their way between devices, and back on arrival:
-    fewer bytes, rounded values. null: they go as they are, and the plan does not change the result."""
+    fewer bytes, rounded values. null: bfloat16 where ``train.dtype`` is, which float32 turns off; else they go as they
+    are, and the plan does not change the result."""
     recompute: Literal["none", "full", "stage-aware", "layers", "microbatches", "auto"] | Layers = "none"
     """Activations to recompute instead of keeping, while the device waits for the gradient; beside what the schedule
     recomputes by itself. ``full``: all of them. ``stage-aware`` (Merak): those of a share of each stage's layers, which

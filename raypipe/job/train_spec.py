@@ -36,7 +36,10 @@ class TrainSpec(Spec):
     momentum: Share = 0.0
     """SGD's momentum."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Weight decay, applied to every parameter."""
+    """Weight decay."""
+    decay: Literal["all", "matrices"] = "all"
+    """Parameters that decay. ``all``, as in PyTorch's optimizers; ``matrices``: those of two dimensions or more, but no
+    norms and biases, as in nanoGPT and Hugging Face's Trainer."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up; ``cosine`` and ``linear`` fall from ``lr`` to ``min_lr`` at the last step."""
     warmup_steps: Count = 0
@@ -49,6 +52,8 @@ class TrainSpec(Spec):
     """Seed of the initial weights, the order of the data and dropout."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Precision of training. ``bfloat16`` is autocast over float32 weights."""
+    tf32: bool = False
+    """On GPUs: compute float32 products and convolutions in TF32, faster and with 10 bits of mantissa instead of 23."""
     deterministic: bool = False
     """Fail rather than run kernels whose result may differ between two runs."""
     eval_every: Count = 0

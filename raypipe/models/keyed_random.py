@@ -4,7 +4,8 @@ A mask bit depends only on (seed, step, sample, site, element): not on the proce
 length it is padded to, the device, or any generator's state. So a job drops the same values under every plan, after
 every resume, and in a recomputed forward.
 
-The host hashes each (seed, step, sample, site) to two 32-bit keys (splitmix64's finaliser). The device hashes the
+The host hashes each (seed, step, sample, site) to two 32-bit keys (splitmix64's finaliser), for all sites of a
+micro-batch at once, and copies them to the device without waiting for it. The device hashes the
 counter of each pair of elements (murmur3's 32-bit finaliser, cached) and then the keys (one more round each), in
 integer arithmetic that wraps in the same way on CPU and CUDA. Each half of the result decides one element.
 
@@ -19,10 +20,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raypipe.errors import RunError
+from raypipe.models.host_copies import to_device
 from raypipe.tensor.group import current_group
 
 _MASK64 = (1 << 64) - 1
@@ -46,13 +50,32 @@ def fold64(*parts: int) -> int:
     return key
 
 
+def _mix64s(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply ``mix64`` to each element; numpy's unsigned arithmetic wraps."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _fold64s(keys: Sequence[int], sites: Sequence[int]) -> NDArray[np.uint64]:
+    """Return ``fold64(key, site)`` of every pair, ``[sites, keys]``."""
+    golden = np.uint64(_GOLDEN)
+    folded = _mix64s(golden ^ _mix64s(np.array(keys, dtype=np.uint64)))
+    mixed = _mix64s(np.array(sites, dtype=np.int64).astype(np.uint64))
+    return _mix64s((folded + golden) ^ mixed[:, None])
+
+
+_rows: dict[int, int] = {}
+"""Row of every site that this process has met, in ``RandomKeys``' table."""
+
+
 class RandomKeys:
     """The random keys of one forward: one per sample, from (seed, step, sample), and one from (seed, step).
 
     ``step`` is the number of the step, ``first`` that of the first sample within it, or -1 without samples.
     """
 
-    __slots__ = ("first", "samples", "shared", "step", "training")
+    __slots__ = ("_table", "first", "samples", "shared", "step", "training")
 
     def __init__(self, seed: int, step: int, samples: Sequence[int] | Tensor, training: bool) -> None:
         numbers = samples.tolist() if isinstance(samples, Tensor) else samples
@@ -61,6 +84,18 @@ class RandomKeys:
         self.shared = fold64(base, -1) if training else 0
         self.training = training
         self.step, self.first = step, int(numbers[0]) if len(numbers) else -1
+        self._table: Tensor | None = None
+
+    def of_site(self, site: int, device: torch.device) -> Tensor:
+        """Return the samples' keys for a site: int32 ``[samples, 2]`` on ``device``, the low and the high half.
+
+        All sites met so far share one copy to the device; so the first forward makes several, the later ones make one.
+        """
+        row = _rows.setdefault(site, len(_rows))
+        if self._table is None or row >= len(self._table) or self._table.device != device:
+            folded = torch.from_numpy(_fold64s(self.samples, list(_rows)).view(np.int32))
+            self._table = to_device(folded.view(-1, len(self.samples), 2), device)
+        return self._table[row]
 
 
 # A global and not thread-local, because autograd may recompute a forward in one of its threads. A process runs only
@@ -120,7 +155,11 @@ def _counters(count: int, device: torch.device) -> Tensor:
     return _fold_(_fold_(_fold_(h, 16).mul_(_FIRST), 13).mul_(_SECOND), 16)
 
 
-def random_halves(keys: Sequence[int], elements: int, device: torch.device) -> Tensor:
+Keys = Sequence[int] | Tensor
+"""64-bit numbers, or int32 ``[keys, 2]`` with their low and high halves."""
+
+
+def random_halves(keys: Keys, elements: int, device: torch.device) -> Tensor:
     """Return int16 ``[len(keys), elements]``, uniform over all 65536 values, from the 64-bit keys and positions only.
 
     Which half of a hash comes first depends on the byte order, which is little-endian wherever torch runs.
@@ -128,23 +167,24 @@ def random_halves(keys: Sequence[int], elements: int, device: torch.device) -> T
     return _hashed(keys, _counters((elements + 1) // 2, device))[:, :elements]
 
 
-def _hashed(keys: Sequence[int], counters: Tensor) -> Tensor:
+def _hashed(keys: Keys, counters: Tensor) -> Tensor:
     """Return int16 ``[len(keys), 2 * counters]``: the two halves of every pair's hash."""
-    device = counters.device
     first: int | Tensor
     second: int | Tensor
-    if len(keys) == 1:  # plain numbers avoid a tensor of keys, half of the overhead for a small micro-batch
+    if not isinstance(keys, Tensor) and len(keys) > 1:
+        halves = [(_signed(key), _signed(key >> 32)) for key in keys]
+        keys = to_device(torch.tensor(halves, dtype=torch.int32), counters.device)
+    if isinstance(keys, Tensor):
+        first, second = keys.unsqueeze(-1).unbind(1)
+    else:  # plain numbers avoid a tensor of keys, half of the overhead for a small micro-batch
         first, second = _signed(keys[0]), _signed(keys[0] >> 32)
         counters = counters.unsqueeze(0)
-    else:
-        columns = [[_signed(key) for key in keys], [_signed(key >> 32) for key in keys]]
-        first, second = torch.tensor(columns, dtype=torch.int32, device=device).unsqueeze(-1).unbind()
     h = _fold_(counters + first, 16).mul_(_FIRST).add_(second)
     h = _fold_(_fold_(h, 13).mul_(_SECOND), 16)
     return h.view(torch.int16)
 
 
-def halves_of_part(keys: Sequence[int], part: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
+def halves_of_part(keys: Keys, part: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
     """Return int16 ``[len(keys), *part]``: the leading part, in every dimension, of ``random_halves`` of ``whole``."""
     if list(part) == list(whole):
         return random_halves(keys, math.prod(part), device).reshape(len(keys), *part)
@@ -188,16 +228,18 @@ def keyed_dropout(
     if keys is None:
         raise RunError(f"dropout site {site}", "no random keys are set", "run it within random_keys(...)")
     keep = round((1 - p) * _LEVELS)
+    seeds: Keys
+    samples = len(keys.samples)
     if batch_dim is None:
         seeds = [fold64(keys.shared, site)]
+    elif not samples or x.shape[batch_dim] % samples:
+        rows = x.shape[batch_dim]
+        raise RunError(f"dropout site {site}", f"{rows} rows for {samples} samples", "give one key per sample")
     else:
-        seeds = [fold64(key, site) for key in keys.samples]
-        if x.shape[batch_dim] % len(seeds):
-            rows = x.shape[batch_dim]
-            raise RunError(f"dropout site {site}", f"{rows} rows for {len(seeds)} samples", "give one key per sample")
+        seeds = [fold64(keys.samples[0], site)] if samples == 1 else keys.of_site(site, x.device)
     y = x.movedim(batch_dim, 0) if batch_dim else x
     shape = list(y.shape)
-    part = shape if batch_dim is None else [shape[0] // len(seeds), *shape[1:]]
+    part = shape if batch_dim is None else [shape[0] // samples, *shape[1:]]
     whole = list(part if longest is None else longest)
     if longest is not None and batch_dim:
         whole.insert(0, whole.pop(batch_dim))

@@ -9,6 +9,7 @@ from raypipe.cost.profile import load_profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import with_cast_messages
 from raypipe.job.cluster import load_cluster
+from raypipe.job.message_dtype import message_dtype
 from raypipe.job.requested_schedule import base_schedule
 from raypipe.job.spec import JobSpec
 from raypipe.partition.cached_pieces import Kept, load_pieces, pieces_key, save_pieces
@@ -43,7 +44,7 @@ def partition_job(
         measured = analytic_profile(works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer,
             job.train.momentum > 0,
         )  # fmt: skip
-    measured = with_cast_messages(measured, job.parallel.wire_dtype)
+    measured = with_cast_messages(measured, message_dtype(job.train, job.parallel))
     return make_partition(
         pieces, measured, schedule, job.parallel.microbatch, memory_bytes, job.train.optimizer, job.train.momentum
     )

@@ -13,6 +13,7 @@ from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import with_cast_messages
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
+from raypipe.job.message_dtype import message_dtype
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS
 from raypipe.job.spec import JobSpec
@@ -267,8 +268,9 @@ def choose(
     orders_made = Orders()
     judge = Judges({
         sharing: Predictor(
-            with_cast_messages(without_noise(own), parallel.wire_dtype), train, deepest(job, own), syncs=syncs,
-            recompute=ways_to_recompute(given.get("recompute"), greedy), asked=asked, _orders=orders_made,
+            with_cast_messages(without_noise(own), message_dtype(train, parallel)), train, deepest(job, own),
+            syncs=syncs, recompute=ways_to_recompute(given.get("recompute"), greedy), asked=asked,
+            _orders=orders_made,
         )
         for sharing, own in profiles.items()
     })  # fmt: skip

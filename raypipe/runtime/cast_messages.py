@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raypipe.job.message_dtype import message_dtype
 from raypipe.job.spec import JobSpec
 from raypipe.runtime.transport.channel import Direction, TensorSpec
 
@@ -57,9 +58,10 @@ class MessageCast:
 
 def message_cast_of(job: JobSpec) -> MessageCast | None:
     """Return the cast of a job's messages; None if they are sent unchanged."""
-    if job.parallel.wire_dtype is None:
+    name = message_dtype(job.train, job.parallel)
+    if name is None:
         return None
-    dtype: torch.dtype = getattr(torch, job.parallel.wire_dtype)
+    dtype: torch.dtype = getattr(torch, name)
     if dtype != torch.float16:
         return MessageCast(dtype)
     return MessageCast(dtype, 2.0 ** math.ceil(math.log2(job.train.batch * job.tokens_per_sample)))

@@ -4,25 +4,51 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raypipe.models.host_copies import runs_behind
+
 Mark = float
-"""A moment of the current step. Only the clock that made it can interpret it, through ``Clock.resolve``."""
+"""A moment of the current step. Only the clock that made it can interpret it, through ``Clock.end``."""
+
+
+class Spans(Protocol):
+    """The times of a step that is issued, though the device may not have come to its end."""
+
+    def ready(self) -> bool:
+        """Return whether ``times`` would return at once."""
+
+    def times(self) -> NDArray[np.float64]:
+        """Return the marks as seconds on this host's monotonic clock; waits for the device. Can be called once."""
 
 
 class Clock(Protocol):
-    """Takes marks during a step and turns them into times at its end."""
+    """Takes marks during a step and turns them into times after its end."""
 
     def mark(self) -> Mark:
         """Mark the moment between the work issued so far and the work issued next. Does not block."""
 
-    def resolve(self, marks: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Convert the marks of a step to seconds on this host's monotonic clock, and forget them."""
+    def end(self, marks: NDArray[np.float64]) -> Spans:
+        """End a step of these marks, and forget them. Does not block."""
+
+
+class HostSpans:
+    """Times that are known already."""
+
+    def __init__(self, times: NDArray[np.float64]) -> None:
+        self._times = times
+
+    def ready(self) -> bool:
+        """See Spans.ready."""
+        return True
+
+    def times(self) -> NDArray[np.float64]:
+        """See Spans.times."""
+        return self._times
 
 
 class HostClock:
@@ -32,47 +58,85 @@ class HostClock:
         """See Clock.mark."""
         return time.monotonic()
 
-    def resolve(self, marks: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See Clock.resolve."""
-        return marks
+    def end(self, marks: NDArray[np.float64]) -> Spans:
+        """See Clock.end."""
+        return HostSpans(marks)
 
 
 class EventClock:
     """The clock for GPUs: a mark is an event in the compute stream, which shows when kernels ran, not their launch.
 
-    ``make`` returns a timing event of the device (``torch.cuda.Event``). Events are reused in every step.
+    ``make`` returns a timing event of the device (``torch.cuda.Event``). An event is used again once the times of its
+    step have been read.
 
-    ``resolve`` waits for the last event, reads the host's clock, and counts all other events back from there. Doing so
-    once a step keeps the distances short (an event's clock has single precision) and does not accumulate drift. All
-    times of a step are late by the time the host takes to wake up, tens of microseconds.
+    A step's marks are counted back from its last event. Where the host had to wait for that one, it is now; where the
+    device passed it some time ago, it is as long after the last event of the step before as the device says. An event's
+    clock has single precision, so distances must be short, and drifts, which a wait or ``now`` itself corrects. All
+    times are late by the time the host takes to notice an event, tens of microseconds.
     """
 
     def __init__(self, make: Callable[[], Any], host: Callable[[], float] = time.monotonic) -> None:
         self._make, self._host = make, host
-        self._events: list[Any] = []
-        self._taken = 0
+        self._free: list[Any] = []
+        self._taken: list[Any] = []
+        self._before: tuple[Any, float] | None = None
+        """The last event of the step before, and its time."""
 
     def mark(self) -> Mark:
-        """See Clock.mark."""
-        if self._taken == len(self._events):
-            self._events.append(self._make())
-        self._events[self._taken].record()
-        self._taken += 1
-        return float(self._taken - 1)
+        """See Clock.mark. The first one of all waits for the device, so that the first step has something before it."""
+        if self._before is None:
+            first = self._make()
+            first.record()
+            first.synchronize()
+            self._before = first, self._host()
+        event = self._free.pop() if self._free else self._make()
+        event.record()
+        self._taken.append(event)
+        return float(len(self._taken) - 1)
 
-    def resolve(self, marks: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See Clock.resolve. Waits for the device."""
-        last = self._events[int(self.mark())]
+    def end(self, marks: NDArray[np.float64]) -> Spans:
+        """See Clock.end."""
+        self.mark()
+        taken, self._taken = self._taken, []
+        return EventSpans(self, marks.astype(np.intp), taken)
+
+    def resolve(self, events: list[Any]) -> NDArray[np.float64]:
+        """Return the times of a step's events; waits for the last one. Steps are resolved in order."""
+        last = events[-1]
+        waited = not last.query()
         last.synchronize()
-        now = self._host()
-        taken = self._events[: self._taken]
-        self._taken = 0
-        times = np.array([now - event.elapsed_time(last) * 1e-3 for event in taken])
-        return np.asarray(times[marks.astype(np.intp)])
+        at = self._host()
+        assert self._before is not None, "there are marks"
+        before, then = self._before
+        if not waited:
+            at = min(at, then + before.elapsed_time(last) * 1e-3)
+        self._free.append(before)
+        self._before = last, at
+        self._free.extend(events[:-1])
+        return np.array([at - event.elapsed_time(last) * 1e-3 for event in events])
+
+
+class EventSpans:
+    """The times of a step by its events."""
+
+    def __init__(self, clock: EventClock, marks: NDArray[np.intp], events: list[Any]) -> None:
+        self._clock, self._marks, self._events = clock, marks, events
+
+    def ready(self) -> bool:
+        """See Spans.ready."""
+        passed: bool = self._events[-1].query()
+        return passed
+
+    def times(self) -> NDArray[np.float64]:
+        """See Spans.times."""
+        return np.asarray(self._clock.resolve(self._events)[self._marks])
+
+
+def timing_event() -> Any:
+    """Return an event that records when the current stream of the current GPU comes to it."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def clock_for(device: torch.device) -> Clock:
     """Return the clock for a device."""
-    if device.type == "cuda":
-        return EventClock(partial(torch.cuda.Event, enable_timing=True))
-    return HostClock()
+    return EventClock(timing_event) if runs_behind(device) else HostClock()

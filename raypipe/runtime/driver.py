@@ -72,6 +72,8 @@ class Driver:
         """Number of messages, their bytes and the collectives between devices in the newest step."""
         self.memory_bytes: list[int] = []
         self._pending: deque[_Ticket] = deque()
+        self._unread: _Ticket | None = None
+        """The newest step, where its result has to be asked for; see ``_read``."""
         self._stored = plan
         """The plan that the run's ``plan.json`` holds now."""
 
@@ -158,7 +160,13 @@ class Driver:
             part = (fills, evaluates or saves) if self.schedule.versions != "flush" else WHOLE
             fills = part[1]
             self._take_next_plan(workers, step)
-            self._pending.append(_Ticket("step", step + 1, workers.call("run_step", step, part), self.clock, part))
+            ticket = _Ticket("step", step + 1, workers.call("run_step", step, part), self.clock, part)
+            self._pending.append(ticket)
+            self._read(workers)
+            if any(at.peer.device != "cpu" for at in workers.locations):
+                self._unread = ticket
+            if last or evaluates or saves:
+                self._read(workers)
             if evaluates:
                 refs = [ref for batch in range(train.eval_batches) for ref in workers.call("evaluate", batch)]
                 self._pending.append(_Ticket("eval", step + 1, refs, self.clock))
@@ -177,6 +185,15 @@ class Driver:
                 self._collect(self._pending.popleft())
             queued = step + 1
         return queued
+
+    def _read(self, workers: WorkerGroup) -> None:
+        """Ask for the result of the newest step, which a GPU has only been given when ``run_step`` returns.
+
+        That is done when the next step has been queued, so that the host's wait for one step falls into the next.
+        """
+        if self._unread is not None:
+            self._unread.refs = workers.call("result", self._unread.step - 1)
+            self._unread = None
 
     def _collect_all(self) -> None:
         while self._pending:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypipe.data.corpus import Split
 from raypipe.models import Inputs, Lengths, Task, random_keys
+from raypipe.models.host_copies import runs_behind, to_host
 from raypipe.models.running_statistics import move_all, part_of_step
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes
@@ -24,9 +25,11 @@ from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import HalfBatch, MicrobatchState, StageModule
+from raypipe.runtime.started_step import StartedStep
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
+from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.updates import Updates
@@ -48,7 +51,7 @@ class Executor(ProgramRunner):
         task: Task,
         feed: Feed,
         sync: GradientSync,
-        shares: Shares,
+        shares: Shares | DeviceShares,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
         io_spec: StageIOSpecs,
@@ -86,7 +89,14 @@ class Executor(ProgramRunner):
         """Whether to measure memory in every step."""
 
     def run(self, program: Program, step: int, lr: float, split: Split = "train") -> StepResult:
+        """Run one step, or one validation batch, to its end; see ``start``."""
+        return self.start(program, step, lr, split).result()
+
+    def start(self, program: Program, step: int, lr: float, split: Split = "train") -> StartedStep:
         """Run one step (``split="train"``) or one forward-only validation batch (``split="val"``).
+
+        On a GPU it is queued when this returns. The host reads neither its loss nor its norm meanwhile, so another step
+        can be started before this one's result is asked for.
 
         Args:
             program: this device's program.
@@ -98,7 +108,7 @@ class Executor(ProgramRunner):
             TransportError: a message did not arrive in time; it names task, peer and micro-batch.
         """
         self.split, self.training, self.lr = split, split == "train", lr
-        self._squares: list[float] = []
+        self._squares: list[Tensor] = []
         if not self.training:
             self.commit()
             self.shards.gather_all(self.outgoing.push)
@@ -108,10 +118,10 @@ class Executor(ProgramRunner):
             self.sync.begin_step((a.task.stage, a.task.replica) for a in program.actions if a.task.kind == "AR")
         meter = PeakMeter(self.settings.device) if self.measures and self.training else None
         with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
-            times = self.walk(program, step)
+            marks = self.issue(program, step)
         if not self.training:
             self.shards.release_all()
-        return self._end(times, StepMemory(meter.peak if meter is not None else 0, self._recomputed_bytes))
+        return self._end(marks, StepMemory(meter.peak if meter is not None else 0, self._recomputed_bytes))
 
     def run_task(self, action: Action) -> None:
         """Run one task on tensors."""
@@ -165,7 +175,7 @@ class Executor(ProgramRunner):
         scale = self._scales.get(step)
         if scale is None:
             value = self._share / self.feed.targets(self.split, step)
-            self._scales = {step: torch.tensor(value, dtype=torch.float64, device=self.settings.device)}
+            self._scales = {step: torch.full((), value, dtype=torch.float64, device=self.settings.device)}
             scale = self._scales[step]
         return scale
 
@@ -418,7 +428,7 @@ class Executor(ProgramRunner):
     def _update(self, key: StageKey) -> None:
         if self._stashes:
             self._collect(key)
-            self._squares.append(float(self.sync.norm_squared()))
+            self._squares.append(self.sync.norm_squared())
         self.casts.drop()
         self.updates.make(key, self.lr)
         if key in self.shards.stages:
@@ -463,13 +473,12 @@ class Executor(ProgramRunner):
         self._losses.clear()
         self._counted.clear()
 
-    def _end(self, times: NDArray[np.float64], memory: StepMemory) -> StepResult:
+    def _end(self, marks: NDArray[np.float64], memory: StepMemory) -> StartedStep:
         losses = self._losses.pop(self.step, [])
         targets = self.feed.targets(self.split, self.step) if losses else 1
-        loss = float(torch.stack(losses).double().sum()) / targets if losses else 0.0
         samples = self._counted.pop(self.step, 0)
         if self.settings.tensor_rank > 0:
-            loss, samples = 0.0, 0
+            losses, samples = [], 0
         self.feed.drop(self.split, self.step)
         reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
         gathers, scatters = self.shards.take_counts()
@@ -480,12 +489,16 @@ class Executor(ProgramRunner):
             assert not left, f"a verified program leaves nothing behind, but {left[:3]} is left"
         until = self.base + self.settings.microbatches
         self._fed = {mb: inputs for mb, inputs in self._fed.items() if mb >= until}
-        # With several updates in a step (PipeDream), report the mean of their squared norms.
-        square = sum(self._squares) / max(1, len(self._squares))
         all_reduces, group = 0, current_group()
         if isinstance(group, ProcessGroup):
             all_reduces, group.all_reduces = group.all_reduces, 0
-        return StepResult(
-            loss, samples, square, times, self.received, self.received_bytes, reduced, all_reduces, memory,
+        result = StepResult(
+            0.0, samples, 0.0, marks, self.received, self.received_bytes, reduced, all_reduces, memory,
             self.updates.optimistic, gathers, scatters,
         )  # fmt: skip
+        loss = to_host(torch.stack(losses).double().sum()) if losses else None
+        squares = to_host(torch.stack(self._squares)) if self._squares else None
+        started = StartedStep(result, loss, targets, squares, self.clock.end(marks), self.times_of)
+        if self.training and runs_behind(self.settings.device):
+            self.feed.prefetch(self.split, self.step + 1)  # the host is ahead: it reads while the device works
+        return started

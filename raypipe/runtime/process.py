@@ -41,6 +41,13 @@ def set_up_process(device: torch.device) -> None:
         _keep_freed_memory()
 
 
+def choose_precision(device: torch.device, tf32: bool) -> None:
+    """Compute float32 products and convolutions of a GPU in TF32, or exactly; a CPU always computes exactly."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cudnn.allow_tf32 = tf32
+
+
 class _MallInfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``."""
 

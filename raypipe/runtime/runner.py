@@ -14,6 +14,7 @@ are only the message and a few dictionary look-ups.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -23,8 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.errors import TransportError
+from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.cast_messages import MessageCast
-from raypipe.runtime.clock import clock_for
+from raypipe.runtime.clock import Spans, clock_for
 from raypipe.runtime.transport.channel import (
     Expected,
     IssuesReceives,
@@ -42,6 +44,8 @@ Payload = tuple[Tensor, ...]
 """The tensors one stage hands to another for one micro-batch."""
 NO_RUN_AHEAD = RunAhead(0, {})
 CPU = torch.device("cpu")
+POLL_S = 5e-5
+"""How often the host looks whether a GPU has come to the end of a step."""
 
 
 class ProgramRunner(ABC):
@@ -112,6 +116,37 @@ class ProgramRunner(ABC):
         Raises:
             TransportError: a message did not arrive in time; it names task, peer and micro-batch.
         """
+        times = self.issue(program, step)
+        return self.times_of(self.clock.end(times))
+
+    def times_of(self, spans: Spans) -> NDArray[np.float64]:
+        """Wait for the end of a step that was issued, and until this device's messages need the host no more.
+
+        Raises:
+            TransportError: the device, or a message, does not get there in time.
+        """
+        if runs_behind(self.device):
+            deadline = time.monotonic() + self.timeout_s
+            while self.outgoing.push() or not spans.ready():
+                if time.monotonic() > deadline:
+                    for sender in self.senders.values():
+                        sender.flush(0.0)  # its error names the peer
+                    raise TransportError(
+                        "this device", f"did not end its step within {self.timeout_s:g} s",
+                        "look at the devices it gets messages from; train.message_timeout_s",
+                    )  # fmt: skip
+                time.sleep(POLL_S)
+        return spans.times()
+
+    def issue(self, program: Program, step: int) -> NDArray[np.float64]:
+        """Run a whole program as far as the host is concerned; a GPU may still be at work when it returns.
+
+        Returns:
+            ``[tasks, 2]``: marks of ``clock``.
+
+        Raises:
+            TransportError: a message did not arrive in time; it names task, peer and micro-batch.
+        """
         self.step, self.base, self.program = step, step * self.microbatches, program
         self.attempt = self.received = self.received_bytes = 0
         times = np.empty((len(program.actions), 2))
@@ -121,10 +156,11 @@ class ProgramRunner(ABC):
         else:
             self._post({})
         self._run(times, begin, len(program.actions))
-        for sender in self.senders.values():
-            sender.flush(self.timeout_s)
+        if not runs_behind(self.device):  # else ``times_of`` pushes them, when the device has come to them
+            for sender in self.senders.values():
+                sender.flush(self.timeout_s)
         self.doing = None
-        return self.clock.resolve(times)
+        return times
 
     def _run_head(self, times: NDArray[np.float64]) -> int:
         """Run the head of the program, then commit the last update; return the index of the next task to run."""

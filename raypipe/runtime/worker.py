@@ -19,14 +19,16 @@ from torch import nn
 
 from raypipe.checkpoint import ShardInfo, open_checkpoint, write_shard
 from raypipe.data import open_data
+from raypipe.errors import TransportError
 from raypipe.models import DTYPES, build_model
+from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.allocated import MemoryReports
 from raypipe.runtime.cast_messages import message_cast_of
 from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.executor import Executor
-from raypipe.runtime.process import heap_bytes, set_up_cuda, set_up_process
+from raypipe.runtime.process import choose_precision, heap_bytes, set_up_cuda, set_up_process
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.shard.state import gathered_state, read_shards
@@ -43,9 +45,12 @@ from raypipe.runtime.stage.state import (
     read_state,
     state_pieces,
 )
+from raypipe.runtime.started_step import StartedStep
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.tensor_ranks import TENSOR_GROUP, own_channels, own_groups
+from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.update.collective import wait_for
+from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
@@ -103,7 +108,9 @@ class StageWorker:
         """
         self._leave()
         self.setup_data = setup
+        self.started: dict[int, StartedStep] = {}
         job = setup.job
+        choose_precision(self.device, job.train.tf32)
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.communicators = communicators = Communicators(setup.rank, setup.topology, self._backend(setup.topology))
@@ -119,7 +126,10 @@ class StageWorker:
             if device == setup.device
         }
         self.shards = shards = divide(self.modules, setup.sharding, setup.placement, setup.tied, groups)
-        self.optimizers = {key: make_optimizer(job.train, self._updated(key)) for key in self.modules}
+        pieces = {piece: dims for stage in shards.stages.values() for piece, dims in stage.dims.items()}
+        self.optimizers = {
+            key: make_optimizer(job.train, self._updated(key), lambda p: pieces.get(p, p.dim())) for key in self.modules
+        }
         checkpoint = None
         if setup.checkpoint is not None:
             checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
@@ -157,8 +167,7 @@ class StageWorker:
             setup.device, self.modules, setup.placement, setup.tied, groups, setup.tensor_rank, shards.stages
         )
         self.executor = self.executor_class(
-            settings, self.modules, self.optimizers, plan.task, feed, sync,
-            Shares(None if sync.complete else communicators.world),
+            settings, self.modules, self.optimizers, plan.task, feed, sync, self._shares(sync.complete, setup),
             senders, receivers, StageIOSpecs(plan, setup.cut, setup.samples_per_microbatch), versions, shards,
         )  # fmt: skip
         self.executor.measures = setup.search_recompute
@@ -186,6 +195,18 @@ class StageWorker:
         set_group(group)
         return group
 
+    def _shares(self, alone: bool, setup: Setup) -> Shares | DeviceShares:
+        """Return what exchanges the shares of the gradient norm; ``alone`` if every device knows the norm by itself."""
+        world = None if alone else self.communicators.world
+        if not runs_behind(self.device):
+            return Shares(world)
+        if world is None or setup.job.train.clip is None:
+            return DeviceShares(None)
+        if self._backend(setup.topology) == "gloo":  # several workers share a GPU, so their hosts have to tell
+            return Shares(world)
+        every = {"gradient norm": tuple(range(world.size()))}
+        return DeviceShares(create_groups(every, "nccl", setup.topology.timeout_s)["gradient norm"])
+
     def _backend(self, topology: Topology) -> str:
         own_gpus = len({p.device for p in topology.peers}) == len(topology.peers)
         return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
@@ -200,9 +221,32 @@ class StageWorker:
             self.__dict__.pop(name, None)
 
     @raises_device_errors
-    def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
-        """Run training step ``step``, counted from 0; the returned times are on the run's shared clock."""
-        result = self.executor.run(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
+    def run_step(self, step: int, part: Part = WHOLE) -> StepResult | None:
+        """Run training step ``step``, counted from 0; the returned times are on the run's shared clock.
+
+        Returns None in a run on GPUs, where the step is only queued: ``result`` returns it later, best after the next
+        ``run_step``, so that the GPU has work while the host waits.
+        """
+        started = self.executor.start(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
+        if all(peer.device == "cpu" for peer in self.setup_data.topology.peers):
+            return self._reported(started)
+        self.started[step] = started
+        return None
+
+    @raises_device_errors
+    def result(self, step: int) -> StepResult:
+        """Wait for the end of a step that ``run_step`` has queued, and return its result.
+
+        Raises:
+            TransportError: the step was not queued, because ``run_step`` failed; or it does not end.
+        """
+        started = self.started.pop(step, None)
+        if started is None:
+            raise TransportError(f"step {step + 1}", "it was not started", "see the error that came before")
+        return self._reported(started)
+
+    def _reported(self, started: StartedStep) -> StepResult:
+        result = started.result()
         times = self.communicators.clock.shared(result.times)
         return replace(result, times=times, device_memory=self.memory_reports.due())
 

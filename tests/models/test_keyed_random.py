@@ -151,6 +151,7 @@ def test_a_wrong_number_of_samples_is_an_error():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_drops_the_same_elements():
     x = torch.ones(SHAPE)

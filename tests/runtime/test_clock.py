@@ -48,7 +48,12 @@ class FakeEvent:
     def record(self) -> None:
         self.at = max(self.gpu.free, self.gpu.host)
 
+    def query(self) -> bool:
+        return self.at <= self.gpu.host
+
     def synchronize(self) -> None:
+        if self.query():
+            return
         self.gpu.waits += 1
         self.gpu.host = max(self.gpu.host, self.at) + WAKE_S
 
@@ -98,7 +103,7 @@ def test_spans_are_those_of_the_kernels() -> None:
         assert times == pytest.approx(np.array(runner.true) + WAKE_S, abs=1e-8)
         assert gpu.waits == step + 1
         gpu.host += 0.5  # between two steps the device may stand still
-    assert len(gpu.made) == 2 * len(order) + 1  # made once, used in every step
+    assert len(gpu.made) == 2 * len(order) + 2  # used again in every step, but for the last one of the step before
 
 
 def test_a_mark_waits_for_nothing_and_may_be_left_out_of_the_result() -> None:
@@ -110,20 +115,40 @@ def test_a_mark_waits_for_nothing_and_may_be_left_out_of_the_result() -> None:
     gpu.launch(3.0)
     third = clock.mark()
     assert gpu.waits == 0
-    begun, ended = clock.resolve(np.array([first, third]))
+    begun, ended = clock.end(np.array([first, third])).times()
     assert ended - begun == pytest.approx(5.0 + 1e-5, abs=1e-6)  # with the launch of the first
     assert ended == pytest.approx(gpu.host)
+
+
+def test_times_read_long_after_the_step_are_those_of_the_step() -> None:
+    """Step k's times are read when step k + 1 is queued; the device may have ended k long before, or not yet."""
+    gpu = Gpu()
+    clock = EventClock(gpu.event, lambda: gpu.host)
+    begins, steps = [], []
+    for step in range(5):
+        begins.append(max(gpu.free, gpu.host))
+        first = clock.mark()
+        gpu.launch(0.010)
+        steps.append(clock.end(np.array([first, clock.mark()])))
+        gpu.host += 0.5 if step % 2 else 0.0  # the host comes back late after every other step
+        if step:
+            times = steps[step - 1].times()
+            assert times == pytest.approx([begins[step - 1], begins[step - 1] + 0.010], abs=1e-4)
+    assert not steps[-1].ready()
+    assert steps[-1].times()[1] == pytest.approx(gpu.host, abs=1e-4)
+    assert gpu.waits
 
 
 def test_the_host_keeps_time_where_calls_return_when_done() -> None:
     clock = clock_for(torch.device("cpu"))
     assert isinstance(clock, HostClock)
     marks = np.array([clock.mark(), clock.mark()])
-    assert clock.resolve(marks) is marks
+    assert clock.end(marks).times() is marks
     assert marks[0] <= marks[1]
     assert isinstance(clock_for(torch.device("cuda", 0)), EventClock)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu() -> None:
     clock = clock_for(torch.device("cuda", 0))
@@ -134,7 +159,7 @@ def test_on_a_gpu() -> None:
         y = x @ x
     launched, ended = HostClock().mark(), clock.mark()
     host = HostClock().mark()
-    start, end = clock.resolve(np.array([begun, ended]))
+    start, end = clock.end(np.array([begun, ended])).times()
     assert y.isfinite().all()
     assert end > launched
     assert end - start > 50 * 2 * 4096**3 / 1e15  # no GPU does 10^15 single-precision operations a second

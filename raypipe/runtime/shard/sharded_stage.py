@@ -54,6 +54,15 @@ class ShardedStage:
         """What this device's optimizer updates."""
         return [piece for flat in self.flats for piece in flat.pieces]
 
+    @property
+    def dims(self) -> dict[nn.Parameter, int]:
+        """Per piece, the number of dimensions of the parameter that it is a part of."""
+        return {
+            piece: flat.parameters[part.name].dim() if part.name is not None else 1
+            for flat in self.flats
+            for part, piece in zip(flat.parts, flat.pieces, strict=True)
+        }
+
     def gather(self) -> None:
         """Start to gather the weights (AG)."""
         for flat in self.flats:

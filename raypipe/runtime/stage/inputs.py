@@ -10,6 +10,7 @@ from torch import Tensor
 from raypipe.data import Dataset
 from raypipe.data.corpus import Split
 from raypipe.models import Inputs, Lengths, Task
+from raypipe.models.host_copies import Uploads
 
 
 class Feed:
@@ -17,6 +18,8 @@ class Feed:
 
     Every device reads the inputs that its own stages need; a device whose stages read none reads nothing.
     Floating-point inputs are cast to ``dtype``, that of the parameters. ``samples`` is the size of a micro-batch.
+    A GPU gets them through pinned memory on a stream of their own, and ``prefetch`` starts that a step ahead; their
+    targets are counted on the host before.
     """
 
     def __init__(
@@ -25,7 +28,11 @@ class Feed:
     ) -> None:  # fmt: skip
         self.data, self.task, self.fields = data, task, frozenset(fields)
         self.seed, self.batch, self.samples, self.device, self.dtype = seed, batch, samples, device, dtype
+        self._counts = task.reads <= self.fields
+        self._uploads = Uploads(device)
         self._steps: dict[tuple[Split, int], dict[str, Tensor]] = {}
+        self._targets: dict[tuple[Split, int], int] = {}
+        self._arriving: set[tuple[Split, int]] = set()
         self._lengths: dict[tuple[Split, int], list[Lengths]] = {}
 
     def _step(self, split: Split, step: int) -> dict[str, Tensor]:
@@ -33,15 +40,25 @@ class Feed:
         if samples is None:
             # An asynchronous program also runs micro-batches of the next step, so at most two steps are in use.
             while len(self._steps) > 1:
-                del self._steps[next(iter(self._steps))]
+                self.drop(*next(iter(self._steps)))
             read = self.data.batch(split, self.seed, step, self.batch)
-            samples = {name: self._placed(read[name]) for name in self.fields}
-            self._steps[(split, step)] = samples
+            read = {name: self._cast(read[name]) for name in self.fields}
+            if self._counts:
+                self._targets[(split, step)] = self.task.targets(read)
+            samples = self._steps[(split, step)] = self._uploads.start(read)
+            self._arriving.add((split, step))
         return samples
+
+    def prefetch(self, split: Split, step: int) -> None:
+        """Read a step's samples, and start copying them to the device."""
+        if self.fields:
+            self._step(split, step)
 
     def drop(self, split: Split, step: int) -> None:
         """Free the samples of a finished step."""
         self._steps.pop((split, step), None)
+        self._targets.pop((split, step), None)
+        self._arriving.discard((split, step))
 
     def lengths(self, split: Split, step: int, mb: int) -> Lengths:
         """Return the lengths that micro-batch ``mb`` of a step is padded to: those of its longest sample.
@@ -59,18 +76,23 @@ class Feed:
             self._lengths[(split, step)] = found
         return found[mb]
 
-    def _placed(self, values: Tensor) -> Tensor:
-        return values.to(self.device, self.dtype if values.is_floating_point() else None)
+    def _cast(self, values: Tensor) -> Tensor:
+        return values.to(self.dtype) if values.is_floating_point() else values
 
     def inputs(self, split: Split, step: int, mb: int) -> Inputs:
         """Return the raw inputs of micro-batch ``mb`` of a step, on the device."""
         rows = slice(mb * self.samples, (mb + 1) * self.samples)
         lengths = self.lengths(split, step, mb)
+        samples = self._step(split, step)
+        if (split, step) in self._arriving:
+            self._uploads.use(samples)
+            self._arriving.discard((split, step))
         return {
             name: values[rows, : lengths[name]].contiguous() if name in lengths else values[rows]
-            for name, values in self._step(split, step).items()
+            for name, values in samples.items()
         }
 
     def targets(self, split: Split, step: int) -> int:
         """Count the targets of the whole mini-batch; at least 1, because losses are divided by it."""
-        return max(1, self.task.targets(self._step(split, step)))
+        self._step(split, step)
+        return max(1, self._targets[(split, step)])

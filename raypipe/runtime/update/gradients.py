@@ -148,6 +148,7 @@ class GradientSync:
             for key, module in modules.items()
         }
         self._all = [p for parameters in self._trained.values() for p in parameters]
+        self._device = self._all[0].device if self._all else torch.device("cpu")
 
     @staticmethod
     def _is_first_holder(device: int, stage: int, replica: int, placement: tuple[tuple[int, ...], ...]) -> bool:
@@ -211,12 +212,15 @@ class GradientSync:
         return completed
 
     def norm_squared(self) -> Tensor:
-        """This device's share of the squared global norm, float64 scalar; the shares of all devices add up to it."""
-        return _squares(self._counted)
+        """This device's share of the squared global norm, float64 scalar; the shares of all devices add up to it.
 
-    def whole_norm_squared(self) -> Tensor:
-        """The squared global norm, float64 scalar, where this device is ``complete``."""
-        return _squares(self._every)
+        It stays on the device, as does ``known_norm_squared``.
+        """
+        return self._squares(self._counted)
+
+    def known_norm_squared(self, share: Tensor) -> Tensor:
+        """What this device knows of the squared global norm: its ``share``, or where it is ``complete``, all."""
+        return self._squares(self._every) if self.complete and not self._counted else share
 
     def open(self, key: StageKey) -> None:
         """Let a stage replica's gradients accumulate where they will be summed, from now to the update."""
@@ -230,20 +234,25 @@ class GradientSync:
         if key in self._sums:
             self._sums[key].close()
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-        gradients = [p.grad for p in self._all if p.grad is not None]
-        if gradients:  # a device may hold nothing that is trained
-            torch._foreach_mul_(gradients, factor)
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by a number, or by a float64 scalar on the device."""
+        by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
+        for p in self._all:
+            if p.grad is not None:
+                by_dtype[p.grad.dtype].append(p.grad)
+        for dtype, gradients in by_dtype.items():
+            if isinstance(factor, Tensor):  # one kernel for all needs their dtype; less than float32 would round it
+                torch._foreach_mul_(gradients, factor.to(torch.promote_types(dtype, torch.float32)))
+            else:
+                torch._foreach_mul_(gradients, factor)
 
-
-def _squares(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the sum of the squares of all gradients."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(list(torch._foreach_norm(grads)))
-    return norms.double().square().sum().cpu()
+    def _squares(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the sum of the squares of all gradients."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if not grads:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        norms = torch.stack(list(torch._foreach_norm(grads)))
+        return norms.double().square().sum()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from raypipe.runtime.update.collective import Push, wait_for
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy, resolve
@@ -35,9 +36,9 @@ class Shares:
         self._shares = torch.zeros(self.ranks, dtype=torch.float64)
         self._work: dist.Work | None = None
 
-    def start(self, share: float) -> None:
-        """Send this device's number; a thread of Gloo does the rest."""
-        own = torch.full((self.ranks,), share, dtype=torch.float64)
+    def start(self, share: float | Tensor) -> None:
+        """Send this device's number (of a tensor, its value); a thread of Gloo does the rest."""
+        own = torch.full((self.ranks,), float(share), dtype=torch.float64)
         self._shares = own
         if self._world is not None:
             self._shares = torch.empty_like(own)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +12,19 @@ from torch import nn
 from raypipe.job.train_spec import TrainSpec
 
 
-def make_optimizer(train: TrainSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make ``train.optimizer`` over the parameters of one stage. Its fused kernels exist on CPU and CUDA alike."""
-    held = [{"params": list(parameters)}]  # a group may be empty, where a stage is frozen
+def make_optimizer(
+    train: TrainSpec, parameters: Iterable[nn.Parameter], dims: Callable[[nn.Parameter], int] = nn.Parameter.dim
+) -> torch.optim.Optimizer:
+    """Make ``train.optimizer`` over the parameters of one stage. Its fused kernels exist on CPU and CUDA alike.
+
+    What decays follows from a parameter's number of dimensions, which tensor parallelism and tying do not change;
+    ``dims`` says it where an optimizer updates flat pieces of parameters.
+    """
+    every = list(parameters)
+    decaying = [p for p in every if train.decay == "all" or dims(p) > 1]
+    held: list[dict[str, Any]] = [{"params": decaying}]  # a group may be empty, where a stage is frozen
+    if len(decaying) < len(every):
+        held.append({"params": [p for p in every if dims(p) <= 1], "weight_decay": 0.0})
     if train.optimizer == "sgd":
         return torch.optim.SGD(held, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay, fused=True)
     kind = torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam

@@ -10,6 +10,10 @@ There are three ways to come to the same weights, bit for bit (``schedule.loweri
                 copy of the parameters and the optimizer state from the update to the next step's first backward.
                 PipeDream-2BW defers the update until the norm is there, because the step after next is the first to
                 use these weights. That costs nothing.
+
+Where the norm stays on the device (``device_norm``), the host waits for none: ``wait`` queues clipping and update, and
+2BW's deferred update is queued likewise. Only an optimistic update needs the host to read its norm, after the tasks
+that run ahead have been queued.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 from torch import Tensor
 
 from raypipe.runtime.update.collective import Push
+from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.norm import Forecast, Shares, clip_factor, norm_of
 from raypipe.runtime.update.weight_versions import WeightVersions
@@ -58,7 +63,7 @@ class Updates:
         optimizers: Mapping[StageKey, torch.optim.Optimizer],
         versions: Mapping[StageKey, WeightVersions],
         sync: GradientSync,
-        shares: Shares,
+        shares: Shares | DeviceShares,
         clip: float | None,
         requested: RequestedNormPolicy,
     ) -> None:
@@ -70,25 +75,28 @@ class Updates:
         self.pending = False
         """Whether the last updates are not final yet: see ``commit``."""
 
-    def begin(self, may_run_ahead: bool, push: Push) -> float:
+    def begin(self, may_run_ahead: bool, push: Push) -> Tensor:
         """All this device's gradients are complete: choose how its updates are made, and clip if that is to wait.
 
         ``may_run_ahead``: the program has tasks that do not depend on the updates being certain; the same on all
-        devices. Returns this device's share of the squared norm.
+        devices. Returns this device's share of the squared norm, float64 scalar on the device.
 
         Raises:
             TransportError: a device did not hand in its share in time.
         """
-        share = float(self.sync.norm_squared())
+        share = self.sync.norm_squared()
         self._policy = "none"
         if self.limit is None:
             return share
+        if isinstance(self.shares, DeviceShares):
+            may_run_ahead = may_run_ahead and (bool(self.versions) or not self.shares.alone)
+            for earlier in self.shares.earlier():
+                self._forecast.saw(norm_of(earlier))
         ahead = may_run_ahead and (bool(self.versions) or self._forecast.optimistic())
         self._policy = "optimistic" if ahead else "wait"
         # Where each device knows the norm by itself, nobody tells anybody: ``shares`` has this device alone. The share
         # of the one that counts for all is the whole already, those of the others are nothing.
-        known = (share or float(self.sync.whole_norm_squared())) if self.sync.complete else share
-        self.shares.start(known)
+        self.shares.start(self.sync.known_norm_squared(share))
         self.pending = self._policy == "optimistic"
         if not self.pending:
             self._clip(push)
@@ -124,7 +132,7 @@ class Updates:
             return True
         if not wait and not self.shares.ready():
             return None
-        clipped = self._clip(push)
+        clipped = self._clip(push, decides=not self.versions)
         self.pending = False
         if self.versions:
             for key in self.optimizers:
@@ -145,10 +153,22 @@ class Updates:
         if key in self.versions:
             self.versions[key].updated()
 
-    def _clip(self, push: Push) -> bool:
-        """Clip by the global norm. Returns True if the gradients were too large and have been scaled."""
+    def _clip(self, push: Push, decides: bool = False) -> bool:
+        """Clip by the global norm.
+
+        Returns True if the gradients were too large and have been scaled; False if that is known on the device alone,
+        which ``decides`` rules out.
+        """
         assert self.limit is not None
+        if isinstance(self.shares, DeviceShares) and not decides:
+            self.sync.scale(self.shares.factor(self.limit))
+            return False
         norm = norm_of(self.shares.wait(push))
+        if isinstance(self.shares, DeviceShares):  # ``begin`` hands it to the forecast, in the same step on all devices
+            factor = clip_factor(self.limit, norm)
+            if factor < 1.0:
+                self.sync.scale(self.shares.factor(self.limit))
+            return factor < 1.0
         self._forecast.saw(norm)
         factor = clip_factor(self.limit, norm)
         if factor < 1.0:

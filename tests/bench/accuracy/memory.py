@@ -170,7 +170,7 @@ class PeakStage(StageWorker):
         del described
         return super().setup(setup)
 
-    def run_step(self, step: int, part: Part = WHOLE) -> StepResult:
+    def run_step(self, step: int, part: Part = WHOLE) -> StepResult | None:
         """As ever; then look at malloc's and the kernel's own records."""
         with PeakMeter(self.device) as meter:
             result = super().run_step(step, part)

@@ -58,10 +58,10 @@ class PacedExecutor(Executor):
     again: Callable[[int], float]
     """Stage -> the share of its layers that an R computes."""
 
-    def run(self, program: Program, *args: Any, **kwargs: Any) -> Any:
-        """See Executor.run."""
+    def start(self, program: Program, *args: Any, **kwargs: Any) -> Any:
+        """See Executor.start."""
         self._free_at: dict[int, float] = {}
-        return super().run(program, *args, **kwargs)
+        return super().start(program, *args, **kwargs)
 
     @property
     def pace(self) -> Pace:

@@ -22,7 +22,10 @@ def plain_losses(job: JobSpec, data: Path, steps: int) -> list[float]:
     """Mean token loss of each mini-batch, before its update."""
     model, _ = _model(job)
     kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-    optimizer = kinds[job.train.optimizer](model.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
+    bare = [p for p in model.parameters() if p.dim() == 1 and job.train.decay == "matrices"]
+    rest = [p for p in model.parameters() if all(p is not q for q in bare)]
+    groups = [{"params": rest, "weight_decay": job.train.weight_decay}, {"params": bare, "weight_decay": 0.0}]
+    optimizer = kinds[job.train.optimizer](groups, lr=job.train.lr)
     corpus = Corpus.open(data)
     losses = []
     for step in range(steps):

@@ -15,6 +15,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers, random_keys
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
+from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, small_job
 from tests.runtime.transport.kinds import BETWEEN_CPUS
 
@@ -51,13 +52,16 @@ def plain_bfloat16(job: JobSpec, data: Path) -> list[float]:
 @pytest.mark.runs
 def test_bfloat16_autocast_is_that_of_one_process(stage_pool, text_folder, tmp_path) -> None:
     settings = {"steps": 5, "clip": 0.5}
-    done = drive(small_job(text_folder, TWO, dtype="bfloat16", **settings), stage_pool, tmp_path / "bfloat16")
-    job = small_job(text_folder, TWO, dtype="bfloat16", **settings)
+    job = small_job(text_folder, TWO | {"wire_dtype": "float32"}, dtype="bfloat16", **settings)
+    done = drive(job, stage_pool, tmp_path / "bfloat16")
     plain = plain_bfloat16(job, tmp_path / "bfloat16" / "data")
     # The products are those of the same bfloat16 numbers, so the first losses are equal; after an update the order of
     # sums may turn a rounding to 8 bits the other way (2e-5 a step was seen; such a bit is 0.4 % of a value).
     assert done.losses[0] == pytest.approx(plain[0], abs=1e-6, rel=0)
     assert done.losses == pytest.approx(plain, abs=5e-4, rel=0)
+    cast = drive(small_job(text_folder, TWO, dtype="bfloat16", **settings), stage_pool, tmp_path / "cast")
+    assert cast.losses != done.losses  # messages are cast unless the job says otherwise: a rounding at the cut
+    assert cast.losses == pytest.approx(done.losses, abs=2e-3, rel=0)
     single = drive(small_job(text_folder, TWO, dtype="float32", **settings), stage_pool, tmp_path / "float32")
     # It really is another arithmetic.
     assert max(abs(a - b) for a, b in zip(done.losses, single.losses, strict=True)) > 1e-6
@@ -129,6 +133,23 @@ def test_optimizers_are_pytorchs_with_the_jobs_settings(name, kind) -> None:
     wanted = {"lr": 0.5, "weight_decay": 0.3}
     wanted |= {"momentum": 0.7} if name == "sgd" else {"betas": (0.8, 0.9), "eps": 1e-6}
     assert wanted.items() <= made.defaults.items()
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    "parallel",
+    [TWO, {"stages": 1, "microbatch": 4, "tensor": 2}, {"schedule": "chimera", "stages": 2, "microbatch": 2}],
+    ids=["tied-over-stages", "divided", "two-replicas"],
+)
+def test_norms_and_biases_do_not_decay_under_any_plan(parallel, stage_pool, text_folder, tmp_path) -> None:
+    job = small_job(text_folder, parallel, dtype="float64", decay="matrices", weight_decay=0.5, steps=4)
+    done = drive(job, stage_pool, tmp_path / "run")
+    plain = plain_losses(job, tmp_path / "run" / "data", 4)
+    assert done.losses == pytest.approx(plain, abs=1e-9, rel=0)
+    every = plain_losses(
+        small_job(text_folder, parallel, dtype="float64", weight_decay=0.5, steps=4), tmp_path / "run" / "data", 4
+    )
+    assert done.losses != pytest.approx(every, abs=1e-7, rel=0)
 
 
 @pytest.mark.runs

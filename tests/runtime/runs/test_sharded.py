@@ -54,6 +54,19 @@ def test_loss_curve_is_that_of_plain_pytorch(parallel, shard, plain, stage_pool,
 
 
 @pytest.mark.runs
+@pytest.mark.parametrize("shard", ["zero1", "zero3"])
+def test_pieces_of_norms_and_biases_do_not_decay(shard, stage_pool, text_folder, tmp_path) -> None:
+    """An optimizer sees flat pieces; what decays follows from the parameters that they are pieces of."""
+    train = {"decay": "matrices", "weight_decay": 3.0}
+    parallel = {"stages": 1, "replicas": 4, "shard": shard}
+    whole = drive(job(text_folder, {"stages": 1}, **train), stage_pool, tmp_path / "whole")
+    divided = drive(job(text_folder, parallel, **train), stage_pool, tmp_path / "divided")
+    assert divided.losses == pytest.approx(whole.losses, abs=1e-9, rel=0)
+    all_decay = drive(job(text_folder, parallel, **{**train, "decay": "all"}), stage_pool, tmp_path / "all")
+    assert all_decay.losses != pytest.approx(whole.losses, abs=1e-6, rel=0)
+
+
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -1,0 +1,56 @@
+"""Everything that needs a GPU, in one report: ``python -m tests.bench.gpu --report FILE`` (``make gpu``).
+
+Each section stands alone: one that fails is reported with its error, and the others still run. Without a GPU the
+command says so and exits with 2. ``--device cpu`` rehearses the sections that have a CPU path, to show that they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from tests.bench.gpu.sections import SECTIONS, SkippedError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu", description=__doc__)
+    parser.add_argument("--report", type=Path, default=Path("gpu-report.json"), metavar="FILE")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(
+            f"no GPU: torch {torch.__version__} finds no CUDA device. On a machine with one, use a torch built for "
+            "CUDA (see the Makefile); --device cpu rehearses what can run here",
+            file=sys.stderr,
+        )
+        return 2
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    report: dict[str, object] = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": name}
+    failed = 0
+    for title in args.only:
+        begin = time.monotonic()
+        try:
+            found: dict[str, object] = {"ok": True, **SECTIONS[title](device)}
+        except SkippedError as why:
+            found = {"ok": None, "skipped": str(why)}
+        except Exception as error:
+            failed += 1
+            found = {"ok": False, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        found["seconds"] = round(time.monotonic() - begin, 1)
+        report[title] = found
+        print(title, json.dumps({k: v for k, v in found.items() if k != "traceback"}), flush=True)
+        args.report.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{failed} of {len(args.only)} sections failed; the report is {args.report}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Runs training steps on a fake GPU and on the CPU; prints both losses and norms, and where the host waited, as JSON.
+
+``python -m tests.runtime.host_waits CASE``: one of ``CASES``, or ``planted``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raypipe.job import GptSpec
+from raypipe.job.load import load_job
+from raypipe.models import DTYPES, GptLayers, host_copies
+from raypipe.runtime import clock
+from raypipe.runtime.executor import Executor
+from raypipe.runtime.stage.inputs import Feed
+from raypipe.runtime.stage.shapes import StageIOSpecs
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.step import StepResult, StepSettings
+from raypipe.runtime.update.device_norm import DeviceShares
+from raypipe.runtime.update.gradients import GradientSync, TiedHolders
+from raypipe.runtime.update.norm import Shares
+from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
+from raypipe.schedule.forms.text import from_text
+from raypipe.schedule.lowering.programs import Program, programs
+from raypipe.schedule.passes import add_updates
+from tests.runtime.fake_gpu import FakeGpu
+from tests.runtime.runs.one_device import even_cut, order
+
+STEPS = 6
+STEADY = 2
+"""Steps before the host's waits count: the first ones make optimizer state and meet the sites of dropout."""
+BATCH, MICROBATCH = 8, 2
+
+
+@dataclass
+class Noise:
+    """Tokens that differ from step to step."""
+
+    model: GptSpec
+
+    def batch(self, split: str, seed: int, step: int, batch: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        rows = torch.randint(self.model.vocabulary, (batch, self.model.sequence + 1), generator=generator)
+        return {"input_ids": rows[:, :-1].contiguous(), "shift_labels": rows[:, 1:].contiguous()}
+
+    def lengths(self, split: str, seed: int, step: int, batch: int) -> dict[str, Any]:
+        return {}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "quickstart": {},
+    "no-clipping": {"clip": None},
+    "always-clipped": {"clip": 1e-3},
+    "split-backward": {"split": True},
+    "recomputed-in-pairs": {"recompute": True, "pairs": True},
+    "sgd": {"optimizer": "sgd", "lr": 0.1, "clip": 0.5},
+}
+
+
+def executor(device: torch.device, how: dict[str, Any]) -> tuple[Executor, Program, Any]:
+    """The quickstart job's model and training settings with shorter sequences, in two stages on one device."""
+    job = load_job("jobs/quickstart.yaml")
+    how = {"batch": BATCH, "steps": STEPS, "sequence": 16, "dtype": "float64", **how}
+    shape = {name: how.pop(name) for name in ("split", "recompute", "pairs") if name in how}
+    sequence, microbatches = how.pop("sequence"), how["batch"] // MICROBATCH
+    train = job.train.model_copy(update=how)
+    dtype, autocast = DTYPES[train.dtype], torch.bfloat16 if train.dtype == "bfloat16" else None
+    assert isinstance(job.model, GptSpec)
+    spec = job.model.model_copy(update={"sequence": sequence})
+    assert spec.dropout > 0
+    model = GptLayers(spec, dtype)
+    cut = even_cut(model, 2)
+    schedule = add_updates(from_text(order(2, microbatches, **{"split": False} | shape)))
+    stages = [StageModule(model, part, train.seed, device, shape.get("split", False)) for part in cut]
+    modules = {(s, 0): stage for s, stage in enumerate(stages)}
+    tied = tuple(
+        TiedHolders(g.name, tuple(name for _, name in g.parameters), (0,), g.parameters[0][0]) for g in model.tied
+    )
+    fields = {name for stage in stages for name in stage.reads}
+    settings = StepSettings(
+        seed=train.seed, microbatches=microbatches, samples_per_microbatch=MICROBATCH, clip=train.clip,
+        update="auto", timeout_s=10.0, autocast=autocast, device=device,
+    )  # fmt: skip
+    feed = Feed(Noise(spec), model.task, fields, train.seed, train.batch, MICROBATCH, device, dtype)
+    made = Executor(
+        settings, modules, {key: make_optimizer(train, m.trained.values()) for key, m in modules.items()},
+        model.task, feed, GradientSync(0, modules, schedule.placement, tied, {}),
+        Shares(None) if device.type == "cpu" else DeviceShares(None), {}, {}, StageIOSpecs(model, cut, MICROBATCH), {},
+    )  # fmt: skip
+    (program,) = programs(schedule)
+    return made, program, train
+
+
+def numbers(result: StepResult) -> list[float]:
+    return [result.loss_sum, result.norm_squared, result.samples]
+
+
+def main(how: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    with FakeGpu() as gpu:
+        host_copies.pinned, clock.timing_event = gpu.pin, gpu.event
+        runner, program, train = executor(gpu.device, how)
+        late, counts, before = [], [], None
+        for step in range(STEPS):
+            gpu.sites.clear()
+            started, ends = runner.start(program, step, learning_rate(train, step)), gpu.issued
+            if before is not None:
+                gpu.advance(before[1])  # the device has come to the end of the last step, and is at work on this one
+                late.append(numbers(before[0].result()))
+            before = started, ends
+            counts.append(list(gpu.sites))
+        assert before is not None
+        gpu.advance(before[1])
+        late.append(numbers(before[0].result()))
+    # After the device: autograd starts its threads, one per device, with the first backward.
+    runner, program, train = executor(torch.device("cpu"), how)
+    plain = [numbers(runner.run(program, step, learning_rate(train, step))) for step in range(STEPS)]
+    return {"cpu": plain, "gpu": late, "waits": counts}
+
+
+def planted() -> list[str]:
+    """What the fake GPU says of the ways to wait that steps once had, and of some that do not wait."""
+    with FakeGpu() as gpu:
+        host_copies.pinned = gpu.pin
+        x = torch.full((3,), 2.0, device=gpu.device)
+        said = []
+        for way in (
+            lambda: float(x.sum()),
+            lambda: x.cpu(),
+            lambda: torch.tensor([1, 2], device=gpu.device),
+            lambda: torch.zeros(3).to(gpu.device, non_blocking=True),  # not pinned
+            lambda: x[x > 1],
+            lambda: bool((x > 1).all()),
+            lambda: host_copies.to_device(torch.zeros(3), gpu.device),
+            lambda: host_copies.to_host(x),
+            lambda: x.mul(x[0]).sum().double(),
+        ):
+            gpu.sites.clear()
+            way()
+            said.append(" and ".join(site.split(" ", 1)[1] for site in gpu.sites))
+        early = host_copies.to_host(x)
+        said.append(str(early.tolist()))
+        gpu.advance(gpu.issued + 1)
+        said.append(str(early.tolist()))
+    return said
+
+
+if __name__ == "__main__":
+    case = sys.argv[1]
+    print(json.dumps(planted() if case == "planted" else main(CASES[case])))

@@ -1,0 +1,47 @@
+"""The host never waits for the GPU, inside a step or between steps: counted on a fake GPU that computes on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.host_waits import CASES, STEADY, STEPS
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(case: str) -> Any:
+    """In a process of its own: torch allows one made-up device per process, and it stays."""
+    command = [sys.executable, "-m", "tests.runtime.host_waits", case]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_no_step_makes_the_host_wait(case: str) -> None:
+    """Step k's loss and norm come back during step k + 1, and are those of the CPU."""
+    found = run(case)
+    assert len(found["waits"]) == STEPS
+    assert found["waits"][STEADY:] == [[]] * (STEPS - STEADY)
+    for on_gpu, on_cpu in zip(found["gpu"], found["cpu"], strict=True):
+        assert on_gpu == pytest.approx(on_cpu, abs=1e-9, rel=0)
+
+
+@pytest.mark.slow
+def test_planted_waits_are_found() -> None:
+    found = run("planted")
+    assert "_local_scalar_dense" in found[0]
+    assert "fakegpu -> cpu" in found[1]
+    assert "cpu -> fakegpu" in found[2]
+    assert "cpu -> fakegpu" in found[3]
+    assert "mask" in found[4]
+    assert found[5]
+    assert found[6:9] == ["", "", ""]
+    assert found[9:] == ["[nan, nan, nan]", "[2.0, 2.0, 2.0]"]  # nothing there before the device has come to the copy

@@ -1,0 +1,97 @@
+"""Norm and clip factor that stay on the device are those of the host; the device lags behind where a test says so."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypipe.runtime.update import device_norm
+from raypipe.runtime.update.device_norm import DeviceShares
+from raypipe.runtime.update.norm import clip_factor, norm_of
+
+
+class Event:
+    """Passed when ``done`` says so; ``waits`` counts how often the host waited."""
+
+    done = True
+    waits = 0
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return Event.done
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+
+class Group:
+    """Two devices, of which the other one always has the share 16."""
+
+    def size(self) -> int:
+        return 2
+
+
+class Work:
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> DeviceShares:
+    def gather(out: torch.Tensor, own: torch.Tensor, group: object, async_op: bool) -> Work:
+        out.copy_(torch.cat([own, torch.tensor([16.0], dtype=torch.float64)]))
+        return Work()
+
+    monkeypatch.setattr(device_norm.dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(Event, "done", True)
+    monkeypatch.setattr(Event, "waits", 0)
+    return DeviceShares(Group(), Event)  # type: ignore[arg-type]
+
+
+@given(st.floats(0, 1e12), st.floats(1e-6, 1e6))
+def test_the_factor_is_the_hosts(norm: float, limit: float) -> None:
+    shares = DeviceShares(None)
+    shares.start(torch.tensor(norm, dtype=torch.float64) ** 2)
+    assert float(shares.factor(limit)) == pytest.approx(clip_factor(limit, norm), rel=1e-12)
+
+
+def test_norms_that_are_no_numbers() -> None:
+    shares = DeviceShares(None)
+    for square, factor in ((math.nan, 1.0), (math.inf, 0.0)):
+        shares.start(torch.tensor(square, dtype=torch.float64))
+        assert float(shares.factor(1.0)) == factor
+
+
+def test_alone_nothing_is_read_back() -> None:
+    shares = DeviceShares(None)
+    shares.start(torch.tensor(4.0, dtype=torch.float64))
+    assert shares.alone
+    assert shares.ready()
+    assert shares.earlier() == []
+
+
+def test_all_devices_add_one_list(two: DeviceShares) -> None:
+    two.start(torch.tensor(9.0, dtype=torch.float64))
+    assert not two.alone
+    assert float(two.factor(2.5)) == pytest.approx(0.5, rel=1e-6)
+    assert norm_of(two.wait(lambda: False)) == 5.0
+
+
+def test_norms_come_back_a_step_later_without_a_wait(two: DeviceShares) -> None:
+    """What ``earlier`` returns depends on the number of steps alone, so all devices decide alike."""
+    seen = []
+    for share in (9.0, 0.0, 48.0):
+        seen.append([norm_of(e) for e in two.earlier()])
+        two.start(torch.tensor(share, dtype=torch.float64))
+    assert seen == [[], [], [5.0]]
+    assert Event.waits == 0
+    Event.done = False
+    assert not two.ready()
+    assert norm_of(two.wait(lambda: False)) == 8.0
+    assert Event.waits == 1
