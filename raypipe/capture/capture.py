@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from raypipe.capture.attention_masks import replace_masks
 from raypipe.capture.blame import StoppedError, blame
 from raypipe.capture.encode import encode
 from raypipe.capture.meta import tied_names
@@ -87,7 +88,9 @@ def capture(
     for name, source in encoded.graph.sources.items():
         if source.kind in ("buffer", "constant"):
             values[name] = _real(name, stored)
-    return Captured(encoded.graph, encoded.calls, values)
+    plain = replace_masks(encoded, values, notify)
+    read = plain.graph.sources.keys()
+    return Captured(plain.graph, plain.calls, {name: value for name, value in values.items() if name in read})
 
 
 def _siblings(module: nn.Module, path: str) -> list[str]:

@@ -12,7 +12,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -24,9 +24,11 @@ from raypipe.capture.blame import Blame, StoppedError
 from raypipe.capture.opaque import TARGET as OPAQUE
 from raypipe.capture.torch_export import module_of
 from raypipe.errors import CaptureError
+from raypipe.graph.attention import ATTENTION, dropout_of, is_causal
 from raypipe.graph.calls import Call, Plain
 from raypipe.graph.dims import Dim
 from raypipe.graph.operations import GETITEM, Operation, OperationGraph, Source, TensorType
+from raypipe.graph.unused import needed, selected
 
 PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"operator.{n}": getattr(operator, n) for n in (
@@ -45,7 +47,6 @@ _CONVERSIONS = {"aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten
 _COPIES_OF_CONSTANTS = {"aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
 _VIEWS = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
 """Views become reshapes, because a view depends on strides, which may differ from those of the capture's kernels."""
-_ATTENTION = "aten.scaled_dot_product_attention.default"
 _DROPOUT = "aten.dropout.default"
 _BATCH_NORM = "aten.batch_norm.default"
 
@@ -217,8 +218,9 @@ class _Encoder:
         path, _ = module_of(node)
         operation = Operation(
             name=node.name + suffix, target=target, operands=operands, type=kind, module=path, source=_place(node),
-            random=_draws(target, args, kwargs), mutates=_written(target, args),
+            random=_draws(target, call), mutates=_written(target, args),
             equation=args[0] if target.startswith("aten.einsum") else "",
+            causal=target == ATTENTION and is_causal(call),
         )  # fmt: skip
         self.operations.append(operation)
         self.calls.append(call)
@@ -292,23 +294,8 @@ class _Encoder:
 
     def numbered(self, outputs: dict[str, int]) -> Encoded:
         """Keep only the operations that outputs and buffers need, move each write to its place, and renumber."""
-        keep: set[int] = set()
-        todo = [*outputs.values(), *(n for n, o in enumerate(self.operations) if o.mutates)]
-        while todo:
-            number = todo.pop()
-            if number not in keep:
-                keep.add(number)
-                todo.extend(self.operations[number].inputs)
-        order = sorted(keep, key=self.place)
-        new = {old: position for position, old in enumerate(order)}
-        operations = tuple(
-            replace(
-                self.operations[n],
-                operands=tuple(new[o] if isinstance(o, int) else o for o in self.operations[n].operands),
-            )
-            for n in order
-        )
-        calls = tuple(self.calls[n].renumbered(new) for n in order)
+        order = sorted(needed(self.operations, outputs.values()), key=self.place)
+        operations, calls, new = selected(self.operations, self.calls, order)
         read = {name for operation in operations for name in operation.sources}
         graph = OperationGraph(
             operations=operations,
@@ -338,12 +325,12 @@ class _Encoder:
         return number, 0
 
 
-def _draws(target: str, args: Sequence[Plain], kwargs: Mapping[str, Plain]) -> bool:
+def _draws(target: str, call: Call) -> bool:
     """Return whether a call draws random numbers; attention without dropout does not, although torch marks it so."""
-    if target == _ATTENTION:
-        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+    if target == ATTENTION:
+        return bool(dropout_of(call))
     if target == OPAQUE:
-        return bool(json.loads(args[1])["draws"])
+        return bool(json.loads(call.args[1])["draws"])
     called = resolve(target)
     return isinstance(called, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in called.tags
 

@@ -9,11 +9,12 @@ import torch
 from torch import fx, nn
 
 from raypipe.capture.capture import Captured
+from raypipe.capture.decode import decode
 from raypipe.capture.encode import resolve
 from raypipe.capture.meta import build_without_memory
 from raypipe.capture.opaque import TARGET, arguments, flat_results
 from raypipe.errors import CaptureError
-from raypipe.graph.calls import Call, Plain
+from raypipe.graph.calls import Call
 from raypipe.graph.liveness import crossing, inputs_read, runs_in
 from raypipe.graph.operations import Operation
 
@@ -74,8 +75,8 @@ def build_subgraph(
         if operation.target == TARGET:
             nodes[number] = _call_opaque(made, call, nodes, operation.name)
             continue
-        args = tuple(_value(arg, nodes, device) for arg in call.args)
-        kwargs = {key: _value(arg, nodes, device) for key, arg in call.kwargs.items()}
+        args = tuple(decode(arg, nodes, device) for arg in call.args)
+        kwargs = {key: decode(arg, nodes, device) for key, arg in call.kwargs.items()}
         nodes[number] = made.create_node("call_function", resolve(operation.target), args, kwargs, operation.name)
     made.output(tuple(nodes[n] for n in leaving))
     return Subgraph(
@@ -107,7 +108,7 @@ def _hold_opaque(
 
 def _call_opaque(made: fx.Graph, call: Call, nodes: dict[int | str, fx.Node], name: str) -> fx.Node:
     path, written, inputs, _ = call.args
-    args, kwargs = arguments(written, [_value(item, nodes, "cpu") for item in inputs])
+    args, kwargs = arguments(written, [decode(item, nodes, "cpu") for item in inputs])
     returned = made.create_node("call_module", path, args, kwargs, f"{name}_called")
     return made.create_node("call_function", flat_results, (returned,), {}, name)
 
@@ -133,19 +134,3 @@ def _hold(root: nn.Module, name: str, captured: Captured, device: torch.device) 
     shape = [int(d) for d in source.type.shape]
     empty = torch.empty(shape, dtype=getattr(torch, source.type.dtype), device="meta")
     owner.register_parameter(leaf, nn.Parameter(empty, source.requires_grad))
-
-
-def _value(value: Plain, nodes: dict[int | str, fx.Node], device: torch.device | str) -> fx.node.Argument:
-    """Decode an argument from plain data."""
-    if isinstance(value, list):
-        return [_value(item, nodes, device) for item in value]
-    if not isinstance(value, dict):
-        return value  # type: ignore[no-any-return]
-    ((key, content),) = value.items()
-    if key in ("op", "of"):
-        return nodes[content]
-    if key == "float":
-        return float(content)
-    if key == "device":
-        return torch.device(device)
-    return getattr(torch, content)  # type: ignore[no-any-return]

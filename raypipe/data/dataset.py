@@ -40,6 +40,9 @@ class Dataset(Protocol):
         A micro-batch is padded to the largest of its samples' lengths. Empty if all samples are equally long.
         """
 
+    def samples(self, split: Split) -> int:
+        """Return the number of samples of an epoch."""
+
 
 class Text:
     """Text as the raw inputs of a task."""
@@ -55,6 +58,10 @@ class Text:
     def lengths(self, split: Split, seed: int, step: int, batch: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return nothing, because windows are equally long."""
         return {}
+
+    def samples(self, split: Split) -> int:
+        """Return the number of windows."""
+        return self.corpus.windows(split)
 
 
 def sample_keys(split: Split, seed: int, step: int, batch: int) -> list[int]:
@@ -82,6 +89,10 @@ class Table:
         """Return the lengths of the rows, and of the raw inputs that the task derives from them."""
         return self.task.complete_lengths(self.arrays.lengths(split, seed, step, batch, self.multiple))
 
+    def samples(self, split: Split) -> int:
+        """Return the number of rows."""
+        return self.arrays.rows(split)
+
 
 class Lines:
     """Lines of text as the raw inputs of a task; each line is a sample of its own length."""
@@ -105,6 +116,10 @@ class Lines:
         """Return the number of bytes of each line, rounded up."""
         own = self.arrays.lengths(split, seed, step, batch, self.multiple)[LINE]
         return dict.fromkeys(self.names, own)
+
+    def samples(self, split: Split) -> int:
+        """Return the number of lines."""
+        return self.arrays.rows(split)
 
 
 def open_data(directory: Path, task: Task, multiple: int = 1, fields: Collection[str] | None = None) -> Dataset:

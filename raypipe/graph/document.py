@@ -23,6 +23,7 @@ def to_document(graph: OperationGraph, calls: Sequence[Call]) -> dict[str, Any]:
         "classes": dict(graph.classes),
         "example": dict(graph.example),
         "at_least": dict(graph.at_least),
+        "at_most": dict(graph.at_most),
     }
 
 
@@ -49,6 +50,7 @@ def from_document(document: Mapping[str, Any]) -> tuple[OperationGraph, tuple[Ca
         classes=dict(document["classes"]),
         example=dict(document["example"]),
         at_least=dict(document["at_least"]),
+        at_most=dict(document["at_most"]),
     )
     missing = {name for o in operations for name in o.sources} - graph.sources.keys()
     if missing or not all(0 <= number < len(operations) for number in graph.outputs.values()):
@@ -62,7 +64,7 @@ def _operation(operation: Operation, call: Call) -> dict[str, Any]:
         "name": operation.name, "target": operation.target, "args": call.args, "kwargs": call.kwargs,
         "type": None if operation.type is None else _type(operation.type), "module": operation.module,
         "source": operation.source, "random": operation.random, "mutates": list(operation.mutates),
-        "equation": operation.equation,
+        "equation": operation.equation, "causal": operation.causal,
     }  # fmt: skip
     return {key: value for key, value in everything.items() if value or key == "args"}
 
@@ -73,7 +75,7 @@ def _read(item: Mapping[str, Any], operands: tuple[int | str, ...]) -> Operation
         name=item["name"], target=item["target"], operands=operands,
         type=None if kind is None else TensorType(*_shape(kind)), module=item.get("module", ""),
         source=item.get("source", ""), random=item.get("random", False), mutates=tuple(item.get("mutates", ())),
-        equation=item.get("equation", ""),
+        equation=item.get("equation", ""), causal=item.get("causal", False),
     )  # fmt: skip
 
 

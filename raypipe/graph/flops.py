@@ -1,7 +1,8 @@
 """Count the floating-point operations of an operation's forward from shapes.
 
-A multiply-add of a matrix product or convolution counts two; other operations count one per value written. The backward
-of a matrix product costs twice its forward: once for the input's gradient, and once for the weight's.
+A multiply-add of a matrix product or convolution counts two; other operations count one per value written. Of causal
+attention, only the half of the scores that is not masked counts. The backward of a matrix product costs twice its
+forward: once for the input's gradient, and once for the weight's.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ def forward_flops(graph: OperationGraph, number: int, sizes: Sizes) -> float:
     operation = graph.operations[number]
     product = matrix_flops(graph, operation, sizes)
     if product is not None:
-        return product
+        return product / 2 if operation.causal else product
     if operation.type is None or not operation.type.floating or short_name(operation.target) in MOVES_NOTHING:
         return 0.0
     return float(prod(evaluate_all(operation.type.shape, sizes)))
 
 
 def matrix_flops(graph: OperationGraph, operation: Operation, sizes: Sizes) -> float | None:
-    """Count the floating-point operations of a matrix product, attention or convolution; None for other operations."""
+    """Count the floating-point operations of a matrix product, attention or convolution; None for other operations.
+
+    Those of attention are of all scores.
+    """
     name = short_name(operation.target)
     shapes = [evaluate_all(t.shape, sizes) if t is not None else () for t in operand_types(graph, operation)]
     if name in ("scaled_dot_product_attention", "_scaled_dot_product_attention_math"):

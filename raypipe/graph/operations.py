@@ -73,6 +73,8 @@ class Operation:
     """Names of the buffers that it writes in place (running statistics)."""
     equation: str = ""
     """The equation of an ``einsum``."""
+    causal: bool = False
+    """Whether it is attention in which every query sees only the keys up to its own position."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -102,6 +104,8 @@ class OperationGraph:
     """Values of the symbols for the inputs that the model was captured with."""
     at_least: Mapping[str, int] = field(default_factory=dict)
     """Lower bounds of symbols, below which the model's code would have taken another branch."""
+    at_most: Mapping[str, int] = field(default_factory=dict)
+    """Upper bounds of symbols, beyond which an attention mask that was replaced might have said something else."""
 
     @cached_property
     def parameters(self) -> dict[str, int]:

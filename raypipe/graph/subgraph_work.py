@@ -7,7 +7,7 @@ autocast gives them (``precision``). The loss is not an operation of the model; 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -34,7 +34,7 @@ LABEL = 8
 
 
 def captured_work(
-    graph: OperationGraph, sharding: Sharding, one: Sizes, autocast: bool = False, causal: Collection[int] = ()
+    graph: OperationGraph, sharding: Sharding, one: Sizes, autocast: bool = False
 ) -> tuple[TensorRankWork, ...]:
     """Count the work of every sub-graph, with the collectives of tensor parallelism inside it.
 
@@ -43,9 +43,8 @@ def captured_work(
         sharding: its sub-graphs.
         one: sizes for inputs of one sample.
         autocast: whether it runs under 16-bit autocast.
-        causal: numbers of the operations that are causal attention.
     """
-    counted = _Counted(graph, one, autocast, frozenset(causal))
+    counted = _Counted(graph, one, autocast)
     return tuple(_tensor_rank(counted, sharding, i) for i in range(sharding.count))
 
 
@@ -56,7 +55,6 @@ class _Counted:
     graph: OperationGraph
     one: Sizes
     autocast: bool
-    causal: frozenset[int]
     _values: dict[int | str, int] = field(default_factory=dict)
 
     @cached_property
@@ -266,7 +264,10 @@ def _product(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
 
 
 def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
-    """Add attention: fused, or with materialised scores if it has dropout, since no kernel accepts a dropout mask."""
+    """Add attention: fused, or with materialised scores if it has dropout, since no kernel accepts a dropout mask.
+
+    What causal attention hides in such scores is left out: a byte per pair of positions, once a micro-batch.
+    """
     graph, operation = c.graph, c.graph.operations[i]
     moved = sum(c.entering(i, o) for o in operation.operands) + c.bytes(i)
     shapes = [evaluate_all(t.shape, c.one) for t in operand_types(graph, operation)[:3] if t is not None]
@@ -284,7 +285,7 @@ def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
         sums.aside += (2 * width + mask_kept) * scores
         sums.scores = max(sums.scores, 2.0 * width * scores)
     else:
-        share = 0.5 if i in c.causal else 1.0  # masked scores are not computed
+        share = 0.5 if operation.causal else 1.0  # masked scores are not computed
         sums.forward_flops += share * flops
         sums.input_flops += share * FUSED_BACKWARD * flops
         sums.traffic += moved

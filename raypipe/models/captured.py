@@ -128,6 +128,8 @@ class CapturedModel(LayeredModel):
             for dim in self.graph.sources[name].type.shape[1:2]:
                 if isinstance(dim, str) and dim in self.graph.at_least:
                     stage.shortest[self.fields[name][0]] = self.graph.at_least[dim]
+                if isinstance(dim, str) and dim in self.graph.at_most:
+                    stage.longest[self.fields[name][0]] = self.graph.at_most[dim]
         stage.fill(self.values, seed, device, self._cut)
         return stage
 
@@ -158,6 +160,8 @@ class CapturedStage(StageBody):
         self._statistics = statistics
         self.shortest: dict[str, int] = {}
         """Smallest lengths of raw inputs for which the captured branch of the model's code is valid."""
+        self.longest: dict[str, int] = {}
+        """Largest lengths of raw inputs for which the captured attention masks are valid."""
 
     def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
         """Run the sub-graphs; see ``StageBody.forward``.
@@ -165,12 +169,16 @@ class CapturedStage(StageBody):
         Outputs are cast to the dtypes they were captured with, so that messages are the same under autocast.
 
         Raises:
-            RunError: a micro-batch is shorter than the captured code allows.
+            RunError: a micro-batch is shorter than the captured code allows, or longer than its attention masks do.
         """
         for name, least in self.shortest.items():
             if (length := inputs[name].shape[1]) < least:
                 why = f"a micro-batch has length {length}, but below {least} the model's code takes another branch"
                 raise RunError(name, why, f"set data.pad_to_multiple_of: {least}")
+        for name, most in self.longest.items():
+            if (length := inputs[name].shape[1]) > most:
+                why = f"a micro-batch has length {length}, but the model was captured for {most} at most"
+                raise RunError(name, why, f"shorten the sample, or start a run with model.sequence: {length}")
         outputs = self.graph(*arrived, *(inputs[name] for name in self.arguments))
         return tuple(y.to(dtype) for y, dtype in zip(outputs, self.leaves, strict=True))
 

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from raypipe.errors import CaptureError
+from raypipe.graph.attention import ATTENTION
 from raypipe.graph.dims import Dim, Sizes, evaluate_all
 from raypipe.graph.operations import Operation, OperationGraph, TensorType
 from raypipe.models.keyed_random import in_training, keyed_dropout
 
 DROPOUT = "aten.dropout.default"
-ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 class Site(NamedTuple):

@@ -14,7 +14,6 @@ from raypipe.job.field_types import WIDTH
 from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
 from raypipe.models.gpt.modules import make_layer
-from raypipe.models.keyed_operations import ATTENTION
 from raypipe.partition.report import Crossing, Piece
 
 
@@ -53,18 +52,9 @@ def tensor_ranks_of(job: JobSpec, model: LayeredModel) -> tuple[TensorRankWork, 
     """The work of the same layers for the cost model; of a divided model, a member's share of it."""
     if isinstance(model, CapturedModel):
         autocast = WIDTH[job.train.dtype] == 2
-        return captured_work(model.graph, model.sharding, model.sizes(1), autocast, _causal(model))
+        return captured_work(model.graph, model.sharding, model.sizes(1), autocast)
     assert isinstance(job.model, GptSpec)
     return tuple(TensorRankWork(work, (), ()) for work in gpt_work(job.model, job.train.dtype))
-
-
-def _causal(model: CapturedModel) -> frozenset[int]:
-    """The attentions whose places see only what came before them."""
-    calls = enumerate(zip(model.graph.operations, model.captured.calls, strict=True))
-    return frozenset(
-        i for i, (operation, call) in calls
-        if operation.target == ATTENTION and (call.kwargs.get("is_causal") or (call.args[5:6] or [False])[0] is True)
-    )  # fmt: skip
 
 
 def _crossing(name: str, tensor: CutTensor) -> Crossing:

@@ -1,0 +1,98 @@
+"""``raypipe epochs JOB.yaml``: measure epochs to a target loss against the global batch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raypipe.cli._shared.files import check_writable, output, write
+from raypipe.cli._shared.values import comma_list
+from raypipe.errors import RequestError, nearest
+from raypipe.observe.strict_json import strict_json
+
+SCALINGS = ("linear", "sqrt", "none")
+
+
+def epochs(
+    job: Annotated[Path, typer.Argument(help="Job file; its train.batch is one worker's batch.")],
+    target: Annotated[float, typer.Option(metavar="LOSS", help="Validation loss at which a run ends.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--out", parser=output("--out"), metavar="FILE",
+            help="Table for raypipe hybrid; FILE.runs.jsonl holds the runs, and is gone on with.",
+        ),
+    ],
+    workers: Annotated[str, typer.Option(metavar="N,N,..", help="Numbers of data-parallel workers.")] = "1,2,4,8,16,32",
+    seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Runs for each number of workers.")] = 3,
+    max_epochs: Annotated[float, typer.Option(metavar="E", help="Epochs after which a run gives up.")] = 50.0,
+    lr_scaling: Annotated[
+        str | None,
+        typer.Option(metavar="RULE", help="Learning rate by workers: linear, sqrt, none [linear for sgd, else sqrt]."),
+    ] = None,
+    mp_speedup: Annotated[
+        list[str] | None,
+        typer.Option("--mp-speedup", metavar="M=SU", help="Speed-up of a step on M devices, for FILE; repeatable."),
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key of the job file: key.path=value; repeatable.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the table and all runs as one JSON object.")] = False,
+) -> None:  # fmt: skip
+    """Measure epochs to a target loss by really training on this device, with the global batch of N workers."""
+    from raypipe.job import load_job
+    from raypipe.observe.progress import stderr_console
+    from raypipe.profiling.epochs_to_target import Asked, Scaling, default_scaling, epochs_table, measure_epochs
+
+    counts = comma_list("--workers", workers, int)
+    if min(counts) < 1:
+        raise RequestError("--workers", f"{min(counts)} workers train nothing", "give numbers from 1 up")
+    if not max_epochs > 0:
+        raise RequestError("--max-epochs", f"{max_epochs} epochs train nothing", "give a number above 0")
+    if lr_scaling is not None and lr_scaling not in SCALINGS:
+        raise RequestError("--lr-scaling", f"there is no rule {lr_scaling}", nearest(lr_scaling, SCALINGS))
+    speedups = dict(_speedup(text) for text in mp_speedup or ())
+    check_writable(out)
+    spec = load_job(job, override or ())
+    rules: dict[str, Scaling] = {"linear": "linear", "sqrt": "sqrt", "none": "none"}
+    rule = default_scaling(spec) if lr_scaling is None else rules[lr_scaling]
+    asked = Asked(target, tuple(counts), seeds, max_epochs, rule)
+    console = stderr_console()
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", soft_wrap=True)
+
+    say(f"learning rate {spec.train.lr:g} for one worker, scaled by workers: {rule}")
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
+        runs = measure_epochs(spec, asked, out.with_name(f"{out.name}.runs.jsonl"), say)
+    table, left_out = epochs_table(runs, speedups)
+    if not table["epochs"]:
+        why = f"no number of workers reached {target} with every seed within {max_epochs:g} epochs"
+        raise RequestError("--target", why, "raise it, or --max-epochs")
+    write(out, strict_json(table) + "\n")
+    for count in left_out:
+        console.print(f"{count} workers are left out: not every seed reached {target}", soft_wrap=True)
+    if json:
+        print(strict_json({**table, "left_out": left_out, "runs": [run._asdict() for run in runs]}))
+        return
+    print("workers  batch  epochs (of each seed)")
+    for text, mean in table["epochs"].items():
+        own = ", ".join(f"{run.epochs:.2f}" for run in runs if run.workers == int(text))
+        print(f"{text:>7}  {int(text) * spec.train.batch:>5}  {mean:.2f} ({own})")
+    missing = "" if speedups else ", once mp_speedup is in it (--mp-speedup 2=1.3)"
+    print(f"written to {out}; compare with raypipe hybrid {out}{missing}")
+
+
+def _speedup(text: str) -> tuple[int, float]:
+    split, _, value = text.partition("=")
+    try:
+        found = int(split), float(value)
+    except ValueError:
+        found = 0, 0.0
+    if found[0] < 2 or not 0 < found[1] < float("inf"):
+        raise RequestError("--mp-speedup", f'"{text}" is not a speed-up on 2 devices or more', "write 2=1.3")
+    return found
