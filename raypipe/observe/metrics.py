@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
-from raypipe.schedule.kinds import COMPUTE
+from raypipe.schedule.kinds import COMPUTE, NETWORK
 from raypipe.simulate.timeline import Span, Timeline
 
 RUN_TAGS: Final = ("run_name", "run_id", "ray_train_run_name")
@@ -112,7 +112,7 @@ def device_readings(timeline: Timeline, step_s: float, copies: int) -> Iterator[
 
 
 def exposed_s(spans: Sequence[Span]) -> float:
-    """Seconds in which a device's all-reduces were under way and it computed nothing.
+    """Seconds in which a device's collectives (AG, RS, AR) were under way and it computed nothing.
 
     >>> from raypipe.schedule.ir import Task
     >>> f, ar = Task("F", 0, (0,)), Task("AR", 0, ())
@@ -123,7 +123,7 @@ def exposed_s(spans: Sequence[Span]) -> float:
     moments = sorted(
         (at, kind, change)
         for task, start, end in spans
-        for kind in (("compute",) if task.kind in COMPUTE else ("sum",) if task.kind == "AR" else ())
+        for kind in (("compute",) if task.kind in COMPUTE else ("sum",) if task.kind in NETWORK else ())
         for at, change in ((start, 1), (end, -1))
     )
     under_way = {"compute": 0, "sum": 0}

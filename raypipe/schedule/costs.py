@@ -27,7 +27,12 @@ class CostTable:
     weight_grad: tuple[float, ...]
     recompute: tuple[float, ...]
     all_reduce: tuple[float, ...]
+    """Over all holders; where gradients are sharded, of the shards over the groups that replicate them."""
     update: tuple[float, ...]
+    gather: tuple[float, ...] = ()
+    """One all-gather of the stage's weights over its shard group; left out, it takes no time."""
+    reduce_scatter: tuple[float, ...] = ()
+    """One reduce-scatter of its gradients over its shard group; left out, it takes no time."""
     comm: Comm = 0.0
     """Latency of a message between two devices; messages inside a device take no time. It is one number for every link,
     or a tuple whose value s is the latency between stages s and s+1 in both directions; see ``latency`` for stages
@@ -51,6 +56,9 @@ class CostTable:
         )  # fmt: skip
 
     def __post_init__(self) -> None:
+        for name in ("gather", "reduce_scatter"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0.0,) * len(self.forward))
         single = [kind for kind, fields in _FIELDS.items() if len(fields) == 1]
         lengths = {len(self.by_kind(k)) for k in single}
         if len(lengths) != 1:
@@ -80,8 +88,10 @@ class CostTable:
         return latency(self.comm, a, b)
 
     def by_kind(self, kind: str) -> tuple[float, ...]:
-        """Return the times per stage of one kind; ``BW`` is B plus W."""
+        """Return the times per stage of one kind; ``BW`` is B plus W, and FREE takes none."""
         fields: list[tuple[float, ...]] = [getattr(self, name) for name in _FIELDS[kind]]
+        if not fields:
+            return (0.0,) * self.stages
         return fields[0] if len(fields) == 1 else tuple(map(sum, zip(*fields, strict=True)))
 
     def durations(self, schedule: Schedule, tasks: list[Task]) -> list[float]:

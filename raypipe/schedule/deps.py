@@ -6,13 +6,14 @@ the resulting ``TaskGraph``, so there is only one copy of the rule.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.grid import grid
 from raypipe.schedule.ir import Rules, Schedule, Task
-from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, KINDS, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, KINDS, READS_WEIGHTS, WEIGHT_GRADIENTS, Kind
 
 Need = tuple[tuple[Kind, ...], int]
 """``(kinds, stage)``: a task of any of these kinds at this stage, for the same micro-batch."""
@@ -149,6 +150,8 @@ def link(schedule: Schedule) -> TaskGraph:
         preds.append(found)
     if bookkeeping:
         _link_bookkeeping(tasks, bookkeeping, preds)
+    if schedule.sharding is not None:
+        _link_sharding(schedule, tasks, first, preds)
     return TaskGraph(schedule, tasks, device, first, preds, missing, doubled)
 
 
@@ -168,12 +171,12 @@ def _link_bookkeeping(tasks: list[Task], bookkeeping: list[int], preds: list[lis
     """Resolve AR, which waits for the stage's weight gradients on every replica, and U, which waits for AR.
 
     Without AR, U waits for its own weight gradients. The last weight gradient of a device stands for all of them,
-    because a device runs its tasks in order.
+    because a device runs its tasks in order. Where gradients are reduce-scattered, the last RS stands for them.
     """
     last: dict[int, dict[int, int]] = {}
     reduced: dict[tuple[int, int], int] = {}
     for i, task in enumerate(tasks):
-        if task.kind in WEIGHT_GRADIENTS:
+        if task.kind in WEIGHT_GRADIENTS or task.kind == "RS":
             last.setdefault(task.stage, {})[task.replica] = i
         elif task.kind == "AR":
             reduced[(task.stage, task.replica)] = i
@@ -182,8 +185,41 @@ def _link_bookkeeping(tasks: list[Task], bookkeeping: list[int], preds: list[lis
         key = (task.stage, task.replica)
         if task.kind == "AR":
             preds[i] = list(last.get(task.stage, {}).values())
+        elif task.kind != "U":
+            continue
         elif key in reduced:
             preds[i] = [reduced[key]]
         else:
             done = last.get(task.stage, {})
             preds[i] = [done[task.replica]] if task.replica in done else []
+
+
+def _link_sharding(schedule: Schedule, tasks: list[Task], first: list[int], preds: list[list[int]]) -> None:
+    """Resolve AG, RS and FREE, which depend on the order of their own device alone.
+
+    A task that reads weights waits for the last AG of its stage. An RS waits for the last weight gradient of its
+    stage. An AG waits for nothing but its place in the order, FREE included, and for the stage's U of the step before.
+    From level 2 on, gradients have a full-size buffer from their first weight gradient to the end of their RS. The
+    first weight gradient that needs one waits until at most one RS is under way on its device, so that a slow link does
+    not fill the memory.
+    """
+    for begin, end in itertools.pairwise(first):
+        gathered: dict[tuple[int, int], int] = {}
+        graded: dict[tuple[int, int], int] = {}
+        scattering: list[int] = []
+        for i in range(begin, end):
+            kind, stage, _, replica = tasks[i]
+            key = (stage, replica)
+            if kind == "AG":
+                gathered[key] = i
+            elif kind == "FREE":
+                gathered.pop(key, None)
+            elif kind == "RS":
+                preds[i] = [graded.pop(key)] if key in graded else []
+                scattering.append(i)
+            if kind in READS_WEIGHTS and key in gathered:
+                preds[i].append(gathered[key])
+            if kind in WEIGHT_GRADIENTS:
+                if key not in graded and len(scattering) > 1 and schedule.zero_level(stage) >= 2:
+                    preds[i].append(scattering[-2])
+                graded[key] = i

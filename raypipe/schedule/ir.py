@@ -12,12 +12,15 @@ Glossary. Papers use these words in different ways; raypipe uses those of ZeroPP
 Kinds of task (``kinds.py`` has a row of properties for each):
 
     F forward   B gradient of the input   W gradient of the weights   BW both at once   R recompute of a forward
-    AR all-reduce of a stage's gradients over its holders             U optimizer update of a stage
+    AG all-gather of a stage's weights from the shards of its group   RS reduce-scatter of its gradients to the shards
+    FREE reshard: drop the gathered weights                           AR all-reduce of gradients over a stage's holders
+    U optimizer update of a stage
 
 A replica is one of Chimera's directions, or a data-parallel copy in a replicated schedule; a job's
 ``parallel.replicas`` counts copies of a whole placement. Note that PyTorch writes ``I`` for our ``B`` and ``B`` for our
 ``BW``. Task ``2F0`` is stage 2, forward, micro-batch 0; ``2F0,1`` carries two micro-batches (Chimera's forward
-doubling); ``2F0@1`` belongs to replica 1. Bookkeeping tasks carry no micro-batch: ``2AR``, ``2U``.
+doubling); ``2F0@1`` belongs to replica 1. Bookkeeping tasks carry no micro-batch: ``2AG``, ``2AR``, ``2U``. AG, RS and
+FREE may occur several times per step; equal tasks are told apart by their order on their device.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class Task(NamedTuple):
     kind: Kind
     stage: int
     mbs: tuple[int, ...]
-    """Ids of its micro-batches: one, or several in a paired forward; none for AR and U."""
+    """Ids of its micro-batches: one, or several in a paired forward; none for bookkeeping."""
     replica: int = 0
 
     def __str__(self) -> str:
@@ -88,6 +91,40 @@ Versions = Literal["flush", "stash", "2bw"]
 (PipeDream-2BW)."""
 
 
+ZERO_LEVELS = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What the data-parallel copies of each stage divide among themselves (ZeRO, Rajbhandari et al. 2020, section 5).
+
+    The schedule's tasks say when: a stage of level 1 or 2 has one AG, before its first use in a step, which brings the
+    weights that the shards' updates made; one of level 3 has an AG before and a FREE after every window of use. Levels
+    1 and above have an RS after each group of weight gradients, and their U updates the device's shard alone.
+    """
+
+    levels: tuple[int, ...]
+    """Per stage: 0 divides nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
+    copies: int = 1
+    """Data-parallel copies that the schedule holds; copy w has replicas w*R to w*R + R - 1 (``passes.replicate``)."""
+    group: int | None = None
+    """Consecutive copies that share one set of shards; further copies replicate them (HSDP). None: all copies."""
+
+    def group_of(self, replica: int, replicas: int) -> tuple[int, int]:
+        """Return the shard group of a replica: (which of a copy's replicas, number of its group of copies).
+
+        >>> [Sharding(levels=(3,), copies=4, group=2).group_of(r, 4) for r in range(4)]
+        [(0, 0), (0, 0), (0, 1), (0, 1)]
+        """
+        of_copy = replicas // self.copies
+        return replica % of_copy, replica // of_copy // (self.group or self.copies)
+
+    def members(self, replica: int, replicas: int) -> tuple[int, ...]:
+        """Return the replicas that share shards with this one, itself included, in the order of their shards."""
+        own = self.group_of(replica, replicas)
+        return tuple(r for r in range(replicas) if self.group_of(r, replicas) == own)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """A placement and, per device, an ordered list of tasks."""
@@ -104,6 +141,8 @@ class Schedule:
     size: Fraction = Fraction(1)
     """Share of a full micro-batch that one id stands for; 1/2 in backward halving."""
     versions: Versions = "flush"
+    sharding: Sharding | None = None
+    """What data-parallel copies divide; None: nothing, and there are no AG, RS and FREE."""
 
     @property
     def devices(self) -> int:
@@ -114,6 +153,10 @@ class Schedule:
     def stages(self) -> int:
         """Number of stages of one replica."""
         return self.graph.stages
+
+    def zero_level(self, stage: int) -> int:
+        """Return the ZeRO level of a stage, 0 to 3."""
+        return 0 if self.sharding is None else self.sharding.levels[stage]
 
     @property
     def replicas(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
-Kind = Literal["F", "B", "W", "BW", "R", "AR", "U"]
+Kind = Literal["F", "B", "W", "BW", "R", "AG", "RS", "FREE", "AR", "U"]
 
 
 class Traits(NamedTuple):
@@ -21,26 +21,36 @@ class Traits(NamedTuple):
     default_time: float
     """Time if a schedule file gives none."""
     microbatches: bool = True
-    """Whether it works on micro-batches; a bookkeeping task works on a whole stage, once per step."""
+    """Whether it works on micro-batches; a bookkeeping task works on a whole stage. AR and U occur once per step."""
     compute: bool = True
     """Whether it occupies its device and counts as busy time in the bubble ratio."""
     input_grad: bool = False
     """Whether it computes the gradient of its stage's input for the stage before."""
     weight_grad: bool = False
     """Whether it computes gradients of weights, the last use of an activation."""
+    weights: bool = False
+    """Whether it reads its stage's weights. W does not: dW of a layer needs its input and its output's gradient."""
+    network: bool = False
+    """Whether it is a collective: it runs on the network lane of its device, beside compute."""
     torch_letter: str | None = None
     """Letter in the CSV of ``torch.distributed.pipelining``; None if that has no such action."""
 
 
 TRAITS: Final[dict[Kind, Traits]] = {
-    "F": Traits("forward", ("forward",), 1.0, torch_letter="F"),
-    "B": Traits("input gradient", ("input_grad",), 1.0, input_grad=True, torch_letter="I"),
+    "F": Traits("forward", ("forward",), 1.0, weights=True, torch_letter="F"),
+    "B": Traits("input gradient", ("input_grad",), 1.0, input_grad=True, weights=True, torch_letter="I"),
     "W": Traits("weight gradient", ("weight_grad",), 1.0, weight_grad=True, torch_letter="W"),
-    "BW": Traits("backward", ("input_grad", "weight_grad"), 2.0, input_grad=True, weight_grad=True, torch_letter="B"),
-    "R": Traits("recompute", ("recompute",), 0.0),
-    "AR": Traits("all-reduce", ("all_reduce",), 0.0, microbatches=False, compute=False),
+    "BW": Traits(
+        "backward", ("input_grad", "weight_grad"), 2.0, input_grad=True, weight_grad=True, weights=True,
+        torch_letter="B",
+    ),
+    "R": Traits("recompute", ("recompute",), 0.0, weights=True),
+    "AG": Traits("weight gather", ("gather",), 0.0, microbatches=False, compute=False, network=True),
+    "RS": Traits("gradient reduce-scatter", ("reduce_scatter",), 0.0, microbatches=False, compute=False, network=True),
+    "FREE": Traits("reshard", (), 0.0, microbatches=False, compute=False),
+    "AR": Traits("all-reduce", ("all_reduce",), 0.0, microbatches=False, compute=False, network=True),
     "U": Traits("update", ("update",), 0.0, microbatches=False, compute=False),
-}
+}  # fmt: skip
 KINDS: Final[tuple[Kind, ...]] = tuple(TRAITS)
 """All kinds, in the order of files and legends."""
 COMPUTE: Final = frozenset(k for k, t in TRAITS.items() if t.compute)
@@ -51,3 +61,7 @@ GRADIENTS: Final = BACKWARD | WEIGHT_GRADIENTS
 """All kinds of the backward pass: B, W and BW."""
 JOINT: Final = BACKWARD & WEIGHT_GRADIENTS
 """Kinds that compute both gradients in one task, the opposite of a split backward."""
+READS_WEIGHTS: Final = frozenset(k for k, t in TRAITS.items() if t.weights)
+NETWORK: Final = frozenset(k for k, t in TRAITS.items() if t.network)
+SHARDED: Final[frozenset[Kind]] = frozenset({"AG", "RS", "FREE"})
+"""Kinds of sharded data parallelism, which may occur several times per step and stage."""

@@ -7,8 +7,9 @@ from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran, fault_at
 from raypipe.schedule.grid import grid
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, SHARDED, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.live_activations import check_memory
+from raypipe.schedule.sharding.check import check_sharding
 from raypipe.schedule.versions import check_versions
 from raypipe.schedule.walk import walk
 
@@ -40,6 +41,7 @@ def verify(
     check_links(graph)
     _check_complete(graph)
     _check_bookkeeping(graph)
+    check_sharding(graph)
     check_ran(graph, walk(graph, [1.0] * len(graph.tasks)))
     if memory_limit is not None:
         check_memory(schedule, memory_limit)
@@ -140,12 +142,14 @@ def _report_missing(graph: TaskGraph, kind: Kind, stage: int) -> None:
 
 
 def _check_bookkeeping(graph: TaskGraph) -> None:
-    """Check that AR follows the device's last gradient of the stage, U all its tasks, and all replicas have both."""
+    """Check that AR follows its stage's last gradient and RS, U all tasks of its stage, and all replicas have both."""
     schedule = graph.schedule
     last: dict[tuple[int, int, bool], int] = {}
     first: dict[tuple[Kind, int, int], int] = {}
     for i, (kind, stage, _, replica) in enumerate(graph.tasks):
-        if kind in BOOKKEEPING:
+        if kind in SHARDED:
+            last[stage, replica, kind == "RS"] = i
+        elif kind in BOOKKEEPING:
             if (kind, stage, replica) in first:
                 raise fault_at(graph, i, f"a second {kind} of this stage", "keep one")
             first[kind, stage, replica] = i

@@ -7,10 +7,11 @@ Everything that times a schedule is a view of ``walk``:
     the steady time per step            ``simulate.period``: the state from which every step takes equally long
     the step with its gradient sums     ``passes.sync.gradient_sync_end``: network lanes after the compute is timed
 
-A lane runs its tasks one after another. The compute and the updates of a device are one lane; its all-reduces are
-another, beside later compute, each issued at its place in the device's order. An all-reduce is a collective: it starts
-on all its holders at once. A task starts when its lane is free and all it waits for has arrived; ``latency`` says how
-long messages take. Where a link carries one message at a time, the link is a lane as well (``simulate.series``).
+A lane runs its tasks one after another. The compute and the updates of a device are one lane; its collectives (AG, RS,
+AR) are another, beside later compute, each issued at its place in the device's order. A collective starts on all
+members of its group at once (``sharding.collectives``). A task starts when its lane is free and all it waits for has
+arrived; ``latency`` says how long messages take. Where a link carries one message at a time, the link is a lane as well
+(``simulate.series``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from dataclasses import dataclass
 
 from raypipe.schedule.deps import TaskGraph
 from raypipe.schedule.garbage_collection import no_collection
+from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.latency import Comm, delays
+from raypipe.schedule.sharding.collectives import Collective
+from raypipe.schedule.sharding.collectives import collectives as collectives_of
 
 Waits = Mapping[int, Sequence[tuple[int, float]]]
 """Task -> (task, time from its end to the earliest start of the one that waits)."""
@@ -48,7 +52,7 @@ def walk(
     Linear in tasks plus dependencies: a lane that waits sleeps on the one task it waits for.
 
     Args:
-        graph: the linked schedule; a lane per entry of ``first``, and one for the all-reduces of each.
+        graph: the linked schedule; a lane per entry of ``first``, and one for the collectives of each.
         durations: time of each task, by number.
         comm: latency of messages, as in a cost table.
         also: what tasks wait for besides the dependency rule.
@@ -61,7 +65,7 @@ def walk(
     lanes: list[Sequence[int]] = [range(first[d], first[d + 1]) for d in range(devices)]
     start, end = [0.0] * len(tasks), [NEVER] * len(tasks)
     more = None if also is None and begin is None else _More(also or {}, begin or {}, end)
-    collectives = _Collectives(graph, lanes, more) if any(t.kind == "AR" for t in tasks) else None
+    collectives = _Collectives(graph, lanes, more) if any(t.kind in NETWORK for t in tasks) else None
     position, free = [0] * len(lanes), [0.0 if begin is None else NEVER] * len(lanes)
     waiting: dict[int, list[int]] = {}
     awake = list(range(len(lanes)))[::-1]
@@ -142,28 +146,29 @@ class NetworkLanes:
 
 
 class _Collectives:
-    """The network lanes of a walk: lane ``devices + d`` holds the all-reduces of device ``d``."""
+    """The network lanes of a walk: lane ``devices + d`` holds the collectives of device ``d``."""
 
     def __init__(self, graph: TaskGraph, lanes: list[Sequence[int]], more: _More | None) -> None:
-        self.tasks, self.preds, self.lanes, self.more = graph.tasks, graph.preds, lanes, more
+        self.preds, self.lanes, self.more = graph.preds, lanes, more
         devices = len(lanes)
         self.issued_after: dict[int, int] = {}
-        """All-reduce -> the compute task before it in its device's order."""
+        """Collective -> the compute task before it in its device's order."""
         self.lane_of: dict[int, int] = {}
-        self.members: dict[int, list[int]] = {}
-        self.arrived: dict[int, dict[int, float]] = {}
+        self.part_of = collectives_of(graph)
+        self.members: dict[Collective, list[int]] = {}
+        self.arrived: dict[Collective, dict[int, float]] = {}
         for d in range(devices):
             compute: list[int] = []
             network: list[int] = []
             for i in lanes[d]:
-                if graph.tasks[i].kind != "AR":
+                if graph.tasks[i].kind not in NETWORK:
                     compute.append(i)
                     continue
                 network.append(i)
                 if compute:
                     self.issued_after[i] = compute[-1]
                 self.lane_of[i] = devices + d
-                self.members.setdefault(graph.tasks[i].stage, []).append(i)
+                self.members.setdefault(self.part_of[i], []).append(i)
             lanes[d] = compute
             lanes.append(network)
 
@@ -171,14 +176,14 @@ class _Collectives:
         self, lane: int, position: list[int], free: list[float], start: list[float], end: list[float],
         durations: Sequence[float], waiting: dict[int, list[int]], awake: list[int],
     ) -> None:  # fmt: skip
-        """Let the lane's next all-reduce arrive; when the last holder arrives, all of them run."""
+        """Let the lane's next collective arrive; when the last member arrives, all of them run."""
         sequence, k = self.lanes[lane], position[lane]
         if k == len(sequence):
             return
-        stage = self.tasks[sequence[k]].stage
-        here = self.arrived.setdefault(stage, {})
+        one = self.part_of[sequence[k]]
+        here = self.arrived.setdefault(one, {})
         # A device that holds the stage twice brings both copies at once: waiting for itself would never end.
-        while k < len(sequence) and self.tasks[sequence[k]].stage == stage:
+        while k < len(sequence) and self.part_of[sequence[k]] == one:
             i = sequence[k]
             needs = [*self.preds[i], *([self.issued_after[i]] if i in self.issued_after else [])]
             late, at = next((p for p in needs if end[p] == NEVER), None), max((end[p] for p in needs), default=NEVER)
@@ -189,7 +194,7 @@ class _Collectives:
                 return
             here[i] = at
             k += 1
-        members = self.members[stage]
+        members = self.members[one]
         if any(i not in here for i in members):
             return
         at = NetworkLanes(free).all_reduce([(self.lane_of[i], here[i]) for i in members], durations[members[0]])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 from raypipe.schedule.deps import TaskGraph, link
-from raypipe.schedule.kinds import BACKWARD
+from raypipe.schedule.ir import Task
+from raypipe.schedule.kinds import BACKWARD, NETWORK
 from raypipe.schedule.walk import dependency_lags
 from raypipe.simulate.timeline import Span, Timeline
 
@@ -36,16 +38,18 @@ def critical_path(timeline: Timeline, graph: TaskGraph | None = None) -> Critica
     Source: Li and Hoefler 2021 (Chimera), section 3.4 (C_f and C_b).
     """
     graph = link(timeline.schedule) if graph is None else graph
-    number = {task: i for i, task in enumerate(graph.tasks)}
+    number: dict[Task, deque[int]] = {}
+    for i, task in enumerate(graph.tasks):  # equal tasks (AG, RS, FREE) of a device run in the order they are in
+        number.setdefault(task, deque()).append(i)
     spans: list[Span] = [Span(t, 0.0, 0.0) for t in graph.tasks]
     dependencies = dependency_lags(graph, timeline.comm)
     before: dict[int, int] = {}
     for row in timeline.spans:
         previous = -1
         for span in row:
-            i = number[span.task]
+            i = number[span.task].popleft()
             spans[i] = span
-            if span.task.kind != "AR":
+            if span.task.kind not in NETWORK:
                 if previous >= 0:
                     before[i] = previous
                 previous = i

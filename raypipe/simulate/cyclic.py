@@ -14,7 +14,7 @@ from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.kinds import BOOKKEEPING, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.kinds import BOOKKEEPING, NETWORK, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.latency import Comm, delays
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
@@ -90,6 +90,8 @@ class _Landmarks:
     def __init__(self, graph: TaskGraph) -> None:
         self.starts: dict[tuple[int, int], int] = {}
         """(stage, replica) -> its first forward."""
+        self.gathers: dict[tuple[int, int], int] = {}
+        """(stage, replica) -> its first AG."""
         self.ready: dict[tuple[int, int], tuple[Kind, int]] = {}
         """(stage, replica) -> the task that makes its new weights."""
         network: list[int] = []
@@ -97,28 +99,32 @@ class _Landmarks:
             if kind == "F":
                 if (stage, replica) not in self.starts:
                     self.starts[stage, replica] = i
+            elif kind == "AG":
+                self.gathers.setdefault((stage, replica), i)
+                network.append(i)
             elif kind in _MAKE_WEIGHTS:
                 self.ready[stage, replica] = (kind, i)
-                if kind == "AR":
+                if kind in NETWORK:
                     network.append(i)
         self.lanes: list[tuple[int, int] | None] = []
         """Per device, the first and the last task of its compute, then of its network; None for an empty lane."""
-        reduces = set(network)
+        collectives = set(network)
         for a, b in itertools.pairwise(graph.first):
-            compute = next((i for i in range(a, b) if i not in reduces), None)
-            last = next((i for i in range(b - 1, a - 1, -1) if i not in reduces), -1)
+            compute = next((i for i in range(a, b) if i not in collectives), None)
+            last = next((i for i in range(b - 1, a - 1, -1) if i not in collectives), -1)
             own = network[bisect_left(network, a) : bisect_left(network, b)]
             self.lanes += [None if compute is None else (compute, last), (own[0], own[-1]) if own else None]
 
 
-_MAKE_WEIGHTS = WEIGHT_GRADIENTS | BOOKKEEPING
+_MAKE_WEIGHTS = WEIGHT_GRADIENTS | BOOKKEEPING - {"AG", "FREE"}
 
 
 def carried(graph: TaskGraph, before: TaskGraph) -> Edges:
     """What the tasks of a step wait for of the step before, which has the same devices.
 
     A lane's first task waits for the lane's last one. In synchronous schedules the first forward of a stage also waits
-    for the stage's weights.
+    for the stage's weights, and so does its first gather. A collective at the head of an order is issued when the
+    device has done the step before.
     """
     own = _Landmarks(graph)
     past = own if before is graph else _Landmarks(before)
@@ -126,8 +132,13 @@ def carried(graph: TaskGraph, before: TaskGraph) -> Edges:
     for lane, done in zip(own.lanes, past.lanes, strict=True):
         if lane is not None and done is not None:
             found[lane[0]] = [(done[1], 0.0)]
+    devices = graph.schedule.devices
+    for d in range(devices):
+        compute, network = past.lanes[2 * d], own.lanes[2 * d + 1]
+        if compute is not None and network is not None and network[0] == graph.first[d]:
+            found.setdefault(network[0], []).append((compute[1], 0.0))
     if graph.schedule.versions == "flush":
-        for (stage, replica), i in own.starts.items():
+        for (stage, replica), i in (*own.starts.items(), *own.gathers.items()):
             if (stage, replica) in past.ready:
                 kind, last = past.ready[stage, replica]
                 sources = [last] if kind in BOOKKEEPING else [j for (s, _), (_, j) in past.ready.items() if s == stage]
@@ -171,7 +182,7 @@ def wait_for_norm(
 
 
 def _gradients_complete(graph: TaskGraph, device: int) -> list[int]:
-    """The last compute task and the last all-reduce of a device.
+    """The last compute task and the last collective of a device.
 
     Raises:
         ScheduleError: the device has no update.
@@ -182,7 +193,7 @@ def _gradients_complete(graph: TaskGraph, device: int) -> list[int]:
     last: dict[bool, int] = {}
     for i in own:
         if graph.tasks[i].kind != "U":
-            last[graph.tasks[i].kind == "AR"] = i
+            last[graph.tasks[i].kind in NETWORK] = i
     return list(last.values())
 
 

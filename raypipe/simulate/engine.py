@@ -17,8 +17,8 @@ from raypipe.simulate.timeline import Span, Timeline
 def simulate(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None) -> Timeline:
     """Time every task, each as early as its device's order and its dependencies allow.
 
-    A dependency inside one device costs nothing, one across devices the latency of its link. All-reduces are
-    collectives on a network lane of their own and overlap later compute; updates occupy the device.
+    A dependency inside one device costs nothing, one across devices the latency of its link. Collectives (AG,
+    RS, AR) run on a network lane of their own and overlap later compute; updates occupy the device.
 
     Args:
         schedule: what to time.
@@ -39,7 +39,7 @@ def simulate(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = Non
     for d in range(schedule.devices):
         own = slice(graph.first[d], graph.first[d + 1])
         row = list(map(Span, graph.tasks[own], done.start[own], done.end[own]))
-        if any(a.start > b.start for a, b in itertools.pairwise(row)):  # an all-reduce that ran beside compute
+        if any(a.start > b.start for a, b in itertools.pairwise(row)):  # a collective that ran beside compute
             row.sort(key=lambda span: span.start)
         spans.append(tuple(row))
     return Timeline(schedule, tuple(spans), costs.comm)

@@ -16,7 +16,10 @@ from typing import NamedTuple
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.lowering.norm_policy import NormPolicy
+from raypipe.schedule.sharding.collectives import Collective
+from raypipe.schedule.sharding.collectives import collectives as collectives_of
 from raypipe.schedule.walk import Walk, dependency_lags
 from raypipe.simulate.cyclic import CyclicGraph, cyclic
 from raypipe.simulate.engine import simulate
@@ -101,12 +104,16 @@ class _Origins:
         self.first = set(cycle.graph.first)
 
     @cached_property
-    def collectives(self) -> dict[int, list[int]]:
-        """Stage -> the all-reduces of its holders."""
-        found: dict[int, list[int]] = {}
-        for i, task in enumerate(self.tasks):
-            if task.kind == "AR":
-                found.setdefault(task.stage, []).append(i)
+    def part_of(self) -> dict[int, Collective]:
+        """Network task -> the collective that it is part of."""
+        return collectives_of(self.cycle.graph)
+
+    @cached_property
+    def collectives(self) -> dict[Collective, list[int]]:
+        """The tasks of each collective."""
+        found: dict[Collective, list[int]] = {}
+        for i, one in self.part_of.items():
+            found.setdefault(one, []).append(i)
         return found
 
     def of(self, task: int) -> int:
@@ -128,8 +135,8 @@ class _Origins:
         Of equally late ones: a dependency without a message, then the task before it on its lane.
         """
         at, end, also = self.done.start[i], self.done.end, self.cycle.also.get(i, ())
-        if self.tasks[i].kind == "AR":
-            return self._latest_of_group(self.collectives[self.tasks[i].stage], at)
+        if self.tasks[i].kind in NETWORK:
+            return self._latest_of_group(self.collectives[self.part_of[i]], at)
         dependencies = self.dependencies(i)
         for p, lag in dependencies:
             if end[p] == at and not lag:
@@ -157,7 +164,7 @@ class _Origins:
         """The task before ``i`` on its device's network or compute lane."""
         while i not in self.first:
             i -= 1
-            if (self.tasks[i].kind == "AR") == network:
+            if (self.tasks[i].kind in NETWORK) == network:
                 return i
         return None
 

@@ -141,5 +141,5 @@ def _all_reduces_before_updates(graph: TaskGraph) -> Edges:
     found: Edges = {}
     for first, last in itertools.pairwise(graph.first[: graph.schedule.devices + 1]):
         update = next((i for i in range(first, last) if graph.tasks[i].kind == "U"), first)
-        found[update] = [(i, 0.0) for i in range(first, update) if graph.tasks[i].kind == "AR"]
+        found[update] = [(i, 0.0) for i in range(first, update) if graph.tasks[i].kind in ("AR", "RS")]
     return found

@@ -28,7 +28,7 @@ class Timeline:
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
-    """Per device, by start; only an all-reduce may overlap another span of its device."""
+    """Per device, by start; only a collective may overlap another span of its device."""
     comm: Comm = 0.0
     """Latency of messages that the spans were made with; 0 when measured (then it shows in the starts)."""
 
@@ -60,4 +60,4 @@ class Timeline:
 
 
 def _end(spans: tuple[Span, ...]) -> float:
-    return max(s.end for s in spans)  # not the last one's: an all-reduce may outlast later compute
+    return max(s.end for s in spans)  # not the last one's: a collective may outlast later compute

@@ -7,7 +7,8 @@ from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
 from raypipe.errors import SpecError
 from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.live_activations import peak_activations
-from raypipe.schedule.passes import add_recompute
+from raypipe.schedule.passes import add_recompute, add_updates, shard
+from raypipe.schedule.sharding.live import LiveShards
 
 CUT = [(0, 1), (2,), (3,), (4, 5)]
 MB = 2
@@ -131,16 +132,52 @@ def test_wide_weights(profile):
     assert [d.weights for d in half] == [4 * p for p in PARAMETERS]
 
 
+def sharded(profile, level, gather="microbatch", name="1f1b", count=8, group=None, copies=4, cut=CUT, **options):
+    schedule = shard(
+        generate(name, Shape(devices=len(cut) // options.get("chunks", 1), microbatches=count, **options)), level,
+        gather=gather, ahead=0, group=group,
+    )  # fmt: skip
+    return device_memory(profile, cut, add_updates(schedule), MB, copies=copies)
+
+
 def test_shards(profile):
-    """Four holders of each stage: optimizer state, gradients, weights split among them, one stage's gathered."""
-    plain, one, two, three = (
-        memory(profile, "1f1b", 8, copies=4, shard=shard) for shard in ("none", "zero1", "zero2", "zero3")
-    )
+    """Four holders of each stage: optimizer state, gradients, weights divided; the one at work is whole for a while."""
+    plain, one, two, three = (sharded(profile, level) for level in (0, 1, 2, 3))
     for s, p in enumerate(PARAMETERS):
         assert [d[s].optimizer for d in (plain, one, two, three)] == [8 * p, 2 * p, 2 * p, 2 * p]
         assert [d[s].gradients for d in (plain, one, two, three)] == [4 * p, 4 * p, p, p]
         assert [d[s].weights for d in (plain, one, two, three)] == [4 * p, 4 * p, 4 * p, p]
-        assert [d[s].communication for d in (two, three)] == [0, 4 * p]
+        # Reduced after every micro-batch: one buffer being filled, one or two on their way.
+        assert [d[s].communication for d in (one, two)] == [0, 2 * 4 * p]
+        assert [d[s].gathered for d in (two, three)] == [0, 4 * p]
+    pairs = sharded(profile, 3, group=2)
+    assert [d.weights for d in pairs] == [2 * p for p in PARAMETERS]
+
+
+def test_reduced_once_per_step_needs_one_full_gradient(profile):
+    once = sharded(profile, 2, gather="step")
+    assert [d.communication for d in once] == [4 * p for p in PARAMETERS]
+
+
+def test_gathered_stages_add_up_while_they_overlap():
+    """Two stages on a device, breadth-first: one at a time, or both where the step gathers once."""
+    bare = generate("bfs", Shape(devices=2, microbatches=4, chunks=2))
+    sizes = [3.0, 5.0, 7.0, 11.0]
+
+    def most(gather, ahead):
+        schedule = shard(bare, 3, gather=gather, ahead=ahead)
+        found = []
+        for order in schedule.orders:
+            live, peak = LiveShards(schedule, sizes, [0.0] * 4), 0.0
+            for task in order:
+                live.task(task)
+                peak = max(peak, live.gathered)
+            assert live.gathered == 0
+            found.append(peak)
+        return found
+
+    assert most("unit", 0) == [7.0, 11.0]
+    assert most("step", 0) == most("unit", 1) == [10.0, 16.0]
 
 
 def test_gradients_are_copied_for_their_sum_only_with_weight_versions(profile):

@@ -24,9 +24,18 @@ def test_what_computes_is_what_works_on_micro_batches() -> None:
 
 def test_times_come_from_the_named_costs() -> None:
     costs = CostTable(
-        forward=(2.0,), input_grad=(3.0,), weight_grad=(5.0,), recompute=(7.0,), all_reduce=(11.0,), update=(13.0,)
+        forward=(2.0,),
+        input_grad=(3.0,),
+        weight_grad=(5.0,),
+        recompute=(7.0,),
+        all_reduce=(11.0,),
+        update=(13.0,),
+        gather=(17.0,),
+        reduce_scatter=(19.0,),
     )
-    assert [costs.by_kind(kind) for kind in KINDS] == [(2.0,), (3.0,), (5.0,), (8.0,), (7.0,), (11.0,), (13.0,)]
+    assert [costs.by_kind(kind) for kind in KINDS] == [
+        (2.0,), (3.0,), (5.0,), (8.0,), (7.0,), (17.0,), (19.0,), (0.0,), (11.0,), (13.0,),
+    ]  # fmt: skip
 
 
 def test_a_joint_default_time_is_the_sum_of_its_parts() -> None:

@@ -3,7 +3,8 @@
 Follows the runtime: float32 (or float64) weights whatever the arithmetic and one narrow copy of them under autocast, a
 full set of weights, gradients and optimizer state for every stage replica, what autograd and the deferred weight
 gradients keep of each micro-batch in flight. Gradients of a stage with several holders accumulate in the buckets that
-are reduced; only those of older weight versions are copied there, one flat vector per stage.
+are reduced; only those of older weight versions are copied there, one flat vector per stage. Of a sharded stage
+(``Schedule.sharding``) a device holds its share, and the rest for as long as ``LiveShards`` says.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
 
 from raypipe.cost.memory.parameter import parameter_bytes
 from raypipe.cost.memory.stage import StageMemory, shares_input, stage_memory
@@ -19,14 +19,12 @@ from raypipe.cost.memory.terms import DeviceMemory
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import Cut, check_cut
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
+from raypipe.schedule.kinds import BACKWARD, SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.live_activations import recomputed_pairs
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.passes.sync import held
+from raypipe.schedule.sharding.live import LiveShards
 from raypipe.schedule.versions import weight_versions
-
-Shard = Literal["none", "zero1", "zero2", "zero3"]
-SHARDS: tuple[Shard, ...] = get_args(Shard)
 
 
 def device_memory(
@@ -38,7 +36,6 @@ def device_memory(
     copies: int = 1,
     optimizer: str = "adamw",
     momentum: float = 0.0,
-    shard: Shard = "none",
     ahead: bool = False,
     recomputed: Collection[int] | None = None,
 ) -> tuple[DeviceMemory, ...]:
@@ -48,14 +45,13 @@ def device_memory(
         profile: what layers keep.
         cut: layers of each stage.
         schedule: placement, orders, recomputation, weight versions. Its AR tasks, if it has any, say when gradients of
-            older versions are reduced; without them this happens at the end.
+            older versions are reduced; without them this happens at the end. Its sharding and its AG, FREE and RS tasks
+            say what holders of a stage divide, and how long the rest is there. Rajbhandari et al. 2020 (ZeRO), section
+            5; ZeroPP, section 3.4.
         microbatch: samples of a full micro-batch.
         copies: data-parallel copies of the whole schedule, on devices of their own.
         optimizer: ``train.optimizer``.
         momentum: ``train.momentum``.
-        shard: what the holders of a stage split between them: optimizer state (``zero1``), gradients too (``zero2``),
-            weights too (``zero3``, with one stage's weights gathered at a time). Rajbhandari et al. 2020 (ZeRO),
-            section 5; ZeroPP, section 3.4, for the gathered stage.
         ahead: devices run ahead of the global gradient norm (``train.clip``, ``parallel.update``) and can undo.
         recomputed: layers that an R computes again; all of its stage by default.
 
@@ -78,7 +74,7 @@ def device_memory(
         shares_input=shares_input(schedule.placement),
         reads=[read * max(profile.layers[i].read_bytes for i in layers) for layers in cut],
         holders=[copies * len({row[s] for row in schedule.placement}) for s in range(schedule.stages)],
-        shard=SHARDS.index(shard),
+        group=1 if schedule.sharding is None else schedule.sharding.group or schedule.sharding.copies * copies,
         recomputed=recomputed_pairs(schedule),
     )
     heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
@@ -100,24 +96,25 @@ class _Setting:
     """Per stage, the raw inputs of a step."""
     holders: Sequence[int]
     """Per stage, the devices that hold it."""
-    shard: int
-    """Index in ``SHARDS``."""
+    group: int
+    """Devices that share one set of shards."""
     recomputed: set[tuple[int, int]]
     """(stage, micro-batch) with an R."""
 
     @cached_property
     def shares(self) -> list[StageMemory]:
         """Per stage, what one of its holders has of its weights, gradients and optimizer state."""
-        if not self.shard:
-            return list(self.stages)
-        return [
-            replace(
-                stage, optimizer=stage.optimizer / n,
-                gradients=stage.gradients / (n if self.shard >= 2 else 1),
-                weights=stage.weights / (n if self.shard >= 3 else 1),
-            )
-            for stage, n in zip(self.stages, self.holders, strict=True)
-        ]  # fmt: skip
+        found = []
+        for s, stage in enumerate(self.stages):
+            level = self.schedule.zero_level(s)
+            optimizer, gradients, weights = (self.group if level >= least else 1 for least in (1, 2, 3))
+            found.append(
+                replace(
+                    stage, optimizer=stage.optimizer / optimizer, gradients=stage.gradients / gradients,
+                    weights=stage.weights / weights,
+                )
+            )  # fmt: skip
+        return found
 
 
 def _fullest(
@@ -144,7 +141,6 @@ def _fullest(
             inputs=max((setting.reads[s] for s, _ in own), default=0.0),
             versions=sum(versions * stages[s].weights for s, _ in own),
             replicas=sum(shares[s].state for s in more),
-            communication=max((stages[s].weights for s, _ in own), default=0.0) if setting.shard == 3 else 0.0,
         ),
         setting, primary,
         {(t.stage, mb) for t in schedule.orders[device] if t.kind == "B" for mb in t.mbs},
@@ -186,28 +182,34 @@ class _Moments:
         self.reduced: set[tuple[int, int]] = set()
         self.cast: set[tuple[int, int]] = set()
         self.undo = 0.0
+        self.live = LiveShards(
+            setting.schedule, [stage.weights for stage in self.stages], [stage.gradients for stage in self.stages]
+        )
         self._most = 0.0
-        self._terms: tuple[float, ...] = (0.0,) * 8
+        self._terms: tuple[float, ...] = (0.0,) * 10
 
     def moment(self, workspace: float = 0.0, messages: float = 0.0) -> None:
         """Compare the present moment with the fullest one so far."""
         held = self.activations + self.casts
         changing = held + self.gradients + self.replica_gradients + self.reducing + self.undo + workspace + messages
+        changing += self.live.gathered + self.live.gradients
         if changing > self._most:
             self._most = changing
             self._terms = (
                 self.activations, self.casts, self.gradients, self.replica_gradients, self.reducing, self.undo,
-                workspace, messages,
+                workspace, messages, self.live.gathered, self.live.gradients,
             )  # fmt: skip
 
     @property
     def fullest(self) -> DeviceMemory:
         """The fullest moment so far."""
-        activations, casts, gradients, replica_gradients, reducing, undo, workspace, messages = self._terms
+        (
+            activations, casts, gradients, replica_gradients, reducing, undo, workspace, messages, gathered, scattering,
+        ) = self._terms  # fmt: skip
         return replace(
             self.static, gradients=gradients, replicas=self.static.replicas + replica_gradients,
             activations=activations, casts=casts, workspace=workspace, messages=messages, undo=undo,
-            communication=self.static.communication + reducing,
+            communication=self.static.communication + reducing + scattering, gathered=gathered,
         )  # fmt: skip
 
     def hold(self, key: tuple[int, int], size: float) -> None:
@@ -243,6 +245,12 @@ class _Moments:
     def task(self, task: Task) -> None:
         """One task of the order."""
         kind, s, mbs, replica = task
+        self.live.task(task)
+        if kind in SHARDED:
+            if kind == "FREE" and (s, replica) in self.cast:  # made of the gathered weights
+                self.cast.discard((s, replica))
+                self.casts -= self.stages[s].casts * self.versions
+            self.moment()
         if kind == "AR":
             self.reduce(s, replica)
             self.moment()

@@ -21,7 +21,8 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "inputs": ("raw inputs of a step take", ("a smaller mini-batch",)),
     "workspace": ("temporary memory of one backward takes", (SMALLER,)),
     "messages": ("p2p buffers take", (SMALLER,)),
-    "communication": ("buffers of gradient all-reduces and gathers take", (STAGES, "sync: lazy")),
+    "communication": ("buffers of gradient all-reduces and reduce-scatters take", (STAGES, "sync: lazy")),
+    "gathered": ("gathered weights of sharded stages take", (STAGES, "gathering them for fewer tasks at a time")),
 }  # fmt: skip
 """Per term: what it is, and what would make it smaller."""
 
@@ -53,7 +54,9 @@ class DeviceMemory:
     messages: float = 0.0
     """P2P buffers: the gradient that a stage receives and the one it sends on."""
     communication: float = 0.0
-    """Flat vectors of gradient all-reduces in progress; a stage's gathered weights where they are sharded."""
+    """Flat vectors of gradient all-reduces in progress; full gradients of sharded stages until their RS has ended."""
+    gathered: float = 0.0
+    """Full weights of sharded stages, from their AG to their FREE."""
 
     @property
     def total(self) -> float:
@@ -61,6 +64,7 @@ class DeviceMemory:
         return (
             self.base + self.weights + self.gradients + self.optimizer + self.versions + self.casts + self.undo
             + self.replicas + self.activations + self.inputs + self.workspace + self.messages + self.communication
+            + self.gathered
         )  # fmt: skip
 
     def terms(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 from raypipe.observe.draw.caption import folded
 from raypipe.observe.draw.palette import colour, grey, ink
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.kinds import TRAITS, Kind
+from raypipe.schedule.kinds import NETWORK, TRAITS, Kind
 from raypipe.simulate.critical import critical_path
 from raypipe.simulate.timeline import Span, Timeline
 
@@ -68,10 +68,10 @@ def gantt(
 def draw_lanes(axes: Any, timeline: Timeline, points: float, lane_points: float = 20.0) -> None:
     """Draw one timeline into Matplotlib ``axes``; ``points`` is the width of one unit of time, for the labels."""
     schedule = timeline.schedule
-    boxes: dict[tuple[bool, int], list[tuple[int, Span]]] = {}  # all-reduces are drawn last, so nothing covers them
+    boxes: dict[tuple[bool, int], list[tuple[int, Span]]] = {}  # collectives are drawn last, so nothing covers them
     for device, spans in enumerate(timeline.spans):
         for span in spans:
-            boxes.setdefault((span.task.kind == "AR", span.task.replica), []).append((device, span))
+            boxes.setdefault((span.task.kind in NETWORK, span.task.replica), []).append((device, span))
     total = sum(map(len, boxes.values()))
     for (_, replica), members in sorted(boxes.items(), key=lambda item: item[0]):
         axes.add_collection(
@@ -104,7 +104,7 @@ def draw_lanes(axes: Any, timeline: Timeline, points: float, lane_points: float 
 
 def _corners(device: int, span: Span) -> list[tuple[float, float]]:
     low, high = device - HEIGHT / 2, device + HEIGHT / 2
-    if span.task.kind == "AR":  # overlaps compute, so it is a strip at the bottom of the lane
+    if span.task.kind in NETWORK:  # overlaps compute, so it is a strip at the bottom of the lane
         low = device + HEIGHT / 2 - 0.2
     return [(span.start, low), (span.end, low), (span.end, high), (span.start, high)]
 

@@ -14,15 +14,15 @@ from raypipe.atomic_write import write_whole
 from raypipe.errors import RequestError
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.deps import TaskGraph, link
-from raypipe.schedule.kinds import BOOKKEEPING
+from raypipe.schedule.kinds import BOOKKEEPING, NETWORK
 from raypipe.simulate.activations import live_activations
 from raypipe.simulate.timeline import Timeline
 
 COLOURS = {"F": "thread_state_running", "B": "rail_response", "BW": "rail_response", "W": "rail_animation", "R": "grey"}
 """Chrome's colour names; Perfetto ignores them and picks colours by slice name."""
 SECOND = 1e6
-NETWORK = 1000
-"""All-reduces of device d are on thread NETWORK + d: they overlap compute, and slices of a thread must not overlap."""
+NETWORK_THREAD = 1000
+"""Collectives of device d are on thread NETWORK_THREAD + d: they overlap compute, which slices of a thread must not."""
 
 
 def trace(timeline: Timeline, graph: TaskGraph | None = None) -> dict[str, Any]:
@@ -30,18 +30,19 @@ def trace(timeline: Timeline, graph: TaskGraph | None = None) -> dict[str, Any]:
     schedule = timeline.schedule
     graph = link(schedule) if graph is None else graph
     events: list[dict[str, Any]] = [_name("process_name", 0, schedule.name)]
-    network = {d for d, order in enumerate(schedule.orders) if any(t.kind == "AR" for t in order)}
+    network = {d for d, order in enumerate(schedule.orders) if any(t.kind in NETWORK for t in order)}
     for d in range(schedule.devices):
         events.append(_name("thread_name", d, f"device {d}"))
         events.append({**_name("thread_sort_index", d, ""), "args": {"sort_index": 2 * d}})
         if d in network:
-            events.append(_name("thread_name", NETWORK + d, f"device {d} network"))
-            events.append({**_name("thread_sort_index", NETWORK + d, ""), "args": {"sort_index": 2 * d + 1}})
+            events.append(_name("thread_name", NETWORK_THREAD + d, f"device {d} network"))
+            events.append({**_name("thread_sort_index", NETWORK_THREAD + d, ""), "args": {"sort_index": 2 * d + 1}})
     for d, spans in enumerate(timeline.spans):
         for task, start, end in spans:
             args = {"kind": task.kind, "stage": task.stage, "mb": list(task.mbs), "replica": task.replica}
             event = {
-                "name": str(task), "cat": task.kind, "ph": "X", "pid": 0, "tid": d + NETWORK * (task.kind == "AR"),
+                "name": str(task), "cat": task.kind, "ph": "X", "pid": 0,
+                "tid": d + NETWORK_THREAD * (task.kind in NETWORK),
                 "ts": start * SECOND, "dur": (end - start) * SECOND, "args": args,
             }  # fmt: skip
             events.append({**event, "cname": COLOURS[task.kind]} if task.kind in COLOURS else event)

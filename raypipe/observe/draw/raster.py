@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+from raypipe.schedule.kinds import NETWORK
 from raypipe.simulate.timeline import Span, Timeline
 
 
@@ -39,7 +40,7 @@ def raster(timeline: Timeline, column: float) -> list[list[Span | None]]:
             last = math.ceil(span.end / column - 0.5 - 1e-6)
             for c in range(max(first, 0), min(last, columns)):
                 covering = row[c]
-                if covering is None or covering.task.kind == "AR" or span.task.kind != "AR":
+                if covering is None or covering.task.kind in NETWORK or span.task.kind not in NETWORK:
                     row[c] = span
         rows.append(row)
     return rows

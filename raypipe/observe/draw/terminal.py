@@ -4,7 +4,8 @@
     device 1  .012....aa3bb.cc.dd..
 
 A digit is the forward of that micro-batch, a lower-case letter its backward (B or BW), a capital its weight gradient
-(W), a raised digit its recompute (R); ``~`` an all-reduce, ``=`` an update, ``.`` idle. With colours, cells are
+(W), a raised digit its recompute (R); ``v`` a weight gather, ``^`` a reduce-scatter, ``~`` an all-reduce, ``=`` an
+update, ``.`` idle. With colours, cells are
 shaded by kind and carry the micro-batch's number.
 """
 
@@ -25,13 +26,14 @@ from raypipe.simulate.timeline import Span, Timeline
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 STYLES: dict[Kind, str] = {
     "F": "black on bright_blue", "B": "black on bright_green", "BW": "black on green", "W": "black on yellow",
-    "R": "black on white", "AR": "white on magenta", "U": "black on cyan",
+    "R": "black on white", "AG": "black on bright_magenta", "RS": "white on blue", "FREE": "white on black",
+    "AR": "white on magenta", "U": "black on cyan",
 }  # fmt: skip
 """Named colours, so that kinds stay distinct on terminals with 16 colours."""
 WORDS: dict[Kind, tuple[str, str]] = {
     "F": ("digit", "forward of that micro-batch"), "B": ("letter", "input gradient"), "BW": ("letter", "backward"),
-    "W": ("capital", "weight gradient"), "R": ("raised digit", "recompute"), "AR": ("~", "all-reduce"),
-    "U": ("=", "update"),
+    "W": ("capital", "weight gradient"), "R": ("raised digit", "recompute"), "AG": ("v", "weight gather"),
+    "RS": ("^", "gradient reduce-scatter"), "FREE": ("_", "reshard"), "AR": ("~", "all-reduce"), "U": ("=", "update"),
 }  # fmt: skip
 
 
@@ -46,7 +48,7 @@ def glyph(task: Task) -> str:
         return chr(ord("A") + mb % 26)
     if task.kind in BACKWARD:
         return chr(ord("a") + mb % 26)
-    return "~" if task.kind == "AR" else "="
+    return WORDS[task.kind][0]
 
 
 def draw(timeline: Timeline, width: int = 100, column: float | None = None) -> list[str]:

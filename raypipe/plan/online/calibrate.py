@@ -44,6 +44,7 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
         joint, weight = (0.0, *joint[1:]), (joint[0] or weight[0], *weight[1:])
     return CostTable(
         forward=per_stage("F"), recompute=per_stage("R"), all_reduce=per_stage("AR"), update=per_stage("U"),
+        gather=per_stage("AG"), reduce_scatter=per_stage("RS"),
         # A joint backward has one measured time, stored as B's: the simulator uses only the sum of B and W.
         input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)), weight_grad=weight,
         comm=_links(timelines),

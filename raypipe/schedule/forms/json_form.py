@@ -4,11 +4,13 @@
 of ``comm`` is the latency between stages s and s+1 (see ``latency``). A task has ``dur`` if its time is not
 ``durations[kind]``: a pair of forwards, or half a micro-batch. ``recompute``, ``w_dep`` and ``skip_first_B`` occur if
 a rule differs from the default; ``edges``, ``size`` and ``versions`` if the stage graph is not a chain, an id is a
-part of a micro-batch, or weights have several versions.
+part of a micro-batch, or weights have several versions; ``zero``, ``copies`` and ``shard_group`` if data-parallel
+copies divide anything (``Sharding``).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import PurePath
@@ -17,7 +19,7 @@ from typing import Any
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.json_fields import Field
 from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, infer_placement, parse_task
-from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Rules, Schedule, Sharding, StageGraph, Task
 from raypipe.schedule.kinds import BOOKKEEPING, JOINT, KINDS, TRAITS, Kind
 from raypipe.schedule.latency import Comm
 
@@ -29,7 +31,7 @@ RESULTS = (
 """Keys that a simulation or a search adds; a reader ignores them."""
 KEYS = (
     "name", "placement", "orders", "durations", "comm", "microbatches",
-    "recompute", "w_dep", "skip_first_B", "edges", "size", "versions",
+    "recompute", "w_dep", "skip_first_B", "edges", "size", "versions", "zero", "copies", "shard_group",
 )  # fmt: skip
 
 
@@ -46,7 +48,7 @@ def to_json(
         if durations[kind] == 0:
             del durations[kind]
     lengths = iter(costs.durations(schedule, list(schedule.tasks())))
-    clock = None if times is None else [{task: (start, end) for task, start, end in device} for device in times]
+    clock = None if times is None else [_clock(device) for device in times]
     orders: list[list[dict[str, Any]]] = []
     for d, order in enumerate(schedule.orders):
         orders.append([])
@@ -59,7 +61,7 @@ def to_json(
                 "replica": replica,
             }
             if clock is not None:
-                entry["start"], entry["end"] = clock[d][task]  # by task: spans are sorted by start, orders are not
+                entry["start"], entry["end"] = clock[d][task].popleft()
             length = next(lengths)
             if length != costs.by_kind(kind)[stage]:
                 entry["dur"] = _whole(length)
@@ -81,6 +83,20 @@ def to_json(
         found["size"] = str(schedule.size)
     if schedule.versions != "flush":
         found["versions"] = schedule.versions
+    if (sharding := schedule.sharding) is not None:
+        found["zero"] = list(sharding.levels)
+        if sharding.copies != 1:
+            found["copies"] = sharding.copies
+        if sharding.group is not None:
+            found["shard_group"] = sharding.group
+    return found
+
+
+def _clock(spans: Iterable[tuple[Task, float, float]]) -> dict[Task, deque[tuple[float, float]]]:
+    """Times by task, since spans are sorted by start and orders are not; equal tasks (AG) run in the order they are."""
+    found: dict[Task, deque[tuple[float, float]]] = {}
+    for task, start, end in spans:
+        found.setdefault(task, deque()).append((start, end))
     return found
 
 
@@ -88,7 +104,7 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
     """Read the decoded JSON form; ``verify`` checks whether the schedule can run.
 
     A hand-written file may omit ``name``, ``placement``, ``durations``, ``comm`` and ``microbatches``: they follow from
-    the orders, and times default to 1 (R, AR and U to 0). A task may be written as text, ``"2F0"``.
+    the orders, and times default to 1 (R and bookkeeping to 0). A task may be written as text, ``"2F0"``.
 
     Raises:
         ScheduleError: the data are not in this form or contradict themselves; it names the field's path.
@@ -116,7 +132,7 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
         microbatches=seen if microbatches is None else microbatches.whole(),
         graph=StageGraph.chain(stages) if edges is None else StageGraph(stages, _edges(edges, stages)),
         rules=_rules(top), size=Fraction(1) if size is None else size.fraction(),
-        versions="flush" if versions is None else versions.choice(VERSIONS),
+        versions="flush" if versions is None else versions.choice(VERSIONS), sharding=_sharding(top),
     )  # fmt: skip
     costs = _costs(top, stages)
     _check_lengths(top, schedule, costs)
@@ -157,6 +173,19 @@ def _rules(top: Field) -> Rules:
     )
 
 
+def _sharding(top: Field) -> Sharding | None:
+    levels, copies, group = top.get("zero"), top.get("copies"), top.get("shard_group")
+    if levels is None:
+        for other in (copies, group):
+            if other is not None:
+                other.fail("belongs to a sharded schedule", 'state the ZeRO level of each stage: "zero": [3, 3]')
+        return None
+    return Sharding(
+        levels=tuple(level.whole() for level in levels.items("levels")),
+        copies=1 if copies is None else copies.whole(), group=None if group is None else group.whole(),
+    )  # fmt: skip
+
+
 def _costs(top: Field, stages: int) -> CostTable:
     given = top.get("durations")
     times: dict[Kind, tuple[float, ...]] = {}
@@ -176,7 +205,8 @@ def _costs(top: Field, stages: int) -> CostTable:
     comm = top.get("comm")
     return CostTable(
         forward=times["F"], input_grad=times["B"], weight_grad=times["W"], recompute=times["R"],
-        all_reduce=times["AR"], update=times["U"], comm=0.0 if comm is None else _links(comm, stages),
+        all_reduce=times["AR"], update=times["U"], gather=times["AG"], reduce_scatter=times["RS"],
+        comm=0.0 if comm is None else _links(comm, stages),
     )  # fmt: skip
 
 

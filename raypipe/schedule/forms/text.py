@@ -7,7 +7,8 @@
     device 1: 1F0 1BW0 1F1 1BW1
 
 Further lines are present only if they differ from the default: ``edges 0>1 0>2 1>2`` (the stage graph is not a chain),
-``size 1/2``, ``versions stash``, ``recompute late``, ``w_dep grad``, ``skip_first_B``. A hand-written file may omit
+``size 1/2``, ``versions stash``, ``recompute late``, ``w_dep grad``, ``skip_first_B``; ``zero 3 3`` (the ZeRO level of
+each stage), with ``copies 4`` and ``shard_group 2`` (``Sharding``). A hand-written file may omit
 ``schedule``, ``microbatches`` and ``placement``, which follow from the tasks. ``#`` starts a comment.
 """
 
@@ -22,7 +23,7 @@ from typing import Literal, NoReturn, TypeVar, get_args
 
 from raypipe.errors import ScheduleError, nearest
 from raypipe.files import short
-from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, Versions
+from raypipe.schedule.ir import Rules, Schedule, Sharding, StageGraph, Task, Versions
 from raypipe.schedule.kinds import BOOKKEEPING, KINDS
 
 VERSIONS: tuple[Versions, ...] = get_args(Versions)
@@ -61,6 +62,12 @@ def to_text(schedule: Schedule) -> str:
         lines.append(f"w_dep {rules.w_dep}")
     if rules.skip_first_b:
         lines.append("skip_first_B")
+    if schedule.sharding is not None:
+        lines.append(_words("zero", schedule.sharding.levels))
+        if schedule.sharding.copies != 1:
+            lines.append(f"copies {schedule.sharding.copies}")
+        if schedule.sharding.group is not None:
+            lines.append(f"shard_group {schedule.sharding.group}")
     lines += [_words(f"device {d}:", order) for d, order in enumerate(schedule.orders)]
     return "\n".join(lines) + "\n"
 
@@ -145,7 +152,10 @@ def _words(head: str, items: Iterable[object]) -> str:
 class _Reader:
     """Parses a text line by line and keeps the line number for messages."""
 
-    KEYS = ("schedule", "microbatches", "placement", "edges", "size", "versions", "recompute", "w_dep", "skip_first_B")
+    KEYS = (
+        "schedule", "microbatches", "placement", "edges", "size", "versions", "recompute", "w_dep", "skip_first_B",
+        "zero", "copies", "shard_group",
+    )  # fmt: skip
 
     def __init__(self, source: str) -> None:
         self.source, self.line = source, 0
@@ -156,6 +166,9 @@ class _Reader:
         self.size = Fraction(1)
         self.versions: Versions = "flush"
         self.rules = Rules()
+        self.levels: tuple[int, ...] | None = None
+        self.copies = 1
+        self.shard_group: int | None = None
         self.orders: dict[int, tuple[Task, ...]] = {}
         self.seen: set[str] = set()
 
@@ -169,6 +182,8 @@ class _Reader:
                 self.one(line)
         if not self.orders:
             self.fail("no device has tasks", "add lines such as: device 0: 0F0 0BW0")
+        if self.levels is None and {"copies", "shard_group"} & self.seen:
+            self.fail("copies and shard_group belong to a sharded schedule", "state the level of each stage: zero 3 3")
         orders = [self.orders.get(d, ()) for d in range(1 + max(self.orders))]
         placement = tuple(self.placement) or infer_placement(orders, self.source)
         needed = 1 + max((d for places in placement for d in places), default=0)
@@ -180,6 +195,8 @@ class _Reader:
             name=self.name, placement=placement, orders=tuple(orders),
             microbatches=seen if self.microbatches is None else self.microbatches,
             graph=StageGraph(stages, edges), rules=self.rules, size=self.size, versions=self.versions,
+            sharding=None if self.levels is None
+            else Sharding(levels=self.levels, copies=self.copies, group=self.shard_group),
         )  # fmt: skip
 
     def one(self, line: str) -> None:
@@ -215,6 +232,12 @@ class _Reader:
             self.rules = replace(self.rules, recompute=self.choice(rest, RECOMPUTE))
         elif key == "w_dep":
             self.rules = replace(self.rules, w_dep=self.choice(rest, W_DEP))
+        elif key == "zero":
+            self.levels = tuple(self.whole(word, "a ZeRO level") for word in rest.split())
+        elif key == "copies":
+            self.copies = self.whole(rest, "a number of copies")
+        elif key == "shard_group":
+            self.shard_group = self.whole(rest, "a number of copies")
         else:
             self.rules = replace(self.rules, skip_first_b=True)
 

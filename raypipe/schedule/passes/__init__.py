@@ -3,6 +3,7 @@
 from raypipe.schedule.passes.backward import fuse_backward, split_backward
 from raypipe.schedule.passes.recompute import add_recompute, keep_activations
 from raypipe.schedule.passes.replicate import replicate
+from raypipe.schedule.passes.shard import shard
 from raypipe.schedule.passes.sync import add_updates, place_gradient_sync
 from raypipe.schedule.passes.weights import insert_weights
 
@@ -14,5 +15,6 @@ __all__ = [
     "keep_activations",
     "place_gradient_sync",
     "replicate",
+    "shard",
     "split_backward",
 ]

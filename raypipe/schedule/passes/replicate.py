@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule
 
@@ -25,4 +27,5 @@ def replicate(schedule: Schedule, copies: int) -> Schedule:
         for w in range(copies)
         for order in schedule.orders
     ]
-    return schedule.with_orders(orders, placement=tuple(placement), microbatches=copies * count)
+    sharding = schedule.sharding and replace(schedule.sharding, copies=copies * schedule.sharding.copies)
+    return schedule.with_orders(orders, placement=tuple(placement), microbatches=copies * count, sharding=sharding)

@@ -31,6 +31,9 @@ def place_gradient_sync(
 ) -> Schedule:  # fmt: skip
     """Insert one AR per held stage replica, for stages that more than one replica holds.
 
+    Where gradients are reduce-scattered, AR sums the shards over the groups that replicate them, and follows RS; a
+    stage whose shard group is all its holders needs none.
+
     Args:
         schedule: a schedule without AR tasks; existing ones are placed anew.
         policy: ``lazy`` after all local compute; ``eager`` right after the stage's last local gradient;
@@ -53,6 +56,9 @@ def place_gradient_sync(
     bare = schedule.with_orders([t for t in order if t.kind != "AR"] for order in schedule.orders)
     if bare.replicas * copies < 2:
         return bare
+    summed = {stage for stage in range(bare.stages) if _scattered_over_all(bare, stage, copies)}
+    if len(summed) == bare.stages:
+        return bare
     costs = CostTable.even(bare.stages) if costs is None else costs
     graph = link(bare) if graph is None else graph
     check_links(graph)
@@ -71,6 +77,8 @@ def place_gradient_sync(
         after: dict[int, list[Task]] = {}
         at = 0
         for stage, replica in sorted(pairs, key=lambda pair: (turn[pair[0]], pair)):
+            if stage in summed:
+                continue
             own = last[stage, replica] - first + 1 if (stage, replica) in last else 0
             eager = policy == "eager" or (
                 policy == "eager-opt" and _idles(done.start, done.end, first + own - 1, first + close - 1)
@@ -84,9 +92,19 @@ def place_gradient_sync(
     return bare.with_orders(orders)
 
 
+def _scattered_over_all(schedule: Schedule, stage: int, copies: int) -> bool:
+    """Whether the stage's RS sums its gradients over all its holders, ``copies`` times those of the schedule."""
+    sharding = schedule.sharding
+    if sharding is None or not sharding.levels[stage]:
+        return False
+    everyone = sharding.group is None or sharding.group == sharding.copies * copies
+    return everyone and schedule.replicas == sharding.copies
+
+
 def last_gradients(graph: TaskGraph) -> dict[tuple[int, int], int]:
     """(stage, replica) -> number of the task that completes its gradients; none for one without a micro-batch."""
-    return {(t.stage, t.replica): i for i, t in enumerate(graph.tasks) if t.kind in WEIGHT_GRADIENTS}
+    complete = WEIGHT_GRADIENTS | {"RS"}
+    return {(t.stage, t.replica): i for i, t in enumerate(graph.tasks) if t.kind in complete}
 
 
 def sync_order(graph: TaskGraph, last: dict[tuple[int, int], int], end: Sequence[float]) -> list[int]:

@@ -1,0 +1,68 @@
+"""The collectives of sharded data parallelism in a cost table: gathers, reduce-scatters, and all-reduces of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raypipe.cost.collectives import Kind, Layout, collective_seconds
+from raypipe.cost.profile import Profile
+from raypipe.cost.stages import Cut, Placed, gradient_width, parameters
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Sharding
+
+
+def shard_group(sharding: Sharding, copies: int) -> int:
+    """Return the size of a shard group; ``copies`` are data-parallel copies of the schedule that has this sharding."""
+    return sharding.group or sharding.copies * copies
+
+
+def with_sharding(
+    costs: CostTable, profile: Profile, cut: Cut, placement: Sequence[Sequence[int]], sharding: Sharding, copies: int
+) -> CostTable:
+    """Return the costs of a schedule's stages with what sharding makes of them.
+
+    A gather or a reduce-scatter moves the weights or gradients of a whole stage, at their full width, over its shard
+    group. An AR of a sharded stage sums its shards over the groups that replicate them, and U updates a shard. Tied
+    matrices are summed apart, whatever the level.
+
+    Args:
+        costs: of the same stages without sharding (``stage_costs``).
+        profile: costs of the layers and links.
+        cut: layers of each stage.
+        placement: device of each stage, per replica of one copy.
+        sharding: levels and shard groups.
+        copies: data-parallel copies in all.
+    """
+    group = sharding.group or copies
+    width = gradient_width(profile.dtype)
+    placed = Placed.of(placement, copies, profile.devices_per_host)
+    inner = replace(placed, copies=group)
+
+    def over_group(kind: Kind, stage: int, size: float) -> float:
+        slowest = 0.0
+        for row in placed.rows:
+            layout = inner.layout([row[stage]])
+            sharing = max(1, placed.busy // max(1, layout.per_host))
+            slowest = max(slowest, collective_seconds(profile, kind, size, layout, sharing))
+        return slowest
+
+    def between_groups(stage: int, size: float) -> float:
+        holders = {copy * placed.width + row[stage] for copy in range(0, copies, group) for row in placed.rows}
+        layout = Layout.of(sorted(holders), placed.per_host)
+        sharing = max(1, placed.busy // max(1, layout.per_host))
+        return collective_seconds(profile, "all_reduce", size, layout, sharing)
+
+    gather, scatter = [0.0] * len(cut), [0.0] * len(cut)
+    all_reduce, update = list(costs.all_reduce), list(costs.update)
+    for stage, layers in enumerate(cut):
+        if sharding.levels[stage]:
+            values = parameters(profile, layers)
+            gather[stage] = over_group("all_gather", stage, values * width)
+            scatter[stage] = over_group("reduce_scatter", stage, values * width)
+            all_reduce[stage] = between_groups(stage, values * width / group)
+            update[stage] -= profile.update_s_per_parameter * values * (1 - 1 / group)
+    return replace(
+        costs, gather=tuple(gather), reduce_scatter=tuple(scatter), all_reduce=tuple(all_reduce),
+        update=tuple(max(0.0, u) for u in update),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Sharded data parallelism in a schedule: its collectives, its rules for the verifier, what devices hold of it."""
