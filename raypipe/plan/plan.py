@@ -22,7 +22,15 @@ from raypipe.job.requested_schedule import base_schedule, fitting
 from raypipe.job.spec import JobSpec
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync, replicate, shard
+from raypipe.schedule.passes import (
+    add_recompute,
+    add_updates,
+    forwards_alone,
+    keep_activations,
+    place_gradient_sync,
+    replicate,
+    shard,
+)
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.verify import verify
 
@@ -185,5 +193,5 @@ def with_recompute(schedule: Schedule, parallel: ParallelSpec, cut: Cut) -> Sche
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the schedule with only its forwards, for validation."""
-    return schedule.with_orders([t for t in order if t.kind == "F"] for order in schedule.orders)
+    """Return the schedule with only its forwards, for validation, and what gathers weights for them."""
+    return forwards_alone(schedule)

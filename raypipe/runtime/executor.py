@@ -111,7 +111,6 @@ class Executor(ProgramRunner):
         self._squares: list[Tensor] = []
         if not self.training:
             self.commit()
-            self.shards.gather_all(self.outgoing.push)
         self._recomputed_bytes: dict[int, int] = {}
         if self.training:
             self._completes = completed_by(program)
@@ -119,8 +118,6 @@ class Executor(ProgramRunner):
         meter = PeakMeter(self.settings.device) if self.measures and self.training else None
         with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
             marks = self.issue(program, step)
-        if not self.training:
-            self.shards.release_all()
         return self._end(marks, StepMemory(meter.peak if meter is not None else 0, self._recomputed_bytes))
 
     def run_task(self, action: Action) -> None:

@@ -16,7 +16,15 @@ from raypipe.schedule.forms.json_form import from_json, to_json
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Sharding, Task
 from raypipe.schedule.kinds import READS_WEIGHTS, WEIGHT_GRADIENTS
-from raypipe.schedule.passes import add_recompute, add_updates, place_gradient_sync, replicate, shard, split_backward
+from raypipe.schedule.passes import (
+    add_recompute,
+    add_updates,
+    forwards_alone,
+    place_gradient_sync,
+    replicate,
+    shard,
+    split_backward,
+)
 from raypipe.schedule.sharding.collectives import collectives
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
@@ -245,3 +253,17 @@ def test_sharded_gradients_are_summed_over_the_directions_by_their_shards():
             assert len(graph.preds[i]) == 2
         if task.kind == "U":
             assert [graph.tasks[p].kind for p in graph.preds[i]] == ["AR"]
+
+
+def test_forwards_alone():
+    """Validation gathers every stage once for all its forwards, and reduces nothing."""
+    bare = generate("zeropp", Shape(devices=2, microbatches=4, chunks=2, unit=2))
+    assert forwards_alone(bare).orders == tuple(tuple(t for t in o if t.kind == "F") for o in bare.orders)
+    for level in (1, 3):
+        found = forwards_alone(shard(bare, level, unit=2))
+        for order in found.orders:
+            kinds = [t.kind for t in order]
+            assert (kinds.count("F"), kinds.count("AG")) == (8, 2)
+            assert kinds.count("FREE") == (2 if level == 3 else 0)
+            assert len(kinds) == 8 + 2 + kinds.count("FREE")
+            assert kinds[0] == "AG"

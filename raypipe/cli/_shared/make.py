@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
 from raypipe.cli._shared.values import comma_list
 from raypipe.errors import RequestError, ScheduleError, nearest
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import LONGEST, CostTable
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.passes import shard
+from raypipe.schedule.passes.shard import Gather
 
 if TYPE_CHECKING:
     from raypipe.search import Found
@@ -28,7 +30,10 @@ SHAPE_KINDS: dict[str, Callable[[str], Any]] = {
 }
 """What reads the text of each of a shape's options: words, where they are no numbers."""
 DEFAULT_SHAPE = {"devices": 4, "microbatches": 8}
-DEFAULT_COSTS = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "recompute": 0.0, "comm": 0.0}
+DEFAULT_COSTS = {
+    "forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "recompute": 0.0, "comm": 0.0, "gather": 0.0,
+    "reduce_scatter": 0.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,38 @@ def load_one(path: Path, costs: Mapping[str, str | None], memory_limit: str | No
     table = cost_table(schedule.stages, costs)
     given = {key: getattr(table, key) for key, text in costs.items() if text is not None}
     return Made(schedule, replace(own, **given))
+
+
+def with_shards(made: list[Made], given: Mapping[str, str | None], unit: str | None) -> list[Made]:
+    """Shard the schedules over their data-parallel copies if ``--zero`` says so (``passes.shard``).
+
+    Raises:
+        RequestError: an option is invalid, or one of the others is given without ``--zero``.
+    """
+    texts = {key: text for key, text in given.items() if text is not None}
+    if "zero" not in texts:
+        if texts:
+            raise RequestError(flag(next(iter(texts))), "applies to --zero only", "add --zero, or leave it out")
+        return made
+    levels = comma_list("--zero", texts["zero"], int)
+    ahead = comma_list("--ahead", texts.get("ahead", "1"), int)
+    if len(ahead) != 1 or ahead[0] < 0:
+        raise RequestError("--ahead", f"{texts['ahead']} tasks", "use one whole number >= 0")
+    units = [None] if unit is None else comma_list("--unit", unit, int)
+    found = []
+    for n, one in enumerate(made):
+        each = units[n if len(units) == len(made) else 0]
+        try:
+            schedule = shard(
+                one.schedule, levels if len(levels) > 1 else levels[0],
+                gather=cast(Gather, texts.get("window", "unit")),
+                unit=each, ahead=ahead[0],
+            )  # fmt: skip
+        except ScheduleError as error:
+            where = {"gather": "--window", "zero": "--zero"}.get(error.where, error.where)
+            raise RequestError(where, error.why, error.fix) from error
+        found.append(replace(one, schedule=schedule))
+    return found
 
 
 def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> CostTable:

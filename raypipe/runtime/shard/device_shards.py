@@ -66,17 +66,6 @@ class DeviceShards:
         while len(self._scattering) > left:
             self.stages[self._scattering.popleft()].add_oldest(push)
 
-    def gather_all(self, push: Push) -> None:
-        """Gather all stages outside of a step, for a validation."""
-        for key in sorted(self.stages):
-            self.stages[key].gather_all(push)
-
-    def release_all(self) -> None:
-        """Free what a validation needed gathered."""
-        for stage in self.stages.values():
-            if stage.level == 3:
-                stage.release()
-
     def take_counts(self) -> tuple[float, float]:
         """Return this device's share of the gathers and reduce-scatters since the last call."""
         gathers = sum(stage.all_gathers for stage in self.stages.values())

@@ -44,8 +44,6 @@ class ShardedStage:
         self.flats = [FlatWeights(parameters, group, level) for parameters in by_dtype.values()]
         self.names = frozenset(name for flat in self.flats for name in flat.parameters)
         """The parameters that are divided."""
-        self._current = True
-        """Whether all gathered values are those of the last updates."""
         self.all_gathers = self.reduce_scatters = 0.0
         """Collectives since the last reset; each member counts its share of one."""
 
@@ -67,7 +65,6 @@ class ShardedStage:
         """Start to gather the weights (AG)."""
         for flat in self.flats:
             flat.gather()
-        self._current = True
         self.all_gathers += 1 / self.group.size()
 
     def wait_gathered(self, push: Push) -> None:
@@ -85,12 +82,6 @@ class ShardedStage:
         """Drop the gathered weights (FREE)."""
         for flat in self.flats:
             flat.release()
-
-    def gather_all(self, push: Push) -> None:
-        """Gather the weights outside of a step, unless they are there and current."""
-        if not self._current or self.level == 3:
-            self.gather()
-        self.wait_gathered(push)
 
     @property
     def accumulates(self) -> bool:
@@ -127,12 +118,7 @@ class ShardedStage:
                 wait_for(f"gradient sum of stage {self.stage} over groups of copies", work, push)
             flat.set_gradients()
 
-    def changed(self) -> None:
-        """Note that this device's shard has changed, so that gathered values are older."""
-        self._current = False
-
     def drop_gradients(self) -> None:
         """Drop all gradients, after the update."""
         for flat in self.flats:
             flat.drop_gradients()
-        self.changed()

@@ -61,7 +61,6 @@ def read_shards(checkpoint: Checkpoint, stage: ShardedStage, optimizer: torch.op
                 with torch.no_grad():
                     piece.copy_(saved.reshape(-1)[part.begin : part.begin + part.size])
         _read_optimizer(checkpoint, flat, optimizer)
-    stage.changed()
 
 
 def _check(checkpoint: Checkpoint, key: str, saved: Tensor, parameter: Tensor) -> None:

@@ -3,13 +3,14 @@
 from raypipe.schedule.passes.backward import fuse_backward, split_backward
 from raypipe.schedule.passes.recompute import add_recompute, keep_activations
 from raypipe.schedule.passes.replicate import replicate
-from raypipe.schedule.passes.shard import shard
+from raypipe.schedule.passes.shard import forwards_alone, shard
 from raypipe.schedule.passes.sync import add_updates, place_gradient_sync
 from raypipe.schedule.passes.weights import insert_weights
 
 __all__ = [
     "add_recompute",
     "add_updates",
+    "forwards_alone",
     "fuse_backward",
     "insert_weights",
     "keep_activations",

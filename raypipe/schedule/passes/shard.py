@@ -183,3 +183,13 @@ def _scatters(schedule: Schedule, sharding: Sharding, device: int, unit: int | N
             if home == device and sharding.levels[stage] and (stage, replica) not in ends:
                 found.setdefault(len(order), []).append(Task("RS", stage, (), replica))
     return found
+
+
+def forwards_alone(schedule: Schedule) -> Schedule:
+    """Return a sharded schedule with only its forwards, as validation runs them: every stage gathered once for all."""
+    bare = schedule.with_orders([t for t in order if t.kind == "F"] for order in schedule.orders)
+    if bare.sharding is None:
+        return bare
+    windows = [issued_early(policy_windows(bare, d, "step"), 1) for d in range(bare.devices)]
+    placed = place(bare, bare.sharding, windows, None)
+    return placed.with_orders([t for t in order if t.kind != "RS"] for order in placed.orders)

@@ -1,0 +1,42 @@
+"""Costs of sharded stages on the made-up profile: two devices a host, 4 bytes a value, links 1 + n/100 and 5 + n/10."""
+
+import pytest
+
+from raypipe.cost.sharded_stages import with_sharding
+from raypipe.cost.stages import stage_costs
+from raypipe.schedule.ir import Sharding
+
+CUT = [(0, 1, 2), (3, 4, 5)]
+
+
+def costs(profile, copies, levels, group=None, placement=((0, 1),)):
+    plain = stage_costs(profile, CUT, 2, placement, copies=copies)
+    sharding = Sharding(levels=levels, group=group)
+    return plain, with_sharding(plain, profile, CUT, placement, sharding, copies)
+
+
+def test_two_copies_on_two_hosts(profile):
+    """Stage 0 has 100 values of 4 bytes; a ring of two sends half of them once: 5 + 0.1 * 200, the link for itself.
+
+    Both stages of a host send at the same time over its one link, so each has half of its bandwidth.
+    """
+    plain, found = costs(profile, 2, (3, 0))
+    assert found.gather == pytest.approx((5 + 0.1 * 200 * 2, 0.0))
+    assert found.reduce_scatter == found.gather
+    assert found.all_reduce == (0.0, plain.all_reduce[1])
+    assert found.update == pytest.approx((plain.update[0] - 0.1 * 100 / 2, plain.update[1]))
+    assert found.forward == plain.forward
+
+
+def test_shards_inside_a_host_are_replicated_between_hosts(profile):
+    """One stage on one device, four copies on two hosts: pairs gather inside, halves are summed between the hosts."""
+    layers = [tuple(range(6))]
+    plain = stage_costs(profile, layers, 2, ((0,),), copies=4)
+    found = with_sharding(plain, profile, layers, ((0,),), Sharding(levels=(3,), group=2), 4)
+    size = (60 + 4 * 20 + 55 - 50) * 4
+    assert found.gather == pytest.approx((1 + 0.01 * size / 2,))
+    # Two copies of each half, on a link that both halves share: 2 messages of a quarter each.
+    assert found.all_reduce == pytest.approx((2 * 5 + 2 * 0.1 * (size / 4) * 2,))
+    whole = with_sharding(plain, profile, layers, ((0,),), Sharding(levels=(3,)), 4)
+    assert whole.gather[0] > found.gather[0]
+    assert whole.all_reduce == (0.0,)
