@@ -36,6 +36,8 @@ class WorkerGroup:
     run_id: str
     keeps_devices: bool = False
     """Whether the devices stay reserved for the run's next attempt."""
+    process_groups: int = 0
+    """Process groups that the newest set-up made."""
     calls: deque[Any] = field(init=False)
     """References of the newest calls."""
 
