@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from raypipe.cost.hosts import Hosts
 from raypipe.cost.profile import CollectiveFit, CollectivePath, LinkFit, Profile
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -98,13 +99,13 @@ class Layout:
         return self.hosts * self.per_host
 
     @staticmethod
-    def of(devices: Sequence[int], devices_per_host: int) -> Layout:
+    def of(devices: Sequence[int], hosts: Hosts) -> Layout:
         """Return the layout of some devices, which are numbered host by host.
 
-        >>> Layout.of([0, 1, 8, 9], 8)
+        >>> Layout.of([0, 1, 8, 9], Hosts(8))
         Layout(hosts=2, per_host=2)
         """
-        counts = Counter(device // devices_per_host for device in set(devices))
+        counts = Counter(map(hosts.of, set(devices)))
         return Layout(len(counts), max(counts.values(), default=0))
 
 

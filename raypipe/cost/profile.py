@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from raypipe.cost.hosts import Hosts
 from raypipe.cost.noise import Noise
 from raypipe.job.field_types import Positive, Spec
 from raypipe.job.json_file import load_json
@@ -151,6 +152,10 @@ class Profile(Spec):
     devices: Annotated[int, Field(ge=1)]
     """Devices of the cluster."""
     devices_per_host: Annotated[int, Field(ge=1)]
+    """Devices of the host that has most; ``alone`` compares one busy device with so many."""
+    hosts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
+    """Devices of each host, where hosts differ, in the order in which devices are numbered; further hosts, and all
+    of them if this is empty, have ``devices_per_host``."""
     memory_bytes: Bytes
     """Total memory of one device."""
     base_bytes: Bytes = 0.0
@@ -178,6 +183,15 @@ class Profile(Spec):
     """Links to other hosts that one host can use at the same time: its network cards."""
     collectives: Annotated[tuple[CollectiveFit, ...], Field(strict=False)] = ()
     """Measured collectives; without any, their costs follow from the links."""
+
+    @property
+    def placed(self) -> Hosts:
+        """Which host each device is on."""
+        return Hosts(self.devices_per_host, self.hosts)
+
+    def on_hosts(self, counts: tuple[int, ...]) -> Profile:
+        """Return the profile with ``counts`` devices on each host, in the order in which devices are numbered."""
+        return self.model_copy(update={"hosts": counts})
 
     @property
     def process_bytes(self) -> float:

@@ -100,6 +100,6 @@ def doubts(job: JobSpec, profile: Profile, devices: int | None = None) -> list[s
             "be proportional, larger ones are not considered: profile with --microbatches 1,2,4,8"
         )
     if profile.source == "measured" and devices is not None and devices > profile.devices:
-        hosts = "" if profile.devices > profile.devices_per_host else "; links between hosts are assumed as fast"
+        hosts = "" if len(profile.placed.of_first(profile.devices)) > 1 else "; links between hosts are assumed as fast"
         found.append(f"warning: {devices} devices are planned with the measurements of {profile.devices}{hosts}")
     return found

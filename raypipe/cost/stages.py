@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import gcd
 
 from raypipe.cost.collectives import Layout, collective_seconds
+from raypipe.cost.hosts import Hosts
 from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.errors import SpecError
@@ -56,7 +57,7 @@ def stage_costs(
         SpecError: the cut does not hold every layer once, or the placement has another number of stages.
     """
     check_cut(profile, cut, placement)
-    placed = Placed.of(placement, copies, profile.devices_per_host)
+    placed = Placed.of(placement, copies, profile.placed)
     samples = microbatch * size
     stages = [[profile.layers[i] for i in layers] for layers in cut]
     share = crowding(profile, placed.busy)
@@ -128,7 +129,8 @@ def costs_of(
 class Placed:
     """Data-parallel copies of a placement, numbered as ``passes.replicate`` does.
 
-    Thousands of copies take no longer to evaluate than a few, because their positions on hosts repeat.
+    Thousands of copies take no longer to evaluate than a few, because their positions on hosts repeat where all hosts
+    have as many devices.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -136,28 +138,34 @@ class Placed:
     copies: int
     width: int
     """Devices per copy."""
-    per_host: int
-    """Devices per host."""
+    hosts: Hosts
 
     @staticmethod
-    def of(rows: Sequence[Sequence[int]], copies: int, per_host: int) -> Placed:
+    def of(rows: Sequence[Sequence[int]], copies: int, hosts: Hosts) -> Placed:
         """Build it from the first copy's placement."""
-        return Placed(tuple(map(tuple, rows)), copies, 1 + max(d for row in rows for d in row), per_host)
+        return Placed(tuple(map(tuple, rows)), copies, 1 + max(d for row in rows for d in row), hosts)
+
+    @property
+    def one_per_host(self) -> bool:
+        """Whether no two devices share a host."""
+        return self.hosts.uniform and self.hosts.per_host == 1
 
     @property
     def turn(self) -> int:
         """Number of copies after which a copy begins at the same position on a host again."""
-        return self.per_host // gcd(self.width, self.per_host)
+        if not self.hosts.uniform:
+            return self.copies
+        return self.hosts.per_host // gcd(self.width, self.hosts.per_host)
 
     def layout(self, devices: Collection[int]) -> Layout:
         """Return how these devices of all copies are distributed over hosts.
 
-        >>> Placed.of([(0, 1, 2)], 5, 2).layout([0])
+        >>> Placed.of([(0, 1, 2)], 5, Hosts(2)).layout([0])
         Layout(hosts=5, per_host=1)
-        >>> Placed.of([(0, 1)], 8, 8).layout([0])
+        >>> Placed.of([(0, 1)], 8, Hosts(8)).layout([0])
         Layout(hosts=2, per_host=4)
         """
-        if self.per_host == 1:
+        if self.one_per_host:
             return Layout(self.copies * len(set(devices)), 1)
         turns, left = divmod(self.copies, self.turn)
         parts = [self._layout(devices, self.turn)] * bool(turns) + [self._layout(devices, left)] * bool(left)
@@ -165,7 +173,7 @@ class Placed:
         return Layout(hosts, max(part.per_host for part in parts))
 
     def _layout(self, devices: Collection[int], copies: int) -> Layout:
-        return Layout.of([copy * self.width + d for copy in range(copies) for d in devices], self.per_host)
+        return Layout.of([copy * self.width + d for copy in range(copies) for d in devices], self.hosts)
 
     def first_rows(self) -> Iterator[tuple[int, ...]]:
         """Yield the placement rows of the copies before their positions on hosts repeat."""
@@ -176,7 +184,7 @@ class Placed:
     @property
     def busy(self) -> int:
         """Number of devices of a host that are used."""
-        return min(self.per_host, self.copies * len({d for row in self.rows for d in row}))
+        return self.hosts.busy(self.copies * len({d for row in self.rows for d in row}))
 
 
 def check_cut(profile: Profile, cut: Cut, placement: Sequence[Sequence[int]]) -> None:
@@ -214,7 +222,7 @@ def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...
             own -= profile.tied_parameters
         holders = frozenset(row[stage] for row in placed.rows)
         # The position of the holders in a copy matters only if hosts have several devices.
-        key = own, holders if placed.per_host > 1 else frozenset(range(len(holders)))
+        key = own, frozenset(range(len(holders))) if placed.one_per_host else holders
         if key not in known:
             known[key] = group_seconds(profile, own * width, holders, placed)
         found.append(known[key])
@@ -238,13 +246,13 @@ def group_seconds(profile: Profile, size_bytes: float, holders: Collection[int],
 
 def _messages(profile: Profile, cut: Cut, placed: Placed, samples: float) -> tuple[float, ...]:
     """Seconds of a message from each stage but the last to the next, over its slowest replica's link."""
-    host = placed.per_host
+    host = placed.hosts.of
     seen: list[set[bool]] = [set() for _ in range(len(cut) - 1)]
     """Per link, whether it stays inside a host."""
     for row in placed.first_rows():
         for found, (a, b) in zip(seen, pairwise(row), strict=True):
             if a != b:
-                found.add(a // host == b // host)
+                found.add(host(a) == host(b))
     return tuple(
         max(
             ((profile.inside if same else profile.between).seconds(profile.layers[part[-1]].sent_bytes * samples)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from raypipe.cost.analytic import SIZES, analytic_profile
 from raypipe.cost.collectives import Kind, Layout, collective_seconds
 from raypipe.cost.gpt_work import RAYPIPE, SOFTWARE, STATISTIC, Software, gpt_work, mask_bytes, master_width
+from raypipe.cost.hosts import Hosts
 from raypipe.cost.layer_work import Effort, LayerWork
 from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.errors import SpecError
@@ -160,7 +161,7 @@ def tensor_profile(
         sizes = [n for n in sizes if n % 2 == 0]
     parts = sorted({n // 2 for n in sizes}) if sub_pipelined else sizes
     plain = analytic_profile([m.work for m in tensor_ranks], cluster, dtype, parts, optimizer, momentum)
-    layout = Layout.of(range(size), cluster.devices_per_host)
+    layout = Layout.of(range(size), Hosts(cluster.devices_per_host))
 
     def exchanged(kind: Kind, each: Sequence[float], samples: int) -> float:
         return sum(collective_seconds(plain, kind, samples * one, layout) for one in each)

@@ -51,8 +51,9 @@ def _run_locked(
     from raypipe.runtime.cluster.reserve import reserve
 
     directory = prepared.directory
-    count = prepared.schedule.devices * prepared.plan.parallel.tensor
-    devices = connect(count, dashboard_port)
+    together = prepared.plan.parallel.tensor
+    count = prepared.schedule.devices * together
+    devices = connect(count, dashboard_port, together=together)
     cores = cores_of_one_host(devices)
     log = RunLog(directory)
     log.event("run", resume=prepared.resume, devices=count, cores=cores)
@@ -64,7 +65,7 @@ def _run_locked(
         watch()
 
     try:
-        reservation = reserve(count, devices, prepared.job.train.wait_for_devices_s, waiting)
+        reservation = reserve(count, devices, prepared.job.train.wait_for_devices_s, waiting, together)
     finally:
         log.close()
     request = RunRequest(prepared.job, directory, prepared.resume, devices, reservation)
@@ -76,7 +77,7 @@ def _run_locked(
     p = prepared.plan.parallel
     plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
     made_for = prepared.plan.made_for
-    promised = (prepared.plan.predicted_step_s, made_for.device if made_for is not None else None)
+    promised = (_promised_s(prepared), made_for.device if made_for is not None else None)
     return _outcome(result, prepared), summarise(directory, plan, *promised, prepared.units)
 
 
@@ -99,6 +100,14 @@ def _ended(request: RunRequest, watch: Callable[[], None]) -> Result | BaseExcep
         thread.join(0.5)
         watch()
     return ended[0]
+
+
+def _promised_s(prepared: Prepared) -> float | None:
+    """Return the plan's predicted step time: for the hosts on which its devices were, if they were not as planned."""
+    events = read_rows(prepared.directory / EVENTS)
+    begun = max(i for i, e in enumerate(events) if e["event"] == "run")
+    moved = [e for e in events[begun:] if e["event"] == "notice" and "hosts" in e]
+    return moved[-1].get("predicted_step_s") if moved else prepared.plan.predicted_step_s
 
 
 def _result(ended: Result | BaseException, directory: Path) -> Result:

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from raypipe.cost.hosts import words
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile
 
 
@@ -38,11 +39,17 @@ def _about(layers: list[LayerProfile]) -> tuple[str, str, str, str]:
     return name, f"{first.parameters:,}", size_text(first.kept_bytes), size_text(waiting)
 
 
+def _hosts(profile: Profile) -> str:
+    if profile.placed.uniform:
+        return f"{profile.devices} devices, {profile.devices_per_host} per host"
+    return words(profile.placed.of_first(profile.devices))
+
+
 def _notes(profile: Profile) -> list[str]:
     lines = [
         "kept: memory of a sample from forward to backward; waiting: from B to W with a split backward;",
         "±: half the interquartile range of F, over its median",
-        f"{profile.devices} devices, {profile.devices_per_host} per host; {size_text(profile.memory_bytes)} each, of "
+        f"{_hosts(profile)}; {size_text(profile.memory_bytes)} each, of "
         f"which an empty process takes {size_text(profile.base_bytes)}",
         f"optimizer {profile.update_s_per_parameter * 1e9:.2f} ns per parameter; "
         f"{profile.task_overhead_s * 1e6:.0f} us between two tasks",
@@ -53,7 +60,7 @@ def _notes(profile: Profile) -> list[str]:
         lines.append(f"disturbed: {profile.noise.sentence()}")
     if profile.devices > 1:
         lines.append(f"messages inside a host: {_link(profile.inside)}")
-    if profile.devices > profile.devices_per_host:
+    if len(profile.placed.of_first(profile.devices)) > 1:
         lines.append(f"messages between hosts: {_link(profile.between)}")
     for c in profile.collectives:
         cost = f"alpha {c.alpha_s * 1e6:.0f} us, {_rate(c.beta_s_per_byte)}"

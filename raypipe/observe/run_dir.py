@@ -23,6 +23,8 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 RECORD = "job.json"
 """The job as it was given for the run."""
+PROFILE = "profile.json"
+"""The profile that the plan was made with, where the run measured it."""
 SECTIONS = {"name", "model", "data", "train", "parallel"}
 SHOWN = 3
 """Number of files that an error names; it counts the others."""

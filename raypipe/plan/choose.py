@@ -317,8 +317,10 @@ def choose(
         rest.append(Row(p, why, "compared"))
     rows += sorted(rest, key=lambda row: (not row.prediction.fits, rank_key(row.prediction)))
     rows += list(_faster_but_too_large(chooser, found, best))
+    c = best.candidate
+    hosts = tuple(c.tensor * n for n in judge.of(c).profile.placed.of_first(c.groups))
     return Decision(
-        plan=plan_of(best, job).planned_for(job, profile.device), rows=tuple(rows), searched=found.searched,
+        plan=plan_of(best, job).planned_for(job, profile.device, hosts), rows=tuple(rows), searched=found.searched,
         timed=found.timed, seconds=time.monotonic() - began,
         notes=tuple(_notes(rows, profile, shared, count, given, greedy)),
     )  # fmt: skip

@@ -46,6 +46,8 @@ class MadeFor(Spec):
     """The device whose costs it was planned with."""
     decision: str
     """Digest of the decision, so that an edited plan is recognised."""
+    hosts: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Ranks on each host, in the order of ranks, as they were costed; empty: not known."""
 
 
 ORDER = "plan: order"
@@ -69,10 +71,10 @@ class Plan(Spec):
     made_for: MadeFor | None = None
     """The job and device that it was planned for; None if the planner did not make it."""
 
-    def planned_for(self, job: JobSpec, device: str) -> Plan:
-        """Return a copy of this plan that records the job and device it was planned for."""
+    def planned_for(self, job: JobSpec, device: str, hosts: tuple[int, ...] = ()) -> Plan:
+        """Return a copy of this plan that records the job, device and ranks on each host it was planned for."""
         keys = _predicted_from(job)
-        made = MadeFor(model=keys["model"], train=keys["train"], device=device, decision=self._decision())
+        made = MadeFor(model=keys["model"], train=keys["train"], device=device, decision=self._decision(), hosts=hosts)
         return self.model_copy(update={"made_for": made})
 
     def _decision(self) -> str:
@@ -126,9 +128,7 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
         ScheduleError: the schedule does not exist for the shape, or the plan's order has another shape.
     """
     parallel = plan.parallel
-    schedule = base_schedule(parallel, batch) if plan.order is None else _stored(plan, plan.order, batch)
-    schedule = with_recompute(schedule, parallel, plan.cut)
-    schedule = sharded(replicate(schedule, parallel.replicas), parallel)
+    schedule = sharded(replicate(one_copy(plan, batch), parallel.replicas), parallel)
     schedule = place_gradient_sync(schedule, cast(Sync, parallel.sync))  # raises on an unknown sync
     schedule = add_updates(schedule)
     verify(schedule)
@@ -139,6 +139,16 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
             "choose train.batch, parallel.microbatch and parallel.replicas so that they divide",
         )  # fmt: skip
     return schedule
+
+
+def one_copy(plan: Plan, batch: int) -> Schedule:
+    """Build the compute tasks of one data-parallel copy, without all-reduces and updates.
+
+    Raises:
+        ScheduleError: as for ``build_schedule``.
+    """
+    schedule = base_schedule(plan.parallel, batch) if plan.order is None else _stored(plan, plan.order, batch)
+    return with_recompute(schedule, plan.parallel, plan.cut)
 
 
 def sharded(schedule: Schedule, parallel: ParallelSpec) -> Schedule:

@@ -13,11 +13,11 @@ from raypipe.atomic_write import write_whole
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
+from raypipe.observe.run_dir import PROFILE
 from raypipe.plan.choose import Decision, choose, label
 from raypipe.profiling.profile_job import measure_profile
 from raypipe.runtime.cluster.connect import connect_all
 
-PROFILE = "profile.json"
 SIZES = (1, 2, 4, 8, 16)
 """Micro-batch sizes that are measured, if they divide the mini-batch."""
 CORES = 8
@@ -58,8 +58,10 @@ def profile_this_machine(
     profile = measure_profile(job, sizes, measured, quick=True, cached=True, data=data, say=say)
     say(f"measured in {time.monotonic() - began:.1f} s")
     # Where only some of the host's cores were measured, each of them counted too large a share of its memory.
-    share = min(1.0, measured / min(wanted, count))
-    return profile.model_copy(update={"devices": wanted, "memory_bytes": profile.memory_bytes * share})
+    used = min(wanted, count)
+    hosts = (used,) if measured < used else profile.hosts
+    share = min(1.0, measured / used)
+    return profile.model_copy(update={"devices": wanted, "memory_bytes": profile.memory_bytes * share, "hosts": hosts})
 
 
 def _most_measured() -> int:

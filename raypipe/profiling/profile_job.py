@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from statistics import fmean
 import ray
 
 from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
+from raypipe.cost.hosts import Hosts, devices_on_hosts
 from raypipe.cost.noise import LIMIT, Noise
 from raypipe.cost.profile import LinkFit, Profile, TakenFor
 from raypipe.data import declared_fields, prepare_data
@@ -122,7 +124,7 @@ def at_present(
     One micro-batch size is measured, and all times are scaled by its change, because the speed of a shared machine
     varies over hours.
     """
-    if any(one.name != known.device for one in facts) or per_host(facts) != known.devices_per_host:
+    if any(one.name != known.device for one in facts) or _hosts(facts) != known.placed.of_first(len(facts)):
         return None
     size = _middle(sorted(known.layers[0].times))
     longer = replace(effort, budget_s=max(PROBE_S, effort.budget_s))
@@ -135,9 +137,9 @@ def at_present(
     return known.at_speed(factor)
 
 
-def per_host(facts: Sequence[DeviceFacts]) -> int:
-    """Return the largest number of devices on one host."""
-    return max(sum(one.node == other.node for other in facts) for one in facts)
+def _hosts(facts: Sequence[DeviceFacts]) -> tuple[int, ...]:
+    """Return the devices of each host, in the order of ranks."""
+    return devices_on_hosts([one.node for one in facts])
 
 
 def _middle(sizes: Sequence[int]) -> int:
@@ -170,10 +172,12 @@ def measure_again(bench: LayerBench, effort: Effort, say: Say, began: float) -> 
 def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) -> Profile:
     """Measure a profile as ``measure_profile`` does, on running workers; ``sizes`` must be ascending."""
     workers, model, facts, began = bench.workers, bench.model, bench.facts(), time.monotonic()
-    sharing = per_host(facts)
+    hosts = _hosts(facts)
+    sharing = max(hosts)
     memory = min(one.memory_bytes for one in facts)
-    if all(at.peer.device == "cpu" for at in workers.locations):
-        memory /= sharing  # CPU devices share their host's memory
+    if all(at.peer.device == "cpu" for at in workers.locations):  # CPU devices share their host's memory
+        on_host = Counter(one.node for one in facts)
+        memory = min(one.memory_bytes / on_host[one.node] for one in facts)
     base = fmean(one.base_bytes for one in facts)
     bench.check_room(memory - base)
     layers = f"{len(bench.measured)} of {model.count} layers on each of {len(facts)} devices"
@@ -217,6 +221,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         taken_for=TakenFor.job(bench.job),
         devices=len(facts),
         devices_per_host=sharing,
+        hosts=() if hosts == Hosts(sharing).of_first(len(facts)) else hosts,
         memory_bytes=memory,
         base_bytes=base,
         code_bytes=code,

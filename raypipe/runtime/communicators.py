@@ -17,7 +17,7 @@ from raypipe.runtime.shared_clock import SharedClock, open_clock
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.framed.gloo import FOREVER
 from raypipe.runtime.transport.interfaces import use_interface
-from raypipe.runtime.transport.mesh import open_channels
+from raypipe.runtime.transport.mesh import open_channels, served_by
 from raypipe.runtime.transport.registry import TRANSPORTS
 from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.transport.transport import Ends
@@ -52,6 +52,13 @@ class Topology:
     run_id: str
     timeout_s: float = 300.0
     """How long a worker waits for the others, in set-up and in every all-reduce."""
+
+    def process_groups(self) -> int:
+        """Count the process groups that the set-up makes, with the world's."""
+        if len(self.peers) == 1:
+            return 0
+        channels = served_by(self.peers, self.edges, self.transport)
+        return 1 + len(self.groups) + sum(len(transport.groups(edges)) for transport, edges in channels)
 
 
 class Communicators:

@@ -126,6 +126,7 @@ class Driver:
                 for title, at, (count, _) in zip(workers.titles, workers.locations, per_rank, strict=True)
             ],
             resumed_from=done if checkpoint is not None else None,
+            process_groups=workers.process_groups,
         )
 
     def _loop(self, workers: WorkerGroup, done: int) -> int:

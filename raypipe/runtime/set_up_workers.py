@@ -94,6 +94,7 @@ def set_up(
         fields=fields,
         checkpoint=checkpoint,
     )
+    workers.process_groups = setup.topology.process_groups()
     calls = []
     for rank, actor in enumerate(workers.actors):
         device, tensor_rank = tensor_rank_of(rank, tensor)

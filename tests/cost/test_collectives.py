@@ -8,6 +8,7 @@ import pytest
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.collectives import MODELS, Layout, along, best, collective_seconds, from_measured, terms
 from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
+from raypipe.cost.hosts import Hosts
 from raypipe.cost.profile import CollectiveFit, CollectivePath, LinkFit
 from raypipe.errors import SpecError
 from raypipe.job.cluster import cluster_from
@@ -315,7 +316,7 @@ def test_what_cannot_be_fitted():
 
 
 def test_layouts():
-    assert Layout.of([0, 1, 2, 3], 8) == Layout(1, 4)
-    assert Layout.of([0, 8, 16], 8) == Layout(3, 1)
-    assert Layout.of(range(32), 8).group == 32
-    assert Layout.of([5], 1) == Layout(1, 1)
+    assert Layout.of([0, 1, 2, 3], Hosts(8)) == Layout(1, 4)
+    assert Layout.of([0, 8, 16], Hosts(8)) == Layout(3, 1)
+    assert Layout.of(range(32), Hosts(8)).group == 32
+    assert Layout.of([5], Hosts(1)) == Layout(1, 1)

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from raypipe.cost.collectives import Layout
+from raypipe.cost.hosts import Hosts
 from raypipe.cost.memory import device_memory
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import Placed, costs_of, parameters, stage_costs, with_cast_messages
@@ -175,12 +176,53 @@ def test_copies_counted_by_turns_are_where_each_of_them_is() -> None:
         width, copies, per_host = rng.randint(1, 9), rng.randint(1, 40), rng.randint(1, 12)
         row = tuple(rng.sample(range(width), width))
         holders = rng.sample(range(width), rng.randint(1, width))
-        placed = Placed.of([row], copies, per_host)
+        hosts = Hosts(per_host)
+        placed = Placed.of([row], copies, hosts)
         everywhere = [copy * width + d for copy in range(copies) for d in holders]
-        assert placed.layout(holders) == Layout.of(everywhere, per_host)
+        assert placed.layout(holders) == Layout.of(everywhere, hosts)
         crossings = {
             (copy * width + a) // per_host == (copy * width + b) // per_host
             for copy in range(copies)
             for a, b in pairwise(row)
         }
         assert crossings == {a // per_host == b // per_host for r in placed.first_rows() for a, b in pairwise(r)}
+
+
+def _host_of(device: int, counts: list[int], per_host: int) -> int:
+    owner = [host for host, count in enumerate(counts) for _ in range(count)]
+    owner += [len(counts) + n // per_host for n in range(device + 1)]
+    return owner[device]
+
+
+def test_hosts_of_different_sizes_are_counted_device_by_device() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        width, copies, per_host = rng.randint(1, 6), rng.randint(1, 6), rng.randint(1, 8)
+        counts = [rng.randint(1, per_host) for _ in range(rng.randint(0, 5))]
+        hosts = Hosts(per_host, tuple(counts))
+        every = range(width * copies)
+        where = [_host_of(d, counts, per_host) for d in every]
+        assert [hosts.of(d) for d in every] == where
+        assert hosts.of_first(len(every)) == tuple(where.count(h) for h in dict.fromkeys(where))
+        assert hosts.busy(len(every)) == max(map(where.count, where))
+        row = tuple(rng.sample(range(width), width))
+        placed = Placed.of([row], copies, hosts)
+        own = [copy * width + row[0] for copy in range(copies)]
+        on = [where[d] for d in own]
+        assert placed.layout([row[0]]) == Layout(len(set(on)), max(map(on.count, on)))
+        crossings = {
+            where[copy * width + a] == where[copy * width + b] for copy in range(copies) for a, b in pairwise(row)
+        }
+        assert crossings == {hosts.of(a) == hosts.of(b) for r in placed.first_rows() for a, b in pairwise(r)}
+
+
+def test_links_by_host_where_hosts_differ(profile):
+    """Hosts of three devices and one: the last link crosses, not the middle one; gradients meet over both hosts."""
+    uneven = profile.on_hosts((3, 1))
+    assert stage_costs(uneven, CUT, 2, LINE).links[:3] == (1.2, 1.2, 7)
+    assert stage_costs(profile.on_hosts((4,)), CUT, 2, LINE).links[:3] == (1.2, 1.2, 1.2)
+    assert stage_costs(profile.on_hosts((2, 2)), CUT, 2, LINE) == stage_costs(profile, CUT, 2, LINE)
+    cut = [(0, 1, 2), (3, 4, 5)]
+    # Copies (0, 1) and (2, 3) on hosts of 1 + 3: stage 0 on devices 0 and 2, stage 1 on 1 and 3, of one host.
+    inside = stage_costs(profile.on_hosts((1, 3)), cut, 2, [(0, 1), (2, 3)]).all_reduce[1]
+    assert inside == pytest.approx(2 * 1 + 0.01 * 4 * (20 + 20 + 55 - 50))

@@ -154,7 +154,7 @@ class Predictor:
             return StepOverheads(copies=c.replicas)
         key = (c.stages, c.replicas)
         if key not in self._norms:
-            everyone = Layout.of(range(c.groups), self.profile.devices_per_host)
+            everyone = Layout.of(range(c.groups), self.profile.placed)
             self._norms[key] = collective_seconds(self.profile, "all_reduce", 8.0, everyone)
         return StepOverheads(copies=c.replicas, norm=c.update, norm_s=self._norms[key])
 
@@ -172,7 +172,8 @@ class Predictor:
         # Stage 0 may compute no input gradient; it takes no longer than the slowest stage of the best cut.
         least = self._slowest(grid.microbatch)[grid.stages - 1]
         work = max(grid.microbatches * (there + min(back, split)) / grid.stages, there + inputs - least)
-        return work * crowding(self.profile, grid.stages * grid.replicas) * (1 - 1e-9)
+        busy = self.profile.placed.busy(grid.stages * grid.replicas)
+        return work * crowding(self.profile, busy) * (1 - 1e-9)
 
     def _slowest(self, microbatch: int) -> list[float]:
         """By number of stages, the time of the slowest with the best cut."""

@@ -19,7 +19,7 @@ import ray
 
 from raypipe.errors import RunError, SpecError
 from raypipe.runtime.cluster.autoscaler import autoscales
-from raypipe.runtime.cluster.devices import DeviceRequest, local_cpus, request_devices
+from raypipe.runtime.cluster.devices import DeviceRequest, check_room, local_cpus, request_devices
 
 UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"
 LOCKED = "check the port; where the cluster asks for a token, set RAY_AUTH_MODE=token (Ray does not, for a named one)"
@@ -35,7 +35,9 @@ NOT_STARTED = (
 )
 
 
-def connect(devices: int, dashboard_port: int | None = None, emulated: bool = False) -> DeviceRequest:
+def connect(
+    devices: int, dashboard_port: int | None = None, emulated: bool = False, together: int = 1
+) -> DeviceRequest:
     """Connect to Ray and choose what each of ``devices`` workers reserves.
 
     A cluster named by RAY_ADDRESS, or started on this machine with ``ray start``, is used as it is. Otherwise Ray is
@@ -45,10 +47,11 @@ def connect(devices: int, dashboard_port: int | None = None, emulated: bool = Fa
         devices: number of workers. A cluster with an autoscaler may have fewer devices for now.
         dashboard_port: port for the dashboard of a Ray started here; None for no dashboard.
         emulated: whether devices are emulated. They mostly sleep, so any number of them share the available CPUs.
+        together: number of workers that must be on one node: those of a tensor-parallel group.
 
     Raises:
-        SpecError: the cluster can never provide that many devices, the cluster named by RAY_ADDRESS does not answer,
-            or the dashboard's port is taken.
+        SpecError: the cluster can never provide that many devices, or groups of them; the cluster named by RAY_ADDRESS
+            does not answer; or the dashboard's port is taken.
         RunError: Ray did not start on this machine.
     """
     _join(devices, dashboard_port)
@@ -56,7 +59,11 @@ def connect(devices: int, dashboard_port: int | None = None, emulated: bool = Fa
     if emulated:
         return DeviceRequest(cpus=min(1.0, resources.get("CPU", 1.0) / devices), gpus=0.0)
     short = devices > resources.get("CPU", 0.0)
-    return request_devices(devices, resources, grows=short and autoscales())
+    grows = (short or together > 1) and autoscales()
+    request = request_devices(devices, resources, grows, together)
+    if together > 1 and not grows:
+        check_room(devices, together, request, (node["Resources"] for node in ray.nodes() if node["Alive"]))
+    return request
 
 
 def connect_all(dashboard_port: int | None = None, least: int = 1) -> int:

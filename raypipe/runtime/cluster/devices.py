@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from raypipe.errors import SpecError
 
+SHOWN = 8
+"""Number of nodes that an error lists."""
 OVERSUBSCRIPTION = 8
 """Workers per core on a Ray that raypipe itself starts: enough to try any plan on a laptop."""
 
@@ -18,11 +20,13 @@ class DeviceRequest:
     cpus: float
     gpus: float
 
-    def bundle(self) -> dict[str, float]:
-        """Return the request as a placement group bundle."""
-        wanted = {"CPU": self.cpus}
+    def bundle(self, together: int = 1) -> dict[str, float]:
+        """Return the request of ``together`` workers as a placement group bundle."""
+        wanted = {"CPU": self.cpus * together}
         if self.gpus:
-            wanted["GPU"] = self.gpus
+            # Ray counts in ten-thousandths, rounding down, and takes only whole numbers above 1.
+            share = self.gpus * together
+            wanted["GPU"] = share if share < 1 else float(round(share))
         return wanted
 
     def describe(self) -> str:
@@ -30,7 +34,9 @@ class DeviceRequest:
         return f"{self.gpus:g} GPU" if self.gpus else f"{self.cpus:g} CPU"
 
 
-def request_devices(devices: int, resources: Mapping[str, float], grows: bool = False) -> DeviceRequest:
+def request_devices(
+    devices: int, resources: Mapping[str, float], grows: bool = False, together: int = 1
+) -> DeviceRequest:
     """Choose what each of ``devices`` workers reserves: a GPU if the cluster has any, else a CPU.
 
     With fewer GPUs than devices, workers share them evenly.
@@ -39,6 +45,7 @@ def request_devices(devices: int, resources: Mapping[str, float], grows: bool = 
         devices: number of workers.
         resources: the cluster's total resources, as Ray reports them.
         grows: whether an autoscaler may add CPUs later.
+        together: number of workers that must be on one node. Where GPUs are shared, they share whole ones.
 
     Raises:
         SpecError: the cluster can never provide that many devices; the message says what it has.
@@ -46,7 +53,9 @@ def request_devices(devices: int, resources: Mapping[str, float], grows: bool = 
     gpus, cpus = resources.get("GPU", 0.0), resources.get("CPU", 0.0)
     if gpus >= 1:
         sharing = -(-devices // int(gpus))
-        return DeviceRequest(cpus=min(1.0, cpus / devices), gpus=1.0 if sharing == 1 else 1.0 / sharing)
+        # A group takes whole GPUs, or a share of one that leaves room for whole groups.
+        each = (together // sharing) / together if together >= sharing else 1.0 / (together * -(-sharing // together))
+        return DeviceRequest(cpus=min(1.0, cpus / devices), gpus=each)
     if devices > cpus and not grows:
         raise SpecError(
             "parallel",
@@ -54,6 +63,33 @@ def request_devices(devices: int, resources: Mapping[str, float], grows: bool = 
             f"use at most {int(cpus)}, add nodes, or set RAY_ADDRESS=local to start a Ray for this run alone",
         )
     return DeviceRequest(cpus=1.0, gpus=0.0)
+
+
+def check_room(devices: int, together: int, request: DeviceRequest, nodes: Iterable[Mapping[str, float]]) -> None:
+    """Check that the nodes have room for all groups of ``together`` workers, each group on one node.
+
+    Args:
+        devices: number of workers.
+        together: number of workers of a group.
+        request: what each worker reserves.
+        nodes: the total resources of each node.
+
+    Raises:
+        SpecError: they have not; the message says what each node has.
+    """
+    kind = "GPU" if request.gpus else "CPU"
+    each = request.bundle(together)[kind]
+    has = sorted((node.get(kind, 0.0) for node in nodes), reverse=True)
+    of_one = int(1 / each + 1e-3) if request.gpus and each < 1 else 0  # a share of a GPU is never of two
+    fit = sum(of_one * int(count) if of_one else int(count / each + 1e-6) for count in has)
+    groups = devices // together
+    if fit < groups:
+        raise SpecError(
+            "parallel.tensor",
+            f"needs {groups} groups of {each:g} {kind}s, each on one node, and the nodes have room for {fit}: they "
+            f"have {', '.join(f'{count:g}' for count in has[:SHOWN])}{', ...' if len(has) > SHOWN else ''} {kind}s",
+            f"use nodes whose number of {kind}s is a multiple of {each:g}, or a smaller parallel.tensor",
+        )
 
 
 def local_cpus(devices: int, cores: int) -> int:

@@ -21,16 +21,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ray.exceptions import RayActorError
 
 from raypipe.checkpoint import latest, open_checkpoint
+from raypipe.cost.hosts import devices_on_hosts
+from raypipe.cost.profile import load_profile
 from raypipe.errors import RunError
 from raypipe.job.spec import JobSpec
-from raypipe.observe.run_dir import NO_LOCKS
+from raypipe.observe.run_dir import NO_LOCKS, PROFILE
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
 from raypipe.observe.timelines import save_timelines
-from raypipe.plan.plan import load_plan
+from raypipe.plan.plan import Plan, build_schedule, load_plan
+from raypipe.plan.predict.on_hosts import on_hosts
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.failure import failure_message, is_final, keep_traceback, own_error, root_cause
 from raypipe.runtime.cluster.reserve import Reservation
-from raypipe.runtime.cluster.worker_group import start_worker_group
+from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
 from raypipe.runtime.communicators import own_address
 from raypipe.runtime.driver import Driver
 
@@ -123,13 +126,15 @@ def driver_loop(config: dict[str, Any]) -> None:
         try:
             # Read the saved plan: an earlier attempt may have found a better order.
             plan = load_plan(directory / "plan.json")
-            driver = Driver(job, plan, directory, log, reporter.saved)
+            parallel = plan.parallel
             workers = start_worker_group(
-                driver.schedule, plan.parallel.replicas, request.devices, tensor=plan.parallel.tensor,
+                build_schedule(plan, job.train.batch), parallel.replicas, request.devices, tensor=parallel.tensor,
                 timeout_s=job.train.wait_for_devices_s, reservation=request.reservation,
                 notify=lambda text: log.event("waiting", message=text),
             )  # fmt: skip
             try:
+                plan = _on_these_hosts(plan, job, workers, directory, log)
+                driver = Driver(job, plan, directory, log, reporter.saved)
                 driver.run(workers, checkpoint, done)
             except Exception as error:
                 # Look for the cause before the workers are stopped, while they can still report their errors.
@@ -150,6 +155,22 @@ def driver_loop(config: dict[str, Any]) -> None:
         finally:
             reporter.close()
             log.close()
+
+
+def _on_these_hosts(plan: Plan, job: JobSpec, workers: WorkerGroup, directory: Path, log: RunLog) -> Plan:
+    """Return the plan with its prediction for the hosts on which its workers are; what changes is logged and kept.
+
+    Raises:
+        ClusterError: a tensor-parallel group is on several hosts.
+    """
+    came = devices_on_hosts([at.peer.node for at in workers.locations])
+    profile = load_profile(directory / PROFILE) if (directory / PROFILE).is_file() else None
+    found = on_hosts(plan, job, came, profile)
+    if found is None:
+        return plan
+    log.event("notice", message=found.message, hosts=came, predicted_step_s=found.plan.predicted_step_s)
+    found.plan.save(directory / "plan.json")
+    return found.plan
 
 
 @contextmanager

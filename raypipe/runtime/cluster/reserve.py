@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from raypipe.errors import DevicesError
 from raypipe.runtime.cluster.devices import DeviceRequest
+from raypipe.runtime.cluster.rank_order import bundles_in_rank_order
 from raypipe.runtime.transport.same_host.shared_memory import cleanup
 
 Notify = Callable[[str], None]
@@ -33,17 +34,22 @@ def silent(_message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A placement group with one bundle per device."""
+    """A placement group with one bundle per tensor-parallel group of devices."""
 
     group: PlacementGroup
     run_id: str
     """Eight hexadecimal digits; the id of an attempt appends ``-`` and four more."""
+    devices: int
+    request: DeviceRequest
+    """What each device has of its bundle."""
+    together: int = 1
+    """Devices of each bundle."""
 
     def for_attempt(self) -> Reservation:
         """Return the same reservation with a new id, for one attempt at the run."""
         return replace(self, run_id=f"{self.run_id}-{uuid.uuid4().hex[:4]}")
 
-    def wait(self, devices: int, request: DeviceRequest, timeout_s: float | None, notify: Notify) -> None:
+    def wait(self, timeout_s: float | None, notify: Notify) -> None:
         """Wait until the devices are reserved; ``notify`` is called with a sentence now and then.
 
         Raises:
@@ -58,13 +64,18 @@ class Reservation:
             if timeout_s is not None and waited >= timeout_s:
                 raise DevicesError(
                     "devices",
-                    f"{devices} x {request.describe()} were not free within {timeout_s:.0f} s",
+                    f"{self.devices} x {self.request.describe()} were not free within {timeout_s:.0f} s",
                     "wait for other jobs to end, raise train.wait_for_devices_s (null: no limit), "
                     "or ask for fewer stages or replicas",
                 )
             if waited >= due:
                 due = waited + (NEXT_S if waited < 60 else LATER_S)
-                notify(f"{shortage(devices, request)}, waiting {int(waited) // 60}:{int(waited) % 60:02d}")
+                notify(f"{shortage(self.devices, self.request)}, waiting {int(waited) // 60}:{int(waited) % 60:02d}")
+
+    def in_rank_order(self) -> list[int]:
+        """Return the bundle of each rank: ranks follow one another on a host, and hosts after one another."""
+        bundles = bundles_in_rank_order(self.group, self.request.bundle(self.together).get("GPU", 0.0))
+        return [bundle.number for bundle in bundles for _ in range(self.together)]
 
     def end_attempts(self) -> None:
         """Kill the workers and free the shared memory of attempts whose driver was killed."""
@@ -79,17 +90,22 @@ class Reservation:
         remove_placement_group(self.group)
 
 
-def reserve(devices: int, request: DeviceRequest, timeout_s: float | None, notify: Notify = silent) -> Reservation:
+def reserve(
+    devices: int, request: DeviceRequest, timeout_s: float | None, notify: Notify = silent, together: int = 1
+) -> Reservation:
     """Reserve ``devices`` devices, waiting for them as ``Reservation.wait`` does.
+
+    Each ``together`` of them are on one node: their bundle is one, which is stronger than a strategy of Ray's.
 
     Raises:
         DevicesError: they were not free within ``timeout_s``.
     """
     run_id = uuid.uuid4().hex[:8]
-    group = placement_group([request.bundle() for _ in range(devices)], strategy="PACK", name=f"raypipe {run_id}")
-    reservation = Reservation(group, run_id)
+    bundles = [request.bundle(together) for _ in range(devices // together)]
+    group = placement_group(bundles, strategy="PACK", name=f"raypipe {run_id}")
+    reservation = Reservation(group, run_id, devices, request, together)
     try:
-        reservation.wait(devices, request, timeout_s, notify)
+        reservation.wait(timeout_s, notify)
     except BaseException:
         reservation.give_back()
         raise

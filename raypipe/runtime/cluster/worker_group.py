@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.runtime.cluster.devices import DeviceRequest
@@ -36,6 +36,8 @@ class WorkerGroup:
     run_id: str
     keeps_devices: bool = False
     """Whether the devices stay reserved for the run's next attempt."""
+    process_groups: int = 0
+    """Process groups that the newest set-up made."""
     calls: deque[Any] = field(init=False)
     """References of the newest calls."""
 
@@ -57,7 +59,7 @@ class WorkerGroup:
         for actor in self.actors:
             ray.kill(actor)
         if not self.keeps_devices:
-            Reservation(self.group, self.run_id).give_back()
+            remove_placement_group(self.group)
         cleanup(self.run_id)  # a killed actor leaves its shared memory behind
 
 
@@ -99,7 +101,7 @@ def start_worker_group(
         for d in range(schedule.devices)
         for m in range(tensor)
     ]
-    return start_actors(titles, request, actor_class, timeout_s, reservation, notify)
+    return start_actors(titles, request, actor_class, timeout_s, reservation, notify, tensor)
 
 
 def start_actors(
@@ -109,8 +111,9 @@ def start_actors(
     timeout_s: float | None = 120.0,
     reservation: Reservation | None = None,
     notify: Notify = silent,
+    together: int = 1,
 ) -> WorkerGroup:
-    """Reserve a device for each title and start ``actor_class(rank, title)`` on it.
+    """Reserve a device for each title and start ``actor_class(rank, title)`` on it, in the order of ``rank_order``.
 
     Args:
         titles: one name per actor.
@@ -119,29 +122,36 @@ def start_actors(
         timeout_s: seconds to wait for free devices; None to wait without a limit.
         reservation: devices that the run has reserved already; they stay reserved when the workers stop.
         notify: called with a sentence now and then while the devices are not free.
+        together: number of consecutive ranks that must be on one node.
 
     Raises:
         DevicesError: the devices were not free within ``timeout_s``.
     """
     if reservation is None:
-        place = reserve(len(titles), request, timeout_s, notify)
+        place = reserve(len(titles), request, timeout_s, notify, together)
     else:
         place = reservation.for_attempt()
-        place.wait(len(titles), request, timeout_s, notify)  # Ray reschedules the group when one of its nodes is lost
+        place.wait(timeout_s, notify)  # Ray reschedules the group when one of its nodes is lost
     # One compute thread per device, because the host's cores are shared by several devices.
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if request.gpus == 0 else {}
+    try:
+        bundles = place.in_rank_order()
+    except BaseException:
+        if reservation is None:
+            place.give_back()
+        raise
     actors = [
         ray.remote(actor_class)
         .options(
             name=f"{title} · device {rank} · {place.run_id}",
-            scheduling_strategy=PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=bundle),
             num_cpus=request.cpus,
             num_gpus=request.gpus,
             runtime_env={"env_vars": threads} if threads else {},
             max_restarts=0,
         )
         .remote(rank, title)
-        for rank, title in enumerate(titles)
+        for rank, (title, bundle) in enumerate(zip(titles, bundles, strict=True))
     ]
     workers = WorkerGroup(actors, titles, [], place.group, place.run_id, reservation is not None)
     try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.registry import TRANSPORTS, choose, choose_for_cpu_tensors
-from raypipe.runtime.transport.transport import Edge, Ends, Opening
+from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 
 
 def open_channels(
@@ -39,6 +39,26 @@ def open_channels(
         TransportError: a device did not open its end in time, or an edge makes no sense.
     """
     by_rank = {peer.rank: peer for peer in peers}
+    opening, ends = Opening(me, by_rank, run_id, timeout_s, ring_bytes), Ends({}, {})
+    try:
+        for transport, served in served_by(peers, edges, requested):
+            transport.open(served, opening, ends)
+    except BaseException:
+        ends.close()
+        raise
+    for sender in ends.out.values():
+        opening.progress.add(sender)
+    return ends
+
+
+def served_by(peers: Sequence[Peer], edges: Sequence[Edge], requested: str) -> list[tuple[Transport, list[Edge]]]:
+    """Return which transport serves which edges, in the order in which they are opened; the same on every device.
+
+    Raises:
+        SpecError: the request can't serve one of the edges.
+        TransportError: an edge makes no sense.
+    """
+    by_rank = {peer.rank: peer for peer in peers}
     ordered = sorted(set(edges))
     for src, dst in ordered:
         if src == dst or src not in by_rank or dst not in by_rank:
@@ -54,15 +74,9 @@ def open_channels(
         lowest[edge] = choose(src_peer, dst_peer, requested, lacking=lacking)
         if TRANSPORTS[lowest[edge]].over_cpu_channel(src_peer, dst_peer):
             on_top[edge], lowest[edge] = lowest[edge], choose_for_cpu_tensors(src_peer, dst_peer)
-    opening, ends = Opening(me, by_rank, run_id, timeout_s, ring_bytes), Ends({}, {})
-    try:
-        for layer in (lowest, on_top):
-            for name, transport in TRANSPORTS.items():
-                if served := [edge for edge, kind in layer.items() if kind == name]:
-                    transport.open(served, opening, ends)
-    except BaseException:
-        ends.close()
-        raise
-    for sender in ends.out.values():
-        opening.progress.add(sender)
-    return ends
+    return [
+        (transport, served)
+        for layer in (lowest, on_top)
+        for name, transport in TRANSPORTS.items()
+        if (served := [edge for edge, kind in layer.items() if kind == name])
+    ]

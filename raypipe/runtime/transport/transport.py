@@ -80,6 +80,10 @@ class Transport(ABC):
         """Whether its channel for this edge sends over one for CPU tensors, which ``open`` then finds in ``ends``."""
         return False
 
+    def groups(self, edges: Sequence[Edge]) -> list[tuple[int, ...]]:
+        """The ranks of each process group that ``open`` makes for these edges."""
+        return []
+
     @abstractmethod
     def open(self, edges: Sequence[Edge], opening: Opening, ends: Ends) -> None:
         """Put this device's ends of ``edges`` into ``ends``, ready for use.

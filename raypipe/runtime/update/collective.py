@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-
-import torch.distributed as dist
+from typing import Any, Protocol
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.waiting import PUSH_EVERY_S
@@ -14,7 +13,17 @@ Push = Callable[[], bool]
 """Moves this device's own messages on; True while some are left that only another push can move."""
 
 
-def wait_for(what: str, work: dist.Work, push: Push) -> None:
+class Pending(Protocol):
+    """The methods of ``torch.distributed.Work`` that are used here."""
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+    def wait(self) -> Any:
+        """Wait; raise RuntimeError if it failed."""
+
+
+def wait_for(what: str, work: Pending, push: Push) -> None:
     """Wait for a collective. A pending message of this device may be what the last member needs before it can join.
 
     Raises:

@@ -1,7 +1,9 @@
 """Channel over torch.distributed's Gloo: CPU tensors between hosts, or on one host without shared memory.
 
-All edges share one process group of the whole world, made for this purpose: Gloo keeps the messages from one rank to
-another in order and lets the two directions pass each other, and there is at most one edge per pair and direction.
+All edges that are connected, such as those of one pipeline, share one process group, made for this purpose: Gloo keeps
+the messages from one rank to another in order and lets the two directions pass each other, and there is at most one
+edge per pair and direction. Gloo connects every pair of a group, so a group of the whole world would take longer and
+longer to make with more copies of the pipeline.
 
 Three facts about Gloo shape this file. A receive buffer that is too small aborts the process: see ``frames``. A
 wait that times out closes the connection, so one can't wait in slices. And a send counts as unfinished until
@@ -25,6 +27,7 @@ from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.framed import frames
 from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
 from raypipe.runtime.transport.inbox import Allocate, empty, gone, who
+from raypipe.runtime.transport.process_groups import connected, new_group
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 from raypipe.runtime.transport.waiting import PUSH_EVERY_S, Progress
 
@@ -40,20 +43,25 @@ class Gloo(Transport):
         """See Transport.refusal."""
         return "" if src.device == dst.device == "cpu" else "Gloo carries CPU tensors, and a GPU is involved"
 
+    def groups(self, edges: Sequence[Edge]) -> list[tuple[int, ...]]:
+        """See Transport.groups."""
+        return connected(edges)
+
     def open(self, edges: Sequence[Edge], opening: Opening, ends: Ends) -> None:
         """See Transport.open."""
-        group = open_group(dist.get_world_size())
+        group = open_group(self.groups(edges))
+        if group is None:
+            return
         for peer in opening.destinations(edges):
             ends.out[peer.rank] = gloo_sender(peer, group)
         for peer in opening.sources(edges):
             ends.into[peer.rank] = GlooReceiver(peer, group, opening.progress, opening.allocate)
 
 
-def open_group(world_size: int) -> dist.ProcessGroup:
-    """Make the group that all Gloo edges of the run share. Every rank of the world must call this at the same point."""
-    group: dist.ProcessGroup | None = dist.new_group(list(range(world_size)), backend="gloo", timeout=FOREVER)
-    assert group is not None
-    return group
+def open_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Make the groups for Gloo edges, which share no rank; return this rank's. Every rank of the world calls this."""
+    made = [new_group(ranks, "gloo", FOREVER) for ranks in groups]
+    return next((group for group in made if group is not None), None)
 
 
 def gloo_sender(

@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameS
 from raypipe.runtime.transport.gpu.nccl import put_on_top
 from raypipe.runtime.transport.gpu.side_stream import SideStream, current_gpu
 from raypipe.runtime.transport.inbox import Allocate, empty
+from raypipe.runtime.transport.process_groups import in_rounds
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 from raypipe.runtime.transport.waiting import PUSH_EVERY_S, Progress
 
@@ -61,8 +63,10 @@ class RayCollective(Transport):
                 ends.out[peer.rank] = ray_sender(peer, name)
             for peer in opening.sources(on_cpus):
                 ends.into[peer.rank] = RayReceiver(peer, name, opening.progress, opening.allocate)
-        for edge in edges:
-            if edge not in on_cpus and opening.me.rank in edge:
+        on_gpus = [edge for edge in edges if edge not in on_cpus]
+        for index in chain(*in_rounds(on_gpus)):
+            edge = on_gpus[index]
+            if opening.me.rank in edge:
                 side = SideStream(current_gpu())
                 name = f"raypipe-{opening.run_id}-{edge[0]}-{edge[1]}"
                 link = RayLink(name, opening.me.rank == edge[0], side.device)

@@ -26,6 +26,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -37,6 +38,7 @@ from raypipe.runtime.transport import message_header as wire
 from raypipe.runtime.transport.channel import Expected, Label, Peer, Receiver, Sender, TensorSpec
 from raypipe.runtime.transport.gpu.side_stream import Mark, Side, SideStream, current_gpu, snapshot
 from raypipe.runtime.transport.inbox import Inbox, who
+from raypipe.runtime.transport.process_groups import in_rounds, new_group
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 
 _ENVELOPE = TensorSpec((1024,), torch.uint8)
@@ -62,11 +64,16 @@ class Nccl(Transport):
         """See Transport.over_cpu_channel."""
         return True
 
+    def groups(self, edges: Sequence[Edge]) -> list[tuple[int, ...]]:
+        """See Transport.groups."""
+        return list(edges)
+
     def open(self, edges: Sequence[Edge], opening: Opening, ends: Ends) -> None:
         """See Transport.open."""
-        for edge in edges:
-            group = dist.new_group(list(edge), backend="nccl")
-            if opening.me.rank in edge:
+        for index in chain(*in_rounds(edges)):  # making a communicator, and warming it up, takes both ends
+            edge = edges[index]
+            group = new_group(edge, "nccl")
+            if group is not None:
                 peer = sum(edge) - opening.me.rank
                 put_on_top(edge, TorchLink(peer, group), SideStream(current_gpu()), opening, ends)
 

@@ -1,0 +1,75 @@
+"""Which host each device is on. Devices are numbered host by host, the host with most devices first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts of a cluster in the order in which their devices are numbered."""
+
+    per_host: int
+    """Devices of every host that ``counts`` does not list."""
+    counts: tuple[int, ...] = ()
+    """Devices of the first hosts, where they are not ``per_host`` each; at least 1."""
+
+    @property
+    def uniform(self) -> bool:
+        """Whether device d is on host ``d // per_host``."""
+        return all(count == self.per_host for count in self.counts)
+
+    def of(self, device: int) -> int:
+        """Return the host of a device.
+
+        >>> [Hosts(2, (3, 1)).of(device) for device in range(8)]
+        [0, 0, 0, 1, 2, 2, 3, 3]
+        """
+        for host, count in enumerate(self.counts):
+            if device < count:
+                return host
+            device -= count
+        return len(self.counts) + device // self.per_host
+
+    def of_first(self, devices: int) -> tuple[int, ...]:
+        """Return how many of the first ``devices`` devices are on each host.
+
+        >>> Hosts(4).of_first(10), Hosts(4, (4, 3)).of_first(6)
+        ((4, 4, 2), (4, 2))
+        """
+        found: list[int] = []
+        for most in (*self.counts, *repeat(self.per_host, -(-devices // self.per_host))):
+            if devices <= 0:
+                break
+            found.append(min(most, devices))
+            devices -= most
+        return tuple(found)
+
+    def busy(self, devices: int) -> int:
+        """Return how many devices of a host work at most, if the first ``devices`` devices do.
+
+        >>> Hosts(8).busy(3), Hosts(8).busy(20), Hosts(4, (3, 3)).busy(6)
+        (3, 8, 3)
+        """
+        return min(self.per_host, devices) if self.uniform else max(self.of_first(devices), default=0)
+
+
+def devices_on_hosts(names: Sequence[str]) -> tuple[int, ...]:
+    """Return the devices of each host from the host's name per device, in the devices' order.
+
+    >>> devices_on_hosts(["a", "a", "b"])
+    (2, 1)
+    """
+    return tuple(sum(1 for _ in same) for _, same in groupby(names))
+
+
+def words(counts: Sequence[int]) -> str:
+    """Describe the devices of each host, for messages.
+
+    >>> words([4, 4, 2]), words([8])
+    ('4 + 4 + 2 devices on 3 hosts', '8 devices on 1 host')
+    """
+    hosts = f"{len(counts)} host{'s' * (len(counts) != 1)}"
+    return f"{' + '.join(map(str, counts))} device{'s' * (sum(counts) != 1)} on {hosts}"

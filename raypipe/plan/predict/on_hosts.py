@@ -1,0 +1,99 @@
+"""Compare the hosts that a plan was made for with those on which its devices are, and predict the step there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+from raypipe.cost.collectives import Layout, collective_seconds
+from raypipe.cost.hosts import Hosts, words
+from raypipe.cost.profile import Profile
+from raypipe.cost.profile_check import check_profile
+from raypipe.cost.stages import costs_of, with_cast_messages
+from raypipe.errors import ClusterError, SpecError
+from raypipe.job.recompute_layers import layers_to_recompute
+from raypipe.job.spec import JobSpec
+from raypipe.plan.plan import Plan, one_copy
+from raypipe.plan.predict.orders import Order
+from raypipe.plan.predict.predictor import without_noise
+from raypipe.plan.predict.step_time import StepOverheads, step_time
+from raypipe.schedule.passes.sync import Sync
+
+
+class OtherHosts(NamedTuple):
+    """A plan whose devices are on other hosts than it was made for."""
+
+    plan: Plan
+    """The same decision, with the prediction for the hosts that came; without one where there is no profile."""
+    message: str
+    """The two sets of hosts and the two predictions, for people."""
+
+
+def on_hosts(plan: Plan, job: JobSpec, came: tuple[int, ...], profile: Profile | None) -> OtherHosts | None:
+    """Return what changes if the plan's ranks are on other hosts than it was made for; None if nothing does.
+
+    Args:
+        plan: the plan.
+        job: the job that it runs.
+        came: number of ranks on each host, in the order of ranks.
+        profile: the profile that the plan was made with, if it is at hand.
+
+    Raises:
+        ClusterError: the ranks of a tensor-parallel group are on several hosts.
+    """
+    check_tensor_groups(plan.parallel.tensor, came)
+    if plan.made_for is None or plan.made_for.hosts in ((), came):
+        return None
+    planned, before_s = plan.made_for.hosts, plan.predicted_step_s
+    text = f"planned for {words(planned)}, runs on {words(came)}"
+    usable = profile is not None and plan.parallel.tensor == 1 and _is_of(profile, job, plan)
+    if profile is None or before_s is None or not usable:
+        none = plan.model_copy(update={"predicted_step_s": None, "made_for": None})
+        return OtherHosts(none, f"{text}: its prediction does not apply, and there is no profile to make another")
+    there, here = (_step_s(plan, job, profile.on_hosts(counts)) for counts in (planned, came))
+    after_s = before_s * here / there
+    made_for = plan.made_for.model_copy(update={"hosts": came})
+    changed = plan.model_copy(update={"predicted_step_s": after_s, "made_for": made_for})
+    return OtherHosts(changed, f"{text}: predicted step {before_s:.4g} s there, {after_s:.4g} s here")
+
+
+def check_tensor_groups(size: int, came: Sequence[int]) -> None:
+    """Check that every tensor-parallel group of ``size`` consecutive ranks is on one host.
+
+    Raises:
+        ClusterError: one is not; it names the group.
+    """
+    hosts = Hosts(1, tuple(came))
+    for first in range(0, sum(came), size):
+        if hosts.of(first) != hosts.of(first + size - 1):
+            raise ClusterError(
+                "parallel.tensor",
+                f"the tensor-parallel group of ranks {first} to {first + size - 1} is on several hosts "
+                f"({words(came)}), and its ranks exchange tensors in every layer",
+                f"use hosts whose number of devices is a multiple of {size}, or a smaller parallel.tensor",
+            )
+
+
+def _is_of(profile: Profile, job: JobSpec, plan: Plan) -> bool:
+    """Whether the profile has the costs of this job's layers, as the plan cuts them."""
+    try:
+        check_profile(job, profile)
+    except SpecError:
+        return False
+    return len(profile.layers) == sum(map(len, plan.cut))
+
+
+def _step_s(plan: Plan, job: JobSpec, profile: Profile) -> float:
+    """Predict the steady time of a step as the planner does."""
+    parallel = plan.parallel
+    copy = one_copy(plan, job.train.batch)
+    costs = costs_of(
+        with_cast_messages(without_noise(profile), parallel.wire_dtype), plan.cut, parallel.microbatch, copy,
+        parallel.replicas, layers_to_recompute(parallel, plan.cut),
+    )  # fmt: skip
+    overheads = StepOverheads(copies=parallel.replicas)
+    if job.train.clip is not None:
+        everyone = Layout.of(range(copy.devices * parallel.replicas), profile.placed)
+        norm_s = collective_seconds(profile, "all_reduce", 8.0, everyone)
+        overheads = StepOverheads(copies=parallel.replicas, norm=parallel.update, norm_s=norm_s)
+    return step_time(Order(copy), costs, cast(Sync, parallel.sync), overheads, parts=False).step

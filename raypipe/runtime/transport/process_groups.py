@@ -1,0 +1,63 @@
+"""Make process groups so that independent ones are made at the same time.
+
+In torch 2.13 ``new_group`` has no barrier: a process that is no member only counts the group's name and returns, in
+microseconds, and a member waits for the other members. So the order alone decides how long it takes: along a line of
+ranks 0-1, 1-2, 2-3, ... each pair would wait for the one before. In rounds of groups that share no rank, the time
+grows with the number of groups of one rank, not with the number of all.
+
+``use_local_synchronization`` is not used: it names a group by its ranks and the number of groups that the calling
+process already has, so members that are in different numbers of groups wait for two different names, for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def in_rounds(groups: Sequence[Collection[int]]) -> list[list[int]]:
+    """Divide groups into rounds in which each rank is in one group at most; return the groups' indices by round.
+
+    Larger groups come first, and each group joins the first round that is free for all of its ranks. If every rank is
+    in at most d groups, a group of k ranks is in one of the first ``k * (d - 1) + 1`` rounds.
+
+    >>> in_rounds([(0, 1), (1, 2), (2, 3)])
+    [[0, 2], [1]]
+    """
+    rounds: list[list[int]] = []
+    taken: dict[int, set[int]] = {}
+    for index in sorted(range(len(groups)), key=lambda i: -len(groups[i])):
+        busy = set[int]().union(*(taken.setdefault(rank, set()) for rank in groups[index]))
+        turn = next(number for number in range(len(rounds) + 1) if number not in busy)
+        if turn == len(rounds):
+            rounds.append([])
+        rounds[turn].append(index)
+        for rank in groups[index]:
+            taken[rank].add(turn)
+    return rounds
+
+
+def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """Make a process group; every rank of the world calls this for all groups in the same order.
+
+    Returns:
+        The group, or None if the calling process is no member.
+    """
+    group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def connected(edges: Iterable[Collection[int]]) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that edges connect, directly or through others, each sorted.
+
+    >>> connected([(0, 1), (4, 5), (2, 1)])
+    [(0, 1, 2), (4, 5)]
+    """
+    member_of: dict[int, set[int]] = {}
+    for edge in edges:
+        joined = set(edge).union(*(member_of.get(rank, set()) for rank in edge))
+        for rank in joined:
+            member_of[rank] = joined
+    return sorted({tuple(sorted(ranks)) for ranks in member_of.values()})

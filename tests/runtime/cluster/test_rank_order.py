@@ -1,0 +1,113 @@
+"""Ranks are where the planner numbers devices: in plain lists, and on a Ray of several nodes."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from itertools import groupby
+
+import pytest
+
+from raypipe.cost.hosts import Hosts, devices_on_hosts
+from raypipe.runtime.cluster.rank_order import Bundle, in_rank_order
+from tests.runtime.runs.killing import environment
+
+
+def test_hosts_follow_one_another_the_fullest_first() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        counts = [rng.randint(1, 6) for _ in range(rng.randint(1, 6))]
+        bundles = [
+            Bundle(0, f"node {host}", f"10.0.0.{200 - host * 19}", (gpu,))
+            for host, count in enumerate(counts)
+            for gpu in rng.sample(range(16), count)
+        ]
+        rng.shuffle(bundles)
+        bundles = [bundle._replace(number=number) for number, bundle in enumerate(bundles)]
+        ordered = in_rank_order(bundles)
+        assert sorted(ordered) == sorted(bundles)
+        assert devices_on_hosts([b.node for b in ordered]) == tuple(sorted(counts, reverse=True))
+        for _, own in groupby(ordered, lambda b: b.node):
+            gpus = [b.gpus for b in own]
+            assert gpus == sorted(gpus)
+        shuffled = rng.sample(bundles, len(bundles))
+        assert in_rank_order(shuffled) == ordered  # whatever order Ray reports them in
+
+
+def test_where_hosts_are_alike_it_is_what_the_planner_assumes() -> None:
+    bundles = [Bundle(i, "ab"[i % 2], f"10.0.0.{i % 2}") for i in range(7)]  # as Ray may deal them out
+    ordered = in_rank_order(bundles)
+    assert [b.node for b in ordered] == ["ab"[Hosts(4).of(rank)] for rank in range(7)]
+
+
+def test_addresses_and_gpus_are_numbers_not_text() -> None:
+    hosts = ["10.0.0.9", "10.0.0.10", "fd00::9", "fd00::10"]
+    assert [b.address for b in in_rank_order(Bundle(i, at, at) for i, at in enumerate(reversed(hosts)))] == hosts
+    gpus = [("10",), ("9",), (2,)]
+    ordered = in_rank_order(Bundle(i, "node", "", ids) for i, ids in enumerate(gpus))
+    assert [b.gpus for b in ordered] == [(2,), ("9",), ("10",)]
+    named = in_rank_order([Bundle(0, "node", "", ("GPU-b",)), Bundle(1, "node", "", ("GPU-a",))])
+    assert [b.number for b in named] == [1, 0]
+
+
+CODE = """
+import json, logging, sys
+import ray
+from ray.cluster_utils import Cluster
+from raypipe.errors import SpecError
+from raypipe.runtime.cluster.connect import connect
+from raypipe.runtime.cluster.devices import DeviceRequest
+from raypipe.runtime.cluster.worker_group import start_actors
+
+class Place:
+    def __init__(self, rank, title):
+        self.rank, self.title = rank, title
+
+    def locate(self):
+        return self.rank, self.title, ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+
+def where(devices, request, together=1):
+    titles = [f"device {d}" for d in range(devices)]
+    group = start_actors(titles, request, Place, 60.0, together=together)
+    group.stop()
+    return group.locations
+
+small = {"object_store_memory": 100 << 20, "dashboard_host": "127.0.0.1"}
+cluster = Cluster()
+for cpus, gpus in ((2, 0), (5, 0), (3, 0), (2, 2), (4, 4)):
+    cluster.add_node(num_cpus=cpus, num_gpus=gpus, **small)
+ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+cpu, gpu = DeviceRequest(1.0, 0.0), DeviceRequest(0.5, 1.0)
+found = {"all": where(16, cpu), "pairs": where(12, cpu, 2), "gpus": where(6, gpu), "gpu pairs": where(6, gpu, 2)}
+try:
+    connect(6, together=3)  # six GPUs, four on one node and two on the other
+except SpecError as error:
+    found["refused"] = str(error)
+print(json.dumps(found))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.runs
+def test_ranks_of_five_nodes_lie_host_by_host() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, env=environment())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, counts in (("all", (5, 4, 3, 2, 2)), ("gpus", (4, 2)), ("gpu pairs", (4, 2))):
+        assert devices_on_hosts([at[2] for at in found[name]]) == counts
+    for name, devices in (("all", 16), ("pairs", 12), ("gpus", 6), ("gpu pairs", 6)):
+        assert [at[:2] for at in found[name]] == [[rank, f"device {rank}"] for rank in range(devices)]
+        nodes = [at[2] for at in found[name]]
+        assert len(devices_on_hosts(nodes)) == len(set(nodes))  # each host's ranks follow one another
+    pairs = [at[2] for at in found["pairs"]]
+    assert pairs[::2] == pairs[1::2]
+    for _, own in groupby(found["gpus"], lambda at: at[2]):
+        gpus = [at[3] for at in own]
+        assert gpus == sorted(gpus)
+    both = [sorted(int(g) for at in found["gpu pairs"][d : d + 2] for g in at[3]) for d in (0, 2, 4)]
+    assert both == [[0, 1], [2, 3], [0, 1]]
+    assert "needs 2 groups of 3 GPUs, each on one node, and the nodes have room for 1" in found["refused"]
+    assert "they have 4, 2, 0, 0, 0 GPUs" in found["refused"]
