@@ -18,7 +18,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from raypipe.errors import DevicesError
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.transport.same_host.shared_memory import cleanup
 
 Notify = Callable[[str], None]
 FIRST_S, NEXT_S, LATER_S = 1.0, 5.0, 30.0
@@ -67,12 +66,11 @@ class Reservation:
                 notify(f"{shortage(devices, request)}, waiting {int(waited) // 60}:{int(waited) % 60:02d}")
 
     def end_attempts(self) -> None:
-        """Kill the workers and free the shared memory of attempts whose driver was killed."""
+        """Kill the workers of attempts whose driver was killed."""
         for name in list_named_actors():
             if f" · {self.run_id}-" in name:
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
                     ray.kill(ray.get_actor(name))
-        cleanup(self.run_id)
 
     def give_back(self) -> None:
         """Release the devices; Ray ends the actors that still run there."""
