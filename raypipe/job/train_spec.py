@@ -68,7 +68,8 @@ class TrainSpec(Spec):
     wait_for_devices_s: Annotated[float, Field(ge=0)] | None = 3600.0
     """Seconds to wait for devices that other jobs use or that an autoscaler has to start; null for no limit."""
     message_timeout_s: float = 300.0
-    """Seconds a device waits for a message before it fails with an error that names the message; 1 s to one week."""
+    """Seconds a device waits for another one, in set-up, for a message and in an all-reduce, before it fails with an
+    error that names what it waited for; 1 s to one week."""
 
     @property
     def crossing_dtype(self) -> str:

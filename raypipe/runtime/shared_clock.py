@@ -33,8 +33,6 @@ EVERY_S = 1.0
 """Interval of later exchanges."""
 KEPT = 32
 """Number of newest estimates that are kept."""
-ANSWER_S = 30.0
-"""Time that rank 0 has to answer; its process may be stopped for a while."""
 _TIME = struct.Struct("=d")
 
 Local = Callable[[], float]
@@ -140,12 +138,12 @@ def open_clock(
         return SharedClock(_from_leader(name, leader, timeout_s))
     if not others:
         number = ctypes.c_double()
-        return SharedClock(number, ClockFollower(address, int(store.get("raypipe/clock")), number, local))
+        return SharedClock(number, ClockFollower(address, int(store.get("raypipe/clock")), number, local, timeout_s))
     with listen(name) as listener:
         file = shared_file(_TIME.size)
         try:
             number = _map(file)
-            follower = ClockFollower(address, int(store.get("raypipe/clock")), number, local)
+            follower = ClockFollower(address, int(store.get("raypipe/clock")), number, local, timeout_s)
             _to_others(listener, others, file, timeout_s)
         finally:
             os.close(file)
@@ -217,14 +215,16 @@ class _Answer(socketserver.BaseRequestHandler):
 
 
 class ClockFollower(contextlib.AbstractContextManager[None]):
-    """A leader's side: a thread that keeps ``offset`` at the best estimate.
+    """A leader's side: a thread that keeps ``offset`` at the best estimate. Rank 0 has ``timeout_s`` to answer.
 
     Raises:
         TransportError: rank 0 does not answer.
     """
 
-    def __init__(self, address: str, port: int, offset: ctypes.c_double, local: Local = time.monotonic) -> None:
-        self._at, self._offset, self._local = (address, port), offset, local
+    def __init__(
+        self, address: str, port: int, offset: ctypes.c_double, local: Local = time.monotonic, timeout_s: float = 300.0
+    ) -> None:
+        self._at, self._offset, self._local, self._timeout_s = (address, port), offset, local, timeout_s
         self._kept: deque[Estimate] = deque(maxlen=KEPT)
         self._closed = threading.Event()
         try:
@@ -239,7 +239,7 @@ class ClockFollower(contextlib.AbstractContextManager[None]):
         self._thread.start()
 
     def _connect(self) -> socket.socket:
-        connection = socket.create_connection(self._at, timeout=ANSWER_S)
+        connection = socket.create_connection(self._at, timeout=self._timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 

@@ -71,7 +71,10 @@ class EmulatedRunner(ProgramRunner):
         groups: Mapping[str, dist.ProcessGroup], world: dist.ProcessGroup | None, run_clock: SharedClock,
     ) -> None:  # fmt: skip
         io_spec = dict.fromkeys(range(setup.stages), STAMP)
-        super().__init__(setup.microbatches, timeout_s=300.0, senders=senders, receivers=receivers, io_spec=io_spec)
+        super().__init__(
+            setup.microbatches, timeout_s=setup.topology.timeout_s, senders=senders, receivers=receivers,
+            io_spec=io_spec,
+        )  # fmt: skip
         self.setup = setup
         self.run_clock = run_clock
         self.all_reduces = AllReduceLane(groups, run_clock)

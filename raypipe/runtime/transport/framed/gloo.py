@@ -42,17 +42,22 @@ class Gloo(Transport):
 
     def open(self, edges: Sequence[Edge], opening: Opening, ends: Ends) -> None:
         """See Transport.open."""
-        group = open_group(dist.get_world_size())
+        group = open_group(dist.get_world_size(), opening.timeout_s)
         for peer in opening.destinations(edges):
             ends.out[peer.rank] = gloo_sender(peer, group)
         for peer in opening.sources(edges):
             ends.into[peer.rank] = GlooReceiver(peer, group, opening.progress, opening.allocate)
 
 
-def open_group(world_size: int) -> dist.ProcessGroup:
-    """Make the group that all Gloo edges of the run share. Every rank of the world must call this at the same point."""
-    group: dist.ProcessGroup | None = dist.new_group(list(range(world_size)), backend="gloo", timeout=FOREVER)
+def open_group(world_size: int, timeout_s: float) -> dist.ProcessGroup:
+    """Make the group that all Gloo edges of the run share. Every rank of the world must call this at the same point.
+
+    The other ranks have ``timeout_s`` to come; messages on the group may take any time (``FOREVER``).
+    """
+    limit = timedelta(seconds=timeout_s)
+    group: dist.ProcessGroup | None = dist.new_group(list(range(world_size)), backend="gloo", timeout=limit)
     assert group is not None
+    dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # torch has no public call for it
     return group
 
 

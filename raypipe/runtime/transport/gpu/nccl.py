@@ -15,6 +15,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -54,7 +55,7 @@ class Nccl(Transport):
     def open(self, edges: Sequence[Edge], opening: Opening, ends: Ends) -> None:
         """See Transport.open."""
         for edge in edges:
-            group = dist.new_group(list(edge), backend="nccl")
+            group = dist.new_group(list(edge), backend="nccl", timeout=timedelta(seconds=opening.timeout_s))
             if opening.me.rank in edge:
                 peer = sum(edge) - opening.me.rank
                 put_on_top(edge, TorchLink(peer, group), SideStream(current_gpu()), opening, ends)
