@@ -39,9 +39,8 @@ train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: 1.0, checkpoint_ever
 parallel: {{schedule: 1f1b, stages: {stages}, microbatch: 1}}
 """
 STEPS = 120
-LATEST_S = 4.0
-"""A kill comes at most this long after the worker's process has begun: it needs about two of them to open its channels,
-and the run lasts a little longer."""
+EARLY_S, LATE_S = 4.0, 2.0
+"""One half of the kills comes up to so long after the worker's process has begun, the other after its set-up."""
 GONE_S = 15.0
 """Time that Ray has to end the workers of a run that is over."""
 RUN_S = 240.0
@@ -163,11 +162,15 @@ def kill_in(
     process = run_job(members, settings, job, directory)
     old: set[int] = set()
     for host in victims:
+        begun = len(events(directory, "started"))
         present = attempt(members, process, old)
         if not present:
             break
-        time.sleep(random.uniform(0.0, LATEST_S))
-        started = len(events(directory, "started")) > len(run.kills)
+        early = random.random() < 0.5
+        while not early and len(events(directory, "started")) <= begun and process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(random.uniform(0.0, EARLY_S if early else LATE_S))
+        started = len(events(directory, "started")) > begun
         for pid in random.sample(present[host], 1):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
