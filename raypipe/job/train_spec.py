@@ -63,6 +63,9 @@ class TrainSpec(Spec):
     """Steps between checkpoints; 0 to save only at the end."""
     keep_checkpoints: Positive = 2
     """Number of newest checkpoints to keep."""
+    checkpoint_storage: str | None = None
+    """URI to which every complete checkpoint is copied, such as ``s3://bucket/run``: any that pyarrow or fsspec opens.
+    ``--resume`` in a run directory without checkpoints begins with the newest copy. Null for no copies."""
     max_failures: Count = 3
     """Restarts from the last checkpoint before the run fails."""
     wait_for_devices_s: Annotated[float, Field(ge=0)] | None = 3600.0
