@@ -79,16 +79,6 @@ def test_run_directory_and_result(undisturbed) -> None:
 
 
 @pytest.mark.runs
-def test_a_run_goes_on_elsewhere_from_the_copy_of_its_checkpoint(job: Path, undisturbed, tmp_path: Path) -> None:
-    copies = ("--set", f"train.checkpoint_storage=file://{tmp_path}/copies")
-    train(job, tmp_path / "first", *copies, "--set", "train.steps=20")
-    assert sorted(p.name for p in (tmp_path / "copies").iterdir()) == ["step-00000010", "step-00000020"]
-    result = train(job, tmp_path / "second", *copies, "--resume")
-    assert result["resumed_from"] == 20
-    assert result["losses"] == undisturbed[0]["losses"][20:]
-
-
-@pytest.mark.runs
 def test_resumed_run_is_bit_identical(undisturbed, job: Path, tmp_path: Path) -> None:
     result, _ = undisturbed
     directory = tmp_path / "stopped"
