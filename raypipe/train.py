@@ -49,6 +49,7 @@ def prepare_run(
 
     Raises:
         SpecError, ScheduleError: something is wrong with the request.
+        CheckpointError: ``train.checkpoint_storage`` cannot be read.
         RunError: a device died while it was profiled.
     """
     if directory is not None:
@@ -63,8 +64,10 @@ def prepare_run(
     if empty:
         put_aside(where)
         say(f"{where}: the run in it ended before its first step; starting a new run there")
+    if job.train.checkpoint_storage is not None:
+        _check_storage(job.train.checkpoint_storage)
     if resume:
-        check_resume(job, where)
+        check_resume(job, where, say)
     try:
         if resume:
             mend(where, say)
@@ -80,6 +83,12 @@ def prepare_run(
     layers = model.prepared(data)
     units = units_of(layers.task, planned.job, data)
     return Prepared(planned.job, layers, planned.plan, planned.schedule, where, resume, units)
+
+
+def _check_storage(uri: str) -> None:
+    from raypipe.checkpoint import Storage
+
+    Storage(uri).check()
 
 
 def _planned_at_once(

@@ -70,13 +70,16 @@ def need_hosts() -> None:
 
 @contextmanager
 def hosts(
-    count: int, *, rate: str | None = None, clock_offsets_s: Sequence[int] = (), ipv6: bool = False
-) -> Iterator[list[Host]]:
+    count: int, *, rate: str | None = None, delay_s: float | None = None,
+    clock_offsets_s: Sequence[int] = (), ipv6: bool = False,
+) -> Iterator[list[Host]]:  # fmt: skip
     """``count`` hosts with one network.
 
     Args:
         rate: of each host's outgoing link, as ``tc`` writes it ("200mbit").
-        clock_offsets_s: of each host's monotonic clock against this machine's; 0 for the rest.
+        delay_s: how long each packet is on its way (``delayed_switch``); None for as short as it gets.
+        clock_offsets_s: of each host's monotonic clock against this machine's; 0 for the rest. No clock may begin
+            below zero, so for clocks behind the first host's that one is put ahead.
         ipv6: give them IPv6 addresses only.
     """
     need_hosts()
@@ -89,19 +92,44 @@ def hosts(
             flags = [*ISOLATED, "--monotonic", str(offset), "--mount-proc"]
             private = "mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && mount -t tmpfs none /dev/shm"
             pid = held.enter_context(_namespace(flags, f"{private} && ip link set lo up"))
-            host = Host(f"fd99::{n + 1}" if ipv6 else f"10.99.0.{n + 1}", pid)
-            plug = ["nsenter", f"--target={switch}", "--net", "ip", "link"]
-            peer = ["peer", "name", "eth0", "netns", str(pid)]
-            subprocess.run([*plug, "add", f"port{n}", "type", "veth", *peer], check=True, capture_output=True)
-            subprocess.run([*plug, "set", f"port{n}", "master", "bridge", "up"], check=True, capture_output=True)
+            found.append(Host(f"fd99::{n + 1}" if ipv6 else f"10.99.0.{n + 1}", pid))
+        if delay_s is None:
+            _join(switch, found)
+        else:
+            held.enter_context(_join_delayed(switch, found, delay_s))
+        for host in found:
             own = [f"{host.address}/64", "dev", "eth0", "nodad"] if ipv6 else [f"{host.address}/24", "dev", "eth0"]
             host.must("ip", "address", "add", *own)
             host.must("ip", "link", "set", "eth0", "up")
             if rate is not None:
                 shape = ["tbf", "rate", rate, "burst", "128kb", "latency", "100ms"]
                 host.must("tc", "qdisc", "add", "dev", "eth0", "root", *shape)
-            found.append(host)
         yield found
+
+
+def _join(switch: int, members: Sequence[Host]) -> None:
+    """Give every host an ``eth0`` on the switch's bridge."""
+    plug = ["nsenter", f"--target={switch}", "--net", "ip", "link"]
+    for n, host in enumerate(members):
+        peer = ["peer", "name", "eth0", "netns", str(host.pid)]
+        subprocess.run([*plug, "add", f"port{n}", "type", "veth", *peer], check=True, capture_output=True)
+        subprocess.run([*plug, "set", f"port{n}", "master", "bridge", "up"], check=True, capture_output=True)
+
+
+@contextmanager
+def _join_delayed(switch: int, members: Sequence[Host], delay_s: float) -> Iterator[None]:
+    """The same with a switch that holds every packet for a while."""
+    words = [sys.executable, "-m", "tests.delayed_switch", "--delay-s", str(delay_s), *(str(m.pid) for m in members)]
+    process = subprocess.Popen(
+        ["nsenter", f"--target={switch}", "--net", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", "the switch did not start: is there a /dev/net/tun?"
+        yield
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @contextmanager

@@ -8,12 +8,14 @@ checkpoint. Nothing is pickled.
 
 from raypipe.checkpoint.best import LOSS, best, forget_best, keep_best, outcome
 from raypipe.checkpoint.read import Checkpoint, latest, open_checkpoint
+from raypipe.checkpoint.storage import Storage
 from raypipe.checkpoint.write import ShardInfo, buffer_key, commit, optim_key, param_key, step_directory, write_shard
 
 __all__ = [
     "LOSS",
     "Checkpoint",
     "ShardInfo",
+    "Storage",
     "best",
     "buffer_key",
     "commit",

@@ -36,7 +36,7 @@ def with_sharding(
     """
     group = sharding.group or copies
     width = gradient_width(profile.dtype)
-    placed = Placed.of(placement, copies, profile.devices_per_host)
+    placed = Placed.of(placement, copies, profile.placed)
     inner = replace(placed, copies=group)
 
     def over_group(kind: Kind, stage: int, size: float) -> float:
@@ -49,7 +49,7 @@ def with_sharding(
 
     def between_groups(stage: int, size: float) -> float:
         holders = {copy * placed.width + row[stage] for copy in range(0, copies, group) for row in placed.rows}
-        layout = Layout.of(sorted(holders), placed.per_host)
+        layout = Layout.of(sorted(holders), placed.hosts)
         sharing = max(1, placed.busy // max(1, layout.per_host))
         return collective_seconds(profile, "all_reduce", size, layout, sharing)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from raypipe.errors import ScheduleError, nearest
+from raypipe.files import is_url
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec, ModelSpec
@@ -101,6 +102,11 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
             f"{train.message_timeout_s:g} s: "
             + ("messages take longer on a busy machine" if early else "a hanging stage would not be detected"),
             f"use {shortest if early else longest:g}" + (" or more" if early else ", a week, or less"),
+        )  # fmt: skip
+    if train.checkpoint_storage is not None and not is_url(train.checkpoint_storage):
+        yield Problem(
+            "train.checkpoint_storage", f"{train.checkpoint_storage} is not a URI",
+            "write it with its scheme, such as s3://bucket/run or file:///mnt/runs/first",
         )  # fmt: skip
     if train.keeps_best and not train.eval_every:
         key = "early_stop" if train.early_stop is not None else "load_best_at_end"

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from raypipe.errors import SpecError
 from raypipe.job.check import problems
 from raypipe.job.data_spec import DataSpec
-from raypipe.job.field_types import Spec
+from raypipe.job.field_types import WIDTH, Spec, WireDtype
 from raypipe.job.model_spec import ModelSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.train_spec import TrainSpec
@@ -44,3 +44,14 @@ class JobSpec(Spec):
         for key, why, fix in problems(self.model, self.data, self.train, self.parallel):
             raise SpecError(key, why, fix)  # pydantic does not wrap this exception
         return self
+
+
+def message_dtype(train: TrainSpec, parallel: ParallelSpec) -> WireDtype | None:
+    """Return what floating-point messages between devices are cast to; None if they are sent as the stages make them.
+
+    Under bfloat16 autocast the stages exchange a float32 residual stream, of which each matrix product reads bfloat16
+    anyway; so bfloat16 is the default there, as in other pipelines, at half the bytes.
+    """
+    if parallel.wire_dtype is None:
+        return "bfloat16" if train.dtype == "bfloat16" else None
+    return parallel.wire_dtype if WIDTH[parallel.wire_dtype] < WIDTH[train.crossing_dtype] else None

@@ -68,12 +68,16 @@ class TrainSpec(Spec):
     """Steps between checkpoints; 0 to save only at the end."""
     keep_checkpoints: Positive = 2
     """Number of newest checkpoints to keep."""
+    checkpoint_storage: str | None = None
+    """URI to which every complete checkpoint is copied, such as ``s3://bucket/run``: any that pyarrow or fsspec opens.
+    ``--resume`` in a run directory without checkpoints begins with the newest copy. Null for no copies."""
     max_failures: Count = 3
     """Restarts from the last checkpoint before the run fails."""
     wait_for_devices_s: Annotated[float, Field(ge=0)] | None = 3600.0
     """Seconds to wait for devices that other jobs use or that an autoscaler has to start; null for no limit."""
     message_timeout_s: float = 300.0
-    """Seconds a device waits for a message before it fails with an error that names the message; 1 s to one week."""
+    """Seconds a device waits for another one, in set-up, for a message and in an all-reduce, before it fails with an
+    error that names what it waited for; 1 s to one week."""
 
     @property
     def crossing_dtype(self) -> str:

@@ -11,17 +11,25 @@ from raypipe.launch.run_directory import saved_job
 from raypipe.observe.run_dir import CHECKPOINTS, RECORD, mend_logs
 
 
-def check_resume(job: JobSpec, directory: Path) -> None:
+def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lambda _: None) -> None:
     """Check that there is a complete checkpoint of the same model and something left to train.
 
+    Where the directory has none, the newest copy is fetched from ``train.checkpoint_storage``; ``say`` reports it.
+
     Raises:
+        CheckpointError: the storage cannot be read.
         SpecError: there is no complete checkpoint, the model differs, or the run has stopped early or done all steps.
     """
-    from raypipe.checkpoint import latest, open_checkpoint
+    from raypipe.checkpoint import Storage, latest, open_checkpoint
     from raypipe.runtime.early_stop import patience_of
 
     root = directory / CHECKPOINTS
     found, notices = latest(root)
+    if found is None and job.train.checkpoint_storage is not None:
+        found, skipped = Storage(job.train.checkpoint_storage).fetch(root)
+        notices += skipped
+        if found is not None:
+            say(f"resuming from {job.train.checkpoint_storage}/{found.name}")
     if found is None:
         newest = max(root.glob("step-*"), default=None)
         if newest is not None:

@@ -9,9 +9,8 @@ from raypipe.cost.profile import load_profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import with_cast_messages
 from raypipe.job.cluster import load_cluster
-from raypipe.job.message_dtype import message_dtype
 from raypipe.job.requested_schedule import base_schedule
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, message_dtype
 from raypipe.partition.cached_pieces import Kept, load_pieces, pieces_key, save_pieces
 from raypipe.partition.report import Partition, make_partition
 from raypipe.partition.this_machine import this_machine

@@ -13,10 +13,9 @@ from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import with_cast_messages
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
-from raypipe.job.message_dtype import message_dtype
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, message_dtype
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids
 from raypipe.plan.plan import Plan

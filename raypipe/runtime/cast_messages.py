@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raypipe.job.message_dtype import message_dtype
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, message_dtype
 from raypipe.runtime.transport.channel import Direction, TensorSpec
 
 

@@ -13,9 +13,10 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from raypipe.runtime.shared_clock import SharedClock, open_clock
+from raypipe.runtime.clocks.shared_clock import SharedClock, open_clock
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.framed.gloo import FOREVER
+from raypipe.runtime.transport.inbox import absent
 from raypipe.runtime.transport.interfaces import use_interface
 from raypipe.runtime.transport.mesh import open_channels, served_by
 from raypipe.runtime.transport.registry import TRANSPORTS
@@ -51,7 +52,7 @@ class Topology:
     transport: str
     run_id: str
     timeout_s: float = 300.0
-    """How long a worker waits for the others, in set-up and in every all-reduce."""
+    """How long a worker waits for the others, in set-up and in every all-reduce: ``train.message_timeout_s``."""
 
     def process_groups(self) -> int:
         """Count the process groups that the set-up makes, with the world's."""
@@ -83,17 +84,23 @@ class Communicators:
         store = _meet(rank, topology, address, port)
         transport = TRANSPORTS.get(topology.transport)
         posted_ahead = transport is not None and transport.over_world_group
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=len(topology.peers),
-            timeout=FOREVER if posted_ahead else timedelta(seconds=topology.timeout_s),
-        )  # fmt: skip
+        limit = timedelta(seconds=topology.timeout_s)
         try:
-            self.world = dist.group.WORLD
-            self.clock = open_clock(rank, nodes, address, store, topology.run_id)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=len(topology.peers),
+                timeout=FOREVER if posted_ahead else limit,
+            )  # fmt: skip
+            # Collectives keep the message timeout also where messages on the world's own group may take any time.
+            self.world = dist.new_group(timeout=limit, backend="gloo") if posted_ahead else dist.group.WORLD
+            self.clock = open_clock(rank, nodes, address, store, topology.run_id, timeout_s=topology.timeout_s)
             self.groups = create_groups(topology.groups, backend, topology.timeout_s)
             self.senders, self.receivers = open_channels(
-                topology.peers[rank], topology.peers, topology.edges, topology.transport, topology.run_id
-            )
+                topology.peers[rank], topology.peers, topology.edges, topology.transport, topology.run_id,
+                timeout_s=topology.timeout_s,
+            )  # fmt: skip
+        except RuntimeError as error:  # torch's, of Gloo, NCCL or the store
+            self.close()
+            raise absent(error) from error
         except BaseException:
             self.close()  # so that the worker's next set-up can join another world
             raise
@@ -120,10 +127,13 @@ def _address_of(rendezvous: str) -> tuple[str, int]:
 def _meet(rank: int, topology: Topology, address: str, port: int) -> Any:
     """Open the store through which the workers find each other; rank 0 serves it."""
     listener = _listening.pop(port, None) if rank == 0 else None
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, len(topology.peers), is_master=rank == 0, timeout=timedelta(seconds=topology.timeout_s),
-        master_listen_fd=listener.detach() if listener is not None else None,
-    )  # fmt: skip
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, len(topology.peers), is_master=rank == 0, timeout=timedelta(seconds=topology.timeout_s),
+            master_listen_fd=listener.detach() if listener is not None else None,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise absent(error) from error
 
 
 def locate(rank: int, title: str, device: torch.device) -> Location:

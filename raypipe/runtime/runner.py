@@ -26,7 +26,7 @@ from torch import Tensor
 from raypipe.errors import TransportError
 from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.cast_messages import MessageCast
-from raypipe.runtime.clock import Spans, clock_for
+from raypipe.runtime.clocks.clock import Spans, clock_for
 from raypipe.runtime.transport.channel import (
     Expected,
     IssuesReceives,

@@ -50,7 +50,7 @@ def set_up(
         ClusterError: the nodes cannot run the job together.
         ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
-    check_hosts(workers, directory)
+    check_hosts(workers, directory, job.train.message_timeout_s)
     plan, schedule, _ = running
     tensor = plan.parallel.tensor
     job = job.model_copy(update={"parallel": plan.parallel})

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raypipe.runtime.clock import Spans
+from raypipe.runtime.clocks.clock import Spans
 from raypipe.runtime.step import StepResult
 
 

@@ -18,16 +18,14 @@ from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, versio
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Location
 
-ANSWER_S = 60.0
-"""Time that a node has to report; without a limit, a network file system that hangs would block for ever."""
 
-
-def check_hosts(workers: WorkerGroup, directory: Path | None = None) -> None:
+def check_hosts(workers: WorkerGroup, directory: Path | None = None, timeout_s: float = 300.0) -> None:
     """Have one process of each node report (its ``report`` method), and compare the reports.
 
     Args:
         workers: the running worker group.
         directory: the run's directory; None if nothing is written, and so storage is not checked.
+        timeout_s: how long a node may take; a network file system that hangs would otherwise block for ever.
 
     Raises:
         ClusterError: a node does not share the run's directory, cannot be reached, or runs other versions.
@@ -38,19 +36,19 @@ def check_hosts(workers: WorkerGroup, directory: Path | None = None) -> None:
         question = HostQuestion(directory, token, workers.locations[0].address, len(leaders) == 1)
         asked = {rank: workers.actors[rank].report.remote(question) for rank in leaders.values()}
         try:
-            reports = ray.get(list(asked.values()), timeout=ANSWER_S)
+            reports = ray.get(list(asked.values()), timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
             ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)
             raise no_answer(
-                [workers.locations[rank] for rank, one in asked.items() if one not in ready], directory
+                [workers.locations[rank] for rank, one in asked.items() if one not in ready], directory, timeout_s
             ) from None
     judge(reports, directory, versions())
 
 
-def no_answer(nodes: Sequence[Location], directory: Path | None) -> RunError:
+def no_answer(nodes: Sequence[Location], directory: Path | None, timeout_s: float) -> RunError:
     """Make the error about nodes that do not answer."""
     return RunError(
-        f"node {', '.join(at.address for at in nodes)}", f"did not answer within {ANSWER_S:.0f} s",
+        f"node {', '.join(at.address for at in nodes)}", f"did not answer within {timeout_s:g} s",
         f"see whether the file system under {directory} hangs there" if directory else "see what keeps it busy",
     )  # fmt: skip
 

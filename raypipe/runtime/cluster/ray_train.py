@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ray.exceptions import RayActorError
 
-from raypipe.checkpoint import latest, open_checkpoint
+from raypipe.checkpoint import Storage, latest, open_checkpoint
 from raypipe.cost.hosts import devices_on_hosts
 from raypipe.cost.profile import load_profile
 from raypipe.errors import RunError
@@ -70,16 +70,23 @@ DRIVER_BYTES = 512 << 20
 
 
 class _Reporter:
-    """Reports checkpoints to Ray Train from a thread, because a report blocks until the controller's next poll."""
+    """Copies checkpoints to their storage and reports them to Ray Train, from a thread, because both take time.
 
-    def __init__(self) -> None:
+    A report blocks until the controller's next poll. Ray Train deletes a checkpoint only after a later one has been
+    reported, so one that is being copied stays.
+    """
+
+    def __init__(self, storage: Storage | None, keep: int) -> None:
+        self._storage, self._keep = storage, keep
         self._queue: queue.SimpleQueue[tuple[Path, dict[str, Any]] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="raypipe-report", daemon=True)
         self._thread.start()
 
     def saved(self, step: int, path: Path, metrics: dict[str, Any]) -> None:
-        """Queue the report of one checkpoint."""
+        """Queue one checkpoint; raise the error of an earlier one that could not be copied or reported."""
+        if self._error is not None:
+            raise self._error
         self._queue.put((path, metrics))
 
     def _work(self) -> None:
@@ -89,6 +96,8 @@ class _Reporter:
         try:
             while (item := self._queue.get()) is not None:
                 path, metrics = item
+                if self._storage is not None:
+                    self._storage.put(path, self._keep)
                 ray.train.report(
                     metrics,
                     checkpoint=Checkpoint.from_directory(str(path)),
@@ -98,7 +107,7 @@ class _Reporter:
             self._error = error
 
     def close(self) -> None:
-        """Wait until everything is reported; raise the error of a report that failed."""
+        """Wait until everything is copied and reported; raise the error of what failed."""
         self._queue.put(None)
         self._thread.join()
         if self._error is not None:
@@ -122,7 +131,8 @@ def driver_loop(config: dict[str, Any]) -> None:
                 log.event("failed", message=DRIVER_DIED)
             request.reservation.end_attempts()
             log.event("restarted", checkpoint=str(checkpoint) if checkpoint else None)
-        reporter = _Reporter()
+        uri = job.train.checkpoint_storage
+        reporter = _Reporter(None if uri is None else Storage(uri), job.train.keep_checkpoints)
         try:
             # Read the saved plan: an earlier attempt may have found a better order.
             plan = load_plan(directory / "plan.json")

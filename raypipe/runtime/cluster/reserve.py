@@ -19,7 +19,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from raypipe.errors import DevicesError
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.rank_order import bundles_in_rank_order
-from raypipe.runtime.transport.same_host.shared_memory import cleanup
 
 Notify = Callable[[str], None]
 FIRST_S, NEXT_S, LATER_S = 1.0, 5.0, 30.0
@@ -78,12 +77,11 @@ class Reservation:
         return [bundle.number for bundle in bundles for _ in range(self.together)]
 
     def end_attempts(self) -> None:
-        """Kill the workers and free the shared memory of attempts whose driver was killed."""
+        """Kill the workers of attempts whose driver was killed."""
         for name in list_named_actors():
             if f" · {self.run_id}-" in name:
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
                     ray.kill(ray.get_actor(name))
-        cleanup(self.run_id)
 
     def give_back(self) -> None:
         """Release the devices; Ray ends the actors that still run there."""

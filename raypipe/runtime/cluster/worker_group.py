@@ -14,7 +14,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.reserve import Notify, Reservation, reserve, silent
 from raypipe.runtime.communicators import Location
-from raypipe.runtime.transport.same_host.shared_memory import cleanup
 from raypipe.runtime.worker import StageWorker
 from raypipe.schedule.ir import Schedule
 
@@ -60,7 +59,6 @@ class WorkerGroup:
             ray.kill(actor)
         if not self.keeps_devices:
             remove_placement_group(self.group)
-        cleanup(self.run_id)  # a killed actor leaves its shared memory behind
 
 
 def device_title(schedule: Schedule, device: int, copies: int) -> str:

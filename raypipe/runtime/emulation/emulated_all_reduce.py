@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from raypipe.runtime.shared_clock import SharedClock
+from raypipe.runtime.clocks.shared_clock import SharedClock
 
 
 class AllReduceLane:

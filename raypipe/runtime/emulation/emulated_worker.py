@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from raypipe.runtime.clocks.shared_clock import SharedClock
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
 from raypipe.runtime.process import set_up_process
 from raypipe.runtime.runner import ProgramRunner
-from raypipe.runtime.shared_clock import SharedClock
 from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, StageIOSpec, TakesIn, TensorSpec
 from raypipe.runtime.update.norm import Shares
 from raypipe.schedule.latency import Comm, latency
@@ -71,7 +71,10 @@ class EmulatedRunner(ProgramRunner):
         groups: Mapping[str, dist.ProcessGroup], world: dist.ProcessGroup | None, run_clock: SharedClock,
     ) -> None:  # fmt: skip
         io_spec = dict.fromkeys(range(setup.stages), STAMP)
-        super().__init__(setup.microbatches, timeout_s=300.0, senders=senders, receivers=receivers, io_spec=io_spec)
+        super().__init__(
+            setup.microbatches, timeout_s=setup.topology.timeout_s, senders=senders, receivers=receivers,
+            io_spec=io_spec,
+        )  # fmt: skip
         self.setup = setup
         self.run_clock = run_clock
         self.all_reduces = AllReduceLane(groups, run_clock)

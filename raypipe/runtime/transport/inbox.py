@@ -46,6 +46,12 @@ def gone(peer: Peer, doing: str) -> TransportError:
     )
 
 
+def absent(error: RuntimeError) -> TransportError:
+    """Make the error for torch's own when process groups are made and a device does not come."""
+    why = str(error).strip().splitlines() or [type(error).__name__]
+    return TransportError("process groups", f"another device did not join: {why[0]}", "see which one failed, and why")
+
+
 class Inbox:
     """The announced messages of one channel, and those that arrived before they were asked for.
 

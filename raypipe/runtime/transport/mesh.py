@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Peer
+from raypipe.runtime.transport.inbox import absent
 from raypipe.runtime.transport.registry import TRANSPORTS, choose, choose_for_cpu_tensors
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 
@@ -17,7 +18,7 @@ def open_channels(
     requested: str,
     run_id: str,
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 300.0,
     ring_bytes: int = 1 << 20,
 ) -> Ends:
     """Open the channels of a device: outgoing ones by destination rank, incoming ones by source rank.
@@ -31,7 +32,7 @@ def open_channels(
         edges: directed (source rank, destination rank) pairs; order and repeats don't matter.
         requested: what the job asks for: auto, or one of TRANSPORTS.
         run_id: names the run's files on this host and its groups; fresh for every start of the actors.
-        timeout_s: how long to wait for the other devices.
+        timeout_s: how long to wait for the other devices, here and in what the transports do themselves.
         ring_bytes: first capacity of each shared-memory ring; rings grow as needed.
 
     Raises:
@@ -43,6 +44,9 @@ def open_channels(
     try:
         for transport, served in served_by(peers, edges, requested):
             transport.open(served, opening, ends)
+    except RuntimeError as error:  # torch's, where a process group is made
+        ends.close()
+        raise absent(error) from error
     except BaseException:
         ends.close()
         raise

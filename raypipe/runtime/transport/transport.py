@@ -38,8 +38,8 @@ class Opening:
     """All devices of the run by rank."""
     run_id: str
     """Names the run's files on this host and its groups."""
-    timeout_s: float = 60.0
-    """How long to wait for another device."""
+    timeout_s: float = 300.0
+    """How long to wait for another device: ``train.message_timeout_s``."""
     ring_bytes: int = 1 << 20
     """First capacity of each shared-memory ring."""
     progress: Progress = field(default_factory=Progress)

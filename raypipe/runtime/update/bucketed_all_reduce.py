@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raypipe.runtime.clock import Clock, Mark
+from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.update.collective import Push, wait_for
 
 FIRST_BUCKET_BYTES = 1 << 20

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raypipe.runtime.clock import Clock, Mark
+from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
 from raypipe.runtime.update.collective import Push, wait_for

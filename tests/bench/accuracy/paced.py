@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypipe.runtime.clock import Clock, Mark
+from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.emulation.emulated_worker import wait_until
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.setup import Setup

@@ -54,4 +54,5 @@ def test_the_node_that_does_not_fit_is_named(change, says) -> None:
 
 def test_a_node_that_does_not_answer_is_named() -> None:
     nodes = [SimpleNamespace(address="10.0.0.3"), SimpleNamespace(address="10.0.0.4")]
-    assert str(no_answer(nodes, RUN)).startswith("node 10.0.0.3, 10.0.0.4: did not answer")  # type: ignore[arg-type]
+    said = str(no_answer(nodes, RUN, 60.0))  # type: ignore[arg-type]
+    assert said.startswith("node 10.0.0.3, 10.0.0.4: did not answer within 60 s")

@@ -16,13 +16,13 @@ import torch
 
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.online.calibrate import message_delays
+from raypipe.runtime.clocks.shared_clock import SharedClock
 from raypipe.runtime.communicators import Topology
 from raypipe.runtime.emulation import emulated_all_reduce as emulated_sums
 from raypipe.runtime.emulation import emulated_worker as emulation
 from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
 from raypipe.runtime.emulation.emulated_run import PROCESS_BYTES, Links, check_processes, emulate
 from raypipe.runtime.emulation.emulated_worker import EmulatedRunner, EmulatedSetup, wait_until
-from raypipe.runtime.shared_clock import SharedClock
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.text import from_text

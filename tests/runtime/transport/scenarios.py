@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -268,11 +269,11 @@ def join_world(rank: int, port: int) -> None:
 
 
 def dies(kind: str, rank: int, run_id: str) -> dict[str, str]:
-    """Rank 1 stops without a word while rank 0 waits for it, and then while it sends to it."""
+    """Rank 1 is killed while rank 0 waits for it, and then while it sends to it."""
     ends = Ends(kind, rank, run_id)
     if rank == 1:
         time.sleep(0.3)
-        os._exit(9)
+        os.kill(os.getpid(), signal.SIGKILL)
     label = ends.label(2, 1)
     ends.into.post([expect(label, torch.zeros(1))])
     start = time.monotonic()
@@ -288,8 +289,22 @@ def dies(kind: str, rank: int, run_id: str) -> dict[str, str]:
     return {"dies": "ok"}
 
 
+def dies_opening(kind: str, rank: int, run_id: str) -> dict[str, str]:
+    """Rank 1 is killed before it opens its ends of the channels."""
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    refused(lambda: open_channels(PEERS[0], PEERS, [(0, 1), (1, 0)], kind, run_id, timeout_s=2))
+    assert time.monotonic() - start < 10
+    return {"dies_opening": "ok"}
+
+
+DEATHS = {"dies": dies, "dies_opening": dies_opening}
+
+
 if __name__ == "__main__":
     kind, rank, port, run_id, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
     join_world(rank, port)
-    print(json.dumps((dies if what == "dies" else run_all)(kind, rank, run_id)), flush=True)
+    print(json.dumps(DEATHS.get(what, run_all)(kind, rank, run_id)), flush=True)
     os._exit(0)  # threads that wait in a closed channel must not hold up the end

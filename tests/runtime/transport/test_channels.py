@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.transport.kinds import BETWEEN_CPUS, IN_ACTORS
-from tests.runtime.transport.scenarios import NAMES
+from tests.runtime.transport.scenarios import DEATHS, NAMES
 
 IN_PROCESSES = [kind for kind in BETWEEN_CPUS if kind not in IN_ACTORS]
 ROOT = Path(__file__).parents[3]
@@ -63,7 +63,8 @@ def test_channel(outcomes: list[dict[str, str] | str], name: str) -> None:
         assert report[name] == "ok", f"rank {rank}:\n{report[name]}"
 
 
+@pytest.mark.parametrize("death", DEATHS)
 @pytest.mark.parametrize("kind", IN_PROCESSES)
-def test_death_of_the_peer_is_noticed_at_once(kind: str) -> None:
-    survivor = pair(kind, "dies")[0]
-    assert survivor == {"dies": "ok"}, survivor
+def test_death_of_the_peer_is_noticed(kind: str, death: str) -> None:
+    survivor = pair(kind, death)[0]
+    assert survivor == {death: "ok"}, survivor

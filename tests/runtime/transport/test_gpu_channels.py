@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -131,6 +133,43 @@ def test_nccl_times_out_on_the_host(base: tuple[ShmSender, ShmReceiver]) -> None
     receiver.post([expected(mb, torch.zeros(1)) for mb in (4, 5)])
     with pytest.raises(TransportError, match=r"stage 0 \(rank 0\): activation of micro-batch 5, .* within 0\.02 s"):
         receiver.recv(label(5), 0.02)
+
+
+def killed(do: Callable[[], object]) -> int:
+    """Run ``do`` in a process of its own that is killed right after it; return its id."""
+    process = os.fork()
+    if process == 0:
+        with suppress(BaseException):
+            do()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return process
+
+
+@pytest.mark.parametrize("kind", ["nccl", "pinned"])
+def test_a_killed_sender_is_named(kind: str) -> None:
+    run_id = f"test-{uuid.uuid4().hex[:8]}"
+    peer = killed(lambda: ShmSender(A, B, run_id).connect(5))
+    base = ShmReceiver(B, A, run_id)
+    base.accept(5)
+    os.waitpid(peer, 0)
+    receiver = NcclReceiver(A, StageIOSpec(), base, Inline()) if kind == "nccl" else PinnedReceiver(base, Inline())
+    receiver.post([expected(3, torch.zeros(1))])
+    with pytest.raises(TransportError, match=r"stage 0 \(rank 0\): connection lost while waiting for .*micro-batch 3"):
+        receiver.recv(label(3), 20)
+    receiver.close()
+
+
+@pytest.mark.parametrize("kind", ["nccl", "pinned"])
+def test_a_killed_receiver_is_named(kind: str) -> None:
+    run_id = f"test-{uuid.uuid4().hex[:8]}"
+    peer = killed(lambda: ShmReceiver(B, A, run_id).accept(5))
+    base = ShmSender(A, B, run_id)
+    base.connect(5)
+    os.waitpid(peer, 0)
+    sender = NcclSender(B, StageIOSpec(), base, Inline()) if kind == "nccl" else PinnedSender(B, base, Inline(), empty)
+    with pytest.raises(TransportError, match=r"stage 1 \(rank 1\): connection lost while sending to it"):
+        sender.send(label(0), [torch.zeros(1)])
+    sender.close()
 
 
 def test_nccl_keeps_buffers_until_they_have_left(base: tuple[ShmSender, ShmReceiver]) -> None:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import errno
+import os
+import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
+from raypipe.runtime.transport.same_host import hand_over
 from raypipe.runtime.transport.same_host import send as shm_send
 from raypipe.runtime.transport.same_host.receive import ShmReceiver
-from raypipe.runtime.transport.same_host.ring import Ring, directory
+from raypipe.runtime.transport.same_host.ring import directory, ring_file
 from raypipe.runtime.transport.same_host.send import ShmSender
-from raypipe.runtime.transport.same_host.shared_memory import (
-    INLINE_LIMIT,
-    LARGEST_RING,
-    SMALLEST_RING,
-    cleanup,
-    file_path,
-)
+from raypipe.runtime.transport.same_host.shared_memory import INLINE_LIMIT, LARGEST_RING, SMALLEST_RING, edge_name
 from raypipe.runtime.transport.waiting import Progress
 
 A, B = Peer(0, "n", "cpu", "stage 0"), Peer(1, "n", "cpu", "stage 1")
@@ -38,10 +35,8 @@ def expected(mb: int, x: torch.Tensor) -> Expected:
 
 
 @pytest.fixture
-def run_id() -> Iterator[str]:
-    name = f"test-{uuid.uuid4().hex[:8]}"
-    yield name
-    assert cleanup(name) == 0, "the test left files behind"
+def run_id() -> str:
+    return f"test-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture
@@ -49,7 +44,6 @@ def ends(run_id: str) -> Iterator[tuple[ShmSender, ShmReceiver]]:
     receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id, SMALLEST_RING)
     sender.connect(1)
     receiver.accept(1)
-    assert not list(directory().glob(f"raypipe-{run_id}-*")), "open files keep their names"
     yield sender, receiver
     sender.close()
     receiver.close()
@@ -65,23 +59,22 @@ def test_a_slow_reader_makes_the_ring_grow_not_the_sender_wait(ends: tuple[ShmSe
     for mb in range(50):
         assert torch.equal(receiver.recv(label(mb), 1)[0], x + mb)
     # The ring is large enough now: another round makes no file.
-    grown = sender._generation
+    grown = sender._ring
     for mb in range(50, 100):
         sender.send(label(mb), [x + mb])
     receiver.post([expected(mb, x) for mb in range(50, 100)])
     for mb in range(50, 100):
         assert torch.equal(receiver.recv(label(mb), 1)[0], x + mb)
-    assert sender._generation == grown
+    assert sender._ring is grown
 
 
 def refuse_rings(monkeypatch: pytest.MonkeyPatch, above: int) -> None:
-    class Short(Ring):
-        def __init__(self, path: Path, capacity: int, *, create: bool) -> None:
-            if create and capacity > above:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            super().__init__(path, capacity, create=create)
+    def short(capacity: int) -> int:
+        if capacity > above:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return ring_file(capacity)
 
-    monkeypatch.setattr(shm_send, "Ring", Short)
+    monkeypatch.setattr(shm_send, "ring_file", short)
 
 
 def test_without_memory_messages_wait_in_the_sender(
@@ -215,29 +208,54 @@ def test_nobody_at_the_other_end(run_id: str) -> None:
         sender.send(label(0), [torch.zeros(10_000)])
 
 
-def test_a_ring_nobody_opened_goes_with_the_last_end(run_id: str) -> None:
-    for last in ("receiver", "sender"):
-        receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id)
-        sender.connect(1)
-        assert file_path(run_id, 0, 1, "ring0").exists()
-        pair: list[Any] = [sender, receiver] if last == "receiver" else [receiver, sender]
-        for end in pair:
-            end.close()
+def test_nothing_ever_has_a_name_in_a_file_system(run_id: str) -> None:
+    """So whichever end is killed, and whenever, there is nothing to remove."""
+    x = torch.zeros(50_000)
+
+    def named() -> set[Path]:
+        return {path for folder in (directory(), Path(tempfile.gettempdir())) for path in folder.glob(f"*{run_id}*")}
+
+    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id, SMALLEST_RING)
+    before = set(directory().iterdir())
+    sender.connect(1)
+    assert not named()
+    receiver.accept(1)
+    for mb in range(9):
+        sender.send(label(mb), [x])  # the ring grows
+    assert not named()
+    assert set(directory().iterdir()) <= before
+    sender.close()
+    receiver.close()
 
 
-def test_cleanup_removes_what_a_killed_run_left() -> None:
-    name = f"test-{uuid.uuid4().hex[:8]}"
-    other = ShmReceiver(B, A, name + "x")
-    abandoned = ShmReceiver(B, A, name)
-    assert cleanup(name) == 1
-    assert file_path(name + "x", 0, 1, "pipe").exists(), "another run's file"
-    abandoned.close()
-    other.close()
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_sender_that_dies_while_opening_is_named(run_id: str, connected: bool) -> None:
+    receiver = ShmReceiver(B, A, run_id)
+    process = os.fork()
+    if process == 0:
+        if connected:
+            hand_over.call(edge_name(run_id, 0, 1), 5)
+        os._exit(9)  # as a killed process: nothing is closed in order
+    os.waitpid(process, 0)
+    begun = time.monotonic()
+    with pytest.raises(TransportError, match=r"stage 0 \(rank 0\): (connection lost|no connection within 0\.2 s)"):
+        receiver.accept(0.2)
+    assert time.monotonic() - begun < 3
+    receiver.close()
 
 
-def test_a_stale_name_is_reported(run_id: str) -> None:
+def test_a_receiver_that_closes_before_it_accepts_is_named(run_id: str) -> None:
+    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id)
+    sender.connect(1)
+    receiver.close()
+    with pytest.raises(TransportError, match=r"stage 1 \(rank 1\): connection lost"):
+        sender.send(label(0), [torch.ones(1)])
+    sender.close()
+
+
+def test_a_name_is_taken_once(run_id: str) -> None:
     first = ShmReceiver(B, A, run_id)
-    with pytest.raises(TransportError, match="File exists"):
+    with pytest.raises(TransportError, match="Address already in use"):
         ShmReceiver(B, A, run_id)
     first.close()
 

@@ -49,7 +49,7 @@ class Gloo(Transport):
 
     def open(self, edges: Sequence[Edge], opening: Opening, ends: Ends) -> None:
         """See Transport.open."""
-        group = open_group(self.groups(edges))
+        group = open_group(self.groups(edges), opening.timeout_s)
         if group is None:
             return
         for peer in opening.destinations(edges):
@@ -58,10 +58,16 @@ class Gloo(Transport):
             ends.into[peer.rank] = GlooReceiver(peer, group, opening.progress, opening.allocate)
 
 
-def open_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Make the groups for Gloo edges, which share no rank; return this rank's. Every rank of the world calls this."""
-    made = [new_group(ranks, "gloo", FOREVER) for ranks in groups]
-    return next((group for group in made if group is not None), None)
+def open_group(groups: Sequence[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
+    """Make the groups for Gloo edges, which share no rank; return this rank's. Every rank of the world calls this.
+
+    The other ranks have ``timeout_s`` to come; messages on the group may take any time (``FOREVER``).
+    """
+    made = [new_group(ranks, "gloo", timedelta(seconds=timeout_s)) for ranks in groups]
+    own = next((group for group in made if group is not None), None)
+    if own is not None:
+        dist.distributed_c10d._set_pg_timeout(FOREVER, own)  # torch has no public call for it
+    return own
 
 
 def gloo_sender(

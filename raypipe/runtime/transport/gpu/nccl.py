@@ -26,6 +26,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import chain
 from typing import Protocol
 
@@ -72,7 +73,7 @@ class Nccl(Transport):
         """See Transport.open."""
         for index in chain(*in_rounds(edges)):  # making a communicator, and warming it up, takes both ends
             edge = edges[index]
-            group = new_group(edge, "nccl")
+            group = new_group(edge, "nccl", timedelta(seconds=opening.timeout_s))
             if group is not None:
                 peer = sum(edge) - opening.me.rank
                 put_on_top(edge, TorchLink(peer, group), SideStream(current_gpu()), opening, ends)

@@ -14,52 +14,62 @@ from torch import Tensor
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Peer
 from raypipe.runtime.transport.inbox import Allocate, Inbox, empty, gone, who
+from raypipe.runtime.transport.same_host.hand_over import answer, listen, take
 from raypipe.runtime.transport.same_host.ring import Ring
-from raypipe.runtime.transport.same_host.shared_memory import (
-    FRAME,
-    IN_RING,
-    LENGTH_BYTES,
-    NEW_RING,
-    file_path,
-    remove_rings,
-)
+from raypipe.runtime.transport.same_host.shared_memory import FRAME, IN_RING, LENGTH_BYTES, NEW_RING, edge_name
 from raypipe.runtime.transport.waiting import PUSH_EVERY_S, Progress
 
 _READ_BYTES = 1 << 16
+HANDED_OVER_S = 1.0
+"""Longest wait for the file of a ring, which was handed over before the ring was announced."""
 
 
 class ShmReceiver:
     """Making it never blocks, so that all receivers of a run can exist before any sender looks for one.
 
-    Raises TransportError when the pipe cannot be made.
+    Raises TransportError when it cannot listen.
     """
 
     def __init__(
         self, me: Peer, peer: Peer, run_id: str, progress: Progress | None = None, allocate: Allocate = empty
     ) -> None:
-        self._peer, self._me, self._run_id = peer, me, run_id
+        self._peer = peer
         self._inbox = Inbox(peer)
         self._progress, self._allocate = progress or Progress(), allocate
         self._ring: Ring | None = None
         self._bytes, self._at = b"", 0
         self._fd = -1
-        self._path = file_path(run_id, peer.rank, me.rank, "pipe")
-        try:
-            os.mkfifo(self._path, 0o600)
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError as error:
-            raise TransportError(
-                who(peer), f"cannot make the pipe {self._path}: {error.strerror}", "use transport: gloo"
-            ) from None
         self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
+        try:
+            self._socket = listen(edge_name(run_id, peer.rank, me.rank))
+        except OSError as error:
+            raise TransportError(who(peer), f"cannot listen for it: {error.strerror}", "use transport: gloo") from None
 
     def accept(self, timeout_s: float) -> None:
         """Wait until the sender has connected and handed over its ring. Raises TransportError if it doesn't."""
         deadline = time.monotonic() + timeout_s
+        if self._fd < 0:
+            self._connect(timeout_s)
         while self._ring is None:
             if not self._next_frame() and not self._read(deadline):
-                raise TransportError(who(self._peer), f"no connection within {timeout_s:g} s", "see that device's log")
+                raise self._unconnected(timeout_s)
+
+    def _connect(self, timeout_s: float) -> None:
+        connection = answer(self._socket, timeout_s)
+        if connection is None:
+            raise self._unconnected(timeout_s)
+        self._socket.close()
+        self._socket = connection
+        try:
+            (self._fd,) = take(connection, 1, timeout_s)
+        except TimeoutError:
+            raise self._unconnected(timeout_s) from None
+        except OSError:
+            self._inbox.fail(gone(self._peer, "waiting for it"))
+        self._poll.register(self._fd, select.POLLIN)
+
+    def _unconnected(self, timeout_s: float) -> TransportError:
+        return TransportError(who(self._peer), f"no connection within {timeout_s:g} s", "see that device's log")
 
     def post(self, expected: Sequence[Expected]) -> None:
         """See Receiver.post."""
@@ -87,11 +97,10 @@ class ShmReceiver:
 
     def close(self) -> None:
         """See Receiver.close."""
+        self._socket.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            self._path.unlink(missing_ok=True)
-            remove_rings(self._run_id, self._peer.rank, self._me.rank)
         if self._ring is not None:
             self._ring.close()
 
@@ -117,7 +126,7 @@ class ShmReceiver:
             events = self._poll.poll(0 if stuck else left_s * 1000)
             if stuck and not events:
                 time.sleep(PUSH_EVERY_S)
-            # A hang-up with nothing left to read. (Before the first writer came there is no hang-up, only silence.)
+            # A hang-up with nothing left to read.
             if events and not events[0][1] & select.POLLIN:
                 ahead = self._inbox.upcoming
                 self._inbox.fail(gone(self._peer, f"waiting for {ahead.label}" if ahead else "waiting for it"))
@@ -136,7 +145,7 @@ class ShmReceiver:
         if kind == IN_RING:
             self._take_from_ring(data[at:end], number)
         elif kind == NEW_RING:
-            self._open_ring(int.from_bytes(data[at:end], "little"), number)
+            self._open_ring(number)
         else:
             self._take_inline(data[at : at + number], data[at + number : end])
         return True
@@ -166,14 +175,15 @@ class ShmReceiver:
             tensors.append(tensor)
         self._inbox.keep(message.label, tensors)
 
-    def _open_ring(self, generation: int, capacity: int) -> None:
+    def _open_ring(self, capacity: int) -> None:
         if self._ring is not None:
             self._ring.close()  # everything in it was read: those frames came before this one
-        path = file_path(self._run_id, self._peer.rank, self._me.rank, f"ring{generation}")
         try:
-            self._ring = Ring(path, capacity, create=False)
+            (fd,) = take(self._socket, 1, HANDED_OVER_S)
+            try:
+                self._ring = Ring(fd, capacity)
+            finally:
+                os.close(fd)
         except OSError as error:
-            self._inbox.fail(
-                TransportError(who(self._peer), f"cannot open its ring {path}: {error.strerror}", "use transport: gloo")
-            )
-        path.unlink(missing_ok=True)
+            why = f"cannot map its ring of {capacity} bytes: {error}"
+            self._inbox.fail(TransportError(who(self._peer), why, "use transport: gloo"))

@@ -23,23 +23,34 @@ def directory() -> Path:
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
-class Ring:
-    """One mapping of a ring file of ``capacity`` bytes.
+def shared_file(nbytes: int) -> int:
+    """Make a file without a name that processes can share, with its memory reserved; the caller closes it.
 
-    With ``create`` it makes the file and reserves its memory: writing to a full /dev/shm would kill the process later.
-    Raises OSError when there isn't enough room, FileExistsError when the name is taken.
+    Writing to a full /dev/shm would kill the process later.
+
+    Raises:
+        OSError: there isn't enough room.
     """
+    with tempfile.TemporaryFile(dir=directory()) as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        else:
+            os.ftruncate(file.fileno(), nbytes)
+        return os.dup(file.fileno())
 
-    def __init__(self, path: Path, capacity: int, *, create: bool) -> None:
+
+def ring_file(capacity: int) -> int:
+    """Make the file of a ring of ``capacity`` bytes; errors as for ``shared_file``."""
+    return shared_file(_HEADER + capacity)
+
+
+class Ring:
+    """One mapping of a ring's file. It stays when the file ``fd`` is closed. Raises OSError if it cannot be mapped."""
+
+    def __init__(self, fd: int, capacity: int) -> None:
         self.capacity = capacity
         self._written = 0
-        fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
-        try:
-            if create:
-                reserve(fd, _HEADER + capacity, path)
-            self._map = mmap.mmap(fd, _HEADER + capacity, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        finally:
-            os.close(fd)
+        self._map = mmap.mmap(fd, _HEADER + capacity, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         # An aligned native 8-byte store, which the other process sees whole or not at all.
         self._released = ctypes.c_int64.from_buffer(self._map)
         self._base = ctypes.addressof(self._released) + _HEADER
@@ -74,18 +85,6 @@ class Ring:
             self._base = 0
             del self._released
             self._map.close()
-
-
-def reserve(fd: int, size: int, path: Path) -> None:
-    """Give a new file its memory now, and take the file away again if there isn't enough. Raises OSError."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size)
-        else:
-            os.ftruncate(fd, size)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
 
 
 def capacity_for(nbytes: int, at_least: int) -> int:

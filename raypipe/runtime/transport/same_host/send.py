@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import select
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +18,8 @@ from raypipe.errors import TransportError
 from raypipe.runtime.transport import message_header as wire
 from raypipe.runtime.transport.channel import Label, Peer
 from raypipe.runtime.transport.inbox import gone, who
-from raypipe.runtime.transport.same_host.ring import Ring, capacity_for, directory
+from raypipe.runtime.transport.same_host.hand_over import call, give
+from raypipe.runtime.transport.same_host.ring import Ring, capacity_for, directory, ring_file
 from raypipe.runtime.transport.same_host.shared_memory import (
     FRAME,
     IN_RING,
@@ -30,8 +30,7 @@ from raypipe.runtime.transport.same_host.shared_memory import (
     NEW_RING,
     PIPE_BYTES,
     SMALLEST_RING,
-    file_path,
-    remove_rings,
+    edge_name,
 )
 
 
@@ -42,11 +41,11 @@ class ShmSender:
     """
 
     def __init__(self, me: Peer, peer: Peer, run_id: str, ring_bytes: int = 1 << 20) -> None:
-        self._peer, self._me, self._run_id = peer, me, run_id
+        self._peer, self._name = peer, edge_name(run_id, me.rank, peer.rank)
         self._fd = -1
+        self._socket: socket.socket | None = None
         self._ring: Ring | None = None
         self._first_capacity = capacity_for(0, max(SMALLEST_RING, 1 << (ring_bytes - 1).bit_length()))
-        self._generation = 0
         self._room_to_grow = True
         self._frames: deque[tuple[Label | None, bytes]] = deque()
         self._unplaced: deque[tuple[Label, bytes, list[Tensor], int]] = deque()
@@ -58,19 +57,14 @@ class ShmSender:
         Raises:
             TransportError: the receiver doesn't show up, or there is no memory for a ring.
         """
-        path = file_path(self._run_id, self._me.rank, self._peer.rank, "pipe")
-        deadline = time.monotonic() + timeout_s
-        while self._fd < 0:
-            try:
-                self._fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-            except OSError as error:
-                # ENOENT: no pipe yet. ENXIO: nobody reads it yet.
-                if error.errno not in (errno.ENOENT, errno.ENXIO) or time.monotonic() > deadline:
-                    raise TransportError(
-                        who(self._peer), f"no connection within {timeout_s:g} s", "see that device's log"
-                    ) from None
-                time.sleep(0.001)
-        path.unlink(missing_ok=True)
+        self._socket = call(self._name, timeout_s)
+        if self._socket is None:
+            raise TransportError(who(self._peer), f"no connection within {timeout_s:g} s", "see that device's log")
+        reading, self._fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self._hand_over(reading)
+        finally:
+            os.close(reading)
         with contextlib.suppress(OSError, AttributeError):  # a pipe of the usual 64 KiB is only slower
             fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         capacity = self._first_capacity
@@ -152,13 +146,10 @@ class ShmSender:
         self._frames.clear()
         self._unplaced.clear()
         if self._fd >= 0:
-            writable = select.poll()
-            writable.register(self._fd, select.POLLOUT)
-            alone = any(event & select.POLLERR for _, event in writable.poll(0))
             os.close(self._fd)
             self._fd = -1
-            if alone:  # nobody will open, and so unlink, a ring announced last
-                remove_rings(self._run_id, self._me.rank, self._peer.rank)
+        if self._socket is not None:
+            self._socket.close()
         if self._ring is not None:
             self._ring.close()
         self._failure = self._failure or TransportError(who(self._peer), "the channel is closed", "open it again")
@@ -203,19 +194,29 @@ class ShmSender:
 
     def _replace_ring(self, capacity: int) -> Ring | None:
         """Make and announce a ring; the reader drains the old one first. Returns None if there is no memory for it."""
-        path = file_path(self._run_id, self._me.rank, self._peer.rank, f"ring{self._generation}")
         try:
-            ring = Ring(path, capacity, create=True)
+            file = ring_file(capacity)
         except OSError:
             # Not tried again on every send; at opening, a smaller one is tried.
             self._room_to_grow = self._ring is None
             return None
+        try:
+            ring = Ring(file, capacity)
+            self._hand_over(file)
+        finally:
+            os.close(file)
         if self._ring is not None:
             self._ring.close()
         self._ring = ring
-        self._emit(None, NEW_RING, capacity, self._generation.to_bytes(4, "little"))
-        self._generation += 1
+        self._emit(None, NEW_RING, capacity, b"")
         return ring
+
+    def _hand_over(self, file: int) -> None:
+        assert self._socket is not None
+        try:
+            give(self._socket, [file])
+        except OSError:
+            raise self._lost() from None
 
     def _emit(self, label: Label | None, kind: int, number: int, body: bytes) -> None:
         self._push(label, FRAME.pack(FRAME.size - LENGTH_BYTES + len(body), kind, number) + body)
@@ -231,10 +232,13 @@ class ShmSender:
         except BlockingIOError:
             return 0
         except BrokenPipeError:
-            self._frames.clear()
-            self._unplaced.clear()
-            self._failure = gone(self._peer, "sending to it")
-            raise self._failure from None
+            raise self._lost() from None
+
+    def _lost(self) -> TransportError:
+        self._frames.clear()
+        self._unplaced.clear()
+        self._failure = gone(self._peer, "sending to it")
+        return self._failure
 
 
 def _packed(label: Label, tensors: Sequence[Tensor]) -> tuple[list[Tensor], bytes, int]:

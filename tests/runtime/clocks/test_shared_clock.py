@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 from raypipe.errors import TransportError
 from raypipe.runtime import shared_clock
-from raypipe.runtime.shared_clock import (
+from raypipe.runtime.clocks.shared_clock import (
     DRIFT,
     FIRST,
     ClockFollower,
@@ -24,7 +23,6 @@ from raypipe.runtime.shared_clock import (
     exchange,
     open_clock,
 )
-from raypipe.runtime.transport.same_host.ring import directory
 
 
 @dataclass
@@ -32,7 +30,6 @@ class MemoryStore:
     """What the processes of a world tell each other, here threads."""
 
     values: dict[str, str] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def set(self, key: str, value: str) -> None:
@@ -44,11 +41,6 @@ class MemoryStore:
         with self.changed:
             assert self.changed.wait_for(lambda: key in self.values, timeout=20)
             return self.values[key].encode()
-
-    def add(self, key: str, amount: int) -> int:
-        with self.changed:
-            self.counts[key] += amount
-            return self.counts[key]
 
 
 @pytest.mark.parametrize(("there_s", "back_s"), [(0.001, 0.001), (0.0, 0.004), (0.003, 0.0)])
@@ -97,7 +89,6 @@ def test_every_process_knows_rank_0s_clock(monkeypatch) -> None:
             time.sleep(0.005)
             one, other = clocks[1].offset_s, clocks[2].offset_s
             assert one == other or one == clocks[1].offset_s or other == clocks[2].offset_s
-        assert not list(directory().glob("raypipe-clocktest-*"))
         times = np.array([[1.0, 2.0]]) + offsets["b"]
         assert clocks[1].shared(times) == pytest.approx(np.array([[1.0, 2.0]]), abs=0.05)
         assert clocks[3].local(clocks[3].shared(17.0)) == 17.0
@@ -105,6 +96,11 @@ def test_every_process_knows_rank_0s_clock(monkeypatch) -> None:
         for clock in clocks:
             clock.close()
     assert clocks[1].offset_s == pytest.approx(-1000.0, abs=0.05)
+
+
+def test_a_leader_that_is_not_there_is_named() -> None:
+    with pytest.raises(TransportError, match=r"rank 1 did not answer within 0\.02 s"):
+        open_clock(2, ["a", "b", "b"], "127.0.0.1", MemoryStore(), "clocktest", timeout_s=0.02)
 
 
 def test_one_host_measures_nothing() -> None:

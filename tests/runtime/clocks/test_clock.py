@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from raypipe.runtime.clock import EventClock, HostClock, clock_for
+from raypipe.runtime.clocks.clock import EventClock, HostClock, clock_for
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import Action, Program

@@ -19,11 +19,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.same_host.ring import directory
+from raypipe.runtime.transport.same_host.hand_over import answer, call, give, listen, take
+from raypipe.runtime.transport.same_host.ring import shared_file
 
 DRIFT = 15e-6
 """How far two clocks may drift apart, in seconds per second: RFC 5905's PHI."""
@@ -33,8 +33,6 @@ EVERY_S = 1.0
 """Interval of later exchanges."""
 KEPT = 32
 """Number of newest estimates that are kept."""
-ANSWER_S = 30.0
-"""Time that rank 0 has to answer; its process may be stopped for a while."""
 _TIME = struct.Struct("=d")
 
 Local = Callable[[], float]
@@ -106,13 +104,11 @@ class Store(Protocol):
     def get(self, key: str) -> bytes:
         """Wait until a value is published, and return it."""
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter; return its new value."""
-
 
 def open_clock(
-    rank: int, nodes: Sequence[str], address: str, store: Store, run_id: str, local: Local = time.monotonic
-) -> SharedClock:
+    rank: int, nodes: Sequence[str], address: str, store: Store, run_id: str, local: Local = time.monotonic,
+    timeout_s: float = 300.0,
+) -> SharedClock:  # fmt: skip
     """Open the run's clock; every process of the run must call this.
 
     Args:
@@ -120,11 +116,12 @@ def open_clock(
         nodes: the host of each rank; the same in every call.
         address: IP address of rank 0's host.
         store: the store through which the processes coordinate.
-        run_id: part of the names of the run's files.
+        run_id: part of the name under which a leader listens.
         local: this host's clock.
+        timeout_s: how long to wait for another process.
 
     Raises:
-        TransportError: rank 0 cannot be reached.
+        TransportError: rank 0, or a process of this host, cannot be reached.
     """
     if len(set(nodes)) == 1:
         return SharedClock()
@@ -136,28 +133,54 @@ def open_clock(
         return SharedClock()
     leader = nodes.index(nodes[rank])
     others = nodes.count(nodes[rank]) - 1
-    path = directory() / f"raypipe-{run_id}-{leader}.clock"
+    name = f"{run_id}-{leader}-clock"
     if rank != leader:
-        store.get(f"raypipe/clock/{leader}")
-        number = _map(path, create=False)
-        if store.add(f"raypipe/clock/{leader}/opened", 1) == others:
-            path.unlink(missing_ok=True)
-        return SharedClock(number)
-    number = _map(path, create=True) if others else ctypes.c_double()
-    follower = ClockFollower(address, int(store.get("raypipe/clock")), number, local)
-    store.set(f"raypipe/clock/{leader}", "measured")
+        return SharedClock(_from_leader(name, leader, timeout_s))
+    if not others:
+        number = ctypes.c_double()
+        return SharedClock(number, ClockFollower(address, int(store.get("raypipe/clock")), number, local, timeout_s))
+    with listen(name) as listener:
+        file = shared_file(_TIME.size)
+        try:
+            number = _map(file)
+            follower = ClockFollower(address, int(store.get("raypipe/clock")), number, local, timeout_s)
+            _to_others(listener, others, file, timeout_s)
+        finally:
+            os.close(file)
     return SharedClock(number, follower)
 
 
-def _map(path: Path, create: bool) -> ctypes.c_double:
-    """Map a float64 into memory that processes share; writes are atomic because it is one aligned store."""
-    fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+def _to_others(listener: socket.socket, others: int, file: int, timeout_s: float) -> None:
+    for _ in range(others):
+        connection = answer(listener, timeout_s)
+        if connection is None:
+            raise _no_answer("another process of this host", timeout_s)
+        with connection, contextlib.suppress(OSError):  # one that has died meanwhile fails elsewhere
+            give(connection, [file])
+
+
+def _from_leader(name: str, leader: int, timeout_s: float) -> ctypes.c_double:
+    connection = call(name, timeout_s)
+    if connection is None:
+        raise _no_answer(f"rank {leader}", timeout_s)
+    with connection:
+        try:
+            (file,) = take(connection, 1, timeout_s)
+        except OSError:
+            raise _no_answer(f"rank {leader}", timeout_s) from None
     try:
-        if create:
-            os.ftruncate(fd, _TIME.size)
-        return ctypes.c_double.from_buffer(mmap.mmap(fd, _TIME.size))
+        return _map(file)
     finally:
-        os.close(fd)
+        os.close(file)
+
+
+def _no_answer(who: str, timeout_s: float) -> TransportError:
+    return TransportError("clocks", f"{who} did not answer within {timeout_s:g} s", "see that device's log")
+
+
+def _map(file: int) -> ctypes.c_double:
+    """Map a float64 into memory that processes share; writes are atomic because it is one aligned store."""
+    return ctypes.c_double.from_buffer(mmap.mmap(file, _TIME.size))
 
 
 class ClockServer(socketserver.ThreadingTCPServer):
@@ -192,14 +215,16 @@ class _Answer(socketserver.BaseRequestHandler):
 
 
 class ClockFollower(contextlib.AbstractContextManager[None]):
-    """A leader's side: a thread that keeps ``offset`` at the best estimate.
+    """A leader's side: a thread that keeps ``offset`` at the best estimate. Rank 0 has ``timeout_s`` to answer.
 
     Raises:
         TransportError: rank 0 does not answer.
     """
 
-    def __init__(self, address: str, port: int, offset: ctypes.c_double, local: Local = time.monotonic) -> None:
-        self._at, self._offset, self._local = (address, port), offset, local
+    def __init__(
+        self, address: str, port: int, offset: ctypes.c_double, local: Local = time.monotonic, timeout_s: float = 300.0
+    ) -> None:
+        self._at, self._offset, self._local, self._timeout_s = (address, port), offset, local, timeout_s
         self._kept: deque[Estimate] = deque(maxlen=KEPT)
         self._closed = threading.Event()
         try:
@@ -214,7 +239,7 @@ class ClockFollower(contextlib.AbstractContextManager[None]):
         self._thread.start()
 
     def _connect(self) -> socket.socket:
-        connection = socket.create_connection(self._at, timeout=ANSWER_S)
+        connection = socket.create_connection(self._at, timeout=self._timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
