@@ -15,7 +15,7 @@ import torch
 from raypipe.job import GptSpec
 from raypipe.job.load import load_job
 from raypipe.models import DTYPES, GptLayers, host_copies
-from raypipe.runtime import clock
+from raypipe.runtime.clocks import clock
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs

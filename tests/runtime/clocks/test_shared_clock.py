@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raypipe.errors import TransportError
-from raypipe.runtime import shared_clock
+from raypipe.runtime.clocks import shared_clock
 from raypipe.runtime.clocks.shared_clock import (
     DRIFT,
     FIRST,
