@@ -13,7 +13,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from raypipe.observe.core_wait import CoreWait
 from raypipe.observe.run_log import EVENTS, METRICS, Follower
+from raypipe.observe.run_view.event_sentences import event_sentences
 
+UNTOLD = {"undone", "error"}
+"""Events that progress lines leave out: an undone update is ordinary, and the command itself prints an error."""
 PLAIN_EVERY_S = 5.0
 """Seconds between step lines if there is no terminal."""
 
@@ -84,33 +87,13 @@ class ProgressView:
                 self._say(line)
         elif kind == "started":
             self.core_wait.follow(device["pid"] for device in row["devices"] if self._one_host)
-            for device in row["devices"]:
-                self._say(f"{device['name']} on {device['device']}, {device['parameters']:,} parameters")
-            if row["resumed_from"]:
-                self._say(f"resumed from step {row['resumed_from']}")
         elif kind == "predicted":
             self._predicted_bubble = row["bubble_ratio"]
-            self._say(f"predicted step {row['step_s']:.4f} s, {row['bubble_ratio']:.1%} idle")
-        elif kind == "replanned":
-            self._say(f"step {row['step']:>5}  replanned: {row['change']}; predicted gain {row['gain']:.1%} per step")
-        elif kind == "realised":
-            back = ", so it is reverted" if row["gain"] < 0 else ""
-            self._say(f"step {row['step']:>5}  the change gained {row['gain']:.1%} per step{back}")
-        elif kind == "restored":
-            self._say(f"step {row['step']:>5}  change restored: steps without it are now {row['gain']:.1%} slower")
-        elif kind == "drifted":
-            change = f"from {row['was_s']:.4f} to {row['now_s']:.4f} s"
-            self._say(f"step {row['step']:>5}  step time drifted {change}: measuring again")
-        elif kind == "early_stop":
-            self._say(f"step {row['step']:>5}  stopped early: {row['message']}")
-        elif kind == "failed":
-            self._say(f"failed: {row['message']}")
         elif kind == "waiting":
             self._waiting(row["message"])
-        elif kind == "restarted":
-            self._say(f"restarting from {row['checkpoint'] or 'the start'}")
-        elif kind == "notice":
-            self._say(f"note: {row['message']}")
+        if kind not in UNTOLD:
+            for line in event_sentences(row):
+                self._say(line)
 
     def _waiting(self, text: str) -> None:
         if self._live is not None and self._task is not None:

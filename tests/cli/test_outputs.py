@@ -15,6 +15,7 @@ OUTPUTS = [
     *(("emulate", "1f1b", option) for option in ("--json", "--trace")),
     ("autoconfigure", JOB, "--out"),
     ("profile", JOB, "--out"),
+    ("report", "nowhere", "--out"),
     ("export", "nowhere", "--output"),
     ("train", JOB, "--run-dir"),
 ]

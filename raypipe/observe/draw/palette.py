@@ -22,10 +22,15 @@ RGB = tuple[float, float, float]
 
 def colour(task: Task, schedule: Schedule) -> RGB:
     """Return the fill colour of a task; channels are 0..1. With a single micro-batch, the hue shows the stage."""
+    return fill(task, schedule.microbatches, schedule.stages)
+
+
+def fill(task: Task, microbatches: int, stages: int) -> RGB:
+    """Return the fill colour of a task of a step of so many micro-batches and stages; channels are 0..1."""
     lightness, chroma = SHADES[task.kind]
-    number, count = (task.mbs[0] if task.mbs else 0), schedule.microbatches
+    number, count = (task.mbs[0] if task.mbs else 0), microbatches
     if count == 1:
-        number, count = task.stage, schedule.stages
+        number, count = task.stage, stages
     # A sixth of the hue circle is unused; otherwise the last micro-batch would look like the first.
     turn = number / max(count, 4) * 5 / 6
     return oklch(lightness, chroma if task.mbs else 0.0, 250 + 360 * turn)

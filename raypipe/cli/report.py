@@ -1,0 +1,34 @@
+"""``raypipe report``: a run as one self-contained HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raypipe.cli._shared.files import check_writable, output, write
+from raypipe.cli._shared.options import File
+from raypipe.errors import shortest
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory, such as runs/quickstart-20260101-120000.")],
+    file: Annotated[
+        File,
+        typer.Option("-o", "--out", parser=output("--out"), metavar="FILE", help="Write here [RUN_DIR/report.html]."),
+    ] = None,
+) -> None:
+    """Write a run as one HTML file: predicted beside measured, losses, plans compared, memory, events."""
+    from raypipe.observe.report.page import report_page
+    from raypipe.observe.run_view.predicted_measured import comparison_lines
+    from raypipe.observe.run_view.run_record import read_run
+
+    target = file if file is not None else run_dir / "report.html"
+    if file is not None:
+        check_writable(file)
+    run = read_run(run_dir)
+    write(target, report_page(run))
+    for line in comparison_lines(run):
+        print(line)
+    print(f"report           {shortest(target)}")

@@ -1,0 +1,49 @@
+"""The events of a run in words, the same in progress lines, the live table and the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def event_sentences(row: dict[str, Any]) -> list[str]:
+    """Return the sentences that tell an event of events.jsonl; none for events that only programs read.
+
+    An event that lacks a field, as one of another version of raypipe may, is told by its name alone.
+
+    >>> event_sentences({"event": "restarted", "checkpoint": None})
+    ['restarting from the start']
+    """
+    try:
+        return _sentences(row)
+    except (KeyError, TypeError, ValueError):
+        return [str(row.get("event"))]
+
+
+def _sentences(row: dict[str, Any]) -> list[str]:
+    kind = row["event"]
+    if kind == "started":
+        lines = [f"{d['name']} on {d['device']}, {d['parameters']:,} parameters" for d in row["devices"]]
+        return [*lines, f"resumed from step {row['resumed_from']}"] if row["resumed_from"] else lines
+    step = f"step {row['step']:>5}  " if "step" in row else ""
+    if kind == "predicted":
+        return [f"predicted step {row['step_s']:.4f} s, {row['bubble_ratio']:.1%} idle"]
+    if kind == "replanned":
+        return [f"{step}replanned: {row['change']}; predicted gain {row['gain']:.1%} per step"]
+    if kind == "realised":
+        back = ", so it is reverted" if row["gain"] < 0 else ""
+        return [f"{step}the change gained {row['gain']:.1%} per step{back}"]
+    if kind == "restored":
+        return [f"{step}change restored: steps without it are now {row['gain']:.1%} slower"]
+    if kind == "drifted":
+        return [f"{step}step time drifted from {row['was_s']:.4f} to {row['now_s']:.4f} s: measuring again"]
+    if kind == "early_stop":
+        return [f"{step}stopped early: {row['message']}"]
+    if kind == "undone":
+        return [f"{step}update undone and repeated with clipped gradients: their norm was {row['grad_norm']:.4g}"]
+    if kind in ("failed", "error"):
+        return [f"failed: {row['message']}"]
+    if kind == "restarted":
+        return [f"restarting from {row['checkpoint'] or 'the start'}"]
+    if kind == "notice":
+        return [f"note: {row['message']}"]
+    return []
