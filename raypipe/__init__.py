@@ -6,11 +6,11 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["PipelineTrainer", "__version__", "init"]
+__all__ = ["Callback", "PipelineTrainer", "__version__", "init"]
 
 
 def __getattr__(name: str) -> Any:
     # Import on first use: they need torch and Ray, and ``import raypipe`` must need neither.
-    if name in ("PipelineTrainer", "init"):
+    if name in ("Callback", "PipelineTrainer", "init"):
         return getattr(importlib.import_module("raypipe.trainer"), name)
     raise AttributeError(f"module 'raypipe' has no attribute '{name}'")

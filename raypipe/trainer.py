@@ -24,6 +24,7 @@ from raypipe.arguments import read_arguments, recomputes, train_keys
 from raypipe.atomic_write import whole
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from
+from raypipe.launch.callbacks import Callback, Callbacks
 from raypipe.observe.run_dir import place
 from raypipe.train import Prepared, claim, prepare_run, run
 
@@ -80,7 +81,7 @@ class PipelineTrainer:
         eval_dataset: rows to validate on; by default a tenth of ``train_dataset``.
         data_collator: converts rows to the model's arguments. It is called in this process, once per row before
             training, so it is not sent to the workers; its padding is used.
-        callbacks: may contain a ``transformers.EarlyStoppingCallback`` and nothing else.
+        callbacks: instances of ``raypipe.Callback``, and a ``transformers.EarlyStoppingCallback``; others are refused.
         job: further keys of a job file by section, such as ``{"parallel": {"schedule": "zb-h1"}}``.
 
     Raises:
@@ -106,7 +107,8 @@ class PipelineTrainer:
             raise SpecError("args.output_dir", "is missing", "give a directory for the run's files")
         self.directory = place(output, "args.output_dir")
         self.degrees = _degrees
-        self._early_stop = _early_stop(callbacks)
+        self._callbacks = [callback for callback in callbacks if isinstance(callback, Callback)]
+        self._early_stop = _early_stop([callback for callback in callbacks if not isinstance(callback, Callback)])
         self._model, self._train, self._eval, self._more = model, train_dataset, eval_dataset, job or {}
         self._collator = data_collator
 
@@ -115,10 +117,15 @@ class PipelineTrainer:
 
         Raises:
             SpecError: the model or the data cannot be trained with these arguments.
-            RunError: the run failed and was not restarted.
+            RunError: the run failed and was not restarted, or a callback raised an error.
         """
         prepared = self.prepare()
-        result, _ = run(prepared, None, lambda: None)
+        callbacks = Callbacks(self._callbacks, self.directory)
+        try:
+            result, _ = run(prepared, None, callbacks.update)
+            callbacks.update()  # what was logged since the last call
+        finally:
+            callbacks.raise_error()
         return result
 
     def prepare(self) -> Prepared:
@@ -184,7 +191,7 @@ def _early_stop(callbacks: Sequence[Any]) -> dict[str, Any] | None:
         if not hasattr(callback, "early_stopping_patience"):
             raise SpecError(
                 "callbacks", f"a {type(callback).__name__} is not supported: training runs in other processes",
-                "leave it out; only EarlyStoppingCallback is supported",
+                "derive it from raypipe.Callback; of transformers', only EarlyStoppingCallback is supported",
             )  # fmt: skip
         found = {
             "patience": int(callback.early_stopping_patience),

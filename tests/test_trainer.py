@@ -198,7 +198,7 @@ WRONG = {
     "rows that are tuples": ({"train_dataset": [(1, 2), (3, 4)]}, "give dicts"),
     "no dataset": ({"train_dataset": None}, "is missing"),
     "a module without a recipe": ({"model": torch.nn.Linear(1, 1)}, "import"),
-    "another callback": ({"callbacks": [object()]}, "only EarlyStoppingCallback"),
+    "another callback": ({"callbacks": [object()]}, "derive it from raypipe.Callback"),
     "the best by another metric": (
         {"args": {"metric_for_best_model": "accuracy", "load_best_model_at_end": True}},
         "use eval_loss",
@@ -284,3 +284,37 @@ def test_a_run_returns_ray_trains_result(local_ray, tmp_path) -> None:
     losses = [row["val_loss"] for row in read_rows(tmp_path / "run" / METRICS) if "val_loss" in row]
     assert len(losses) == 3
     assert open_checkpoint(result.checkpoint.path).meta["val_loss"] == min(losses)
+
+
+@pytest.mark.runs
+def test_a_callback_follows_a_run_and_ends_it(local_ray, tmp_path) -> None:
+    pytest.importorskip("transformers")
+    from raypipe.errors import RunError
+    from raypipe.observe.run_log import EVENTS, METRICS, read_rows
+
+    class Follower(raypipe.Callback):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+            self.saved: list[int] = []
+
+        def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
+            assert step == len(self.losses) + 1
+            self.losses.append(metrics["loss"])
+
+        def on_save(self, step: int, path: object) -> None:
+            self.saved.append(step)
+            raise ValueError("no room for copies")
+
+        def should_stop(self) -> bool:
+            return len(self.losses) >= 3
+
+    mine = Follower()
+    args = {"max_steps": 100_000, "per_device_train_batch_size": 4, "eval_strategy": "no"}
+    with pytest.raises(RunError, match=r"Follower\.on_save: raised ValueError: no room for copies"):
+        trainer(tmp_path, args, callbacks=[mine]).train()
+    rows = [row for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row]
+    assert 3 <= len(rows) < 100_000
+    assert mine.losses == [row["loss"] for row in rows]
+    assert mine.saved == [len(rows)]
+    stopped = [e for e in read_rows(tmp_path / "run" / EVENTS) if e["event"] == "early_stop"]
+    assert [(e["step"], e["message"]) for e in stopped] == [(len(rows), "Follower.should_stop asked for it")]

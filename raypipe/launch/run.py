@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import RunError, SpecError
 from raypipe.launch.prepared import Prepared
-from raypipe.observe.run_dir import CHECKPOINTS, hold
+from raypipe.observe.run_dir import CHECKPOINTS, STOP, hold
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.summary import summarise
 
@@ -39,6 +39,7 @@ def run(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None
         RunError: the run failed and was not restarted; the message is that of the last attempt.
     """
     with hold(prepared.directory):
+        (prepared.directory / STOP).unlink(missing_ok=True)  # it asked an earlier run to end
         return _run_locked(prepared, dashboard_port, watch)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError
 from raypipe.files import expanded, is_url, read_regular
 from raypipe.observe.run_log import EVENTS, METRICS, aside, mend, read_rows
@@ -20,6 +21,9 @@ LOCK = ".running"
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 """Errors of file systems without locks."""
 
+
+STOP = "stop"
+"""The file that asks a run to end; it says why."""
 
 RECORD = "job.json"
 """The job as it was given for the run."""
@@ -91,6 +95,19 @@ def is_run(directory: Path) -> bool:
     if (isinstance(job, dict) and job.keys() >= SECTIONS) or read_rows(directory / EVENTS):
         return True
     return any((directory / CHECKPOINTS).glob("step-" + "[0-9]" * 8))
+
+
+def ask_to_stop(directory: Path, why: str) -> None:
+    """Ask the run in a directory to end after the steps that it has queued, with a validation and a checkpoint."""
+    write_whole(directory / STOP, why + "\n")
+
+
+def asked_to_stop(directory: Path) -> str | None:
+    """Return why the run was asked to end; None if it was not."""
+    try:
+        return (directory / STOP).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
 
 
 def set_aside(path: Path) -> Path:

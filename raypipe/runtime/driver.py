@@ -17,6 +17,7 @@ import ray
 from raypipe.data import tokens_per_sample
 from raypipe.errors import DivergenceError, SampleCountError
 from raypipe.job.spec import JobSpec
+from raypipe.observe.run_dir import asked_to_stop
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.online.controller import MeasuredStep
@@ -141,7 +142,7 @@ class Driver:
                 if ticket.kind == "save":
                     self.checkpoints.discard(ticket.step, ticket.refs)
             raise
-        if self.patience is not None and steps_done < self.job.train.steps:
+        if self.patience is not None and self.patience.exhausted and steps_done < self.job.train.steps:
             self.log.event("early_stop", step=steps_done, message=str(self.patience))
         return steps_done
 
@@ -155,7 +156,8 @@ class Driver:
         for step in range(done, train.steps):
             if self.patience is not None and self.patience.exhausted:
                 break
-            last = step + 1 == train.steps
+            stop = asked_to_stop(self.directory)
+            last = step + 1 == train.steps or stop is not None
             evaluates = last or bool(train.eval_every and (step + 1) % train.eval_every == 0)
             saves = last or bool(train.checkpoint_every and (step + 1) % train.checkpoint_every == 0)
             part = (fills, evaluates or saves) if self.schedule.versions != "flush" else WHOLE
@@ -185,6 +187,10 @@ class Driver:
             while sum(t.kind == "step" for t in self._pending) > QUEUED_STEPS:
                 self._collect(self._pending.popleft())
             queued = step + 1
+            if stop is not None:
+                if queued < train.steps:
+                    self.log.event("early_stop", step=queued, message=stop)
+                break
         return queued
 
     def _read(self, workers: WorkerGroup) -> None:

@@ -59,7 +59,7 @@ def schedule(run: RunRecord) -> Markup:
     parts: list[Markup] = []
     for name, lanes in drawn.items():
         step = run.timelines[name]
-        facts = f"makespan {1e3 * step.get('makespan', 0.0):.4g} ms, bubbles {step.get('bubble_ratio', 0.0):.1%}"
+        facts = f"makespan {1e3 * (step.get('makespan') or 0.0):.4g} ms, bubbles {step.get('bubble_ratio') or 0.0:.1%}"
         parts += [tag("h3", f"{name}: {facts}"), timeline_svg(lanes, end, f"{name} step")]
     zoom: list[Markup] = []
     for n, times in enumerate((1, 2, 4, 8)):
@@ -113,10 +113,12 @@ def _candidate(number: int, row: dict[str, Any]) -> list[object]:
         f"recompute {row['recompute']}" if row.get("recompute", "none") != "none" else "",
         f"{row['sync']} sums" if row.get("sync", "lazy") != "lazy" else "",
     ]
+    step_s, idle, sizes = (row.get(key) for key in ("predicted_step_s", "bubble_ratio", "memory_bytes"))
     return [
-        str(number), row["schedule"], f"{row['stages']} x {row['replicas']}", str(row["microbatch"]),
-        ", ".join(filter(None, options)), seconds(row["predicted_step_s"]), f"{row['bubble_ratio']:.1%}",
-        gib(max(row["memory_bytes"])), "yes" if row["fits"] else "no", row["why"],
+        str(number), row.get("schedule"), f"{row.get('stages')} x {row.get('replicas')}", row.get("microbatch"),
+        ", ".join(filter(None, options)), None if step_s is None else seconds(step_s),
+        None if idle is None else f"{idle:.1%}", gib(max(sizes)) if sizes else None,
+        "yes" if row.get("fits") else "no", row.get("why"),
     ]  # fmt: skip
 
 
