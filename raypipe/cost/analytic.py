@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from raypipe.cost.gpt_work import SOFTWARE, gpt_work
 from raypipe.cost.layer_work import LayerWork
-from raypipe.cost.memory.parameter import optimizer_values
+from raypipe.cost.memory.parameter import parameter_bytes
 from raypipe.cost.profile import CollectivePath, LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.errors import SpecError
 from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, LinkModel
-from raypipe.job.field_types import WIDTH
+from raypipe.job.field_types import arithmetic
 from raypipe.job.model_spec import GptSpec
 
 GIB = 2**30
@@ -47,9 +47,10 @@ def analytic_profile(
     """
     device = cluster.device
     peaks: dict[str, float] = {str(k): v for k, v in device.peak_tflops.items()}
-    if dtype not in peaks:
+    products = arithmetic(dtype)
+    if products not in peaks:
         raise SpecError(
-            "train.dtype", f"{device.name} has no peak_tflops for {dtype}", f"use {' or '.join(peaks)}, or add one"
+            "train.dtype", f"{device.name} has no peak_tflops for {products}", f"use {' or '.join(peaks)}, or add one"
         )
     if not sizes or min(sizes) < 1:
         raise SpecError("sizes", f"{list(sizes)} are not valid micro-batch sizes", "give whole numbers from 1")
@@ -57,27 +58,32 @@ def analytic_profile(
     if not works:
         raise SpecError("model", "has no layers", "give at least one")
     shares: dict[str, float] = {str(k): v for k, v in device.efficiency_by_dtype.items()}
-    rate = peaks[dtype] * 1e12 * shares.get(dtype, device.efficiency)
-    width = 4 if WIDTH[dtype] == 2 else WIDTH[dtype]
+    rate = peaks[products] * 1e12 * shares.get(products, device.efficiency)
     return Profile(
         source="analytic", device=device.name, dtype=dtype,
         devices=cluster.devices, devices_per_host=cluster.devices_per_host, host_links=cluster.host_links,
         memory_bytes=device.memory_gib * GIB, base_bytes=(1 - device.usable) * device.memory_gib * GIB,
         layers=tuple(_layer(work, device, rate, sizes) for work in works),
         tied_parameters=_tied(model, tied),
-        update_s_per_parameter=update_bytes(optimizer, momentum, width) / (device.memory_gb_s * 1e9),
+        update_s_per_parameter=update_bytes(optimizer, momentum, dtype) / (device.memory_gb_s * 1e9),
         inside=_link(cluster.inside), between=_link(cluster.between),
         collective=_path(cluster.collective) if cluster.collective else None,
     )  # fmt: skip
 
 
-def update_bytes(optimizer: str, momentum: bool, width: int) -> int:
+def update_bytes(optimizer: str, momentum: bool, dtype: str) -> int:
     """Return the bytes that a fused optimizer step reads and writes per parameter: weight, gradient and state.
 
-    >>> update_bytes("adamw", False, 4)
-    28
+    Of a master weight, too: the gradient is read and written in float32, and the weight is rounded from the master.
+
+    >>> update_bytes("adamw", False, "float32"), update_bytes("adamw", False, "bfloat16-true")
+    (28, 40)
     """
-    return (3 + 2 * optimizer_values(optimizer, momentum)) * width  # gradients are read, all else read and written
+    each = parameter_bytes(dtype, optimizer, momentum)
+    if not each.master:
+        return each.gradient + 2 * (each.weight + each.optimizer)  # gradients are read, all else read and written
+    # gradient to float32; the step; master to weight
+    return (each.gradient + each.master) + (3 * each.master + 2 * each.optimizer) + (each.master + each.weight)
 
 
 def _tied(model: GptSpec | Sequence[LayerWork], given: int) -> int:

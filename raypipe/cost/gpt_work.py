@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raypipe.cost.layer_work import Effort, LayerWork
-from raypipe.job.field_types import WIDTH
+from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH
 from raypipe.job.model_spec import GptSpec
 
-STATISTIC = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}
+STATISTIC = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4, "bfloat16-true": 4}
 """Bytes of one value of a norm's mean, of attention's log-sum-exp, or of a log-probability."""
 FUSED_BACKWARD = 2.5
 """FLOPs of fused attention's backward over its forward's: four products instead of two, and the scores recomputed (Dao
@@ -54,7 +54,7 @@ def gpt_work(model: GptSpec, dtype: str, software: Software = RAYPIPE) -> Sequen
 
     Args:
         model: the model's shape.
-        dtype: ``train.dtype``; 16-bit dtypes are autocast over float32 weights.
+        dtype: ``train.dtype``; ``bfloat16`` and ``float16`` are autocast over float32 weights.
         software: the framework that runs the model.
     """
     block = _block(model, dtype, software)
@@ -64,7 +64,7 @@ def gpt_work(model: GptSpec, dtype: str, software: Software = RAYPIPE) -> Sequen
 
 def master_width(dtype: str, software: Software) -> int:
     """Return the bytes of a parameter and of a value of the residual stream."""
-    return 4 if WIDTH[dtype] == 2 and software.autocast else WIDTH[dtype]
+    return WEIGHT_WIDTH[dtype] if software.autocast else WIDTH[dtype]
 
 
 def mask_bytes(width: int, software: Software) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import re
 from raypipe.errors import SpecError
 from raypipe.files import shipped
 from raypipe.job.cluster import DEVICES, load_cluster
+from raypipe.job.field_types import arithmetic
 
 GIVEN = "RAYPIPE_PEAK_TFLOPS"
 """Environment variable with the peak of a device that no description names, in 10^12 operations per second."""
@@ -32,7 +33,9 @@ def peak_flops_s(device: str, dtype: str) -> float | None:
             continue
         # Drivers leave words out: "NVIDIA H200" is an "H200 SXM5 141 GB". One that they add is another device.
         if wanted <= words_of(described.name):
-            return next((peak * 1e12 for name, peak in described.peak_tflops.items() if name == dtype), None)
+            return next(
+                (peak * 1e12 for name, peak in described.peak_tflops.items() if name == arithmetic(dtype)), None
+            )
     return None
 
 

@@ -12,7 +12,7 @@ from raypipe.cost.hosts import Hosts
 from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.errors import SpecError
-from raypipe.job.field_types import WIDTH, WireDtype
+from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH, WireDtype
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import recomputed_pairs
@@ -23,7 +23,7 @@ Cut = Sequence[Sequence[int]]
 
 def gradient_width(dtype: str) -> int:
     """Return the bytes of a gradient value: as wide as the weights, which stay float32 under 16-bit autocast."""
-    return 8 if dtype == "float64" else 4
+    return WEIGHT_WIDTH[dtype]
 
 
 def stage_costs(

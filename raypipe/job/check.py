@@ -120,7 +120,7 @@ def _wire(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
         narrower = " or ".join(name for name in get_args(WireDtype) if WIDTH[name] < WIDTH[crossing])
         yield Problem(
             "parallel.wire_dtype", f"{wire} is not narrower than the {crossing} that stages exchange",
-            f"use {narrower}, or leave it out",
+            f"use {narrower}, or leave it out" if narrower else "leave it out",
         )  # fmt: skip
 
 

@@ -13,8 +13,20 @@ Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 WireDtype = Literal["bfloat16", "float16", "float32"]
 """Dtypes that messages may be cast to."""
-WIDTH = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-"""Bytes of a value, by dtype."""
+WIDTH = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bfloat16-true": 2}
+"""Bytes of a value that products read and write, by dtype or ``train.dtype``."""
+WEIGHT_WIDTH = {**WIDTH, "bfloat16": 4, "float16": 4}
+"""Bytes of a weight, of its gradient and of a value of the residual stream, by ``train.dtype``: under 16-bit autocast
+they stay float32."""
+
+
+def arithmetic(dtype: str) -> str:
+    """Return the dtype of the matrix products of ``train.dtype``.
+
+    >>> arithmetic("bfloat16-true")
+    'bfloat16'
+    """
+    return dtype.removesuffix("-true")
 
 
 class Spec(BaseModel):

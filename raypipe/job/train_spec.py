@@ -50,8 +50,9 @@ class TrainSpec(Spec):
     """Gradients are clipped to this global norm (L2, over all stages); null for no clipping."""
     seed: Count = 0
     """Seed of the initial weights, the order of the data and dropout."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Precision of training. ``bfloat16`` is autocast over float32 weights."""
+    dtype: Literal["float32", "float64", "bfloat16", "bfloat16-true"] = "float32"
+    """Precision of training. ``bfloat16`` is autocast over float32 weights. ``bfloat16-true`` has weights, activations
+    and gradients in bfloat16; the optimizer updates float32 master weights, which are rounded to the weights."""
     tf32: bool = False
     """On GPUs: compute float32 products and convolutions in TF32, faster and with 10 bits of mantissa instead of 23."""
     deterministic: bool = False
@@ -82,7 +83,7 @@ class TrainSpec(Spec):
     @property
     def crossing_dtype(self) -> str:
         """Dtype of floating-point tensors between stages: that of the weights, which autocast does not change."""
-        return "float32" if self.dtype == "bfloat16" else self.dtype
+        return {"bfloat16": "float32", "bfloat16-true": "bfloat16"}.get(self.dtype, self.dtype)
 
     @property
     def keeps_best(self) -> bool:

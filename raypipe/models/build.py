@@ -31,7 +31,9 @@ from raypipe.models.sources.source import Identity, ModelSource
 from raypipe.models.task import MASK, Field, Task
 from raypipe.tensor import Division, divide_module
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
+DTYPES = {
+    "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32, "bfloat16-true": torch.bfloat16
+}  # fmt: skip
 """Dtype of parameters by ``train.dtype``; bfloat16 is autocast over float32 parameters."""
 Fields = Mapping[str, Field]
 

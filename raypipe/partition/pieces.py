@@ -10,7 +10,6 @@ from raypipe.cost.gpt_work import gpt_work
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.job import GptSpec, JobSpec
-from raypipe.job.field_types import WIDTH
 from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
 from raypipe.models.gpt.modules import make_layer
@@ -51,7 +50,7 @@ def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
 def tensor_ranks_of(job: JobSpec, model: LayeredModel) -> tuple[TensorRankWork, ...]:
     """The work of the same layers for the cost model; of a divided model, a member's share of it."""
     if isinstance(model, CapturedModel):
-        autocast = WIDTH[job.train.dtype] == 2
+        autocast = job.train.dtype == "bfloat16"
         return captured_work(model.graph, model.sharding, model.sizes(1), autocast)
     assert isinstance(job.model, GptSpec)
     return tuple(TensorRankWork(work, (), ()) for work in gpt_work(job.model, job.train.dtype))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from raypipe.job.cluster import ClusterSpec, LinkModel, cluster_from
+from raypipe.job.field_types import arithmetic
 
 SIZE = 64
 """Rows of the matrices whose product is timed: few enough for the library to use one thread, as a stage does."""
@@ -31,7 +32,7 @@ def this_machine(dtype: str, devices: int) -> ClusterSpec:
         "name": "this machine", "hosts": 1, "devices_per_host": devices, "inside": link, "between": link,
         "device": {
             "name": "one core of this machine", "memory_gib": memory / devices,
-            "peak_tflops": {dtype: 2 * SIZE**3 / product / 1e12}, "efficiency": 1.0,
+            "peak_tflops": {arithmetic(dtype): 2 * SIZE**3 / product / 1e12}, "efficiency": 1.0,
             "memory_gb_s": 2 * large.nbytes / copy / 1e9, "layer_overhead_us": LAYER_OVERHEAD_US,
         },
     })  # fmt: skip

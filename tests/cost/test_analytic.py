@@ -96,7 +96,7 @@ def test_layers_and_what_crosses_their_cuts(machine):
     ("optimizer", "momentum", "expected"), [("adam", False, 28), ("sgd", False, 12), ("sgd", True, 20)]
 )
 def test_an_update_reads_and_writes_its_state(optimizer, momentum, expected):
-    assert update_bytes(optimizer, momentum, 4) == expected
+    assert update_bytes(optimizer, momentum, "float32") == expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
 from raypipe.job.cluster import cluster_from
 from raypipe.job.train_spec import TrainSpec
-from raypipe.models import GptLayers
+from raypipe.models import DTYPES, GptLayers
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
@@ -66,9 +66,9 @@ class Noise:
 
 def executor(spec, schedule, cut, microbatch, dtype, recomputed=None):
     """The runtime's own executor over all stages, as a stage actor would make it."""
-    cpu, weights = torch.device("cpu"), torch.float64 if dtype == "float64" else torch.float32
+    cpu, weights = torch.device("cpu"), DTYPES[dtype]
     model, samples = GptLayers(spec, weights), int(microbatch * schedule.size)
-    train = TrainSpec(steps=3, batch=samples * schedule.microbatches)
+    train = TrainSpec(steps=3, batch=samples * schedule.microbatches, dtype=dtype)
     split = any(task.kind == "W" for task in schedule.tasks())
     modules = {(s, 0): StageModule(model, list(part), 0, cpu, split, recomputed) for s, part in enumerate(cut)}
     tied = [
@@ -103,6 +103,8 @@ def measured(runner, schedule):
         most = max(most, now)
     values = [t for m in runner.modules.values() for t in m.named.values()]
     values += [t for o in runner.updates.optimizers.values() for state in o.state.values() for t in state.values()]
+    updated = [p for o in runner.updates.optimizers.values() for group in o.param_groups for p in group["params"]]
+    values += [master for master in updated if all(master is not t for t in values)]
     kept = {id(t): t for v in runner.versions.values() for t in (*v.older.values(), *v.newest.values())}
     return most + sum(t.numel() * t.element_size() for t in (*values, *kept.values()))
 
@@ -127,6 +129,11 @@ CASES = [
     ("1f1b", ONE, "float32", None, {"hidden": 256, "sequence": 32}),
     ("pipedream", ONE, "float32", None, {"tie_embeddings": False}),
     ("pipedream-2bw", ONE, "float32", None, {}),
+    ("1f1b", ONE, "bfloat16-true", None, {"dropout": 0.1}),
+    ("zb-h1", ONE, "bfloat16-true", None, {}),
+    ("bfs", TWO, "bfloat16-true", None, {}),
+    ("gpipe", ONE, "bfloat16-true", "late", {"vocabulary": 2000}),
+    ("1f1b", ONE, "bfloat16-true", None, {"hidden": 256, "sequence": 16}),
 ]
 
 

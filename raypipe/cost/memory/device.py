@@ -110,7 +110,8 @@ class _Setting:
             optimizer, gradients, weights = (self.group if level >= least else 1 for least in (1, 2, 3))
             found.append(
                 replace(
-                    stage, optimizer=stage.optimizer / optimizer, gradients=stage.gradients / gradients,
+                    stage, optimizer=stage.optimizer / optimizer, update=stage.update / optimizer,
+                    gradients=stage.gradients / gradients,
                     weights=stage.weights / weights,
                 )
             )  # fmt: skip
@@ -147,12 +148,13 @@ def _fullest(
         max(1, versions),
     )  # fmt: skip
     # In the head of its order the last update may be undone; of 2BW it has yet to be made.
-    copies = 0.0 if schedule.versions == "2bw" else sum(shares[s].state for s, _ in own)
+    copies = 0.0 if schedule.versions == "2bw" else sum(shares[s].undo for s, _ in own)
     undo = copies + sum(shares[s].gradients for s, _ in own)
     for position, task in enumerate(schedule.orders[device]):
         moments.undo = undo if position < head else 0.0
         moments.task(task)
     moments.undo = 0.0
+    moments.moment(max((shares[s].update for s, _ in own), default=0.0))  # one stage replica is updated at a time
     if not moments.reduced:
         for stage, replica in own:
             if setting.holders[stage] > 1:

@@ -10,6 +10,9 @@ from raypipe.errors import SpecError, nearest
 OPTIMIZER_VALUES = {"adamw": 2, "adam": 2, "sgd": 0}
 """Values of optimizer state per parameter; SGD with momentum has one more."""
 
+MASTER = 4
+"""Bytes of a master weight, and at least of a value of optimizer state: float32."""
+
 
 class ParameterBytes(NamedTuple):
     """Bytes of one parameter. Weights stay float32 (or float64) under 16-bit autocast, and the rest is as wide."""
@@ -17,10 +20,12 @@ class ParameterBytes(NamedTuple):
     weight: int
     gradient: int
     optimizer: int
+    master: int = 0
+    """The float32 copy that the optimizer updates, where weights are bfloat16; its state is float32 too."""
 
     @property
     def total(self) -> int:
-        """All three."""
+        """All of them."""
         return sum(self)
 
 
@@ -43,10 +48,13 @@ def parameter_bytes(dtype: str, optimizer: str = "adamw", momentum: float = 0.0)
     """Bytes of one parameter for ``train``'s dtype, optimizer and momentum.
 
     >>> parameter_bytes("bfloat16", "adamw")
-    ParameterBytes(weight=4, gradient=4, optimizer=8)
+    ParameterBytes(weight=4, gradient=4, optimizer=8, master=0)
+    >>> parameter_bytes("bfloat16-true", "adamw")
+    ParameterBytes(weight=2, gradient=2, optimizer=8, master=4)
 
     Raises:
         SpecError: the optimizer is unknown.
     """
     width = gradient_width(dtype)
-    return ParameterBytes(width, width, optimizer_values(optimizer, momentum) * width)
+    master = MASTER if width < MASTER else 0
+    return ParameterBytes(width, width, optimizer_values(optimizer, momentum) * max(width, MASTER), master)

@@ -17,6 +17,9 @@ class StageMemory:
     weights: float
     gradients: float
     optimizer: float
+    """Optimizer state, with the master weights where there are any."""
+    update: float
+    """Gradients in float32 while the optimizer updates master weights."""
     casts: float
     """Autocast's narrow copies of the weights."""
     reduced: float
@@ -38,6 +41,11 @@ class StageMemory:
     def state(self) -> float:
         """What is held from the first task of a step to the last: weights and optimizer state."""
         return self.weights + self.optimizer
+
+    @property
+    def undo(self) -> float:
+        """What undoing an update needs a copy of. Weights are not copied where master weights give them again."""
+        return self.optimizer if self.update else self.state
 
     @property
     def messages(self) -> float:
@@ -78,7 +86,8 @@ def stage_memory(
     ends = {0, last} & set(layers)
     return StageMemory(
         weights=float(values * each.weight), gradients=float(values * each.gradient),
-        optimizer=float(values * each.optimizer), casts=sum(layer.cast_bytes for layer in own),
+        optimizer=float(values * (each.optimizer + each.master)), update=float(values * each.master),
+        casts=sum(layer.cast_bytes for layer in own),
         reduced=float((values - (tied if ends else 0)) * each.gradient),
         kept=sum(layer.kept_bytes for layer in own) * samples + output
         + (0.0 if split else sum(layer.kept_fixed_bytes for layer in own)),

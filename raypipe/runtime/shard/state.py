@@ -10,6 +10,7 @@ from raypipe.checkpoint import Checkpoint
 from raypipe.errors import CheckpointError
 from raypipe.runtime.shard.flat_weights import FlatWeights
 from raypipe.runtime.shard.sharded_stage import ShardedStage
+from raypipe.runtime.update.master_weights import load_master, updated_tensor
 
 
 def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -21,16 +22,17 @@ def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> dic
     found: dict[str, Tensor] = {}
     turn = 0
     for flat in stage.flats:
-        states = optimizer.state.get(flat.pieces[0], {})
-        for key, value in [("", flat.pieces[0].detach()), *sorted(states.items())]:
+        pieces = [updated_tensor(optimizer, piece) for piece in flat.pieces]
+        states = optimizer.state.get(pieces[0], {})
+        for key, value in [("", pieces[0].detach()), *sorted(states.items())]:
             if not isinstance(value, Tensor):
                 continue
             writer, turn = turn % stage.group.size(), turn + 1
-            if value.shape != flat.pieces[0].shape:  # one number for all parameters, e.g. how many updates there were
+            if value.shape != pieces[0].shape:  # one number for all parameters, e.g. how many updates there were
                 if stage.group.rank() == writer:
                     found |= {f"optim/{name}/{key}": value.clone() for name in flat.parameters}
                 continue
-            own = [p.detach() if not key else optimizer.state[p][key] for p in flat.pieces]
+            own = [p.detach() if not key else optimizer.state[p][key] for p in pieces]
             whole = _gather(torch.cat([part.reshape(-1) for part in own]), flat, writer)
             if whole is not None:
                 for name, offset in flat.layout.offsets.items():
@@ -58,8 +60,7 @@ def read_shards(checkpoint: Checkpoint, stage: ShardedStage, optimizer: torch.op
             if part.name is not None:
                 saved = tensors[f"param/{part.name}"]
                 _check(checkpoint, f"param/{part.name}", saved, flat.parameters[part.name])
-                with torch.no_grad():
-                    piece.copy_(saved.reshape(-1)[part.begin : part.begin + part.size])
+                load_master(optimizer, piece, saved.reshape(-1)[part.begin : part.begin + part.size])
         _read_optimizer(checkpoint, flat, optimizer)
 
 
@@ -83,11 +84,11 @@ def _read_optimizer(checkpoint: Checkpoint, flat: FlatWeights, optimizer: torch.
             if saved.shape != flat.parameters[name].shape:
                 state[field] = saved.clone().to(piece.device)
             elif part.name is None:
-                state[field] = torch.zeros_like(piece)
+                state[field] = torch.zeros_like(updated_tensor(optimizer, piece))
             else:
                 state[field] = saved.reshape(-1)[part.begin : part.begin + part.size].clone().to(piece.device)
         if state:
-            optimizer.state[piece] = state
+            optimizer.state[updated_tensor(optimizer, piece)] = state
 
 
 def _state_fields(checkpoint: Checkpoint, flat: FlatWeights) -> list[str]:

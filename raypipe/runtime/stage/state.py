@@ -13,6 +13,7 @@ from raypipe.checkpoint import Checkpoint, buffer_key
 from raypipe.errors import CheckpointError
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import StageKey, TiedHolders
+from raypipe.runtime.update.master_weights import load_master, updated_tensor
 from raypipe.tensor import Shard, TensorGroup
 
 PREVIOUS = "previous"
@@ -77,16 +78,17 @@ def state_pieces(
 ) -> list[Piece]:
     """Collect ``param/<name>``, ``optim/<name>/<key>`` and ``buffer/<name>`` (running statistics) of one stage.
 
-    A tied parameter is saved once, under its group's name. Parameters that data-parallel copies divide (``divided``)
-    are left out (``runtime.shard.state``).
+    A tied parameter is saved once, under its group's name; of a parameter with a master weight, that is saved.
+    Parameters that data-parallel copies divide (``divided``) are left out (``runtime.shard.state``).
     """
     found: list[Piece] = []
     for name, parameter in module.named.items():
         if name in divided or not _saves(module, name, tied):
             continue
         shard = module.shards.get(name)
-        found.append(Piece(f"param/{name}", parameter.detach(), shard))
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+        updated = updated_tensor(optimizer, parameter)
+        found.append(Piece(f"param/{name}", updated.detach(), shard))
+        for key, value in sorted(optimizer.state.get(updated, {}).items()):
             if isinstance(value, Tensor):
                 found.append(Piece(f"optim/{name}/{key}", value, shard if value.shape == parameter.shape else None))
     for one in module.statistics:
@@ -149,11 +151,10 @@ def read_state(
                 f"{param_key} has shape {tuple(saved.shape)}, but the model's has {whole}",
                 "resume with the job that wrote it",
             )
-        with torch.no_grad():
-            parameter.copy_(_own(saved, shard, tensor_rank))
+        load_master(optimizer, parameter, _own(saved, shard, tensor_rank))
         if optim_keys:
             values = {k.rsplit("/", 1)[1]: tensors[k] for k in optim_keys}
-            optimizer.state[parameter] = {
+            optimizer.state[updated_tensor(optimizer, parameter)] = {
                 key: _own(value, shard if tuple(value.shape) == whole else None, tensor_rank)
                 .clone()
                 .to(parameter.device)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from raypipe.job.train_spec import TrainSpec
+from raypipe.runtime.update.master_weights import master_groups, round_after_step
 
 
 def make_optimizer(
@@ -18,13 +19,22 @@ def make_optimizer(
     """Make ``train.optimizer`` over the parameters of one stage. Its fused kernels exist on CPU and CUDA alike.
 
     What decays follows from a parameter's number of dimensions, which tensor parallelism and tying do not change;
-    ``dims`` says it where an optimizer updates flat pieces of parameters.
+    ``dims`` says it where an optimizer updates flat pieces of parameters. Where the parameters are bfloat16, the
+    optimizer updates float32 master weights (``master_weights``).
     """
     every = list(parameters)
     decaying = [p for p in every if train.decay == "all" or dims(p) > 1]
     held: list[dict[str, Any]] = [{"params": decaying}]  # a group may be empty, where a stage is frozen
     if len(decaying) < len(every):
         held.append({"params": [p for p in every if dims(p) <= 1], "weight_decay": 0.0})
+    if train.dtype != "bfloat16-true":
+        return _optimizer(train, held)
+    made = _optimizer(train, master_groups(held))
+    round_after_step(made)
+    return made
+
+
+def _optimizer(train: TrainSpec, held: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if train.optimizer == "sgd":
         return torch.optim.SGD(held, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay, fused=True)
     kind = torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam

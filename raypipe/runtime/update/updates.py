@@ -26,17 +26,26 @@ from torch import Tensor
 from raypipe.runtime.update.collective import Push
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.update.master_weights import ROUNDED
 from raypipe.runtime.update.norm import Forecast, Shares, clip_factor, norm_of
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule.lowering.norm_policy import NormPolicy, RequestedNormPolicy
 
 
 class OptimizerSnapshot:
-    """A copy of what the next step of an optimizer overwrites."""
+    """A copy of what the next step of an optimizer overwrites.
+
+    Parameters that are rounded from master weights are not in it: after ``restore``, the next step rounds them again.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = [
+            master
+            for group in optimizer.param_groups
+            for p, master in zip(group.get(ROUNDED, group["params"]), group["params"], strict=True)
+            if p.grad is not None
+        ]
         self._values = [(p, p.detach().clone()) for p in held]
         self._states = [
             (p, {key: v.clone() if isinstance(v, Tensor) else v for key, v in optimizer.state[p].items()})

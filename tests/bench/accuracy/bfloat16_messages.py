@@ -57,7 +57,7 @@ def losses(casts: bool) -> list[float]:
             group["lr"] = learning_rate(train, step)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(loss))
+        found.append(loss.item())
     return found
 
 

@@ -32,6 +32,8 @@ def main() -> int:
         )
         return 2
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # on a busy machine more threads mostly wait for each other
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     report: dict[str, object] = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": name}
     failed = 0

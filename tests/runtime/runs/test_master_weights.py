@@ -1,0 +1,180 @@
+"""bfloat16 parameters with float32 master weights: a plain PyTorch loop that does the same has the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from raypipe.checkpoint import open_checkpoint
+from raypipe.data import Corpus
+from raypipe.errors import SpecError
+from raypipe.job.load import job_from
+from raypipe.job.spec import JobSpec
+from raypipe.job.train_spec import TrainSpec
+from raypipe.models import GptLayers, random_keys
+from raypipe.runtime.update.master_weights import updated_tensor
+from raypipe.runtime.update.optimizer import make_optimizer
+from raypipe.runtime.update.updates import OptimizerSnapshot
+from tests.capture.models import FAMILIES
+from tests.runtime.runs.small_runs import drive, small_job
+
+torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
+
+ONE = {"schedule": "gpipe", "stages": 1}
+TWO = {"schedule": "1f1b", "stages": 2}
+
+
+def plain(job: JobSpec, data: Path) -> tuple[list[float], float]:
+    """Losses and the last validation loss: a bfloat16 model, and AdamW over float32 copies of its parameters."""
+    plan = GptLayers(job.model, torch.bfloat16)
+    layers = [plan.build(i, job.train.seed) for i in range(plan.count)]
+    if job.model.tie_embeddings:
+        layers[-1].project.weight = layers[0].token.weight
+    model = nn.Sequential(*layers)
+    parameters = list(model.parameters())
+    masters = [p.detach().float() for p in parameters]
+    optimizer = torch.optim.AdamW(masters, lr=job.train.lr, weight_decay=job.train.weight_decay, fused=True)
+    corpus = Corpus.open(data)
+    losses = []
+    for step in range(job.train.steps):
+        tokens, targets = corpus.batch("train", job.train.seed, step, job.train.batch)
+        total = 0.0
+        for first in range(0, job.train.batch, job.parallel.microbatch):
+            rows = slice(first, first + job.parallel.microbatch)
+            with random_keys(job.train.seed, step, range(rows.start, rows.stop), training=True):
+                logits = model(tokens[rows]).float()
+                loss = F.cross_entropy(logits.flatten(0, 1), targets[rows].flatten(), reduction="sum")
+            (loss / targets.numel()).backward()
+            total += loss.item() / targets.numel()
+        if job.train.clip is not None:
+            norm = torch.stack([p.grad.float().norm() for p in parameters]).double().square().sum().sqrt().item()
+            for p in parameters:
+                p.grad.mul_(min(1.0, job.train.clip / (norm + 1e-6)))
+        for p, master in zip(parameters, masters, strict=True):
+            master.grad = p.grad.float()
+            p.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(parameters, masters, strict=True):
+                p.copy_(master)
+        losses.append(total)
+    tokens, targets = corpus.batch("val", job.train.seed, 0, job.train.batch)
+    model.eval()
+    with torch.no_grad():
+        return losses, F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()).item()
+
+
+def job_of(text_folder: Path, parallel: dict, model: dict | None = None, **train) -> JobSpec:
+    return small_job(text_folder, parallel, model, dtype="bfloat16-true", **train)
+
+
+# The kernels are the same, in the same order, so that nothing may differ: of one stage, or without a parameter in two.
+EXACT = [(ONE, {}), (ONE, {"optimizer": "adamw", "clip": 0.5}), (TWO, {}), (TWO | {"stages": 4}, {})]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(("parallel", "train"), EXACT, ids=str)
+def test_losses_are_those_of_a_plain_loop(parallel, train, stage_pool, text_folder, tmp_path) -> None:
+    job = job_of(text_folder, parallel, {"tie_embeddings": parallel is ONE}, **train)
+    done = drive(job, stage_pool, tmp_path)
+    losses, validation = plain(job, tmp_path / "data")
+    assert done.losses == pytest.approx(losses, abs=1e-9, rel=0)
+    assert done.val_losses == [pytest.approx(validation, abs=1e-6, rel=0)]
+
+
+# Here gradients are summed in another order (over copies, over the stages of a tied parameter, in W), each sum rounded
+# to 8 bits. A first step is the plain loop's all the same, and later losses come within such roundings of it.
+OTHERS = [
+    TWO,
+    {"schedule": "zb-h1", "stages": 2},
+    {"schedule": "zb-v", "stages": 2},
+    {"schedule": "chimera", "stages": 2},
+    {"schedule": "1f1b", "stages": 2, "update": "optimistic"},
+    {"schedule": "1f1b", "stages": 1, "replicas": 2},
+    {"schedule": "1f1b", "stages": 1, "replicas": 2, "shard": "zero1"},
+    {"schedule": "1f1b", "stages": 2, "replicas": 2, "shard": "zero3"},
+    {"schedule": "1f1b", "stages": 1, "tensor": 2},
+]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("parallel", OTHERS, ids=lambda p: "-".join(map(str, p.values())))
+def test_every_kind_of_plan_trains_with_master_weights(parallel, stage_pool, text_folder, tmp_path) -> None:
+    job = job_of(text_folder, parallel, clip=0.5)
+    done = drive(job, stage_pool, tmp_path)
+    losses, validation = plain(job, tmp_path / "data")
+    assert done.losses[0] == pytest.approx(losses[0], abs=1e-6 if "tensor" not in parallel else 5e-3, rel=0)
+    assert done.losses == pytest.approx(losses, abs=5e-3, rel=0)
+    assert done.val_losses == [pytest.approx(validation, abs=5e-3, rel=0)]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_weight_versions_are_of_the_rounded_weights(schedule, stage_pool, text_folder, tmp_path) -> None:
+    parallel = {"schedule": schedule, "stages": 2}
+    job = job_of(text_folder, parallel, {"tie_embeddings": False})
+    done = drive(job, stage_pool, tmp_path / "narrow")
+    wide = drive(small_job(text_folder, parallel, {"tie_embeddings": False}, dtype="float32"), stage_pool, tmp_path)
+    assert done.losses == pytest.approx(wide.losses, abs=0.03, rel=0)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("parallel", [TWO, {"schedule": "1f1b", "stages": 1, "replicas": 2, "shard": "zero3"}], ids=str)
+def test_a_checkpoint_has_the_master_weights_and_goes_on_from_them(parallel, stage_pool, text_folder, tmp_path) -> None:
+    settings = {"steps": 6, "checkpoint_every": 3, "clip": 0.5, "keep_checkpoints": 4}
+    job = job_of(text_folder, parallel, **settings)
+    whole = drive(job, stage_pool, tmp_path / "whole")
+    checkpoint = open_checkpoint(whole.checkpoints[3])
+    saved = checkpoint.read([key for key in checkpoint.keys if key.startswith(("param/", "optim/"))])
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    # They are finer than the parameters.
+    assert any((t != t.bfloat16().float()).any() for key, t in saved.items() if key.startswith("param/"))
+    rest = drive(job, stage_pool, tmp_path / "rest", whole.checkpoints[3], 3)
+    assert rest.losses == whole.losses[3:]  # bit for bit
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_captured_models_train_in_bfloat16(family, stage_pool, text_folder, tmp_path) -> None:
+    pytest.importorskip("transformers")
+    model = {"hf": family, "config": {**FAMILIES[family], "vocab_size": 257}, "sequence": 16}
+    text = {"type": "bytes", "path": str(text_folder)}
+    curves = []
+    for dtype in ("bfloat16-true", "float32"):
+        train = {"steps": 4, "batch": 8, "lr": 0.01, "clip": 0.5, "seed": 3, "eval_batches": 1, "dtype": dtype}
+        parallel = {"schedule": "zb-h1", "stages": 2, "microbatch": 2}
+        job = job_from({"name": "any", "model": model, "data": text, "train": train, "parallel": parallel})
+        done = drive(job, stage_pool, tmp_path / dtype)
+        curves.append(done.losses)
+        sent = done.driver.counts["p2p_bytes"] // done.driver.counts["p2p"]
+        assert sent == 2 * 16 * model["config"].get("n_embd", model["config"].get("hidden_size")) * (
+            2 if dtype == "bfloat16-true" else 4
+        )
+    narrow, wide = curves
+    assert narrow == pytest.approx(wide, abs=0.02, rel=0)
+    assert max(abs(a - b) for a, b in zip(narrow, wide, strict=True)) > 1e-5  # it really is another arithmetic
+
+
+def test_messages_are_as_narrow_as_they_can_be(text_folder) -> None:
+    with pytest.raises(SpecError, match="bfloat16 is not narrower than the bfloat16 that stages exchange"):
+        job_of(text_folder, TWO | {"wire_dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize("gradient", [0.5, None])
+def test_an_update_smaller_than_the_last_bit_is_not_lost_and_can_be_undone(gradient) -> None:
+    train = TrainSpec(steps=1, batch=1, optimizer="sgd", lr=2**-12, weight_decay=0.0, dtype="bfloat16-true")
+    p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = make_optimizer(train, [p])
+    for step in range(1, 17):
+        p.grad = None if gradient is None else torch.full_like(p, gradient)
+        kept = OptimizerSnapshot(optimizer)
+        optimizer.step()
+        kept.restore()
+        optimizer.step()
+        exact = 1 - step * (gradient or 0.0) * 2**-12  # representable in float32
+        assert (updated_tensor(optimizer, p) == exact).all()
+        assert (p == torch.tensor(exact).bfloat16()).all()
