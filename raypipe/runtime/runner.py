@@ -28,6 +28,7 @@ from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.cast_messages import MessageCast
 from raypipe.runtime.clocks.clock import Spans, clock_for
 from raypipe.runtime.transport.channel import (
+    CountsUnreceived,
     Expected,
     IssuesReceives,
     Label,
@@ -289,4 +290,21 @@ class ProgramRunner(ABC):
         payload: Sequence[Tensor] = self.p2p_buffers.pop((m.direction, m.src_stage, m.dst_stage, self.base + m.mb))
         if self.message_cast is not None:
             payload = self.message_cast.pack(m.direction, payload)
-        self.senders[m.dst_device].send(self.label(m), payload)
+        sender = self.senders[m.dst_device]
+        limit = self.program.unreceived.get(m.dst_device, 0)
+        if limit and isinstance(sender, CountsUnreceived):
+            self._wait_for_room(sender, limit)
+        sender.send(self.label(m), payload)
+
+    def _wait_for_room(self, sender: CountsUnreceived, limit: int) -> None:
+        """Wait until fewer than ``limit`` messages of a channel are unreceived; they hold memory of the GPU.
+
+        Raises:
+            TransportError: the peer does not receive in time.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while sender.unreceived >= limit:
+            self.outgoing.push()  # a peer may need another message first
+            if time.monotonic() > deadline:
+                sender.flush(0.0)  # its error names the peer
+            time.sleep(POLL_S)

@@ -26,6 +26,7 @@ from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.counted import check_counted
 from raypipe.schedule.lowering.gpu_programs import gpu_programs
 from raypipe.schedule.lowering.programs import Program, edges, programs, step_programs
+from raypipe.schedule.sharding.members import shard_members
 
 
 def set_up(
@@ -135,7 +136,9 @@ def lower(running: Running, gpus: bool) -> tuple[dict[Part, list[Program]], list
     schedule = running.schedule
     train, evaluate = step_programs(schedule, running.ahead), programs(forward_only(schedule))
     check_counted(train, evaluate, schedule.stages, schedule.microbatches)
-    return gpu_programs(train, evaluate, schedule.microbatches, schedule.versions) if gpus else (train, evaluate)
+    if not gpus:
+        return train, evaluate
+    return gpu_programs(train, evaluate, schedule.microbatches, schedule.versions, shard_members(schedule))
 
 
 def tied_holders(plan: Plan, schedule: Schedule, model: LayeredModel) -> tuple[TiedHolders, ...]:

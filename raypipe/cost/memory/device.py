@@ -2,9 +2,11 @@
 
 Follows the runtime: float32 (or float64) weights whatever the arithmetic and one narrow copy of them under autocast, a
 full set of weights, gradients and optimizer state for every stage replica, what autograd and the deferred weight
-gradients keep of each micro-batch in flight. Gradients of a stage with several holders accumulate in the buckets that
-are reduced; only those of older weight versions are copied there, one flat vector per stage. Of a sharded stage
-(``Schedule.sharding``) a device holds its share, and the rest for as long as ``LiveShards`` says.
+gradients keep of each micro-batch in flight. Messages count from the task that sends them to the task that uses them,
+at both ends, as long as no dependency rules that out (``held_messages``): a sender keeps a copy until the receiver has
+taken it, and which of the two has it depends on their speed. Gradients of a stage with several holders accumulate in
+the buckets that are reduced; only those of older weight versions are copied there, one flat vector per stage. Of a
+sharded stage (``Schedule.sharding``) a device holds its share, and the rest for as long as ``LiveShards`` says.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from raypipe.cost.stages import Cut, check_cut
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import BACKWARD, SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.live_activations import recomputed_pairs
+from raypipe.schedule.lowering.held_messages import held_messages
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.passes.sync import held
 from raypipe.schedule.sharding.live import LiveShards
@@ -78,8 +81,9 @@ def device_memory(
         recomputed=recomputed_pairs(schedule),
     )
     heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
+    messages = held_messages(schedule, [profile.layers[layers[-1]].sent_bytes * samples for layers in cut])
     return tuple(
-        _fullest(setting, device, own, versions[device] if versions is not None else 0, heads[device])
+        _fullest(setting, device, own, versions[device] if versions is not None else 0, heads[device], messages[device])
         for device, own in enumerate(held(schedule))
     )
 
@@ -119,7 +123,7 @@ class _Setting:
 
 
 def _fullest(
-    setting: _Setting, device: int, own: Sequence[tuple[int, int]], versions: int, head: int
+    setting: _Setting, device: int, own: Sequence[tuple[int, int]], versions: int, head: int, messages: Sequence[float]
 ) -> DeviceMemory:  # fmt: skip
     """A device's fullest moment.
 
@@ -129,6 +133,8 @@ def _fullest(
         own: the (stage, replica) that it holds.
         versions: snapshots of weights that forwards in flight use.
         head: tasks at the start of its order that run before the last update is final.
+        messages: per position of its order, messages of other tasks that it holds (``held_messages``). The most of them
+            counts at every moment: when they come and go depends on the devices' speed.
     """
     schedule, stages, shares = setting.schedule, setting.stages, setting.shares
     primary = own[0][1] if own else 0
@@ -142,6 +148,7 @@ def _fullest(
             inputs=max((setting.reads[s] for s, _ in own), default=0.0),
             versions=sum(versions * stages[s].weights for s, _ in own),
             replicas=sum(shares[s].state for s in more),
+            messages=max(messages, default=0.0),
         ),
         setting, primary,
         {(t.stage, mb) for t in schedule.orders[device] if t.kind == "B" for mb in t.mbs},
@@ -191,7 +198,7 @@ class _Moments:
         self._terms: tuple[float, ...] = (0.0,) * 10
 
     def moment(self, workspace: float = 0.0, messages: float = 0.0) -> None:
-        """Compare the present moment with the fullest one so far."""
+        """Compare the present moment with the fullest one so far; ``messages`` are those of the running task."""
         held = self.activations + self.casts
         changing = held + self.gradients + self.replica_gradients + self.reducing + self.undo + workspace + messages
         changing += self.live.gathered + self.live.gradients
@@ -210,7 +217,8 @@ class _Moments:
         ) = self._terms  # fmt: skip
         return replace(
             self.static, gradients=gradients, replicas=self.static.replicas + replica_gradients,
-            activations=activations, casts=casts, workspace=workspace, messages=messages, undo=undo,
+            activations=activations, casts=casts, workspace=workspace, undo=undo,
+            messages=self.static.messages + messages,
             communication=self.static.communication + reducing + scattering, gathered=gathered,
         )  # fmt: skip
 

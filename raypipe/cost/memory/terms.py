@@ -20,7 +20,7 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "activations": ("activations of micro-batches in flight take", (RECOMPUTE, SMALLER, FEWER)),
     "inputs": ("raw inputs of a step take", ("a smaller mini-batch",)),
     "workspace": ("temporary memory of one backward takes", (SMALLER,)),
-    "messages": ("p2p buffers take", (SMALLER,)),
+    "messages": ("p2p buffers take", (SMALLER, FEWER)),
     "communication": ("buffers of gradient all-reduces and reduce-scatters take", (STAGES, "sync: lazy")),
     "gathered": ("gathered weights of sharded stages take", (STAGES, "gathering them for fewer tasks at a time")),
 }  # fmt: skip
@@ -52,7 +52,7 @@ class DeviceMemory:
     workspace: float = 0.0
     """Temporary memory of the task that runs at that moment."""
     messages: float = 0.0
-    """P2P buffers: the gradient that a stage receives and the one it sends on."""
+    """P2P buffers: the gradient that a stage receives, the one it sends on, and messages that may not be used yet."""
     communication: float = 0.0
     """Flat vectors of gradient all-reduces in progress; full gradients of sharded stages until their RS has ended."""
     gathered: float = 0.0

@@ -133,6 +133,15 @@ class Prepares(Protocol):
 
 
 @runtime_checkable
+class CountsUnreceived(Sender, Protocol):
+    """A sender that can be far ahead of its device, and holds a copy of each message until it has been received."""
+
+    @property
+    def unreceived(self) -> int:
+        """Messages that have not been received yet."""
+
+
+@runtime_checkable
 class TakesIn(Protocol):
     """A receiver that can take in messages before ``recv`` asks for them."""
 

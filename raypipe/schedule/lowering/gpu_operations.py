@@ -4,12 +4,18 @@ Per process (``runtime.runner``, ``transport.gpu``, ``update``):
 
 - A task is a kernel on the compute stream. It waits for the receives of its messages.
 - A send is issued after its task, on the channel's stream, after all compute issued so far. The host announces it.
+  Before, where ``Program.unreceived`` says so, the host waits until few enough earlier ones have not been received.
 - A receive is issued when a task needs it, or where ``safe_order`` has inserted it; the host first waits for the
   announcement, and receives of earlier messages of that channel are issued first. It does not wait for compute.
 - A channel also has a side stream, which carries only waits; one operation stands for them.
 - An all-reduce of gradients runs on its group's stream. Its buckets may begin in the task before it, but only where
   nothing else is issued in between (``programs.completed_by``), so one operation stands for all of them. Before the
   first update, compute waits for all of them; then tied parameters are summed, one after another.
+- Sharded stages (``sharding.members``): an AG or RS runs on the stream of its stage's shard group, after all compute
+  issued so far; those of one group run in the order of issue. Compute waits for an AG before the next task of its
+  stage, and for all RS but the last before a stage's gradients get a new buffer. Before the first update it waits for
+  all RS; then shards are summed over the groups that replicate them (HSDP), one stage after another. Validation gathers
+  all stages first, one after another. FREE issues nothing.
 - The host reads the gradient norm from the GPU and exchanges it with all others. (An update that does not wait for the
   norm does so later. To assume it here adds a wait for others, and takes away none.)
 - With tensor parallelism, a task's kernels are interleaved with all-reduces over its device's processes; one stands for
@@ -26,8 +32,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypipe.schedule.ir import Task
+from raypipe.schedule.kinds import SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Action, Message, Program
 from raypipe.schedule.lowering.stream_order import HOST, Operation
+from raypipe.schedule.sharding.members import ShardMember, StageKey
 
 COMPUTE = "compute"
 
@@ -49,6 +57,8 @@ def gpu_operations(
     tied: Mapping[str, tuple[int, ...]] | None = None,
     tensor: int = 1,
     stashes: bool = False,
+    shards: Mapping[StageKey, ShardMember] | None = None,
+    validates: bool = False,
 ) -> Operations:
     """Return the operations of successive steps.
 
@@ -58,6 +68,8 @@ def gpu_operations(
         tied: devices of each group that sums tied parameters, by name, in the order in which they are summed.
         tensor: number of tensor-parallel processes of a device.
         stashes: updates are made per micro-batch, without sums and norm (PipeDream).
+        shards: the schedule's sharded stage replicas.
+        validates: the steps are validation batches, which gather all weights first.
     """
     holders = Counter[int]()
     for program in steps[0]:
@@ -66,8 +78,12 @@ def gpu_operations(
     processes: list[list[Operation]] = []
     for device in range(len(steps[0])):
         for rank in range(tensor):
-            one = _Process(device, rank, tensor, len(steps[0]) * tensor, holders, tied or {}, stashes, members)
+            one = _Process(
+                device, rank, tensor, len(steps[0]) * tensor, holders, tied or {}, stashes, shards or {}, members
+            )
             for step, rows in enumerate(steps):
+                if validates:
+                    one.gather_all(step)
                 one.step(rows[device], step, microbatches)
             processes.append(one.operations)
     return Operations(processes, members)
@@ -98,6 +114,7 @@ class _Process:
     """Per stage, how many devices all-reduce its gradients."""
     tied: Mapping[str, tuple[int, ...]]
     stashes: bool
+    shards: Mapping[StageKey, ShardMember]
     members: dict[Hashable, int]
     operations: list[Operation] = field(default_factory=list)
     _compute: tuple[int, ...] = ()
@@ -105,6 +122,12 @@ class _Process:
     _received: dict[Hashable, int] = field(default_factory=dict)
     _posted: dict[int, deque[tuple[Hashable, str]]] = field(default_factory=dict)
     _channels: set[str] = field(default_factory=set)
+    _gathering: dict[StageKey, int] = field(default_factory=dict)
+    """Gathers that compute has not waited for yet."""
+    _scattering: list[int] = field(default_factory=list)
+    """Reduce-scatters that compute has not waited for yet, oldest first."""
+    _open: set[StageKey] = field(default_factory=set)
+    """Sharded stages whose gradients accumulate."""
 
     def step(self, program: Program, step: int, microbatches: int) -> None:
         """Add one step."""
@@ -114,7 +137,7 @@ class _Process:
             line.extend((self._key(m, shift), f"receive of {_said(m)}") for m in messages)
         sent: dict[int, list[int]] = {}
         sums: list[int] = []
-        calls = Counter[int]()
+        calls = Counter[Hashable]()
         updated = False
         for action in program.actions:
             needed: list[int] = []
@@ -127,7 +150,11 @@ class _Process:
                         if what in action.receives:
                             needed.append(index)
                     else:
-                        sent.setdefault(what.dst_device, []).append(self._send(what, self._key(what, shift)))
+                        earlier = sent.setdefault(what.dst_device, [])
+                        limit = program.unreceived.get(what.dst_device, 0)
+                        if limit and len(earlier) >= limit:
+                            self._host(f"room for {_said(what)}", (earlier[-limit],))
+                        earlier.append(self._send(what, self._key(what, shift)))
                 elif what.kind == "AR":
                     calls[what.stage] += 1
                     if self.holders.get(what.stage, 0) > 1:
@@ -135,6 +162,8 @@ class _Process:
                         sums.append(
                             self._collective(str(what), f"sum of stage {what.stage}", key, self.holders[what.stage])
                         )
+                elif what.kind in SHARDED:
+                    self._sharded(what, step, calls)
                 elif what.kind == "U" and self.stashes:
                     self._host("norm of an update", self._compute)
                 elif what.kind == "U" and not updated:
@@ -163,8 +192,45 @@ class _Process:
         self.members[key] = count
         return self._add(Operation(name, stream, self._compute, (key,)))
 
+    def _sharded(self, task: Task, step: int, calls: Counter[Hashable]) -> None:
+        key = (task.stage, task.replica)
+        if task.kind == "FREE":
+            return
+        calls[task.kind, key] += 1
+        index = self._in_group(str(task), key, (task.kind, step, calls[task.kind, key]))
+        if task.kind == "AG":
+            self._gathering[key] = index
+        else:
+            self._scattering.append(index)
+            self._open.discard(key)
+
+    def _in_group(self, name: str, key: StageKey, unique: Hashable) -> int:
+        """Issue a collective of a stage's shard group."""
+        stage, group = key[0], self.shards[key].group
+        said = f"shards of stage {stage}, {group[0]}"
+        return self._collective(name, said, (stage, group, unique, self.rank), len(group))
+
+    def gather_all(self, step: int) -> None:
+        """Gather all sharded stages, one after another."""
+        for key, member in sorted(self.shards.items()):
+            if member.device == self.device:
+                index = self._in_group(f"gather of stage {key[0]}", key, ("all", step))
+                self._kernel(f"wait for stage {key[0]}", (index,))
+
+    def _waits_for_shards(self, task: Task) -> tuple[int, ...]:
+        """The collectives of shards that a task waits for."""
+        key = (task.stage, task.replica)
+        if key not in self.shards:
+            return ()
+        found = [self._gathering.pop(key)] if key in self._gathering else []
+        if task.kind in WEIGHT_GRADIENTS and key not in self._open:
+            self._open.add(key)
+            found += self._scattering[:-1]
+            del self._scattering[:-1]
+        return tuple(found)
+
     def _task(self, task: Task, needed: tuple[int, ...], unique: Hashable) -> None:
-        self._kernel(str(task), needed)
+        self._kernel(str(task), needed + self._waits_for_shards(task))
         if self.tensor > 1 and task.mbs:
             done = self._collective(f"sums within {task}", "tensor group", (self.device, unique), self.tensor)
             self._kernel(f"end of {task}", (done,))
@@ -189,6 +255,15 @@ class _Process:
         return self._received[key]
 
     def _before_updates(self, sums: list[int], step: int) -> None:
+        self._kernel("wait for reduce-scatters", tuple(self._scattering))
+        self._scattering.clear()
+        self._open.clear()
+        for (stage, replica), member in sorted(self.shards.items()):
+            if member.device == self.device and len(member.others) > 1:
+                said = f"shards of stage {stage} over {member.others}"
+                shard = ("shard", stage, member.others, step, self.rank)
+                index = self._collective(f"{said}, replica {replica}", said, shard, len(member.others))
+                self._kernel(f"end of {said}", (index,))
         self._kernel("wait for gradient sums", tuple(sums))
         for name, ranks in self.tied.items():
             if self.device in ranks:

@@ -77,6 +77,20 @@ def messages_in_flight(
     ]
 
 
+@no_collection()
+def unreceived_messages(programs: Sequence[Program]) -> list[dict[int, int]]:
+    """Return, per device and destination, the most messages sent and not used, as ``messages_in_flight``."""
+    ways = _ways(programs)
+    before = _ancestors(programs, ways)
+    change: list[dict[int, list[int]]] = [{} for _ in programs]
+    for m, producer, consumer in ways:
+        d, e = m.src_device, m.dst_device
+        row = change[d].setdefault(e, [0] * (len(programs[d].actions) + 1))
+        row[producer] += 1
+        row[bisect_right(before[d], consumer, key=lambda clock, e=e: clock[e])] -= 1  # type: ignore[misc]
+    return [{e: max(accumulate(row)) for e, row in rows.items()} for rows in change]
+
+
 def _ways(programs: Sequence[Program]) -> list[_Way]:
     used: dict[Message, int] = {}
     for program in programs:

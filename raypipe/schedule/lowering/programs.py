@@ -8,7 +8,8 @@ tasks could deadlock, which ``verify`` excludes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from raypipe.schedule.ir import Schedule, Task
@@ -80,6 +81,8 @@ class Program:
     """The head that may run ahead; None if an update is committed before the next step begins."""
     ordered: bool = False
     """Whether its transfers have been proven free from deadlock on GPUs in exactly this order (``safe_order``)."""
+    unreceived: Mapping[int, int] = field(default_factory=dict)
+    """Per destination device, how many messages the host of a GPU lets be unreceived at once (``gpu_programs``)."""
 
 
 def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> list[Program]:

@@ -8,7 +8,8 @@ The rule: transfers cannot deadlock if all devices issue theirs in an order that
 together contains (J. Bachan in NCCL issue 784). ``safe_order`` finds one by running the programs with blocking
 transfers. Where all devices wait, it lets a device receive a message whose sender is waiting, before what that device
 waits for itself; where none sends, it moves an all-reduce whose other members have still to come behind the device's
-next step. Every receive stays after its send and before its task, and every all-reduce after its gradients and before
+next step. All-gathers and reduce-scatters of sharded stages stay in their places, where copies of one order meet. Every
+receive stays after its send and before its task, and every all-reduce after its gradients and before
 the update. Programs change only where they would deadlock.
 
 Rejected: to send and receive opposite messages in one grouped call (``ncclGroupStart``, as Megatron does). It removes
@@ -20,13 +21,14 @@ devices and more (interleaved stages) and all-reduces would need the order all t
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Task
 from raypipe.schedule.lowering.programs import Inserted, Message, Program
+from raypipe.schedule.sharding.members import ShardMember, StageKey
 
 _Place = tuple[int, int, int]
 """(step, action, position among the action's steps)."""
@@ -36,7 +38,7 @@ _Place = tuple[int, int, int]
 class _Entry:
     """One step of a device that may wait for others."""
 
-    kind: Literal["send", "receive", "sum", "end"]
+    kind: Literal["send", "receive", "sum", "shards", "end"]
     key: Hashable
     peer: int
     """The other device of a message."""
@@ -46,7 +48,8 @@ class _Entry:
 
 @no_collection()
 def safe_order(
-    steps: Sequence[Sequence[Program]], microbatches: int, stashes: bool = False
+    steps: Sequence[Sequence[Program]], microbatches: int, stashes: bool = False,
+    shards: Mapping[StageKey, ShardMember] | None = None,
 ) -> list[list[Program]]:  # fmt: skip
     """Return the programs with receives moved forward and all-reduces moved back, as far as is needed.
 
@@ -57,8 +60,9 @@ def safe_order(
         steps: per step, the programs of all devices; steps of a schedule that does not flush follow one another.
         microbatches: N, the number of micro-batch ids in a step.
         stashes: updates are made per micro-batch, without sums and norm (PipeDream).
+        shards: the schedule's sharded stage replicas.
     """
-    run = _Run(steps, microbatches, stashes)
+    run = _Run(steps, microbatches, stashes, shards or {})
     run.all()
     return [
         [_with(program, step, run.inserted[d], run.deferred[d]) for d, program in enumerate(rows)]
@@ -79,7 +83,10 @@ def _with(
     )
 
 
-def _entries(steps: Sequence[Sequence[Program]], device: int, microbatches: int, stashes: bool) -> list[_Entry]:
+def _entries(
+    steps: Sequence[Sequence[Program]], device: int, microbatches: int, stashes: bool,
+    shards: Mapping[StageKey, ShardMember],
+) -> list[_Entry]:  # fmt: skip
     """What a device does, receives where the runtime issues them: with the first task that needs it or a later one."""
     found: list[_Entry] = []
     received: set[Hashable] = set()
@@ -87,7 +94,7 @@ def _entries(steps: Sequence[Sequence[Program]], device: int, microbatches: int,
     shifts: dict[int, deque[int]] = {}
     for step, rows in enumerate(steps):
         program, shift = rows[device], step * microbatches
-        calls = Counter[int]()
+        calls = Counter[Hashable]()
         updated = False
         for source, messages in program.arrivals.items():
             posted.setdefault(source, deque()).extend(messages)
@@ -104,6 +111,10 @@ def _entries(steps: Sequence[Sequence[Program]], device: int, microbatches: int,
                 calls[action.task.stage] += 1
                 key = (step, action.task.stage, calls[action.task.stage])
                 found.append(_Entry("sum", key, device, action.task, place))
+            elif action.task.kind in ("AG", "RS"):
+                group = (action.task.kind, action.task.stage, shards[action.task.stage, action.task.replica].group)
+                calls[group] += 1
+                found.append(_Entry("shards", (step, group, calls[group]), device, None, place))
             elif action.task.kind == "U" and not (updated or stashes):
                 updated = True
                 found.append(_Entry("end", (step,), device, None, place))
@@ -120,10 +131,13 @@ def _key(message: Message, shift: int) -> Hashable:
 class _Run:
     """Runs the entries of all devices with blocking transfers, and moves some where all devices wait."""
 
-    def __init__(self, steps: Sequence[Sequence[Program]], microbatches: int, stashes: bool) -> None:
+    def __init__(
+        self, steps: Sequence[Sequence[Program]], microbatches: int, stashes: bool,
+        shards: Mapping[StageKey, ShardMember],
+    ) -> None:  # fmt: skip
         self.steps, self.microbatches = steps, microbatches
         devices = range(len(steps[0]))
-        self.entries = entries = [_entries(steps, d, microbatches, stashes) for d in devices]
+        self.entries = entries = [_entries(steps, d, microbatches, stashes, shards) for d in devices]
         self.at = [0 for _ in devices]
         self.moved: set[Hashable] = set()
         """Messages received before their place."""
@@ -135,7 +149,7 @@ class _Run:
         self.receives: list[dict[Hashable, _Entry]] = [{} for _ in devices]
         for d, row in enumerate(entries):
             for e in row:
-                if e.kind in ("sum", "end"):
+                if e.kind in ("sum", "shards", "end"):
                     self.members.setdefault(e.key, []).append(d)
                 elif e.kind == "receive":
                     self.receives[d][e.key] = e
@@ -164,6 +178,8 @@ class _Run:
         e = self.head(d)
         if e is None:
             return set()
+        if e.kind == "shards":
+            return self.meet(e)
         if e.kind in ("sum", "end"):
             # An all-reduce stays behind earlier ones; the end comes after all.
             return set() if self.later[d] else self.meet(e)
@@ -175,7 +191,7 @@ class _Run:
         return {d, e.peer}
 
     def meet(self, e: _Entry) -> set[int]:
-        """Run an all-reduce on all its members, if all are there."""
+        """Run a collective on all its members, if all are there."""
         members = self.members[e.key]
         here = []
         for d in members:
@@ -183,7 +199,12 @@ class _Run:
             head = self.head(d)
             if waiting is not None and waiting.key == e.key:
                 here.append((d, True))
-            elif waiting is None and head is not None and head.key == e.key and head.kind == e.kind:
+            elif (
+                head is not None
+                and head.key == e.key
+                and head.kind == e.kind
+                and (waiting is None or e.kind == "shards")
+            ):
                 here.append((d, False))
             else:
                 return set()

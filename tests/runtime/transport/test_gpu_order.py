@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from raypipe.errors import TransportError
 from raypipe.runtime.runner import ProgramRunner
-from raypipe.runtime.transport.channel import Peer, Receiver, Sender, StageIOSpec, TensorSpec
+from raypipe.runtime.transport.channel import Label, Peer, Receiver, Sender, StageIOSpec, TensorSpec
 from raypipe.runtime.transport.gpu.nccl import NcclReceiver, NcclSender
 from raypipe.runtime.transport.same_host.receive import ShmReceiver
 from raypipe.runtime.transport.same_host.send import ShmSender
@@ -23,6 +24,7 @@ from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import BACKWARD
 from raypipe.schedule.lowering.asynchronous import WHOLE
+from raypipe.schedule.lowering.gpu_programs import limited
 from raypipe.schedule.lowering.programs import Action, Message, Program, edges, step_programs
 from raypipe.schedule.lowering.safe_order import safe_order
 from raypipe.schedule.passes import add_updates, place_gradient_sync
@@ -35,6 +37,16 @@ STEPS = 2
 
 def content(step: int, m: Message) -> torch.Tensor:
     return torch.full(SPEC.shape, 1000.0 * step + 100 * m.src_stage + 10 * m.mb + (m.direction == "act"))
+
+
+class Recording(NcclSender):
+    """Remembers how many messages were unreceived at once."""
+
+    most = 0
+
+    def send(self, label: Label, tensors: Sequence[torch.Tensor]) -> None:
+        super().send(label, tensors)
+        self.most = max(self.most, len(self._flying))
 
 
 class FakeKernels(ProgramRunner):
@@ -102,7 +114,7 @@ def run(schedule: Schedule, rows: Sequence[Program], queues: int, timeout_s: flo
         out.connect(5)
         into.accept(5)
         wire, there, here = Wire(), FakeSide(gpus[src]), FakeSide(gpus[dst])
-        senders[src][dst] = NcclSender(peers[dst], BlockingLink(wire, there), out, there)
+        senders[src][dst] = Recording(peers[dst], BlockingLink(wire, there), out, there)
         receivers[dst][src] = NcclReceiver(peers[src], BlockingLink(wire, here), into, here)
         progress[src].add(senders[src][dst])
     holders = Counter(stage for row in schedule.placement for stage in range(len(row)))
@@ -139,6 +151,11 @@ def run(schedule: Schedule, rows: Sequence[Program], queues: int, timeout_s: flo
     if not failed:
         messages = sum(len(a.receives) for program in rows for a in program.actions)
         assert sum(r.looked for r in runners) == STEPS * messages
+        for program in rows:
+            for dst, limit in program.unreceived.items():
+                sender = senders[program.device][dst]
+                assert isinstance(sender, Recording)
+                assert 0 < sender.most <= limit
     return failed
 
 
@@ -163,8 +180,17 @@ CASES = {
 @pytest.mark.parametrize("queues", [1, 2, 8])
 def test_ordered_programs_finish_on_any_number_of_queues(name: str, queues: int) -> None:
     schedule = CASES[name]
-    rows = safe_order([step_programs(schedule)[WHOLE]], schedule.microbatches)[0]
+    rows = limited(safe_order([step_programs(schedule)[WHOLE]], schedule.microbatches)[0])
     assert run(schedule, rows, queues, timeout_s=60) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hosts_may_have_one_unreceived_message_at_a_time(name: str) -> None:
+    """No limit can make ordered programs deadlock, however low."""
+    schedule = CASES[name]
+    rows = limited(safe_order([step_programs(schedule)[WHOLE]], schedule.microbatches)[0])
+    rows = [replace(program, unreceived=dict.fromkeys(program.unreceived, 1)) for program in rows]
+    assert run(schedule, rows, 1, timeout_s=60) == []
 
 
 @pytest.mark.slow

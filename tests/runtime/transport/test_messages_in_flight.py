@@ -20,8 +20,9 @@ from raypipe.runtime.transport.same_host.send import ShmSender
 from raypipe.runtime.transport.waiting import Progress
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.lowering.held_messages import held_messages
 from raypipe.schedule.lowering.messages_in_flight import messages_in_flight
-from raypipe.schedule.lowering.programs import Message, edges, programs
+from raypipe.schedule.lowering.programs import Action, Message, edges, programs
 from tests.runtime.transport.test_gpu_order import FakeKernels
 
 
@@ -32,6 +33,8 @@ class Counted:
         self.changed = threading.Condition()
         self.now = [[0] * devices, [0] * devices]
         self.most = [[0] * devices, [0] * devices]
+        self.beside: list[dict[Action, int]] = [{} for _ in range(devices)]
+        """What devices have held at both ends while a task ran, beside its own messages."""
 
     def add(self, src: int, dst: int, size: int) -> None:
         with self.changed:
@@ -66,6 +69,9 @@ class Device(FakeKernels):
             if not m.local:
                 self.counted.add(m.src_device, m.dst_device, -arrived.nbytes)
         time.sleep(random.random() * 0.002)
+        d = self.program.device
+        with self.counted.changed:
+            self.counted.beside[d][action] = self.counted.now[0][d] + self.counted.now[1][d]
         for m in action.sends:
             self.p2p_buffers[(m.direction, m.src_stage, m.dst_stage, self.base + m.mb)] = (torch.zeros(3),)
 
@@ -136,11 +142,18 @@ def test_channels_hold_what_the_schedule_allows(name: str, shape: Shape) -> None
     def size(m: Message) -> float:
         return SIZE
 
-    bound = messages_in_flight(programs(schedule), size)
-    ancestors_only = int(messages_in_flight(programs(schedule), size)[0].sent) if name in ("1f1b", "gpipe") else 0
+    rows = programs(schedule)
+    bound = messages_in_flight(rows, size)
+    ancestors_only = int(bound[0].sent) if name in ("1f1b", "gpipe") else 0
     # In 1F1B and GPipe device 0 fills the pipeline by itself: hold up all others until it has.
     for held_until in {0, ancestors_only}:
         counted = run(schedule, held_until)
         for end, limits in enumerate(([b.sent for b in bound], [b.arriving for b in bound])):
             assert all(most <= limit for most, limit in zip(counted.most[end], limits, strict=True))
         assert counted.most[0][0] >= held_until
+        # What the memory model counts beside a task's own messages.
+        for beside, held, program in zip(
+            counted.beside, held_messages(schedule, [SIZE] * schedule.stages), rows, strict=True
+        ):
+            for action, most in zip(program.actions, held, strict=True):
+                assert beside[action] <= most

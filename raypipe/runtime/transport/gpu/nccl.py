@@ -134,7 +134,11 @@ def put_on_top(edge: Edge, link: Link, side: Side, opening: Opening, ends: Ends)
 
 
 class NcclSender:
-    """Sends over ``link``. ``base`` carries the envelopes; this channel owns it."""
+    """Sends over ``link``. ``base`` carries the envelopes; this channel owns it.
+
+    The host may issue a send long before the GPU comes to it, and a copy of the message exists from then on; so the
+    runner waits, before it sends, until few enough are unreceived (``Program.unreceived``).
+    """
 
     def __init__(self, peer: Peer, link: Link, base: Sender, side: Side) -> None:
         self._peer, self._link, self._base, self._side = peer, link, base, side
@@ -155,6 +159,12 @@ class NcclSender:
         content = (_LENGTH.pack(len(head)) + head).ljust(_ENVELOPE.nbytes, b"\0")
         self._base.send(label, [torch.frombuffer(bytearray(content), dtype=torch.uint8)])
         self._reap()
+
+    @property
+    def unreceived(self) -> int:
+        """See CountsUnreceived.unreceived."""
+        self._reap()
+        return len(self._flying)
 
     @property
     def pending(self) -> bool:
