@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from raypipe.cli import verbs
-from raypipe.cli._reference import COMMAND, page, write
+from raypipe.cli._shared.reference import COMMAND, page, write
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "commands.md"
 

@@ -1,4 +1,4 @@
-"""Write the reference page of the verbs, ``commands.md``: ``python -m raypipe.cli._reference docs/reference``.
+"""Write the reference page of the verbs, ``commands.md``: ``python -m raypipe.cli._shared.reference docs/reference``.
 
 The page is generated from the parameters of the verbs' functions; ``tests/cli/test_reference.py`` fails if it is out of
 date.
@@ -16,7 +16,7 @@ import typer
 from raypipe.atomic_write import write_whole
 from raypipe.cli import verbs
 
-COMMAND = "python -m raypipe.cli._reference docs/reference"
+COMMAND = "python -m raypipe.cli._shared.reference docs/reference"
 INTRODUCTION = f"""\
 # Commands
 
