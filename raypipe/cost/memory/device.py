@@ -261,6 +261,8 @@ class _Moments:
                 self.cast.discard((s, replica))
                 self.casts -= self.stages[s].casts * self.versions
             self.moment()
+            if kind == "RS":  # from now on this device has its share of the sum
+                self.grade(s, replica)
         if kind == "AR":
             self.reduce(s, replica)
             self.moment()
@@ -283,13 +285,15 @@ class _Moments:
                 self.ran.discard(key)
                 self.hold(key, 0.0)
             else:
+                if kind in WEIGHT_GRADIENTS and self.setting.schedule.zero_level(s) == 1:
+                    self.grade(s, replica)  # the flat tensor is there before the backward begins
                 self.moment(stage.workspace, stage.messages)
                 if kind in WEIGHT_GRADIENTS and key not in self.with_b:
                     self.hold(key, 0.0)
                 else:  # a W that ran the backward leaves B the gradient to send
                     self.hold(key, stage.kept_for_w if kind == "B" else stage.input)
                     self.ran.add(key)
-            if kind in WEIGHT_GRADIENTS:
+            if kind in WEIGHT_GRADIENTS and self.setting.schedule.zero_level(s) < 2:
                 self.grade(s, replica)
             if kind in BACKWARD:
                 self.moment(messages=stage.messages)

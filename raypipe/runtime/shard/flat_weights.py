@@ -54,7 +54,8 @@ class FlatWeights:
         self.gathered = True
         """Whether the parameters have their values, up to the last ``gather``."""
         self._gathering: dist.Work | None = None
-        self._scattering: list[tuple[dist.Work, Tensor, Tensor]] = []
+        self._scattering: list[tuple[dist.Work, Tensor]] = []
+        """Reduce-scatters that are under way, oldest first, each with its result: a part of the gradients, in place."""
         self._gradient: Tensor | None = None
         self._gradient_shard: Tensor | None = None
         if level == 3:
@@ -65,9 +66,7 @@ class FlatWeights:
         if not self.gathered:
             self.whole.untyped_storage().resize_(self._bytes)
             self.gathered = True
-        # A copy, because not every backend may read its part of what it writes.
-        shard = self.shard if self.level == 3 else self.shard.clone()
-        self._gathering = start_all_gather(self.whole, shard, self.group)
+        self._gathering = start_all_gather(self.whole, self.shard, self.group)
 
     def take_gathering(self) -> dist.Work | None:
         """Return the gather that nobody has waited for yet, once."""
@@ -99,8 +98,8 @@ class FlatWeights:
         assert gradient is not None
         for p in self.parameters.values():
             p.grad = None
-        shard = gradient.new_empty(self.layout.shard)
-        self._scattering.append((start_reduce_scatter(shard, gradient, self.group), shard, gradient))
+        own = gradient[self.group.rank() * self.layout.shard :][: self.layout.shard]
+        self._scattering.append((start_reduce_scatter(own, gradient, self.group), own))
 
     @property
     def accumulates(self) -> bool:
@@ -114,11 +113,11 @@ class FlatWeights:
 
     def add_oldest(self) -> None:
         """Add the result of the oldest reduce-scatter, which has been waited for, to the gradient's shard."""
-        _, shard, _ = self._scattering.pop(0)
+        _, own = self._scattering.pop(0)
         if self._gradient_shard is None:
-            self._gradient_shard = shard
+            self._gradient_shard = own.clone()  # not a view: the other members' parts are freed
         else:
-            self._gradient_shard.add_(shard)
+            self._gradient_shard.add_(own)
 
     @property
     def gradient_shard(self) -> Tensor:
