@@ -120,9 +120,10 @@ def test_optimizer_state(profile, optimizer, momentum, values):
 
 
 def test_bytes_of_a_parameter():
-    """Four copies of it with Adam, two with plain SGD; 16-bit autocast changes none of them."""
-    assert parameter_bytes("float32", "adamw") == parameter_bytes("bfloat16", "adam") == (4, 4, 8)
-    assert parameter_bytes("float64", "sgd") == (8, 8, 0)
+    """Four copies of it with Adam, two with plain SGD; 16-bit autocast changes none of them. The last is the master."""
+    assert parameter_bytes("float32", "adamw") == parameter_bytes("bfloat16", "adam") == (4, 4, 8, 0)
+    assert parameter_bytes("bfloat16-true", "adamw") == (2, 2, 8, 4)
+    assert parameter_bytes("float64", "sgd") == (8, 8, 0, 0)
     assert parameter_bytes("float32", "sgd", 0.9).total == 12
     assert parameter_bytes("float32", "adamw", 0.9).total == 16  # momentum is SGD's
 

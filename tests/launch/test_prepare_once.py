@@ -47,7 +47,7 @@ def calls(job: JobSpec, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    def no_cluster(*_: object) -> None:
+    def no_cluster(*_: object, **__: object) -> None:
         raise ClusterError("cluster", "is not there")
 
     for name, home in COUNTED.items():

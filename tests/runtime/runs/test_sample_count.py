@@ -49,7 +49,7 @@ def test_programs_are_held_against_the_micro_batches_before_they_run(
     text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = new_driver(small_job(text_folder, {"schedule": "1f1b", "stages": 2}), tmp_path)
-    set_up_workers.lower(made.running)
+    set_up_workers.lower(made.running, gpus=False)
     monkeypatch.setattr(set_up_workers, "forward_only", half_forward)
     with pytest.raises(ScheduleError, match="in validation, the forward of micro-batch 2 on stage 0 runs 0 times"):
-        set_up_workers.lower(made.running)
+        set_up_workers.lower(made.running, gpus=False)
