@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec
 
@@ -148,7 +149,7 @@ def _read(log: Path, key: str) -> list[Run]:
             own, run = row.pop("job"), Run(**row)
         except (ValueError, TypeError, KeyError, AttributeError):
             if number == len(lines):  # it was being written when the measurement was stopped
-                log.write_text("".join(f"{line}\n" for line in lines[:-1]), encoding="utf-8")
+                write_whole(log, "".join(f"{line}\n" for line in lines[:-1]))
                 break
             raise SpecError(f"{log}:{number}", "is not a run", fix) from None
         if own != key:
