@@ -73,9 +73,16 @@ def open_group(groups: Sequence[Sequence[int]], timeout_s: float) -> dist.Proces
 def gloo_sender(
     peer: Peer, group: dist.ProcessGroup, frame_bytes: int = frames.FRAME_BYTES
 ) -> FrameSender[dist.Work | None]:
-    """Make the sending end of the edge from this rank to ``peer``."""
+    """Make the sending end of the edge from this rank to ``peer``.
+
+    A send may wait for its receive as long as it takes: the default is the timeout that the group was made with, and a
+    send that fails closes the connection under a receive that is still within its own.
+    """
     return FrameSender(
-        peer, lambda frame: dist.isend(frame, peer.rank, group=group), lambda work: work and work.wait(), frame_bytes
+        peer,
+        lambda frame: dist.isend(frame, peer.rank, group=group),
+        lambda work: work and work.wait(FOREVER),
+        frame_bytes,
     )
 
 
