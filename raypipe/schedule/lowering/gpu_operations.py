@@ -14,8 +14,8 @@ Per process (``runtime.runner``, ``transport.gpu``, ``update``):
 - Sharded stages (``sharding.members``): an AG or RS runs on the stream of its stage's shard group, after all compute
   issued so far; those of one group run in the order of issue. Compute waits for an AG before the next task of its
   stage, and for all RS but the last before a stage's gradients get a new buffer. Before the first update it waits for
-  all RS; then shards are summed over the groups that replicate them (HSDP), one stage after another. Validation gathers
-  all stages first, one after another. FREE issues nothing.
+  all RS; then shards are summed over the groups that replicate them (HSDP), one stage after another. FREE issues
+  nothing.
 - The host reads the gradient norm from the GPU and exchanges it with all others. (An update that does not wait for the
   norm does so later. To assume it here adds a wait for others, and takes away none.)
 - With tensor parallelism, a task's kernels are interleaved with all-reduces over its device's processes; one stands for
@@ -58,7 +58,6 @@ def gpu_operations(
     tensor: int = 1,
     stashes: bool = False,
     shards: Mapping[StageKey, ShardMember] | None = None,
-    validates: bool = False,
 ) -> Operations:
     """Return the operations of successive steps.
 
@@ -69,7 +68,6 @@ def gpu_operations(
         tensor: number of tensor-parallel processes of a device.
         stashes: updates are made per micro-batch, without sums and norm (PipeDream).
         shards: the schedule's sharded stage replicas.
-        validates: the steps are validation batches, which gather all weights first.
     """
     holders = Counter[int]()
     for program in steps[0]:
@@ -82,8 +80,6 @@ def gpu_operations(
                 device, rank, tensor, len(steps[0]) * tensor, holders, tied or {}, stashes, shards or {}, members
             )
             for step, rows in enumerate(steps):
-                if validates:
-                    one.gather_all(step)
                 one.step(rows[device], step, microbatches)
             processes.append(one.operations)
     return Operations(processes, members)
@@ -197,25 +193,14 @@ class _Process:
         if task.kind == "FREE":
             return
         calls[task.kind, key] += 1
-        index = self._in_group(str(task), key, (task.kind, step, calls[task.kind, key]))
+        stage, group = key[0], self.shards[key].group
+        meeting = (stage, group, task.kind, step, calls[task.kind, key], self.rank)
+        index = self._collective(str(task), f"shards of stage {stage}, {group[0]}", meeting, len(group))
         if task.kind == "AG":
             self._gathering[key] = index
         else:
             self._scattering.append(index)
             self._open.discard(key)
-
-    def _in_group(self, name: str, key: StageKey, unique: Hashable) -> int:
-        """Issue a collective of a stage's shard group."""
-        stage, group = key[0], self.shards[key].group
-        said = f"shards of stage {stage}, {group[0]}"
-        return self._collective(name, said, (stage, group, unique, self.rank), len(group))
-
-    def gather_all(self, step: int) -> None:
-        """Gather all sharded stages, one after another."""
-        for key, member in sorted(self.shards.items()):
-            if member.device == self.device:
-                index = self._in_group(f"gather of stage {key[0]}", key, ("all", step))
-                self._kernel(f"wait for stage {key[0]}", (index,))
 
     def _waits_for_shards(self, task: Task) -> tuple[int, ...]:
         """The collectives of shards that a task waits for."""

@@ -45,7 +45,7 @@ def gpu_programs(
         in_a_row = (FILLS, RUNS, DRAINS)
         ordered = safe_order([train[part] for part in in_a_row], microbatches, stashes)
         done.update(zip(in_a_row, ordered, strict=True))
-    validation = safe_order([evaluate], microbatches, stashes)[0]
+    validation = safe_order([evaluate], microbatches, stashes, shards)[0]
     done[WHOLE], validation = limited(done[WHOLE]), limited(validation)
     runs = [[done[WHOLE]]]
     if RUNS in done:
@@ -53,7 +53,7 @@ def gpu_programs(
     for steps in runs:
         operations = gpu_operations(steps, microbatches, stashes=stashes, shards=shards)
         check_streams(operations.processes, 1, operations.members)
-    operations = gpu_operations([validation], microbatches, stashes=stashes, shards=shards, validates=True)
+    operations = gpu_operations([validation], microbatches, stashes=stashes, shards=shards)
     check_streams(operations.processes, 1, operations.members)
     return done, validation
 

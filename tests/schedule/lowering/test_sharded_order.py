@@ -17,7 +17,7 @@ from raypipe.schedule.lowering.gpu_programs import gpu_programs
 from raypipe.schedule.lowering.programs import Program, programs, step_programs
 from raypipe.schedule.lowering.safe_order import safe_order
 from raypipe.schedule.lowering.stream_order import HOST, find_circle, streams
-from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
+from raypipe.schedule.passes import add_updates, forwards_alone, place_gradient_sync, replicate, shard
 from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.sharding.members import shard_members
@@ -39,7 +39,7 @@ def sharded(
 
 
 def forwards(schedule: Schedule) -> list[Program]:
-    return programs(schedule.with_orders([t for t in order if t.kind == "F"] for order in schedule.orders))
+    return programs(forwards_alone(schedule))
 
 
 def proven(schedule: Schedule, ahead: bool = False) -> Iterator[Operations]:
@@ -49,7 +49,7 @@ def proven(schedule: Schedule, ahead: bool = False) -> Iterator[Operations]:
         step_programs(schedule, ahead), forwards(schedule), count, schedule.versions, members
     )
     yield gpu_operations([train[WHOLE]] * 2, count, shards=members)
-    yield gpu_operations([evaluate], count, shards=members, validates=True)
+    yield gpu_operations([evaluate], count, shards=members)
 
 
 def shapes(name: str) -> Iterator[Schedule]:
@@ -82,12 +82,15 @@ def test_every_collective_has_all_its_members() -> None:
     members = shard_members(schedule)
     assert members[0, 0] == (0, (0, 2), (0, 4))
     assert members[1, 3] == (7, (5, 7), (3, 7))
-    train, _ = proven(schedule)
+    train, validation = proven(schedule)
     on = [{op.stream for op in process} - {HOST} for process in train.processes]
     assert {s for s in on[0] if "shard" in s} == {"shards of stage 0, 0", "shards of stage 0 over (0, 4)"}
     assert {s for s in on[7] if "shard" in s} == {"shards of stage 1, 5", "shards of stage 1 over (3, 7)"}
     names = [op.name for op in train.processes[0]]
     assert names.index("0AG") < names.index("0F0") < names.index("0RS") < names.index("gradient norm")
+    forward = [op.name for op in validation.processes[0]]
+    assert forward.index("0AG") < forward.index("0F0")
+    assert forward.count("0AG") == 1
 
 
 def test_a_gather_that_one_copy_issues_later_is_found() -> None:
