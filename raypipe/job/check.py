@@ -170,6 +170,8 @@ def _shard(parallel: ParallelSpec) -> Iterator[Problem]:
     if parallel.replans:
         why = f"the order of a run with shard: {parallel.shard} does not change while it runs"
         yield Problem("parallel.replan", why, "use replan: false")
+    if parallel.shard_replicas == 1:
+        yield Problem("parallel.shard_replicas", "one replica divides nothing", "use 2 or more, or shard: none")
     if parallel.shard_replicas is not None and parallel.replicas % parallel.shard_replicas:
         why = f"{parallel.replicas} replicas are not a multiple of {parallel.shard_replicas}"
         yield Problem("parallel.shard_replicas", why, f"use a divisor of {parallel.replicas}, or leave it out")
