@@ -146,7 +146,7 @@ class TakesIn(Protocol):
     """A receiver that can take in messages before ``recv`` asks for them."""
 
     def take_in(self) -> None:
-        """Take in what has arrived, without waiting. ``recv`` raises what is wrong with it."""
+        """Take in what has arrived of the posted messages, without waiting. ``recv`` raises what is wrong with it."""
 
 
 @runtime_checkable

@@ -296,6 +296,20 @@ def test_a_prepared_message_waits_behind_one_that_found_no_room(
     assert torch.equal(receiver.recv(label(3), 1)[0], small)
 
 
+def test_taking_in_leaves_messages_that_are_not_announced_yet(ends: tuple[ShmSender, ShmReceiver]) -> None:
+    """A peer may have committed its update already, while this device still runs the head of the same step."""
+    sender, receiver = ends
+    x = torch.arange(4.0)
+    for mb in range(2):
+        sender.send(label(mb), [x + mb])
+    receiver.take_in()
+    receiver.post([expected(0, x)])
+    receiver.take_in()
+    receiver.post([expected(1, x)])
+    for mb in range(2):
+        assert torch.equal(receiver.recv(label(mb), 1)[0], x + mb)
+
+
 def test_taking_in_waits_for_nothing_and_leaves_errors_to_recv(ends: tuple[ShmSender, ShmReceiver]) -> None:
     sender, receiver = ends
     x = torch.arange(4.0)

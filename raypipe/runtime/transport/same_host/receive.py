@@ -92,7 +92,8 @@ class ShmReceiver:
         """See TakesIn.take_in."""
         with contextlib.suppress(TransportError):  # the inbox remembers it
             if self._read(0.0):
-                while self._next_frame():
+                # A peer that commits an update earlier sends what comes after the head before this device announces it.
+                while self._inbox.upcoming is not None and self._next_frame():
                     pass
 
     def close(self) -> None:
