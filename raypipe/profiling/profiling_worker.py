@@ -27,6 +27,7 @@ from raypipe.runtime.allocated import PeakMeter, allocated_bytes, host_memory_by
 from raypipe.runtime.communicators import Communicators, Topology
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
+from raypipe.runtime.update.flat_collectives import start_all_gather, start_reduce_scatter
 from raypipe.runtime.update.optimizer import learning_rate
 from raypipe.runtime.worker import StageWorker
 from raypipe.schedule.ir import Task
@@ -254,9 +255,6 @@ class ProfilingWorker(StageWorker):
         if process_group is None:
             return []
         count = process_group.size()
-        # torch 2.13 renamed these functions.
-        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         found: list[list[float]] = []
         for size in sizes:
             whole = torch.ones(max(1, size // 4 // count) * count, device=self.device)
@@ -269,9 +267,9 @@ class ProfilingWorker(StageWorker):
                 if kind == "all_reduce":
                     dist.all_reduce(whole, group=process_group)
                 elif kind == "all_gather":
-                    all_gather(whole, part, group=process_group)
+                    start_all_gather(whole, part, process_group).wait()
                 else:
-                    reduce_scatter(part, whole, group=process_group)
+                    start_reduce_scatter(part, whole, process_group).wait()
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 times.append(time.monotonic() - start)

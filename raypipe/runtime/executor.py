@@ -11,20 +11,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.data.corpus import Split
-from raypipe.models import Inputs, Lengths, Task, random_keys
+from raypipe.models import Inputs, Lengths, Task
 from raypipe.models.host_copies import runs_behind, to_host
 from raypipe.models.running_statistics import move_all, part_of_step
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes
-from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
-from raypipe.runtime.backward.stack import stacked, stacked_inputs, unstacked
+from raypipe.runtime.backward.segments import RecomputeBoundaries
+from raypipe.runtime.backward.stack import stacked, unstacked
 from raypipe.runtime.backward.weight_casts import Casts
-from raypipe.runtime.runner import Payload, ProgramRunner
+from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.shard.device_shards import DeviceShards
-from raypipe.runtime.stage.alternate import Alternation
+from raypipe.runtime.stage.computation import Microbatches, StageComputation
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
-from raypipe.runtime.stage.stage import HalfBatch, MicrobatchState, StageModule
+from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.started_step import StartedStep
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
@@ -33,7 +33,7 @@ from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.updates import Updates
-from raypipe.runtime.update.weight_versions import Snapshot, WeightVersions, run_with
+from raypipe.runtime.update.weight_versions import Snapshot, WeightVersions
 from raypipe.schedule.ir import Task as PipelineTask
 from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Action, Program, completed_by
@@ -71,7 +71,7 @@ class Executor(ProgramRunner):
         self.versions = versions
         self.shards = DeviceShards({}) if shards is None else shards
         self.casts = Casts(settings.device, settings.autocast, modules.values())
-        self.turns = Alternation() if settings.sub_pipelined else None
+        self.computation = StageComputation(settings, modules, task, self.casts, lambda stage: stage in io_spec)
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update)
         # The micro-batch ids in keys continue over the steps, as in ``p2p_buffers``.
         self._saved: dict[tuple[int, int], MicrobatchState] = {}
@@ -108,6 +108,7 @@ class Executor(ProgramRunner):
             TransportError: a message did not arrive in time; it names task, peer and micro-batch.
         """
         self.split, self.training, self.lr = split, split == "train", lr
+        self.computation.training = self.training
         self._squares: list[Tensor] = []
         if not self.training:
             self.commit()
@@ -132,11 +133,7 @@ class Executor(ProgramRunner):
             self._weights(action)
         elif kind == "R":
             for mb in task.mbs:
-                before = allocated_bytes(self.settings.device) if self.measures else 0
-                self._recompute(task, mb)
-                if self.measures:
-                    made = allocated_bytes(self.settings.device) - before
-                    self._recomputed_bytes[task.stage] = max(made, self._recomputed_bytes.get(task.stage, 0))
+                self._recompute((task.stage, task.replica), mb)
         elif kind == "AR":
             key = (task.stage, task.replica)
             self._collect(key)
@@ -176,52 +173,13 @@ class Executor(ProgramRunner):
             scale = self._scales[step]
         return scale
 
-    def _compute(
-        self,
-        stage: int,
-        replica: int,
-        mbs: Sequence[int],
-        arrived: Payload,
-        weights: Snapshot | None,
-        segment: Segment | None = None,
-    ) -> tuple[Payload, tuple[HalfBatch, HalfBatch] | None]:
-        """Run a stage, or a segment of it, forward on some micro-batches of one step.
-
-        Returns:
-            The outputs (at the end of the last stage, the sum of the losses); and with ``sub_pipelined``, the two
-            half batches they were computed in.
-        """
+    def _microbatches(self, key: StageKey, mbs: Sequence[int]) -> Microbatches:
+        """Return what a stage computes on; it may do so at once, for its weights are here."""
+        self._wait_gathered(key)
         ahead = mbs[0] // self.settings.microbatches
-        each = self.settings.samples_per_microbatch
-        firsts = [mb % self.settings.microbatches * each for mb in mbs]
-        samples = [sample for first in firsts for sample in range(first, first + each)]
-        module = self.modules[(stage, replica)]
-        self._wait_gathered((stage, replica))
-        inputs = stacked_inputs([self._inputs(mb) for mb in mbs]) if module.reads else {}
-
-        def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
-            with random_keys(self.settings.seed, self.step + ahead, samples, self.training), self.casts.forward():
-                outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
-                if stage not in self.io_spec and (
-                    segment is None or not segment.gives
-                ):  # the last stage sends nothing on
-                    outputs = (self.task.loss(outputs[0], inputs),)
-            return outputs
-
-        if self.turns is None or not module.stacks or segment is not None:
-            return run(samples, arrived, inputs), None
-        middle = len(samples) // 2
-        first, second = (
-            tuple(x.detach()[rows].requires_grad_(x.requires_grad) for x in arrived)
-            for rows in (slice(None, middle), slice(middle, None))
-        )
-        made = self.turns.run(
-            lambda: run(samples[:middle], first, {name: t[:middle] for name, t in inputs.items()}),
-            lambda: run(samples[middle:], second, {name: t[middle:] for name, t in inputs.items()}),
-        )
-        values = [tuple(y.detach() for y in outputs) for outputs in made]
-        whole = stacked(values) if stage in self.io_spec else (values[0][0] + values[1][0],)
-        return whole, (HalfBatch(first, made[0]), HalfBatch(second, made[1]))
+        ids = tuple(mb % self.settings.microbatches for mb in mbs)
+        inputs = tuple(map(self._inputs, mbs)) if self.modules[key].reads else ()
+        return Microbatches(self.step + ahead, ids, inputs)
 
     def _forward(self, action: Action) -> None:
         """Run a forward task; stack its micro-batches where possible, because larger kernels are faster."""
@@ -244,8 +202,9 @@ class Executor(ProgramRunner):
     def _forward_of(self, action: Action, mbs: Sequence[int]) -> None:
         task = action.task
         stage = task.stage
-        module = self.modules[(stage, task.replica)]
-        versions = self.versions.get((stage, task.replica)) if self.training else None
+        key = (stage, task.replica)
+        module = self.modules[key]
+        versions = self.versions.get(key) if self.training else None
         weights = versions.for_forward(mbs[0] >= self.settings.microbatches) if versions is not None else None
         arrived = [
             tuple(
@@ -258,14 +217,15 @@ class Executor(ProgramRunner):
             for one in arrived:
                 module.track(one)
         recomputed = self.training and (stage, mbs[0]) in self.program.recomputed
+        computed = self._microbatches(key, mbs)
         boundaries = halves = None
         if recomputed and not module.recomputes_whole:
             boundaries = RecomputeBoundaries()
-            outputs = self._forward_in_segments(task, mbs[0], arrived[0], weights, boundaries)
+            outputs = self.computation.run_segments(key, computed, arrived[0], weights, boundaries)
             recomputed = module.segments[-1].recomputed
         else:
             with torch.no_grad() if recomputed else nullcontext():
-                outputs, halves = self._compute(stage, task.replica, mbs, stacked(arrived), weights)
+                outputs, halves = self.computation.run(key, computed, stacked(arrived), weights)
         if stage not in self.io_spec:
             of_step = self.step + mbs[0] // self.settings.microbatches
             self._losses.setdefault(of_step, []).append(outputs[0].detach())
@@ -284,38 +244,13 @@ class Executor(ProgramRunner):
         inputs = [next(iter(self._inputs(mb).values()), None) for mb in mbs]
         return sum(self.settings.samples_per_microbatch if x is None else len(x) for x in inputs)
 
-    def _forward_in_segments(
-        self, task: PipelineTask, mb: int, arrived: Payload, weights: Snapshot | None, boundaries: RecomputeBoundaries
-    ) -> Payload:
-        """Run a forward that keeps the activations of some layers and recomputes others; see ``segments``."""
-        x = arrived
-        for segment in self.modules[(task.stage, task.replica)].segments:
-            if not segment.recomputed:
-                x, _ = self._compute(task.stage, task.replica, (mb,), x, weights, segment)
-                continue
-            boundaries.entries.append(x)
-            with torch.no_grad():
-                x, _ = self._compute(task.stage, task.replica, (mb,), x, weights, segment)
-            if segment.gives:
-                x = as_leaves(x, segment.gives)
-                boundaries.leaves.append(x)
-        return x
-
-    def _recompute(self, task: PipelineTask, mb: int) -> None:
+    def _recompute(self, key: StageKey, mb: int) -> None:
         """Recompute the activations that the forward of a micro-batch did not keep."""
-        saved = self._saved[(task.stage, self.base + mb)]
-        if saved.boundaries is None:
-            made, saved.halves = self._compute(task.stage, task.replica, (mb,), saved.inputs, saved.weights)
-            saved.outputs = made
-            return
-        recomputed = [s for s in self.modules[(task.stage, task.replica)].segments if s.recomputed]
-        for segment, entered in zip(recomputed, saved.boundaries.entries, strict=True):
-            made, _ = self._compute(task.stage, task.replica, (mb,), entered, saved.weights, segment)
-            if segment.gives:
-                saved.boundaries.recomputed.append(made)
-            else:
-                saved.outputs = made
-        saved.boundaries.entries = []
+        before = allocated_bytes(self.settings.device) if self.measures else 0
+        self.computation.recompute(key, self._microbatches(key, (mb,)), self._saved[(key[0], self.base + mb)])
+        if self.measures:
+            made = allocated_bytes(self.settings.device) - before
+            self._recomputed_bytes[key[0]] = max(made, self._recomputed_bytes.get(key[0], 0))
 
     def _backward(self, action: Action, also_weights: bool) -> None:
         task = action.task
@@ -332,7 +267,7 @@ class Executor(ProgramRunner):
                 # With several backwards for one micro-batch, nobody knows which of them is a parameter's last.
                 single = saved.halves is None and saved.boundaries is None and not module.defers
                 with early.watch_backward() if early is not None and single else nullcontext():
-                    back = module.run_backward(saved, self._gradients(action, saved, mb), self.turns)
+                    back = module.run_backward(saved, self._gradients(action, saved, mb), self.computation.turns)
                 saved.ran = True
             else:  # out-of-order backprop: this micro-batch's W came first and has run the backward already
                 back = saved.back
@@ -354,7 +289,7 @@ class Executor(ProgramRunner):
                 self._open_gradients((task.stage, task.replica))
             if not saved.ran:
                 self._wait_gathered((task.stage, task.replica))
-                saved.back = module.run_backward(saved, self._gradients(action, saved, mb), self.turns)
+                saved.back = module.run_backward(saved, self._gradients(action, saved, mb), self.computation.turns)
                 saved.ran = True
             self._finish_weights(module, saved, (task.stage, task.replica), self._early_all_reduce(task, mb))
             if (task.stage, mb) not in self.program.weights_first:
@@ -428,8 +363,6 @@ class Executor(ProgramRunner):
             self._squares.append(self.sync.norm_squared())
         self.casts.drop()
         self.updates.make(key, self.lr)
-        if key in self.shards.stages:
-            self.shards.stages[key].drop_gradients()
         self._move_statistics(key)
 
     def _seen(self, key: StageKey) -> Tensor | None:
@@ -478,7 +411,7 @@ class Executor(ProgramRunner):
             losses, samples = [], 0
         self.feed.drop(self.split, self.step)
         reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
-        gathers, scatters = self.shards.take_counts()
+        gathers, scatters, sums = self.shards.take_counts()
         if self.program.drains:
             left = [*self._saved, *self.p2p_buffers]
             self._saved.clear()
@@ -490,7 +423,7 @@ class Executor(ProgramRunner):
         if isinstance(group, ProcessGroup):
             all_reduces, group.all_reduces = group.all_reduces, 0
         result = StepResult(
-            0.0, samples, 0.0, marks, self.received, self.received_bytes, reduced, all_reduces, memory,
+            0.0, samples, 0.0, marks, self.received, self.received_bytes, reduced + sums, all_reduces, memory,
             self.updates.optimistic, gathers, scatters,
         )  # fmt: skip
         loss = to_host(torch.stack(losses).double().sum()) if losses else None

@@ -138,7 +138,9 @@ def lower(running: Running, gpus: bool) -> tuple[dict[Part, list[Program]], list
     check_counted(train, evaluate, schedule.stages, schedule.microbatches)
     if not gpus:
         return train, evaluate
-    return gpu_programs(train, evaluate, schedule.microbatches, schedule.versions, shard_members(schedule))
+    return gpu_programs(
+        train, evaluate, schedule.microbatches, schedule.versions, shard_members(schedule.sharding, schedule.placement)
+    )
 
 
 def tied_holders(plan: Plan, schedule: Schedule, model: LayeredModel) -> tuple[TiedHolders, ...]:

@@ -15,6 +15,7 @@ from raypipe.job.cluster import cluster_from
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import DTYPES, GptLayers
 from raypipe.runtime.executor import Executor
+from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
@@ -64,8 +65,8 @@ class Noise:
         return {}
 
 
-def executor(spec, schedule, cut, microbatch, dtype, recomputed=None):
-    """The runtime's own executor over all stages, as a stage actor would make it."""
+def executor(spec, schedule, cut, microbatch, dtype, recomputed=None, groups=None):
+    """The runtime's own executor over all stages, as a stage actor would make it; ``groups`` divide the stages."""
     cpu, weights = torch.device("cpu"), DTYPES[dtype]
     model, samples = GptLayers(spec, weights), int(microbatch * schedule.size)
     train = TrainSpec(steps=3, batch=samples * schedule.microbatches, dtype=dtype)
@@ -80,19 +81,32 @@ def executor(spec, schedule, cut, microbatch, dtype, recomputed=None):
         timeout_s=10, device=cpu,
         autocast=torch.bfloat16 if dtype == "bfloat16" else None,
     )  # fmt: skip
-    sync = GradientSync(0, modules, schedule.placement, tuple(tied), {})
+    shards = divide(modules, schedule.sharding, schedule.placement, tuple(tied), groups or {})
+    sync = GradientSync(0, modules, schedule.placement, tuple(tied), {}, sharded=shards.stages)
+    updated = {k: shards.stages[k].pieces if k in shards.stages else m.named.values() for k, m in modules.items()}
     reads = {name for module in modules.values() for name in module.reads}
     return Executor(
-        settings, modules, {k: make_optimizer(train, m.named.values()) for k, m in modules.items()}, model.task,
+        settings, modules, {k: make_optimizer(train, some) for k, some in updated.items()}, model.task,
         Feed(Noise(spec), model.task, reads, 0, train.batch, samples, cpu, weights),
         sync, Shares(None), {}, {}, StageIOSpecs(model, cut, samples),
         {k: WeightVersions(m, schedule.versions) for k, m in modules.items()} if schedule.versions != "flush" else {},
+        shards,
     )  # fmt: skip
 
 
 def measured(runner, schedule):
     """Most bytes allocated at once: the step's own, and what lives from step to step."""
-    program = programs(parts(add_updates(schedule))[WHOLE])[0]
+    most = most_at_once(runner, programs(parts(add_updates(schedule))[WHOLE])[0])
+    values = [t for m in runner.modules.values() for t in m.named.values()]
+    values += [t for o in runner.updates.optimizers.values() for state in o.state.values() for t in state.values()]
+    updated = [p for o in runner.updates.optimizers.values() for group in o.param_groups for p in group["params"]]
+    values += [master for master in updated if all(master is not t for t in values)]
+    kept = {id(t): t for v in runner.versions.values() for t in (*v.older.values(), *v.newest.values())}
+    return most + sum(t.numel() * t.element_size() for t in (*values, *kept.values()))
+
+
+def most_at_once(runner, program):
+    """Most bytes that the second step allocates at once, on top of what it finds."""
     runner.run(program, 0, 1e-3)  # the optimizer makes its state
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         runner.run(program, 1, 1e-3)
@@ -101,12 +115,7 @@ def measured(runner, schedule):
     for event in sorted(events, key=lambda e: e.start_ns()):
         now += event.nbytes()
         most = max(most, now)
-    values = [t for m in runner.modules.values() for t in m.named.values()]
-    values += [t for o in runner.updates.optimizers.values() for state in o.state.values() for t in state.values()]
-    updated = [p for o in runner.updates.optimizers.values() for group in o.param_groups for p in group["params"]]
-    values += [master for master in updated if all(master is not t for t in values)]
-    kept = {id(t): t for v in runner.versions.values() for t in (*v.older.values(), *v.newest.values())}
-    return most + sum(t.numel() * t.element_size() for t in (*values, *kept.values()))
+    return most
 
 
 ONE, TWO = [range(6)], [range(3), range(3, 6)]

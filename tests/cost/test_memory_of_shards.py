@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
-from raypipe.job.train_spec import TrainSpec
 from raypipe.runtime.shard import flat_weights
-from raypipe.runtime.shard.device_shards import divide, shard_groups
-from raypipe.runtime.update.optimizer import make_optimizer
+from raypipe.runtime.shard.device_shards import shard_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
-from tests.cost.test_memory_of_a_step import MACHINE, executor
+from tests.cost.test_memory_of_a_step import MACHINE, executor, most_at_once
 from tests.runtime.update.test_bucketed_all_reduce import Done
 
 SPEC = GptSpec(layers=4, hidden=128, heads=4, sequence=64, vocabulary=256, dropout=0.0, tie_embeddings=False)
@@ -67,20 +64,9 @@ def test_a_copys_bytes_are_those_of_the_model(name, chunks, level, policy, copie
     cut = CUTS[chunks]
     predicted = device_memory(analytic_profile(SPEC, MACHINE, "float32", [MICROBATCH]), cut, schedule, MICROBATCH)[0]
 
-    runner = executor(SPEC, schedule, cut, MICROBATCH, "float32")
     groups: Any = {n: Copies(copies) for n in shard_groups(schedule.sharding, schedule.placement)}
-    runner.shards = divide(runner.modules, schedule.sharding, schedule.placement, (), groups)
-    for key, stage in runner.shards.stages.items():
-        runner.updates.optimizers[key] = make_optimizer(TrainSpec(steps=3, batch=8), stage.pieces)
-    program = programs(schedule)[0]
-    runner.run(program, 0, 1e-3)  # the optimizer makes its state
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        runner.run(program, 1, 1e-3)
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
+    runner = executor(SPEC, schedule, cut, MICROBATCH, "float32", groups=groups)
+    most = most_at_once(runner, programs(schedule)[0])
     kept = [t for m in runner.modules.values() for t in m.named.values()]
     kept += [flat.shard for stage in runner.shards.stages.values() for flat in stage.flats]
     kept += [t for o in runner.updates.optimizers.values() for state in o.state.values() for t in state.values()]

@@ -12,6 +12,7 @@ from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.collective import Push
 from raypipe.runtime.update.gradients import StageKey, TiedHolders
 from raypipe.schedule.ir import Sharding
+from raypipe.schedule.sharding.members import ShardMember, shard_members
 
 SCATTERS = 1
 """Reduce-scatters of a device that may be under way when gradients get another buffer (``schedule.deps``)."""
@@ -20,17 +21,18 @@ SCATTERS = 1
 def shard_groups(sharding: Sharding | None, placement: tuple[tuple[int, ...], ...]) -> dict[str, tuple[int, ...]]:
     """Return the process groups that sharding needs, by name: who divides a stage, and who holds the same shard."""
     wanted: dict[str, tuple[int, ...]] = {}
-    for stage, level in enumerate(sharding.levels if sharding is not None else ()):
-        assert sharding is not None
-        rows: dict[int, tuple[int, ...]] = {}
-        for replica in range(len(placement)) if level else ():
-            members = sharding.members(replica, len(placement))
-            rows[members[0]] = tuple(sorted(placement[r][stage] for r in members))
-        wanted |= {f"shards of stage {stage}, {first}": ranks for first, ranks in rows.items() if len(ranks) > 1}
-        if len(rows) > 1:
-            for number, ranks in enumerate(zip(*rows.values(), strict=True)):
-                wanted[f"shard {number} of stage {stage}"] = tuple(sorted(ranks))
-    return wanted
+    for (stage, _), member in shard_members(sharding, placement).items():
+        wanted[_dividing(stage, member)] = member.group
+        wanted[_same_shard(stage, member)] = member.others
+    return {name: devices for name, devices in wanted.items() if len(devices) > 1}
+
+
+def _dividing(stage: int, member: ShardMember) -> str:
+    return f"shards of stage {stage}, {member.group[0]}"
+
+
+def _same_shard(stage: int, member: ShardMember) -> str:
+    return f"shard {member.number} of stage {stage}"
 
 
 class DeviceShards:
@@ -66,13 +68,14 @@ class DeviceShards:
         while len(self._scattering) > left:
             self.stages[self._scattering.popleft()].add_oldest(push)
 
-    def take_counts(self) -> tuple[float, float]:
-        """Return this device's share of the gathers and reduce-scatters since the last call."""
+    def take_counts(self) -> tuple[float, float, float]:
+        """Return this device's share of the gathers, reduce-scatters and all-reduces since the last call."""
         gathers = sum(stage.all_gathers for stage in self.stages.values())
         scatters = sum(stage.reduce_scatters for stage in self.stages.values())
+        sums = sum(stage.all_reduces for stage in self.stages.values())
         for stage in self.stages.values():
-            stage.all_gathers = stage.reduce_scatters = 0.0
-        return gathers, scatters
+            stage.all_gathers = stage.reduce_scatters = stage.all_reduces = 0.0
+        return gathers, scatters, sums
 
 
 def divide(
@@ -87,15 +90,14 @@ def divide(
         return DeviceShards({})
     undivided = {name for tie in tied for name in tie.parameters if len(tie.ranks) > 1}
     found: dict[StageKey, ShardedStage] = {}
-    for (stage, replica), module in modules.items():
-        level = sharding.levels[stage]
-        if not level:
+    members = shard_members(sharding, placement)
+    for key, module in modules.items():
+        member = members.get(key)
+        if member is None or len(member.group) == 1:  # a group of one divides nothing
             continue
-        members = sharding.members(replica, len(placement))
-        group = groups.get(f"shards of stage {stage}, {members[0]}")
-        if group is None:  # a group of one divides nothing
-            continue
-        others = groups.get(f"shard {group.rank()} of stage {stage}")
-        counts = 0 in members
-        found[stage, replica] = ShardedStage(module, stage, level, group, others, undivided, counts)
+        stage = key[0]
+        found[key] = ShardedStage(
+            module, stage, sharding.levels[stage], groups[_dividing(stage, member)],
+            groups.get(_same_shard(stage, member)), undivided, counts=placement[0][stage] in member.group,
+        )  # fmt: skip
     return DeviceShards(found)

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raypipe.runtime.shard.collectives import start_all_gather, start_reduce_scatter
 from raypipe.runtime.shard.flat_layout import FlatLayout
+from raypipe.runtime.update.flat_collectives import start_all_gather, start_reduce_scatter
+from raypipe.runtime.update.flat_gradients import FlatGradients
 
 
 class FlatWeights:
@@ -53,16 +54,16 @@ class FlatWeights:
         self._bytes = self.whole.untyped_storage().nbytes()
         self.gathered = True
         """Whether the parameters have their values, up to the last ``gather``."""
+        self.gradients = FlatGradients(list(self.parameters.values()), self.layout.padded)
         self._gathering: dist.Work | None = None
         self._scattering: list[tuple[dist.Work, Tensor]] = []
         """Reduce-scatters that are under way, oldest first, each with its result: a part of the gradients, in place."""
-        self._gradient: Tensor | None = None
         self._gradient_shard: Tensor | None = None
         if level == 3:
             self.release()
 
     def gather(self) -> None:
-        """Start to gather all shards; ``gathering`` is what to wait for before the weights are read."""
+        """Start to gather all shards; ``take_gathering`` is what to wait for before the weights are read."""
         if not self.gathered:
             self.whole.untyped_storage().resize_(self._bytes)
             self.gathered = True
@@ -79,32 +80,12 @@ class FlatWeights:
         self.whole.untyped_storage().resize_(0)
         self.gathered = False
 
-    def open_gradients(self) -> None:
-        """Let the parameters' gradients accumulate in one flat tensor; does nothing if they do already."""
-        if self._gradient is not None:
-            return
-        self._gradient = self.whole.new_zeros(self.layout.padded)
-        for name, offset in self.layout.offsets.items():
-            p = self.parameters[name]
-            view = self._gradient[offset : offset + p.numel()].view(p.shape)
-            if p.grad is not None:
-                view.copy_(p.grad)
-            p.grad = view
-
     def reduce_scatter(self) -> None:
         """Start to sum the gradients over the members; this member keeps its shard of the sum (``add_oldest``)."""
-        self.open_gradients()
-        gradient, self._gradient = self._gradient, None
-        assert gradient is not None
-        for p in self.parameters.values():
-            p.grad = None
-        own = gradient[self.group.rank() * self.layout.shard :][: self.layout.shard]
-        self._scattering.append((start_reduce_scatter(own, gradient, self.group), own))
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients accumulate in a flat tensor now."""
-        return self._gradient is not None
+        self.gradients.open()
+        gradients = self.gradients.close()
+        own = gradients[self.group.rank() * self.layout.shard :][: self.layout.shard]
+        self._scattering.append((start_reduce_scatter(own, gradients, self.group), own))
 
     @property
     def scattering(self) -> dist.Work:

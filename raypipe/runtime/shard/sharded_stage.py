@@ -44,7 +44,7 @@ class ShardedStage:
         self.flats = [FlatWeights(parameters, group, level) for parameters in by_dtype.values()]
         self.names = frozenset(name for flat in self.flats for name in flat.parameters)
         """The parameters that are divided."""
-        self.all_gathers = self.reduce_scatters = 0.0
+        self.all_gathers = self.reduce_scatters = self.all_reduces = 0.0
         """Collectives since the last reset; each member counts its share of one."""
 
     @property
@@ -86,12 +86,12 @@ class ShardedStage:
     @property
     def accumulates(self) -> bool:
         """Whether gradients accumulate in flat tensors now."""
-        return any(flat.accumulates for flat in self.flats)
+        return any(flat.gradients.opened for flat in self.flats)
 
     def open_gradients(self) -> None:
         """Let gradients accumulate in flat tensors."""
         for flat in self.flats:
-            flat.open_gradients()
+            flat.gradients.open()
 
     def reduce_scatter(self) -> None:
         """Start to reduce the gradients so far to this device's shard (RS)."""
@@ -111,6 +111,8 @@ class ShardedStage:
 
     def sum_groups(self, push: Push) -> None:
         """Sum this device's shard of the gradients over the other groups of copies, and hand it to the optimizer."""
+        if self.others is not None:
+            self.all_reduces += 1 / self.others.size()
         for flat in self.flats:
             if self.others is not None:
                 work = dist.all_reduce(flat.gradient_shard, group=self.others, async_op=True)

@@ -81,7 +81,8 @@ def _read_optimizer(checkpoint: Checkpoint, flat: FlatWeights, optimizer: torch.
         name = part.name or first
         for field in fields:
             saved = tensors[f"optim/{name}/{field}"]
-            if saved.shape != flat.parameters[name].shape:
+            # torch counts updates in "step", whose shape is also that of a parameter without dimensions.
+            if field == "step" or saved.shape != flat.parameters[name].shape:
                 state[field] = saved.clone().to(piece.device)
             elif part.name is None:
                 state[field] = torch.zeros_like(updated_tensor(optimizer, piece))

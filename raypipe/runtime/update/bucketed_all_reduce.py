@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.update.collective import Push, wait_for
+from raypipe.runtime.update.flat_gradients import FlatGradients
 
 FIRST_BUCKET_BYTES = 1 << 20
 """A small first bucket starts the communication early."""
@@ -29,39 +29,7 @@ BUCKET_BYTES = 25 << 20
 """Large enough for a link's full bandwidth; torch's DistributedDataParallel uses the same size."""
 
 
-class GradientBucket:
-    """The gradients of some parameters of one dtype, which are views of one flat tensor from ``open`` to ``close``."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = tuple(parameters)
-        self.views: list[Tensor] = []
-        self.flat = torch.empty(0)
-
-    def open(self) -> None:
-        """Allocate the flat tensor; gradients that there are already are copied into it."""
-        first = self.parameters[0]
-        sizes = [p.numel() for p in self.parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        parts = torch.split(self.flat, sizes)
-        self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
-        self.take_in()
-
-    def close(self) -> None:
-        """Drop the gradients."""
-        for p in self.parameters:
-            p.grad = None
-        self.views, self.flat = [], torch.empty(0)
-
-    def take_in(self) -> None:
-        """Copy gradients that were computed elsewhere into the flat tensor, and make its views the gradients."""
-        for p, view in zip(self.parameters, self.views, strict=True):
-            if p.grad is not view:
-                if p.grad is not None:
-                    view.copy_(p.grad)
-                p.grad = view
-
-
-def buckets_of(parameters: Sequence[nn.Parameter], first_bytes: int, bytes_each: int) -> list[GradientBucket]:
+def buckets_of(parameters: Sequence[nn.Parameter], first_bytes: int, bytes_each: int) -> list[FlatGradients]:
     """Divide parameters into buckets of one dtype each, from the last parameter to the first."""
     found: list[list[nn.Parameter]] = []
     room = 0
@@ -72,7 +40,7 @@ def buckets_of(parameters: Sequence[nn.Parameter], first_bytes: int, bytes_each:
             found.append([])
         found[-1].append(p)
         room -= size
-    return [GradientBucket(one) for one in found]
+    return [FlatGradients(one) for one in found]
 
 
 class BucketedAllReduce:
@@ -160,10 +128,7 @@ class BucketedAllReduce:
     def _start(self) -> None:
         bucket = self.buckets[self._started]
         self._started += 1
-        if bucket.views:
-            bucket.take_in()
-        else:
-            bucket.open()
+        bucket.open()  # also takes in what was computed elsewhere
         self._all_reduce(bucket.flat)
 
     def _all_reduce(self, flat: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raypipe.models.host_copies import to_host
 from raypipe.runtime.update.collective import Push
+from raypipe.runtime.update.flat_collectives import start_all_gather
 
 
 def passing() -> Any:
@@ -47,8 +48,7 @@ class DeviceShares:
         if self._group is None:
             return
         self._shares = own.new_empty(self.ranks)
-        work = dist.all_gather_into_tensor(self._shares, own, group=self._group, async_op=True)
-        assert work is not None
+        work = start_all_gather(self._shares, own, self._group)
         work.wait()  # with NCCL the current stream waits, not the host
         host, passed = to_host(self._shares), self._event()
         passed.record()

@@ -50,6 +50,9 @@ class Sharded(Protocol):
     def pieces(self) -> list[nn.Parameter]:
         """What this device's optimizer updates of them."""
 
+    def drop_gradients(self) -> None:
+        """Drop all gradients, after the update."""
+
 
 def shared_groups(placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolders, ...]) -> dict[str, tuple[int, ...]]:
     """Return the process groups that a plan needs, by name, in the order in which every device creates them."""
@@ -105,7 +108,7 @@ class GradientSync:
                 spread.update(tie.parameters)
                 if copies:
                     self._ties.append((tie, copies))
-        sharded = sharded or {}
+        self._sharded = sharded = sharded or {}
         divided_over = {key: one.names for key, one in sharded.items()}
         self._own = {
             key: [
@@ -180,7 +183,8 @@ class GradientSync:
             beside = beside.clone()
         sum_.start(beside)
         self._pending[key] = beside
-        self.all_reduces += 1 / sum_.group.size()
+        if self._own[key] or beside is not None:  # the gradients of a sharded stage are not summed here
+            self.all_reduces += 1 / sum_.group.size()
 
     def finish(self, push: Push, clock: Clock) -> dict[StageKey, Mark]:
         """Wait for every started sum, then sum the tied parameters over all their copies.
@@ -233,6 +237,8 @@ class GradientSync:
             p.grad = None
         if key in self._sums:
             self._sums[key].close()
+        if key in self._sharded:
+            self._sharded[key].drop_gradients()
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients by a number, or by a float64 scalar on the device."""

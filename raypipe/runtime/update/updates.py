@@ -173,13 +173,12 @@ class Updates:
             self.sync.scale(self.shares.factor(self.limit))
             return False
         norm = norm_of(self.shares.wait(push))
+        factor: float | Tensor = clip_factor(self.limit, norm)
+        too_large = bool(factor < 1.0)
         if isinstance(self.shares, DeviceShares):  # ``begin`` hands it to the forecast, in the same step on all devices
-            factor = clip_factor(self.limit, norm)
-            if factor < 1.0:
-                self.sync.scale(self.shares.factor(self.limit))
-            return factor < 1.0
-        self._forecast.saw(norm)
-        factor = clip_factor(self.limit, norm)
-        if factor < 1.0:
+            factor = self.shares.factor(self.limit)
+        else:
+            self._forecast.saw(norm)
+        if too_large:
             self.sync.scale(factor)
-        return factor < 1.0
+        return too_large

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from raypipe.schedule.ir import Schedule
+from raypipe.schedule.ir import Sharding
 
 StageKey = tuple[int, int]
 """(stage, replica)."""
@@ -19,20 +19,25 @@ class ShardMember(NamedTuple):
     others: tuple[int, ...]
     """Devices that hold the same shard in other groups (HSDP, further directions), itself included: they sum it."""
 
+    @property
+    def number(self) -> int:
+        """Number of the shard that the device owns."""
+        return self.group.index(self.device)
 
-def shard_members(schedule: Schedule) -> dict[StageKey, ShardMember]:
+
+def shard_members(sharding: Sharding | None, placement: tuple[tuple[int, ...], ...]) -> dict[StageKey, ShardMember]:
     """Return the members of every sharded stage replica; empty if the schedule is not sharded."""
-    sharding, found = schedule.sharding, dict[StageKey, ShardMember]()
+    found: dict[StageKey, ShardMember] = {}
     for stage, level in enumerate(sharding.levels if sharding is not None else ()):
         if not level:
             continue
         assert sharding is not None
         groups: dict[tuple[int, int], tuple[int, ...]] = {}
-        for replica, row in enumerate(schedule.placement):
-            own = sharding.group_of(replica, schedule.replicas)
+        for replica, row in enumerate(placement):
+            own = sharding.group_of(replica, len(placement))
             groups[own] = tuple(sorted({*groups.get(own, ()), row[stage]}))
-        for replica, row in enumerate(schedule.placement):
-            group = groups[sharding.group_of(replica, schedule.replicas)]
+        for replica, row in enumerate(placement):
+            group = groups[sharding.group_of(replica, len(placement))]
             number = group.index(row[stage])
             others = tuple(sorted({one[number] for one in groups.values()}))
             found[stage, replica] = ShardMember(row[stage], group, others)

@@ -55,7 +55,7 @@ class PacedExecutor(Executor):
     rank = 0
     size = 1.0
     """Share of a micro-batch that one id stands for."""
-    again: Callable[[int], float]
+    recomputed_share: Callable[[int], float]
     """Stage -> the share of its layers that an R computes."""
 
     def start(self, program: Program, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class PacedExecutor(Executor):
         pace = self.pace
         time_s = pace.costs.by_kind(task.kind)[task.stage] * (len(task.mbs) * self.size if task.mbs else 1.0)
         if task.kind == "R":
-            time_s *= self.again(task.stage)
+            time_s *= self.recomputed_share(task.stage)
         time_s *= pace.slower.get(self.rank, 1.0)
         if pace.noise:
             time_s *= float(np.exp(self._random.normal(0.0, pace.noise)))
@@ -148,22 +148,24 @@ class PacedStage(StageWorker):
     def setup(self, setup: Setup) -> tuple[int, list[str]]:
         """See Stage.setup."""
         found = super().setup(setup)
-        executor, again = self.executor, setup.again
+        executor = self.executor
         assert isinstance(executor, PacedExecutor)
         assert isinstance(executor.sync, PacedSync)
         executor.rank, executor.size = self.rank, self.size
         executor.pace_of = lambda step: [p for p in self.paces if p.first_step <= step][-1]
         executor.sync.seconds = lambda stage: executor.pace.costs.all_reduce[stage]
-        self._set_share(again)
+        self._set_share(setup.recomputed)
         return found
 
-    def install(self, train: Any, evaluate: Program, again: frozenset[int] | None, measures: bool) -> None:
+    def install(self, train: Any, evaluate: Program, recomputed: frozenset[int] | None, measures: bool) -> None:
         """See Stage.install."""
-        super().install(train, evaluate, again, measures)
+        super().install(train, evaluate, recomputed, measures)
         if self.setup_data.search_recompute:
-            self._set_share(again)
+            self._set_share(recomputed)
 
-    def _set_share(self, again: frozenset[int] | None) -> None:
+    def _set_share(self, recomputed: frozenset[int] | None) -> None:
         cut = self.setup_data.cut
         assert isinstance(self.executor, PacedExecutor)
-        self.executor.again = lambda stage: 1.0 if again is None else len(again & set(cut[stage])) / len(cut[stage])
+        self.executor.recomputed_share = lambda stage: (
+            1.0 if recomputed is None else len(recomputed & set(cut[stage])) / len(cut[stage])
+        )

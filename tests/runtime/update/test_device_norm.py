@@ -44,11 +44,11 @@ class Work:
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> DeviceShares:
-    def gather(out: torch.Tensor, own: torch.Tensor, group: object, async_op: bool) -> Work:
+    def gather(out: torch.Tensor, own: torch.Tensor, group: object) -> Work:
         out.copy_(torch.cat([own, torch.tensor([16.0], dtype=torch.float64)]))
         return Work()
 
-    monkeypatch.setattr(device_norm.dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(device_norm, "start_all_gather", gather)
     monkeypatch.setattr(Event, "done", True)
     monkeypatch.setattr(Event, "waits", 0)
     return DeviceShares(Group(), Event)  # type: ignore[arg-type]

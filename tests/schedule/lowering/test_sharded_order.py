@@ -44,7 +44,7 @@ def forwards(schedule: Schedule) -> list[Program]:
 
 def proven(schedule: Schedule, ahead: bool = False) -> Iterator[Operations]:
     """The operations of a training step and of a validation, as the runtime orders them."""
-    members, count = shard_members(schedule), schedule.microbatches
+    members, count = shard_members(schedule.sharding, schedule.placement), schedule.microbatches
     train, evaluate = gpu_programs(
         step_programs(schedule, ahead), forwards(schedule), count, schedule.versions, members
     )
@@ -79,7 +79,7 @@ def test_named_schedules_cannot_deadlock(name: str) -> None:
 def test_every_collective_has_all_its_members() -> None:
     """HSDP over four copies in groups of two: gathers and scatters in pairs, and each shard is summed over two."""
     schedule = sharded(generate("1f1b", Shape(devices=2, microbatches=2)), 3, "step", 4, 2)
-    members = shard_members(schedule)
+    members = shard_members(schedule.sharding, schedule.placement)
     assert members[0, 0] == (0, (0, 2), (0, 4))
     assert members[1, 3] == (7, (5, 7), (3, 7))
     train, validation = proven(schedule)
@@ -96,7 +96,7 @@ def test_every_collective_has_all_its_members() -> None:
 def test_a_gather_that_one_copy_issues_later_is_found() -> None:
     """Two stages on a device: copies that gather them in different orders wait for each other with any queues."""
     schedule = sharded(generate("interleaved-1f1b", Shape(devices=2, microbatches=4, chunks=2)), 3, "step", ahead=8)
-    members, count = shard_members(schedule), schedule.microbatches
+    members, count = shard_members(schedule.sharding, schedule.placement), schedule.microbatches
     rows = safe_order([step_programs(schedule)[WHOLE]], count, False, members)[0]
     ops = gpu_operations([rows], count, shards=members)
     assert find_circle(ops.processes, 1, ops.members) is None
@@ -116,7 +116,7 @@ def test_a_gather_that_one_copy_issues_later_is_found() -> None:
 def test_agrees_with_an_executor_of_queues(name: str, level: int) -> None:
     """Ordered or not, on one queue or on one per stream."""
     schedule = sharded(generate(name, Shape(devices=2, microbatches=3)), level, "microbatch")
-    members, count = shard_members(schedule), schedule.microbatches
+    members, count = shard_members(schedule.sharding, schedule.placement), schedule.microbatches
     plain = step_programs(schedule)[WHOLE]
     found = []
     for rows in (plain, safe_order([plain], count, False, members)[0]):

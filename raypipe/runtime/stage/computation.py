@@ -1,0 +1,134 @@
+"""Computes a stage, or a segment of it, forward on micro-batches of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from raypipe.models import Inputs, Task, random_keys
+from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
+from raypipe.runtime.backward.stack import stacked, stacked_inputs
+from raypipe.runtime.backward.weight_casts import Casts
+from raypipe.runtime.runner import Payload
+from raypipe.runtime.stage.alternate import Alternation
+from raypipe.runtime.stage.stage import HalfBatch, MicrobatchState, StageModule
+from raypipe.runtime.step import StepSettings
+from raypipe.runtime.update.weight_versions import Snapshot, run_with
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """Micro-batches that a stage computes together, of one step."""
+
+    step: int
+    ids: tuple[int, ...]
+    """Numbers in their step, from 0."""
+    inputs: tuple[Inputs, ...]
+    """What the data says of each; see ``StageModule.reads``."""
+
+
+class StageComputation:
+    """Runs the stages of a device forward.
+
+    Args:
+        settings: of every step.
+        modules: the device's stage replicas.
+        task: what the model is trained for; the end of the last stage is its loss.
+        casts: casts to the autocast dtype.
+        sends_on: whether a stage sends its outputs on; the last one gives the loss instead.
+    """
+
+    def __init__(
+        self,
+        settings: StepSettings,
+        modules: Mapping[tuple[int, int], StageModule],
+        task: Task,
+        casts: Casts,
+        sends_on: Callable[[int], bool],
+    ) -> None:
+        self.settings, self.modules, self.task, self.casts = settings, modules, task, casts
+        self.sends_on = sends_on
+        self.training = True
+        """Whether dropout draws; validation does not."""
+        self.turns = Alternation() if settings.sub_pipelined else None
+
+    def run(
+        self,
+        key: tuple[int, int],
+        microbatches: Microbatches,
+        arrived: Payload,
+        weights: Snapshot | None,
+        segment: Segment | None = None,
+    ) -> tuple[Payload, tuple[HalfBatch, HalfBatch] | None]:
+        """Run a stage replica, or a segment of it, forward.
+
+        Returns:
+            The outputs (at the end of the last stage, the sum of the losses); and with ``sub_pipelined``, the two
+            half batches they were computed in.
+        """
+        each = self.settings.samples_per_microbatch
+        samples = [sample for mb in microbatches.ids for sample in range(mb * each, (mb + 1) * each)]
+        module = self.modules[key]
+        sends_on = self.sends_on(key[0])
+        inputs = stacked_inputs(list(microbatches.inputs)) if module.reads else {}
+
+        def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
+            drawn = random_keys(self.settings.seed, microbatches.step, samples, self.training)
+            with drawn, self.casts.forward():
+                outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
+                if not sends_on and (segment is None or not segment.gives):
+                    outputs = (self.task.loss(outputs[0], inputs),)
+            return outputs
+
+        if self.turns is None or not module.stacks or segment is not None:
+            return run(samples, arrived, inputs), None
+        middle = len(samples) // 2
+        first, second = (
+            tuple(x.detach()[rows].requires_grad_(x.requires_grad) for x in arrived)
+            for rows in (slice(None, middle), slice(middle, None))
+        )
+        made = self.turns.run(
+            lambda: run(samples[:middle], first, {name: t[:middle] for name, t in inputs.items()}),
+            lambda: run(samples[middle:], second, {name: t[middle:] for name, t in inputs.items()}),
+        )
+        values = [tuple(y.detach() for y in outputs) for outputs in made]
+        whole = stacked(values) if sends_on else (values[0][0] + values[1][0],)
+        return whole, (HalfBatch(first, made[0]), HalfBatch(second, made[1]))
+
+    def run_segments(
+        self,
+        key: tuple[int, int],
+        microbatch: Microbatches,
+        arrived: Payload,
+        weights: Snapshot | None,
+        boundaries: RecomputeBoundaries,
+    ) -> Payload:
+        """Run a forward that keeps the activations of some layers and recomputes others; see ``segments``."""
+        x = arrived
+        for segment in self.modules[key].segments:
+            if not segment.recomputed:
+                x, _ = self.run(key, microbatch, x, weights, segment)
+                continue
+            boundaries.entries.append(x)
+            with torch.no_grad():
+                x, _ = self.run(key, microbatch, x, weights, segment)
+            if segment.gives:
+                x = as_leaves(x, segment.gives)
+                boundaries.leaves.append(x)
+        return x
+
+    def recompute(self, key: tuple[int, int], microbatch: Microbatches, saved: MicrobatchState) -> None:
+        """Recompute the activations that the forward of a micro-batch did not keep."""
+        if saved.boundaries is None:
+            saved.outputs, saved.halves = self.run(key, microbatch, saved.inputs, saved.weights)
+            return
+        recomputed = [s for s in self.modules[key].segments if s.recomputed]
+        for segment, entered in zip(recomputed, saved.boundaries.entries, strict=True):
+            made, _ = self.run(key, microbatch, entered, saved.weights, segment)
+            if segment.gives:
+                saved.boundaries.recomputed.append(made)
+            else:
+                saved.outputs = made
+        saved.boundaries.entries = []
