@@ -22,7 +22,7 @@ import ray
 import torch
 from rich.console import Console
 
-from tests.bench.head_to_head.cases import CASES, DATA_PARALLEL, SHARED
+from tests.bench.head_to_head.cases import CASES, SHARED, UNCUT
 from tests.bench.head_to_head.raypipe_side import RaypipeSide
 from tests.bench.head_to_head.rounds import rivals, run_case
 from tests.bench.head_to_head.table import show, summarise
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short round: shows that it works, measures little")
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--schedules", nargs="+", choices=[*SHARED, DATA_PARALLEL], default=[*SHARED, DATA_PARALLEL])
+    parser.add_argument("--schedules", nargs="+", choices=[*SHARED, *UNCUT], default=[*SHARED, *UNCUT])
     parser.add_argument("--pipelines-only", action="store_true", help="leave out DDP and the two-thread process")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     return parser.parse_args()

@@ -16,7 +16,7 @@ class Order:
     """What a rival's process is asked to run: ``steps`` steps from the job's start weights."""
 
     kind: str
-    """``pipeline``, ``ddp`` or ``plain``."""
+    """``pipeline``, ``ddp``, ``fsdp2`` or ``plain``."""
     job: JobSpec
     plan: Plan
     data: Path

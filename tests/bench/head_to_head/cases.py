@@ -15,6 +15,10 @@ SHARED = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 """Schedules that run on both sides: torch has a class for each but ``zb-h1``, whose order its CSV runtime loads."""
 DATA_PARALLEL = "data-parallel"
 """No pipeline: every device holds the whole model. torch's side is DistributedDataParallel."""
+ZERO3 = "zero3"
+"""No pipeline, and the devices divide weights, gradients and optimizer state. torch's side is FSDP2."""
+UNCUT = {DATA_PARALLEL: "ddp", ZERO3: "fsdp2"}
+"""What torch's side is asked for (``blocks.Order.kind``) where there is no pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +60,9 @@ class Case:
                 },
                 "parallel": {
                     "microbatch": self.microbatch, "chunks": 2 if schedule in CHUNKED else 1,
-                    **({"schedule": "1f1b", "stages": 1, "replicas": DEVICES} if schedule == DATA_PARALLEL
+                    **({"schedule": "1f1b", "stages": 1, "replicas": DEVICES} if schedule in UNCUT
                        else {"schedule": schedule, "stages": DEVICES}),
+                    **({"shard": ZERO3} if schedule == ZERO3 else {}),
                 },
             }
         )  # fmt: skip
@@ -83,12 +88,12 @@ CASES = {
         ),
         Case(
             DATA_PARALLEL, "no pipeline: 8 layers, hidden 256, sequence 128, 8 micro-batches of 4",
-            {"layers": 8, "hidden": 256, "heads": 8, "sequence": 128}, 4, 8, (DATA_PARALLEL,), steps=5, warm_up=2,
+            {"layers": 8, "hidden": 256, "heads": 8, "sequence": 128}, 4, 8, tuple(UNCUT), steps=5, warm_up=2,
             target=1.0,
         ),
         Case(
             "gradients", "no pipeline: 6 layers, hidden 768, sequence 32, 2 micro-batches of 4: 170 MB of gradients",
-            {"layers": 6, "hidden": 768, "heads": 12, "sequence": 32}, 4, 2, (DATA_PARALLEL,), steps=7, warm_up=2,
+            {"layers": 6, "hidden": 768, "heads": 12, "sequence": 32}, 4, 2, tuple(UNCUT), steps=7, warm_up=2,
             target=1.0,
         ),
     )

@@ -1,4 +1,4 @@
-"""The rivals that need no pipeline: one process, and DistributedDataParallel. Each as its users would write it."""
+"""The rivals that need no pipeline: one process, DistributedDataParallel, FSDP2. Each as its users would write it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.data import Corpus
@@ -43,6 +45,20 @@ def data_parallel_steps(order: Order) -> RankReport:
     return _steps(order, model, dist.get_rank(), dist.get_world_size())
 
 
+def sharded_steps(order: Order) -> RankReport:
+    """FSDP2: each rank keeps half of every layer, which is gathered for its forward and again for its backward.
+
+    Gradients are reduced once a step, as for DistributedDataParallel.
+    """
+    model = whole_model(order.job)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    dist.barrier()
+    return _steps(order, model, dist.get_rank(), dist.get_world_size())
+
+
 def _steps(order: Order, model: nn.Module, share: int, shares: int) -> RankReport:
     job = order.job
     batch, seed = job.train.batch, job.train.seed
@@ -61,7 +77,9 @@ def _steps(order: Order, model: nn.Module, share: int, shares: int) -> RankRepor
             more = first != firsts[-1] and isinstance(model, DistributedDataParallel)
             with model.no_sync() if more else nullcontext():
                 loss = cross_entropy(model(tokens), targets) / tokens_per_batch
-                (loss * shares).backward()  # DistributedDataParallel takes the mean over the ranks
+                if isinstance(model, FSDPModule):
+                    model.set_requires_gradient_sync(first == firsts[-1])
+                (loss * shares).backward()  # DistributedDataParallel and FSDP2 take the mean over the ranks
             total += loss.detach()
         optimizer.step()
         # DistributedDataParallel's gradients are views of its buckets: keeping them saves a copy.

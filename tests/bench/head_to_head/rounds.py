@@ -14,7 +14,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.plan.plan import Plan
 from raypipe.train import make_plan
 from tests.bench.head_to_head.blocks import Block, Order
-from tests.bench.head_to_head.cases import DATA_PARALLEL, DEVICES, Case
+from tests.bench.head_to_head.cases import DEVICES, UNCUT, Case
 from tests.bench.head_to_head.raypipe_side import DriverCost, RaypipeSide
 from tests.bench.head_to_head.rivals import Rival
 
@@ -109,7 +109,7 @@ def _pipelines(
             result.driver.setdefault(name, []).append(cost)
 
         def theirs(name: str = name, job: JobSpec = job, plan: Plan = plan) -> None:
-            kind = "ddp" if name == DATA_PARALLEL else "pipeline"
+            kind = UNCUT.get(name, "pipeline")
             result.add(f"torch {name}", others.pair.block(Order(kind, job, plan, data, case.steps)))
             result.same_order[name] = others.pair.same_order
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.bench.head_to_head.blocks import Order, RankReport
-from tests.bench.head_to_head.plain import accumulate_steps, data_parallel_steps
+from tests.bench.head_to_head.plain import accumulate_steps, data_parallel_steps, sharded_steps
 
 
 def run(order: Order) -> RankReport:
@@ -25,6 +25,8 @@ def run(order: Order) -> RankReport:
         return pipeline_steps(order)
     if order.kind == "ddp":
         return data_parallel_steps(order)
+    if order.kind == "fsdp2":
+        return sharded_steps(order)
     return accumulate_steps(order)
 
 
