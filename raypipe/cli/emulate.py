@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from raypipe.cli._shared.files import check_writable, output, write
-from raypipe.cli._shared.make import ABOUT, load_one, make
+from raypipe.cli._shared.make import ABOUT, load_one, make, with_shards
 from raypipe.cli._shared.options import SEARCH, SHAPE, File, Text, Texts, grouped
 from raypipe.cli._shared.values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError, nearest
@@ -55,6 +55,15 @@ def emulate(
     ] = 0.0,
     message_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of an activation.")] = 0.0,
     grad_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of a stage's gradients.")] = 0.0,
+    zero: Annotated[
+        Text, typer.Option(metavar="LEVEL", help="Shard over the replicas: 0 to 3, or a list, one per stage.")
+    ] = None,
+    gather: Annotated[
+        Text, typer.Option(metavar="HOW", help="With --zero: gather per step, unit or microbatch [unit].")
+    ] = None,
+    ahead: Annotated[
+        Text, typer.Option(metavar="N", help="With --zero: tasks by which gathers are issued early [1].")
+    ] = None,
     norm: Annotated[
         Text, typer.Option(metavar="HOW", help="What updates do about a global norm: none, wait, optimistic [none].")
     ] = "none",
@@ -96,6 +105,9 @@ def emulate(
         if name
         else load_one(load or Path(), costs, shape["memory_limit"])
     )
+    if zero is not None and replicas == 1:
+        raise RequestError("--zero", "one copy divides nothing", "add --replicas 2 or more")
+    made = with_shards([made], {"zero": zero, "gather": gather, "ahead": ahead}, shape["unit"])[0]
     from raypipe.runtime.emulation.emulated_run import Links, emulate
 
     links = Links(
@@ -134,6 +146,6 @@ def emulate(
 
 def _in_seconds(costs: CostTable) -> CostTable:
     """Convert a cost table from milliseconds to seconds."""
-    kinds = ("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update")
+    kinds = ("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update", "gather", "reduce_scatter")
     scaled = {kind: tuple(t * 1e-3 for t in getattr(costs, kind)) for kind in kinds}
     return replace(costs, comm=tuple(t * 1e-3 for t in costs.links), **scaled)

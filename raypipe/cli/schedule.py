@@ -52,14 +52,14 @@ def schedule(
     zero: Annotated[
         Text, typer.Option(metavar="LEVEL", help="Shard over data-parallel copies: 0 to 3, or a list, one per stage.")
     ] = None,
-    window: Annotated[
+    gather: Annotated[
         Text, typer.Option(metavar="HOW", help="With --zero: gather per step, unit or microbatch [unit].")
     ] = None,
     ahead: Annotated[
         Text, typer.Option(metavar="N", help="With --zero: tasks by which gathers are issued early [1].")
     ] = None,
-    gather: Annotated[Text, typer.Option(metavar="T", help="AG, with --zero [0].")] = None,
-    reduce_scatter: Annotated[Text, typer.Option(metavar="T", help="RS, with --zero [0].")] = None,
+    gather_time: Annotated[Text, typer.Option(metavar="T", help="AG, with --zero [0].")] = None,
+    reduce_scatter_time: Annotated[Text, typer.Option(metavar="T", help="RS, with --zero [0].")] = None,
     json_file: Annotated[
         File,
         typer.Option(
@@ -107,12 +107,12 @@ def schedule(
             check_writable(file)
     costs = {
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
-        "gather": gather, "reduce_scatter": reduce_scatter,
+        "gather_time": gather_time, "reduce_scatter_time": reduce_scatter_time,
     }  # fmt: skip
     made = make(wanted, shape, costs, compare, search)
     if load is not None:
         made.append(load_one(load, costs, shape["memory_limit"]))
-    made = with_shards(made, {"zero": zero, "window": window, "ahead": ahead}, shape["unit"])
+    made = with_shards(made, {"zero": zero, "gather": gather, "ahead": ahead}, shape["unit"])
     if critical and plot is None:
         raise RequestError("--critical", "there is no Gantt chart to draw on", "add --plot FILE")
     _show(made, json_file, text_file, plot, memory_plot, trace, csv, critical)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raypipe.cost.collectives import Kind, Layout, collective_seconds
+from raypipe.cost.collectives import Kind, collective_seconds
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import Cut, Placed, gradient_width, parameters
 from raypipe.schedule.costs import CostTable
@@ -47,9 +47,10 @@ def with_sharding(
             slowest = max(slowest, collective_seconds(profile, kind, size, layout, sharing))
         return slowest
 
+    everywhere = replace(placed, copies=copies // group, width=placed.width * group)  # a shard's holder in each group
+
     def between_groups(stage: int, size: float) -> float:
-        holders = {copy * placed.width + row[stage] for copy in range(0, copies, group) for row in placed.rows}
-        layout = Layout.of(sorted(holders), placed.hosts)
+        layout = everywhere.layout({row[stage] for row in placed.rows})
         sharing = max(1, placed.busy // max(1, layout.per_host))
         return collective_seconds(profile, "all_reduce", size, layout, sharing)
 

@@ -10,7 +10,7 @@ from raypipe.files import is_url
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec, ModelSpec
-from raypipe.job.parallel_spec import JOBS_OWN, PLANNED, SHAPE, ParallelSpec
+from raypipe.job.parallel_spec import JOBS_OWN, PLANNED, SHAPE, SHARDING, ParallelSpec
 from raypipe.job.requested_schedule import checked_schedule, is_file
 from raypipe.job.size_limits import too_large, too_many
 from raypipe.job.train_spec import TrainSpec
@@ -151,7 +151,7 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
         yield Problem("parallel.update", why, "use auto, which then waits")
 
 
-WISHES = {*SHAPE, *JOBS_OWN, "sync", "recompute", "tensor_table"}
+WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, "sync", "recompute", "tensor_table"}
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 
 
@@ -172,7 +172,8 @@ def _shard(parallel: ParallelSpec) -> Iterator[Problem]:
         yield Problem("parallel.replan", why, "use replan: false")
     if parallel.shard_replicas == 1:
         yield Problem("parallel.shard_replicas", "one replica divides nothing", "use 2 or more, or shard: none")
-    if parallel.shard_replicas is not None and parallel.replicas % parallel.shard_replicas:
+    chosen = parallel.auto and "replicas" not in parallel.given
+    if parallel.shard_replicas is not None and not chosen and parallel.replicas % parallel.shard_replicas:
         why = f"{parallel.replicas} replicas are not a multiple of {parallel.shard_replicas}"
         yield Problem("parallel.shard_replicas", why, f"use a divisor of {parallel.replicas}, or leave it out")
 
@@ -184,6 +185,8 @@ def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Itera
                 f"parallel.{key}", "cannot be given if the planner chooses the plan",
                 "leave it out, or give schedule, stages and microbatch",
             )  # fmt: skip
+    if "shard" in parallel.given:
+        yield from _shard(parallel)
     if parallel.recompute not in ("none", "full", *PLANNED):
         what = "stage-aware" if isinstance(parallel.recompute, str) else "a list of layers"
         yield Problem(

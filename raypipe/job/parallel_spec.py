@@ -10,13 +10,17 @@ from pydantic import Field, model_validator
 
 from raypipe.job.field_types import Positive, Spec, WireDtype
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
+from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.shape import Concat, ParallelShape, Shape, pipeline_shape
 
+Shard = Literal["none", "zero1", "zero2", "zero3"]
 Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]
 Layers = Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)]
 SHAPE = {f.name for f in fields(ParallelShape)} - {"microbatches", "memory_limit"}
 """Keys of ``parallel`` that may be given to the planner, and that a plan keeps then: all of a shape but what follows
 from the batch, and what the planner sets by the memory of the devices."""
+SHARDING = ("shard", "gather", "shard_replicas")
+"""Keys of ``parallel`` that say what replicas divide; they may be given to the planner too."""
 JOBS_OWN = ("transport", "wire_dtype", "replan")
 """Keys of ``parallel`` that the job decides, whatever the plan."""
 SAME_AS = {"dapple": "1f1b"}
@@ -53,10 +57,10 @@ class ParallelSpec(Spec):
     """Chimera's number of directed pipelines, half of them each way; an even number."""
     concat: Concat = "direct"
     """How Chimera goes past one micro-batch a device."""
-    shard: Literal["none", "zero1", "zero2", "zero3"] = "none"
+    shard: Shard = "none"
     """What the replicas divide instead of each holding it whole: optimizer state (``zero1``), gradients too
     (``zero2``), weights too (``zero3``)."""
-    gather: Literal["step", "unit", "microbatch"] = "unit"
+    gather: Gather = "unit"
     """With ``shard: zero3``: which tasks of a stage share one gather of its weights. ``step``: all; ``unit``: the
     forwards of a scheduling unit, and its backwards; ``microbatch``: one each."""
     shard_replicas: Positive | None = None
@@ -124,7 +128,7 @@ class ParallelSpec(Spec):
         return all(
             getattr(plan, key) == (SAME_AS.get(wish, wish) if key == "schedule" else wish)
             for key, wish in self.given.items()
-            if key in SHAPE
+            if key in SHAPE or key in SHARDING
         )
 
     @property

@@ -130,7 +130,7 @@ def best_first(
         if oom_fallbacks is not None:
             found.unmade.append(node)
             for least, other in oom_fallbacks:
-                push(max(bound, least), other)
+                push(max(bound, least) if other.shard == node.shard else least, other)
             continue
         try:
             prediction = judge.predict(node)
@@ -143,8 +143,8 @@ def best_first(
                 fitting[_same(prediction)] = prediction
             continue
         found.too_large.append(prediction)
-        for least, other in judge.oom_fallback(prediction):
-            push(max(bound, least), other)
+        for least, other in judge.oom_fallback(prediction):  # shards take other sums and updates than no shards
+            push(max(bound, least) if other.shard == node.shard else least, other)
     ranked = sorted(fitting.values(), key=rank_key)
     if ranked:
         kept = [p for i, p in enumerate(ranked) if i < top or _shrunk(judge, p) <= ranked[0].step_s * (1 + near)]

@@ -14,11 +14,13 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from raypipe.errors import ScheduleError
-from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.plan.cut.layers import Balance
+from raypipe.plan.plan import zero_level
 from raypipe.plan.predict.form import Form, form_of
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
+from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import MOST, NEUTRAL, OPTIONS, Concat, Grid, ParallelShape
 
@@ -33,6 +35,8 @@ PARTLY: Ways = ("microbatches", "layers")
 SYNCS: tuple[Sync, ...] = ("lazy", "eager-opt", "eager")
 """Placements of gradient sums, from the simplest."""
 CONCATS: tuple[Concat, ...] = ("direct", "doubling", "halving")
+GATHERS: tuple[Gather, ...] = ("unit", "microbatch", "step")
+"""Which tasks share a gather; the first is what a job has that says nothing of it."""
 FEW = 4
 """Up to here every number of chunks is tried; above, only some (see ``chunk_counts``)."""
 
@@ -49,6 +53,12 @@ class Candidate(ParallelShape):
     """What updates do about the global norm, where the job clips."""
     balance: Balance = "stages"
     """What the cut of the model balances."""
+    shard: Shard = "none"
+    """What data-parallel copies divide."""
+    gather: Gather = "unit"
+    """With shards: which tasks share a gather."""
+    shard_replicas: int | None = None
+    """With shards: consecutive copies that divide a stage; None: all."""
 
     @classmethod
     def on(cls, grid: Grid, schedule: str, **more: Any) -> Candidate:
@@ -70,6 +80,16 @@ class Candidate(ParallelShape):
             raise found
         return found
 
+    @property
+    def level(self) -> int:
+        """ZeRO level, 0 to 3."""
+        return zero_level(self.shard)
+
+    @property
+    def shard_group(self) -> int:
+        """Copies that divide a stage."""
+        return 1 if self.shard == "none" else self.shard_replicas or self.replicas
+
     def sized(self, microbatch: int, microbatches: int) -> Candidate:
         """With micro-batches of another size, and so another number of them; a unit takes no more than there are."""
         unit = None if self.unit is None else min(self.unit, microbatches)
@@ -88,13 +108,14 @@ class Candidate(ParallelShape):
             self.stages > 1, self.tensor > 1, self.sub_pipelined, self.recompute != "none", self.devices, self.stages,
             [*SCHEDULES, "auto"].index(self.schedule), self.chunks, self.pipelines, CONCATS.index(self.concat),
             SYNCS.index(self.sync), self.update != "auto", self.memory_limit is not None, -self.microbatch,
-            self.unit or 0, self.balance != "stages",
+            self.unit or 0, self.balance != "stages", self.level, GATHERS.index(self.gather), -self.shard_group,
         )  # fmt: skip
 
 
 PLAIN = (
     "it needs several devices", "it cuts the model", "devices share each layer", "micro-batches run in halves",
-    "more stages", "several copies of the weights", "stale weights", "activations computed twice",
+    "more stages", "several copies of the weights", "stale weights", "replicas divide their state",
+    "activations computed twice",
     "more stages a device", "backwards in two parts", "a searched order", "more devices",
 )  # fmt: skip
 """What makes a plan less simple, the most weighty first."""
@@ -104,8 +125,8 @@ def plainness(c: Candidate, form: Form) -> tuple[int, ...]:
     """One number for each of ``PLAIN``; smaller is simpler: what decides between plans that take about as long."""
     return (
         c.devices > 1, c.stages > 1, c.tensor, c.sub_pipelined, c.stages, form.replicas, form.versions != "flush",
-        c.recompute != "none" or bool(form.recomputes), form.stages // c.stages, not form.joint, c.schedule == "auto",
-        c.devices,
+        c.level, c.recompute != "none" or bool(form.recomputes), form.stages // c.stages, not form.joint,
+        c.schedule == "auto", c.devices,
     )  # fmt: skip
 
 

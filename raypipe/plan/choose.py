@@ -14,7 +14,7 @@ from raypipe.cost.stages import with_cast_messages
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS
+from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS, SHARDING
 from raypipe.job.spec import JobSpec, message_dtype
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids
@@ -36,6 +36,8 @@ SEARCH_S = 3.0
 """Seconds for searching orders of the best placements."""
 GRIDS = 3
 """Grids on which a family that is not among the best is tried for comparison."""
+DIVIDED = 3
+"""Plans that fit of which it is tried whether they are faster when their copies divide optimizer state or gradients."""
 TOO_LARGE = 3
 """Plans named that would be faster and do not fit."""
 POLICIES = ("best", "largest-microbatch")
@@ -91,6 +93,10 @@ class _Chooser:
             if key in given and wish not in (getattr(c, key), "auto"):
                 return None
         if given.get("schedule") == "auto" and c.stages == 1:
+            return None
+        if any(
+            key in given and given[key] != getattr(c, key) for key in SHARDING if c.shard != "none" or key == "shard"
+        ):
             return None
         if given.get("recompute") == "none" and c.form.recomputes and "schedule" not in given:
             return None
@@ -156,12 +162,15 @@ class _Chooser:
                 return f"microbatch {grid.microbatch}"
         if c.recompute == "none" and not c.form.recomputes and self.judge.holds(replace(c, recompute="full")):
             return "recompute: full"
+        if c.shard == "none":
+            return next((f"shard: {way.shard}" for way in self.judge.shard_ways(c) if self.judge.holds(way)), None)
         return None
 
     def _ways(self, c: Candidate) -> list[Candidate]:
         """A candidate as it takes most memory, and least."""
-        less = replace(c, update="wait")
-        return [c, replace(less, recompute="full") if self.judge.of(c).recompute else less]
+        ways = [c, *(self.judge.shard_ways(c) if c.shard == "none" else ())]
+        less = [replace(way, update="wait") for way in ways]
+        return [c, *(replace(way, recompute="full") if self.judge.of(c).recompute else way for way in less)]
 
     def nothing_fits(self, found: Ranking) -> SpecError:
         """Say what the smallest plan lacks."""
@@ -259,7 +268,7 @@ def choose(
             "give --search some seconds, or leave the schedule out",
         )  # fmt: skip
     named = SAME_AS.get(str(given.get("schedule")), given.get("schedule"))
-    asked = {key: given[key] for key in OPTIONS if key in given}
+    asked = {key: given[key] for key in (*OPTIONS, *SHARDING) if key in given}
     if named not in (None, "auto"):
         asked["schedule"] = named
     syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)
@@ -269,7 +278,7 @@ def choose(
         sharing: Predictor(
             with_cast_messages(without_noise(own), message_dtype(train, parallel)), train, deepest(job, own),
             syncs=syncs, recompute=ways_to_recompute(given.get("recompute"), greedy), asked=asked,
-            _orders=orders_made,
+            divides=sharing == ALONE and (not greedy or "shard" in given), _orders=orders_made,
         )
         for sharing, own in profiles.items()
     })  # fmt: skip
@@ -294,6 +303,8 @@ def choose(
     if not found.best:
         raise chooser.nothing_fits(found)
     ranked = sorted((judge.time(p, final=True) for p in found.best + found.near), key=rank_key)
+    ranked = [*(judge.with_shards(p) for p in ranked[:DIVIDED]), *ranked]
+    ranked = sorted({id(p): p for p in ranked}.values(), key=rank_key)
     if search_s > 0 and given.get("schedule", "auto") == "auto":
         only = given.get("schedule") == "auto"
         orders = searched_orders(judge, ranked, search_s, better=not only)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from raypipe.cost.chimera_model import Difference, closed_form, differences
 from raypipe.plan.candidate import Recompute
 from raypipe.plan.choose import Decision, Row, label
+from raypipe.plan.plan import sharded
 from raypipe.plan.predict.orders import Orders
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.schedule.ir import Schedule
@@ -36,6 +39,10 @@ def _candidate(row: Row) -> dict[str, Any]:
         "tensor": c.tensor, "sub_pipelined": c.sub_pipelined,
         **{key: value for key, value in c.options.items() if key != "memory_limit"},  # that is in the plan
         "placement": c.placement, "sync": c.sync,
+        "shard": c.shard, "gather": c.gather if c.level == 3 else None,
+        "shard_replicas": c.shard_group if c.level else None,
+        # What one device's link spends on them in a step, of the device that spends most.
+        **{f"{key}_s": seconds for key, seconds in link_seconds(p).items()},
         "recompute": recompute_word(p), "keep": list(p.keep) if p.keep is not None else None,
         "recomputed_layers": sorted(p.recomputed) if p.recomputed is not None else None,
         "predicted_step_s": p.step_s, "chimera_step_s": eq1, "throughput": p.throughput,
@@ -57,11 +64,24 @@ def recompute_word(p: Prediction) -> Recompute:
     return "microbatches" if p.keep is not None and any(p.keep) else "full"
 
 
+def link_seconds(p: Prediction) -> dict[str, float]:
+    """Return the seconds of a step that the gathers and the reduce-scatters of shards keep one device's link busy, on
+    the device where each is most."""
+    if p.candidate.shard == "none":
+        return {"gather": 0.0, "reduce_scatter": 0.0}
+    order = sharded(schedule_of(p), p.candidate, 1)
+
+    def busy(kind: str, seconds: Sequence[float]) -> float:
+        return max(sum(seconds[t.stage] for t in own if t.kind == kind) for own in order.orders)
+
+    return {"gather": busy("AG", p.costs.gather), "reduce_scatter": busy("RS", p.costs.reduce_scatter)}
+
+
 def schedule_of(p: Prediction) -> Schedule:
     """Return the schedule of one data-parallel copy, without all-reduces and updates."""
     if p.order is not None:
         return p.order
-    return Orders().of(p.candidate, p.candidate.microbatches, p.keep, p.remade).schedule
+    return Orders().of(replace(p.candidate, shard="none"), p.candidate.microbatches, p.keep, p.remade).schedule
 
 
 def closed_seconds(p: Prediction) -> float | None:
@@ -79,6 +99,6 @@ def terms_beside(p: Prediction) -> list[Difference]:
 
 
 def _known(p: Prediction) -> bool:
-    if not p.form.joint or p.form.versions != "flush":
+    if not p.form.joint or p.form.versions != "flush" or p.candidate.shard != "none":
         return False
     return 3 * p.form.stages * p.candidate.microbatches <= MOST_TASKS

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Protocol, cast
 
 from pydantic import Field
 
@@ -16,7 +16,7 @@ from raypipe.atomic_write import write_whole
 from raypipe.errors import ScheduleError
 from raypipe.job.field_types import Spec
 from raypipe.job.json_file import load_json
-from raypipe.job.parallel_spec import JOBS_OWN, ParallelSpec
+from raypipe.job.parallel_spec import JOBS_OWN, ParallelSpec, Shard
 from raypipe.job.recompute_layers import Cut, layers_to_recompute
 from raypipe.job.requested_schedule import base_schedule, fitting
 from raypipe.job.spec import JobSpec
@@ -31,6 +31,7 @@ from raypipe.schedule.passes import (
     replicate,
     shard,
 )
+from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.verify import verify
 
@@ -128,7 +129,7 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
         ScheduleError: the schedule does not exist for the shape, or the plan's order has another shape.
     """
     parallel = plan.parallel
-    schedule = sharded(replicate(one_copy(plan, batch), parallel.replicas), parallel)
+    schedule = sharded(replicate(one_copy(plan, batch), parallel.replicas), parallel, parallel.replicas)
     schedule = place_gradient_sync(schedule, cast(Sync, parallel.sync))  # raises on an unknown sync
     schedule = add_updates(schedule)
     verify(schedule)
@@ -151,13 +152,52 @@ def one_copy(plan: Plan, batch: int) -> Schedule:
     return with_recompute(schedule, plan.parallel, plan.cut)
 
 
-def sharded(schedule: Schedule, parallel: ParallelSpec) -> Schedule:
-    """Insert the gathers and reduce-scatters that ``parallel.shard`` asks for into the schedule of all copies."""
+class HasShards(Protocol):
+    """What replicas divide: a job's ``parallel`` section, or a candidate for one."""
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel copies."""
+
+    @property
+    def unit(self) -> int | None:
+        """Micro-batches of a scheduling unit."""
+
+    @property
+    def shard(self) -> Shard:
+        """What they divide."""
+
+    @property
+    def gather(self) -> Gather:
+        """Which tasks share a gather."""
+
+    @property
+    def shard_replicas(self) -> int | None:
+        """Consecutive replicas that divide a stage; None: all."""
+
+
+def zero_level(shard: Shard) -> int:
+    """Return the ZeRO level that a word means.
+
+    >>> zero_level("none"), zero_level("zero3")
+    (0, 3)
+    """
+    return 0 if shard == "none" else int(shard.removeprefix("zero"))
+
+
+def sharded(schedule: Schedule, parallel: HasShards, copies: int) -> Schedule:
+    """Insert the gathers and reduce-scatters that ``shard`` asks for.
+
+    Args:
+        schedule: of ``copies`` data-parallel copies: of all, or of one that stands for all.
+        parallel: what they divide.
+        copies: data-parallel copies that ``schedule`` holds.
+    """
     if parallel.shard == "none" or parallel.replicas == 1:
         return schedule
     return shard(
-        schedule, int(parallel.shard.removeprefix("zero")), gather=parallel.gather, unit=parallel.unit,
-        copies=parallel.replicas, group=parallel.shard_replicas,
+        schedule, zero_level(parallel.shard), gather=parallel.gather, unit=parallel.unit, copies=copies,
+        group=parallel.shard_replicas,
     )  # fmt: skip
 
 

@@ -62,6 +62,14 @@ class Judges:
         """See ``Judge``."""
         return self.of(prediction.candidate).oom_fallback(prediction)
 
+    def shard_ways(self, candidate: Candidate) -> Iterator[Candidate]:
+        """See ``Predictor``."""
+        return self.of(candidate).shard_ways(candidate)
+
+    def with_shards(self, prediction: Prediction) -> Prediction:
+        """See ``Predictor``."""
+        return self.of(prediction.candidate).with_shards(prediction)
+
     def holds(self, candidate: Candidate) -> bool:
         """See ``Predictor``."""
         return self.of(candidate).holds(candidate)

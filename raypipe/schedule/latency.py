@@ -35,14 +35,19 @@ def latency(comm: Comm, a: int, b: int) -> float:
 def delays(placement: Sequence[Sequence[int]], graph: StageGraph, comm: Comm) -> Delays | None:
     """Return the delay of every possible dependency; None if all delays are 0.
 
-    Stages on one device pass results without a message, whatever ``comm`` is.
+    Stages on one device pass results without a message, whatever ``comm`` is; where they are sharded, those that no
+    edge joins wait for one another too (``deps``).
     """
     if comm == 0:
         return None
     by_edge = {(a, b): latency(comm, a, b) for a, b in graph.edges}
+    held: dict[int, set[int]] = {}
+    for row in placement:
+        for s, device in enumerate(row):
+            held.setdefault(device, set()).add(s)
     found: Delays = []
     for row in placement:
-        own: list[dict[int, float]] = [{s: 0.0} for s in range(graph.stages)]
+        own: list[dict[int, float]] = [dict.fromkeys(held[row[s]], 0.0) for s in range(graph.stages)]
         for (a, b), time in by_edge.items():
             own[a][b] = own[b][a] = time if row[a] != row[b] else 0.0
         found.append(own)

@@ -207,20 +207,20 @@ def test_both_commands_are_the_same_and_import_nothing_heavy():
 def test_zero_shards_the_schedule(command):
     """FS-ZeroPP: 2V - 1 gathers a unit, here 3 in each of two; the text form is read back and verified."""
     shape = ("zeropp", "--devices", 2, "--microbatches", 4, "--chunks", 2, "--unit", 2)
-    status, out, _ = command("schedule", *shape, "--zero", 3, "--gather", 2, "--reduce-scatter", 1, "--json")
+    status, out, _ = command("schedule", *shape, "--zero", 3, "--gather-time", 2, "--reduce-scatter-time", 1, "--json")
     found = json.loads(out)
     assert (status, found["zero"], found["durations"]["AG"], found["durations"]["RS"]) == (0, [3] * 4, 2, 1)
     assert [sum(task["kind"] == "AG" for task in order) for order in found["orders"]] == [6, 6]
     plain = json.loads(command("schedule", *shape, "--json")[1])
     assert found["makespan"] > plain["makespan"]
-    assert command("schedule", "1f1b", "--zero", "3,2,1,0", "--window", "microbatch")[0] == 0
+    assert command("schedule", "1f1b", "--zero", "3,2,1,0", "--gather", "microbatch")[0] == 0
 
 
 def test_zero_is_checked(command):
     for words, said in (
-        (("--window", "step"), "--window: applies to --zero only"),
+        (("--gather", "step"), "--gather: applies to --zero only"),
         (("--zero", "4"), "--zero: 4 for 4 stages"),
-        (("--zero", "3", "--window", "often"), '--window: "often" is unknown'),
+        (("--zero", "3", "--gather", "often"), '--gather: "often" is unknown'),
         (("--zero", "3", "--ahead", "-1"), "--ahead: -1 tasks"),
     ):
         status, _, err = command("schedule", "1f1b", *words)

@@ -34,7 +34,7 @@ def flushing(c: Candidate) -> Candidate | None:
 
 
 def setting(
-    layers: int, devices: int, batch: int, seed: int, tensor: int = 1, **more: object
+    layers: int, devices: int, batch: int, seed: int, tensor: int = 1, divides: bool = False, **more: object
 ) -> tuple[Judges, list[Grid]]:
     """The judges and the grids of a case; with ``tensor`` also those of groups, with and without halves."""
     train = make_job(layers, batch, **({"clip": more.pop("clip")} if "clip" in more else {})).train
@@ -43,7 +43,7 @@ def setting(
     if tensor > 1:
         profiles |= {(tensor, halves): make_shared(profile, tensor, halves) for halves in (False, True)}
     every = [g for sharing in profiles for g in grids(devices, batch, layers, 1, 16, *sharing)]
-    return Judges({sharing: Predictor(own, train, layers) for sharing, own in profiles.items()}), every
+    return Judges({k: Predictor(own, train, layers, divides=divides) for k, own in profiles.items()}), every
 
 
 KNOWN: dict[int, list[Prediction]] = {}

@@ -52,7 +52,7 @@ def test_asynchronous_schedules_win_only_where_they_are_allowed() -> None:
 
 def test_of_plans_about_as_fast_the_simplest_is_chosen_whichever_is_ahead() -> None:
     """Links that change its step by half a per cent against the best pipeline's leave data parallelism the choice."""
-    job, profile = make_job(layers=4), make_profile(layers=4, devices=2)
+    job, profile = make_job(layers=4, parallel={"auto": True, "shard": "none"}), make_profile(layers=4, devices=2)
     first = choose(job, profile, search_s=0)
     assert first.best.candidate.stages == 1
     ahead = first.rows[1]

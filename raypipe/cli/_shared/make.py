@@ -31,9 +31,11 @@ SHAPE_KINDS: dict[str, Callable[[str], Any]] = {
 """What reads the text of each of a shape's options: words, where they are no numbers."""
 DEFAULT_SHAPE = {"devices": 4, "microbatches": 8}
 DEFAULT_COSTS = {
-    "forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "recompute": 0.0, "comm": 0.0, "gather": 0.0,
-    "reduce_scatter": 0.0,
+    "forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "recompute": 0.0, "comm": 0.0, "gather_time": 0.0,
+    "reduce_scatter_time": 0.0,
 }  # fmt: skip
+"""Default of each option that is a cost; ``COLUMN`` says where one is in the table if its name is another."""
+COLUMN = {"gather_time": "gather", "reduce_scatter_time": "reduce_scatter"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,8 @@ def load_one(path: Path, costs: Mapping[str, str | None], memory_limit: str | No
     if own is None:
         return Made(schedule, cost_table(schedule.stages, costs))
     table = cost_table(schedule.stages, costs)
-    given = {key: getattr(table, key) for key, text in costs.items() if text is not None}
+    columns = [COLUMN.get(key, key) for key, text in costs.items() if text is not None]
+    given = {column: getattr(table, column) for column in columns}
     return Made(schedule, replace(own, **given))
 
 
@@ -154,11 +157,11 @@ def with_shards(made: list[Made], given: Mapping[str, str | None], unit: str | N
         try:
             schedule = shard(
                 one.schedule, levels if len(levels) > 1 else levels[0],
-                gather=cast(Gather, texts.get("window", "unit")),
+                gather=cast(Gather, texts.get("gather", "unit")),
                 unit=each, ahead=ahead[0],
             )  # fmt: skip
         except ScheduleError as error:
-            where = {"gather": "--window", "zero": "--zero"}.get(error.where, error.where)
+            where = {"gather": "--gather", "zero": "--zero"}.get(error.where, error.where)
             raise RequestError(where, error.why, error.fix) from error
         found.append(replace(one, schedule=schedule))
     return found
@@ -183,7 +186,7 @@ def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> 
             why = f"{wrong:g} is too long: times of a step could not be added up"
             raise RequestError(flag(key), why, f"use at most {LONGEST:g}")
         each = values[0] / (share if key != "comm" else 1)
-        table[key] = (each,) * stages if len(values) == 1 else tuple(values)
+        table[COLUMN.get(key, key)] = (each,) * stages if len(values) == 1 else tuple(values)
     zeros = (0.0,) * stages
     return CostTable(**table, all_reduce=zeros, update=zeros)
 

@@ -108,18 +108,7 @@ class _Setting:
     @cached_property
     def shares(self) -> list[StageMemory]:
         """Per stage, what one of its holders has of its weights, gradients and optimizer state."""
-        found = []
-        for s, stage in enumerate(self.stages):
-            level = self.schedule.zero_level(s)
-            optimizer, gradients, weights = (self.group if level >= least else 1 for least in (1, 2, 3))
-            found.append(
-                replace(
-                    stage, optimizer=stage.optimizer / optimizer, update=stage.update / optimizer,
-                    gradients=stage.gradients / gradients,
-                    weights=stage.weights / weights,
-                )
-            )  # fmt: skip
-        return found
+        return [stage.divided(self.schedule.zero_level(s), self.group) for s, stage in enumerate(self.stages)]
 
 
 def _fullest(

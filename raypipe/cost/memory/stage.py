@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raypipe.cost.memory.parameter import ParameterBytes
 from raypipe.cost.profile import LayerProfile, Profile
@@ -41,6 +41,17 @@ class StageMemory:
     def state(self) -> float:
         """What is held from the first task of a step to the last: weights and optimizer state."""
         return self.weights + self.optimizer
+
+    def divided(self, level: int, group: int) -> StageMemory:
+        """What one of ``group`` holders has of it that divide the stage at this ZeRO level.
+
+        Source: Rajbhandari et al. 2020 (ZeRO), section 5.
+        """
+        optimizer, gradients, weights = (group if level >= least else 1 for least in (1, 2, 3))
+        return replace(
+            self, optimizer=self.optimizer / optimizer, update=self.update / optimizer,
+            gradients=self.gradients / gradients, weights=self.weights / weights,
+        )  # fmt: skip
 
     @property
     def undo(self) -> float:

@@ -9,14 +9,16 @@ from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.hosts import Hosts, words
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
+from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.stages import costs_of, with_cast_messages
 from raypipe.errors import ClusterError, SpecError
 from raypipe.job.recompute_layers import layers_to_recompute
 from raypipe.job.spec import JobSpec
-from raypipe.plan.plan import Plan, one_copy
+from raypipe.plan.plan import Plan, one_copy, sharded
 from raypipe.plan.predict.orders import Order
 from raypipe.plan.predict.predictor import without_noise
 from raypipe.plan.predict.step_time import StepOverheads, step_time
+from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.sync import Sync
 
 
@@ -91,9 +93,13 @@ def _step_s(plan: Plan, job: JobSpec, profile: Profile) -> float:
         with_cast_messages(without_noise(profile), parallel.wire_dtype), plan.cut, parallel.microbatch, copy,
         parallel.replicas, layers_to_recompute(parallel, plan.cut),
     )  # fmt: skip
+    order = sharded(copy, parallel, 1)
+    if order.sharding is not None:
+        costs = with_sharding(costs, profile, plan.cut, copy.placement, order.sharding, parallel.replicas)
     overheads = StepOverheads(copies=parallel.replicas)
     if job.train.clip is not None:
         everyone = Layout.of(range(copy.devices * parallel.replicas), profile.placed)
         norm_s = collective_seconds(profile, "all_reduce", 8.0, everyone)
-        overheads = StepOverheads(copies=parallel.replicas, norm=parallel.update, norm_s=norm_s)
-    return step_time(Order(copy), costs, cast(Sync, parallel.sync), overheads, parts=False).step
+        norm: RequestedNormPolicy = parallel.update if order.sharding is None else "wait"  # all that shards know
+        overheads = StepOverheads(copies=parallel.replicas, norm=norm, norm_s=norm_s)
+    return step_time(Order(order), costs, cast(Sync, parallel.sync), overheads, parts=False).step

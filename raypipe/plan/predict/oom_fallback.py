@@ -1,8 +1,9 @@
-"""Fallbacks for a plan that runs out of memory: fewer activations in flight, or some of them recomputed."""
+"""Fallbacks for a plan that runs out of memory: state divided among its data-parallel copies, fewer activations in
+flight, or some of them recomputed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import ceil, floor
 from typing import Protocol
@@ -54,13 +55,16 @@ class Costs(Protocol):
     def least(self, c: Candidate) -> float:
         """A lower bound on its step, in seconds."""
 
+    def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
+        """What its copies may divide."""
+
 
 @dataclass(slots=True)
 class OOMFallback:
     """Other candidates for one that is too large, each with a time that it takes at least."""
 
     judge: Costs
-    _terms: dict[tuple[Cut, int, bool], dict[str, Figures]] = field(default_factory=dict)
+    _terms: dict[tuple[Cut, int, bool, int, int], dict[str, Figures]] = field(default_factory=dict)
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
         """If lower bounds on memory already prove that the candidate does not fit: its fallbacks, with lower bounds on
@@ -71,6 +75,7 @@ class OOMFallback:
         """
         form, profile = c.form, self.judge.profile
         place, stage = np.array(form.placement), self._stage_terms(c)
+        divided = self._sharing(c)
         static = held = stage["weights"] + stage["optimizer"] + stage["casts"]
         if c.microbatches // form.replicas >= (1 if form.joint else 2):  # else a device may end with its first one
             held = held + stage["gradients"]
@@ -79,7 +84,7 @@ class OOMFallback:
                 held = held + np.where(alone, 0.0, stage["reduced"])
         room = profile.memory_bytes - profile.process_bytes
         if _by_device(place, held).max() * (1 - 1e-9) > room:
-            return []
+            return divided
         plain = c.recompute == "none" and c.memory_limit is None and not form.recomputes
         if not (SCHEDULES[c.schedule].fills and plain):
             return None
@@ -89,7 +94,7 @@ class OOMFallback:
         left = room - _by_device(place, static)
         if (alive * (1 - 1e-9) <= left).all():
             return None
-        oom_fallbacks: list[tuple[float, Candidate]] = []
+        oom_fallbacks = divided
         if self.judge.train.clip is not None and c.update == "auto":
             waiting = replace(c, update="wait")
             oom_fallbacks.append((self.judge.least(waiting), waiting))
@@ -97,14 +102,44 @@ class OOMFallback:
         layers = np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0)
         return oom_fallbacks + self._recomputing(c, most.tolist(), layers.tolist())
 
+    def _sharing(self, c: Candidate) -> list[tuple[float, Candidate]]:
+        """The candidate with more of its state divided: per size of the shard groups, the next ZeRO level whose shares
+        alone are not too large. From a model on one device, also the ways that cut it into stages."""
+        if c.recompute != "none" or c.memory_limit is not None:
+            return []
+        found: list[tuple[float, Candidate]] = []
+        for (_, schedule), ways in self._ways(c).items():
+            least = 4
+            for way in ways:
+                if c.level < way.level <= least and (schedule == c.schedule or c.shard == "none"):
+                    bound = self.judge.least(way)
+                    if bound < float("inf"):
+                        least = way.level
+                        found.append((bound, way))
+        return found
+
+    def _ways(self, c: Candidate) -> dict[tuple[int | None, str], list[Candidate]]:
+        """Ways to divide the candidate's state, by shard group and schedule, by rising level."""
+        plain = replace(c, shard="none", gather="unit", shard_replicas=None)
+        found: dict[tuple[int | None, str], list[Candidate]] = {}
+        for way in self.judge.shard_ways(plain):
+            if c.shard == "none" or way.shard_replicas == c.shard_replicas:
+                found.setdefault((way.shard_replicas, way.schedule), []).append(way)
+        return found
+
     def _stage_terms(self, c: Candidate) -> dict[str, Figures]:
-        """Per field of ``StageMemory``, its bytes by stage, for full micro-batches."""
+        """Per field of ``StageMemory``, its bytes by stage, for full micro-batches; of shards, those always there."""
         cut, split = self.judge.cut(c), not c.form.joint
-        key = (cut, c.microbatch, split)
+        key = (cut, c.microbatch, split, c.level, c.shard_group)
         if key not in self._terms:
             profile, train = self.judge.profile, self.judge.train
             each = parameter_bytes(profile.dtype, train.optimizer, train.momentum)
-            stages = [stage_memory(profile, layers, c.microbatch, each, split=split) for layers in cut]
+            stages = [
+                stage_memory(profile, layers, c.microbatch, each, split=split).divided(c.level, c.shard_group)
+                for layers in cut
+            ]
+            if c.level == 3:  # 16-bit copies go with the gathered weights
+                stages = [replace(stage, casts=0.0) for stage in stages]
             self._terms[key] = {f.name: np.array([getattr(s, f.name) for s in stages]) for f in fields(StageMemory)}
         return self._terms[key]
 
@@ -113,7 +148,9 @@ class OOMFallback:
         c = p.candidate
         if p.fits or c.recompute != "none" or c.form.versions != "flush":
             return []
-        found: list[tuple[float, Candidate]] = []
+        found = self._sharing(c)
+        if c.level == 1 and any(way.level == 2 for _, way in found):
+            return found  # what level 2 takes no longer for is not recomputed
         # Running ahead may be worth more than activations are, or less: both ways are tried.
         if c.update == "auto" and any(memory.undo for memory in p.memory):
             waiting = replace(c, update="wait")

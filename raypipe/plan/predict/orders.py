@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from raypipe.plan.candidate import Candidate
+from raypipe.plan.plan import sharded
 from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
@@ -30,7 +31,7 @@ class Order:
     """Compute tasks of one data-parallel copy, and what follows from them whatever they cost."""
 
     schedule: Schedule
-    _whole: dict[Sync | None, Order] = field(default_factory=dict)
+    _whole: dict[tuple[Sync | None, int], Order] = field(default_factory=dict)
 
     @cached_property
     def tasks(self) -> int:
@@ -59,14 +60,18 @@ class Order:
             total += count * size * costs.by_kind("W" if joint_first else kind)[stage]
         return total
 
-    def whole(self, sync: Sync | None) -> Order:
-        """With gradient sums of data-parallel copies (unless None) and updates, as the runtime will place them."""
-        if sync not in self._whole:
+    def whole(self, sync: Sync | None, copies: int = 2) -> Order:
+        """With gradient sums of data-parallel copies (unless None) and updates, as the runtime will place them.
+
+        ``copies`` matters to sharded orders alone: shards of all copies need no further sum.
+        """
+        key = (sync, copies if self.schedule.sharding is not None else 2)
+        if key not in self._whole:
             placed = self.schedule
             if sync is not None:
-                placed = place_gradient_sync(self.schedule, sync, copies=2, graph=self.graph)
-            self._whole[sync] = Order(add_updates(placed))
-        return self._whole[sync]
+                placed = place_gradient_sync(self.schedule, sync, copies=key[1], graph=self.graph)
+            self._whole[key] = Order(add_updates(placed))
+        return self._whole[key]
 
     @cached_property
     def last_gradients(self) -> dict[tuple[int, int], int]:
@@ -110,12 +115,15 @@ class Orders:
             ScheduleError: the family has no such shape.
         """
         shape = pipeline_shape(c, count)
-        key = (c.schedule, shape, c.recompute != "none", keep, remade)
+        divided = (c.shard, c.gather, c.shard_replicas) if c.shard != "none" else None
+        key = (c.schedule, shape, c.recompute != "none", keep, remade, divided)
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
             return found
-        if c.recompute == "none":
+        if divided is not None:
+            schedule = sharded(self.of(replace(c, shard="none"), count, keep, remade).schedule, c, 1)
+        elif c.recompute == "none":
             schedule = generate(c.schedule, shape)
         elif keep is not None:  # a search for shares asks for several
             schedule = keep_activations(self.of(c, count, remade=remade).schedule, keep)

@@ -10,6 +10,7 @@ import numpy as np
 from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
 from raypipe.cost.profile import Profile
+from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import crowding, parameters, stage_costs
 from raypipe.errors import ScheduleError
@@ -23,10 +24,11 @@ from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.oom_fallback import OOMFallback, shares_kept
 from raypipe.plan.predict.orders import Keep, Order, Orders
 from raypipe.plan.predict.prediction import Cut, Prediction, stages_of
-from raypipe.plan.predict.step_bound import least_step_seconds
+from raypipe.plan.predict.step_bound import NO_COLLECTIVES, least_collectives, least_step_seconds
 from raypipe.plan.predict.step_time import StepOverheads, StepTime, step_time
+from raypipe.plan.shard_ways import shard_ways
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.ir import Schedule
+from raypipe.schedule.ir import Schedule, Sharding
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import Grid
 
@@ -37,6 +39,8 @@ FINAL = 60_000
 """The same for what is shown in the end."""
 LONGEST = 120_000
 """Tasks of a step above which it is timed from shorter ones in any case: half a second."""
+NEAR = 5e-3
+"""Share of a step by which shards have to shorten it where memory does not ask for them."""
 LEVELS = 16
 """Shares of micro-batches kept are multiples of one in so many."""
 
@@ -75,6 +79,8 @@ class Predictor:
     """How plans that do not fit may recompute what the schedule does not."""
     asked: Asked = field(default_factory=dict)
     """What candidates are to have."""
+    divides: bool = True
+    """Whether data-parallel copies may divide their state (``plan.shard_ways``)."""
     _orders: Orders = field(default_factory=Orders)
     _cuts: dict[tuple[int, int], LayerCut] = field(default_factory=dict)
     _device_cuts: dict[tuple[Placement, int], Cut | None] = field(default_factory=dict)
@@ -135,7 +141,7 @@ class Predictor:
     def costs(self, c: Candidate, form: Form | None = None) -> CostTable:
         """Of each stage, for a full micro-batch; ``form`` for a candidate that no family makes."""
         form = c.form if form is None else form
-        key = (c.microbatch, form.joint, form.placement, form.size, c.replicas, c.balance)
+        key = (c.microbatch, form.joint, form.placement, form.size, c.replicas, c.balance, c.level, c.shard_group)
         if key not in self._tables:
             self._tables[key] = self.costs_with_recompute(c, form)
         return self._tables[key]
@@ -143,10 +149,15 @@ class Predictor:
     def costs_with_recompute(self, c: Candidate, form: Form, recomputed: frozenset[int] | None = None) -> CostTable:
         """Costs of the candidate's tasks in this form; ``recomputed`` are the layers that an R computes again, else
         all."""
-        return stage_costs(
-            self.profile, self.cut(c, form), c.microbatch, form.placement, copies=c.replicas,
+        cut = self.cut(c, form)
+        costs = stage_costs(
+            self.profile, cut, c.microbatch, form.placement, copies=c.replicas,
             size=float(form.size), split=not form.joint, recomputed=recomputed,
         )  # fmt: skip
+        if c.shard == "none":
+            return costs
+        sharding = Sharding(levels=(c.level,) * form.stages, group=c.shard_group)
+        return with_sharding(costs, self.profile, cut, form.placement, sharding, c.replicas)
 
     def overheads(self, c: Candidate) -> StepOverheads:
         """What its step has besides tasks."""
@@ -159,14 +170,40 @@ class Predictor:
         return StepOverheads(copies=c.replicas, norm=c.update, norm_s=self._norms[key])
 
     def on(self, grid: Grid) -> Iterator[Candidate]:
-        """See ``Judge``."""
-        return candidates(grid, self.most_stages, self.asked)
+        """See ``Judge``. Copies divide their state where the job asks for it, and where it is known that each alone
+        would be too large; where that shows later, or memory suffices, see ``oom_fallback`` and ``with_shards``."""
+        for c in candidates(grid, self.most_stages, self.asked):
+            if self.asked.get("shard", "none") == "none":
+                yield c
+                if self._static(c.stages / c.form.replicas) > self.profile.memory_bytes:
+                    yield from self.shard_ways(c)
+            else:
+                yield from self.shard_ways(c)
+
+    def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
+        """What the candidate's copies may divide, up to a ZeRO level; nothing where they may not."""
+        if self.divides:
+            yield from shard_ways(c, self.profile.placed, self.most_stages, self.asked, highest)
+
+    def with_shards(self, p: Prediction) -> Prediction:
+        """The prediction, or the fastest of those whose copies divide optimizer state, or gradients too, if that is
+        faster by more than ``NEAR``: updates are shorter, and gathers may run beside forwards."""
+        if p.candidate.shard != "none" or p.order is not None or p.keep is not None or p.recomputed is not None:
+            return p
+        found = [p]
+        for way in self.shard_ways(p.candidate, 2):
+            if self.least(way) < p.step_s * (1 - NEAR):
+                other = self.predict(way)
+                if other.fits and other.step_s < p.step_s * (1 - NEAR):
+                    found.append(self.time(other, final=True))
+        return min(found, key=lambda p: p.step_s)
 
     # Bounds
 
     def least_on(self, grid: Grid) -> float:
         """See ``Judge``: all work evenly on all devices, and one micro-batch there and back."""
-        if self._static(grid.stages) > self.profile.memory_bytes:
+        group = grid.replicas if self.divides and self.asked.get("shard") != "none" and grid.tensor == 1 else 1
+        if self._static(grid.stages, 3, group) > self.profile.memory_bytes:
             return float("inf")
         there, back, split, inputs = self._sums(grid.microbatch)
         # Stage 0 may compute no input gradient; it takes no longer than the slowest stage of the best cut.
@@ -193,18 +230,24 @@ class Predictor:
             self._whole[microbatch] = sum(t.forward for t in times), joint, apart, min(inputs, joint)
         return self._whole[microbatch]
 
-    def _static(self, stages: float) -> float:
-        """Weights, gradients and optimizer state: some device of a pipeline holds at least so much."""
+    def _static(self, stages: float, level: int = 0, group: int = 1) -> float:
+        """Weights, gradients and optimizer state: some device of a pipeline holds at least so much, of which copies
+        divide among ``group`` what the ZeRO level says."""
         p, train = self.profile, self.train
         each = parameter_bytes(p.dtype, train.optimizer, train.momentum)
-        return each.total * parameters(p, range(len(p.layers))) / stages + p.process_bytes
+        shares = (group if level >= least else 1 for least in (3, 2, 1, 1))
+        size = sum(part / share for part, share in zip(each, shares, strict=True))
+        return size * parameters(p, range(len(p.layers))) / stages + p.process_bytes
 
     def least(self, c: Candidate) -> float:
         """See ``Judge``."""
         form = c.form
-        if self._static(c.stages / form.replicas) > self.profile.memory_bytes:
+        if self._static(c.stages / form.replicas, c.level, c.shard_group) > self.profile.memory_bytes:
             return float("inf")
-        return least_step_seconds(form, c.microbatches, self.costs(c), self.overheads(c)) * (1 - 1e-9)
+        collectives = least_collectives(c) if c.shard != "none" else NO_COLLECTIVES
+        return least_step_seconds(
+            form, c.microbatches, self.costs(c), self.overheads(c), collectives=collectives
+        ) * (1 - 1e-9)  # fmt: skip
 
     @property
     def partly(self) -> bool:
@@ -286,7 +329,8 @@ class Predictor:
         if final and shared and sync != "lazy" and p.fits and (small or p.order is not None):
             order = Order(p.order) if p.order is not None else self._orders.of(c, c.microbatches, p.keep, p.remade)
             if order.tasks <= DIRECT:  # sums under way beside activations
-                held = replace(timed_p, memory=self._order_memory(c, order.whole(sync), p.cut, p.recomputed))
+                whole = order.whole(sync, c.replicas)
+                held = replace(timed_p, memory=self._order_memory(c, whole, p.cut, p.recomputed))
                 if not held.fits and "lazy" in self.syncs:
                     lazy = timed("lazy")
                     return replace(p, step_s=lazy.step, compute_s=lazy.compute, busy_s=lazy.busy)

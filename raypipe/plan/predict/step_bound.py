@@ -5,9 +5,12 @@ Never above the true value, for any order of the same tasks on the same placemen
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.step_time import StepOverheads
 from raypipe.schedule.costs import CostTable
@@ -15,9 +18,29 @@ from raypipe.schedule.costs import CostTable
 Times = NDArray[np.float64]
 
 
+class Collectives(NamedTuple):
+    """How many gathers and reduce-scatters of each stage replica a step has at least."""
+
+    gathers: int
+    scatters: int
+
+
+NO_COLLECTIVES = Collectives(0, 0)
+
+
+def least_collectives(c: Candidate) -> Collectives:
+    """Count those of a candidate with shards.
+
+    With ``gather: unit`` the windows of units that touch are one, and so may the reduce-scatters be.
+    """
+    often = c.microbatches // c.form.replicas if c.gather == "microbatch" else 1
+    return Collectives(often if c.level == 3 else 1, 1)
+
+
 def least_step_seconds(
-    form: Form, microbatches: int, costs: CostTable, overheads: StepOverheads, recompute: frozenset[int] = frozenset()
-) -> float:
+    form: Form, microbatches: int, costs: CostTable, overheads: StepOverheads,
+    recompute: frozenset[int] = frozenset(), collectives: Collectives = NO_COLLECTIVES,
+) -> float:  # fmt: skip
     """No step of this form takes less.
 
     Per device: the time until its first task can start (the shortest way through the stages before), its work, and
@@ -33,6 +56,7 @@ def least_step_seconds(
         costs: of each stage.
         around: copies, and the norm; what may wait or not (``auto``) is taken not to.
         recompute: stages that recompute, besides the form's own.
+        collectives: of each stage replica with shards; a device's run one after another.
     """
     place = np.array(form.placement)
     replicas, stages = place.shape
@@ -59,6 +83,8 @@ def least_step_seconds(
     if form.versions != "flush":
         return max(float((busy + update).max()), average)
     summed, lane, ready = np.zeros(devices), np.zeros(devices), np.zeros(devices)
+    sharding = collectives.gathers * np.array(costs.gather) + collectives.scatters * np.array(costs.reduce_scatter)
+    network = _sums(place, np.broadcast_to(sharding, place.shape), devices)
     if replicas * overheads.copies > 1:
         all_reduces = np.broadcast_to(np.array(costs.all_reduce), place.shape)
         summed, lane = _least(place, all_reduces, devices), _sums(place, all_reduces, devices)
@@ -68,14 +94,14 @@ def least_step_seconds(
         end = _least(place, home, devices) if form.joint else np.zeros(devices)
         one = there[:, -1] + forward[-1] + returning[-1] + home[:, -1]
         after = float((begin + busy + np.maximum(end, summed)).max())
-        done = max(after, average, float(one.min()), float((ready + lane).max()))
+        done = max(after, average, float(one.min()), float((ready + lane).max()), float((network + lane).max()))
         return done + overheads.norm_s + float(update.max())
     # Stage 0 of each replica: its next forward waits for its own last backward, its sum and its update.
     stage = each * (forward + (back + weight if form.joint else back) + recomputed)
     round_trip = float((there + stage + home).max()) if each else 0.0
     if replicas * overheads.copies > 1:
         round_trip += costs.all_reduce[0]
-    return max(float((busy + update).max()), average, float(lane.max()), round_trip + costs.update[0])
+    return max(float((busy + update).max()), average, float((network + lane).max()), round_trip + costs.update[0])
 
 
 def _sums(place: NDArray[np.int64], values: Times, devices: int) -> Times:

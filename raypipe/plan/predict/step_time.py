@@ -39,7 +39,7 @@ class StepTime(NamedTuple):
     step: float
     """Steady time per step."""
     compute: float
-    """The same without gradient sums, barrier and updates."""
+    """The same without gathers, gradient sums, barrier and updates."""
     busy: float
     """Mean time that a device computes."""
 
@@ -72,16 +72,22 @@ def step_time(order: Order, costs: CostTable, sync: Sync, overheads: StepOverhea
         compute = period(bare, costs, order.graph)
         return StepTime(compute + max(each * u + a for u, a in zip(updates, all_reduces, strict=True)), compute, busy)
     if not overheads.waits(order):
-        whole = order.whole(sync if shared else None)
+        whole = order.whole(sync if shared else None, overheads.copies)
         norm: NormPolicy = "none" if overheads.norm == "none" else "optimistic"
         step = period(whole.schedule, costs, whole.graph, norm)
         nothing = (0.0,) * costs.stages
-        alone = replace(costs, all_reduce=nothing, update=nothing)
+        alone = replace(costs, all_reduce=nothing, update=nothing, gather=nothing, reduce_scatter=nothing)
         return StepTime(step, period(whole.schedule, alone, whole.graph, norm) if parts else step, busy)
-    done = walk(order.graph, costs.durations(bare, order.graph.tasks), costs.comm)
+    divided = bare.sharding is not None
+    alone = replace(costs, gather=(), reduce_scatter=()) if divided else costs
+    done = walk(order.graph, alone.durations(bare, order.graph.tasks), costs.comm)
     check_ran(order.graph, done)
     compute = max(done.end)
-    summed = _gradient_sync_end(order, done.end, costs, sync) if shared else compute
+    if divided:
+        whole = order.whole(sync if shared else None, overheads.copies)
+        summed = max(walk(whole.graph, _without_updates(whole, costs), costs.comm).end)
+    else:
+        summed = _gradient_sync_end(order, done.end, costs, sync) if shared else compute
     update = max(sum(costs.update[s] for s, _ in pairs) for pairs in held(bare))
     return StepTime(max(compute, summed) + overheads.norm_s + update, compute, busy)
 

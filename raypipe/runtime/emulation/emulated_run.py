@@ -19,9 +19,12 @@ from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
 from raypipe.runtime.communicators import Topology, rendezvous_of
 from raypipe.runtime.driver import QUEUED_STEPS
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup, EmulatedWorker
+from raypipe.runtime.shard.device_shards import shard_groups
 from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule, Versions
+from raypipe.schedule.kinds import NETWORK, SHARDED
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import edges, step_programs
@@ -48,7 +51,7 @@ class Links:
     message_bytes: float = 0.0
     """Size of an activation or a gradient between two stages."""
     gradient_bytes: float = 0.0
-    """Size of one stage's weight gradients, which are all-reduced over its holders."""
+    """Size of one stage's weight gradients, which are all-reduced over its holders; its weights are as large."""
 
     @property
     def seconds_per_message(self) -> float:
@@ -64,6 +67,10 @@ class Links:
             return 0.0
         share = 2 * (holders - 1) / holders
         return 2 * math.log2(holders) * self.latency_s + share * self.gradient_bytes / self.bytes_per_s
+
+    def gather_s(self, members: int) -> float:
+        """Return the time of a gather, or a reduce-scatter, over the devices of a shard group: half an all-reduce."""
+        return self.all_reduce_s(members) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +99,8 @@ def rehearsal(
 ) -> Rehearsal:
     """Make the step of ``replicas`` data-parallel copies of ``base``.
 
-    Stages with several holders all-reduce their gradients as late as possible (lazily), then update. The arguments are
-    those of ``emulate``.
+    Stages with several holders all-reduce their gradients as late as possible (lazily), then update. Of a sharded
+    schedule (``passes.shard``) the copies divide what its levels say. The arguments are those of ``emulate``.
 
     Raises:
         ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
@@ -103,12 +110,21 @@ def rehearsal(
     if norm not in NORMS[schedule.versions]:
         raise ScheduleError("norm", f"{schedule.name}'s updates wait for none", "use none, or with 2BW optimistic")
     holders = [len({held[s] for held in schedule.placement}) for s in range(schedule.stages)]
+    members = [1] * schedule.stages
+    if schedule.sharding is not None:
+        group = schedule.sharding.group or schedule.sharding.copies
+        members = [group if level else 1 for level in schedule.sharding.levels]
     return Rehearsal(
         schedule=schedule,
         costs=replace(
             costs,
             comm=tuple(c + links.latency_s for c in costs.links),
-            all_reduce=tuple(links.all_reduce_s(r) for r in holders),
+            all_reduce=tuple(
+                replace(links, gradient_bytes=links.gradient_bytes / m).all_reduce_s(r // m)
+                for r, m in zip(holders, members, strict=True)
+            ),
+            gather=tuple(t + links.gather_s(m) for t, m in zip(costs.gather, members, strict=True)),
+            reduce_scatter=tuple(t + links.gather_s(m) for t, m in zip(costs.reduce_scatter, members, strict=True)),
         ),
         copies=replicas,
         seconds_per_message=links.seconds_per_message,
@@ -233,12 +249,13 @@ def _setup(workers: WorkerGroup, what: Rehearsal) -> None:
         peers=tuple(x.peer for x in workers.locations),
         rendezvous=rendezvous_of(workers.locations),
         edges=edges(schedule),
-        groups=shared_groups(schedule.placement, ()),
+        groups=shared_groups(schedule.placement, ()) | shard_groups(schedule.sharding, schedule.placement),
         transport="auto",
         run_id=workers.run_id,
     )
     ways = parts(schedule)
     lowered = step_programs(schedule, ahead=what.norm == "optimistic")
+    waits, groups = _collectives(schedule)
     times = {part: [tuple(costs.durations(one, list(order))) for order in one.orders] for part, one in ways.items()}
     ray.get(
         [
@@ -252,12 +269,38 @@ def _setup(workers: WorkerGroup, what: Rehearsal) -> None:
                     durations={part: rows[rank] for part, rows in times.items()},
                     latency_s=costs.links,
                     seconds_per_message=what.seconds_per_message,
+                    waits=waits[rank],
+                    groups=groups[rank],
                     norm=what.norm,
                     clip_every=what.clip_every,
                 )
             )
             for rank, actor in enumerate(workers.actors)
         ]
+    )
+
+
+def _collectives(schedule: Schedule) -> tuple[list[tuple[tuple[int, ...], ...]], list[tuple[str, ...]]]:
+    """Per device and action of a sharded schedule: the collectives that it waits for, and the group of its own."""
+    sharding = schedule.sharding
+    if sharding is None:
+        return [()] * schedule.devices, [()] * schedule.devices
+    graph = link(schedule)
+    tasks = graph.tasks
+
+    def waits(i: int, first: int) -> tuple[int, ...]:
+        return tuple(p - first for p in graph.preds[i] if tasks[p].kind in NETWORK) if tasks[i].mbs else ()
+
+    def group(i: int) -> str:
+        kind, stage, _, replica = tasks[i]
+        if kind not in SHARDED or kind not in NETWORK:
+            return ""
+        return f"shards of stage {stage}, {sharding.members(replica, schedule.replicas)[0]}"
+
+    spans = list(pairwise(graph.first))
+    return (
+        [tuple(waits(i, first) for i in range(first, end)) for first, end in spans],
+        [tuple(group(i) for i in range(first, end)) for first, end in spans],
     )
 
 

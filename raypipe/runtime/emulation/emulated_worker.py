@@ -29,6 +29,7 @@ from raypipe.runtime.process import set_up_process
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, StageIOSpec, TakesIn, TensorSpec
 from raypipe.runtime.update.norm import Shares
+from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.latency import Comm, latency
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.norm_policy import NormPolicy
@@ -57,6 +58,10 @@ class EmulatedSetup:
     """Latency of messages between devices, without the transfer of their bytes; per link as in a cost table."""
     seconds_per_message: float
     """A message's bytes over the link's bandwidth; 0 for links without a limit."""
+    waits: tuple[tuple[int, ...], ...] = ()
+    """Of a sharded schedule: per action, the AG and RS actions of this device that it waits for."""
+    groups: tuple[str, ...] = ()
+    """Of a sharded schedule: per action, the name of the group of its AG or RS, else nothing."""
     norm: NormPolicy = "none"
     """What updates have to do with a global gradient norm."""
     clip_every: int = 0
@@ -97,14 +102,17 @@ class EmulatedRunner(ProgramRunner):
 
     def run_task(self, action: Action) -> None:
         """Wait as long as the task takes, preparing its messages meanwhile."""
-        begin = time.monotonic()
         self._index += 1
+        for index in self.setup.waits[self._index] if self.setup.waits else ():
+            wait_until(self.all_reduces.end_of(index))
+        begin = time.monotonic()
         duration = next(self._durations)
         for message in action.receives:
             if not message.local:
                 del self.p2p_buffers[self._slot(message)]
-        if action.task.kind == "AR":
-            self.all_reduces.join(self._index, action.task.stage, duration)
+        if action.task.kind in NETWORK:
+            group = self.setup.groups[self._index] if self.setup.groups else ""
+            self.all_reduces.join(self._index, action.task.stage, duration, group)
             return
         end = begin + duration
         stamps = []
