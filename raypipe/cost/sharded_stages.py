@@ -48,7 +48,7 @@ def with_sharding(
         return slowest
 
     def between_groups(stage: int, size: float) -> float:
-        holders = {copy * placed.width + row[stage] for copy in range(0, copies, group) for row in placed.rows}
+        holders = {placed.device(copy, row[stage]) for copy in range(0, copies, group) for row in placed.rows}
         layout = Layout.of(sorted(holders), placed.hosts)
         sharing = max(1, placed.busy // max(1, layout.per_host))
         return collective_seconds(profile, "all_reduce", size, layout, sharing)

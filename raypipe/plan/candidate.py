@@ -47,8 +47,8 @@ class Candidate(ParallelShape):
     """Where a searched order's stages are; see ``search.placements``."""
     update: RequestedNormPolicy = "auto"
     """What updates do about the global norm, where the job clips."""
-    balance: Balance = "stages"
-    """What the cut of the model balances."""
+    balance: Balance | Literal["memory"] = "stages"
+    """What the cut of the model balances. ``memory``: stages, each within its device's memory, where devices differ."""
 
     @classmethod
     def on(cls, grid: Grid, schedule: str, **more: Any) -> Candidate:
@@ -69,6 +69,15 @@ class Candidate(ParallelShape):
         if isinstance(found, ScheduleError):
             raise found
         return found
+
+    @property
+    def one_stage_each(self) -> bool:
+        """Whether every device of a copy holds one stage.
+
+        Raises:
+            ScheduleError: the family has no such form.
+        """
+        return self.form.placement == (tuple(range(self.stages)),)
 
     def sized(self, microbatch: int, microbatches: int) -> Candidate:
         """With micro-batches of another size, and so another number of them; a unit takes no more than there are."""

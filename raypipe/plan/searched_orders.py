@@ -52,7 +52,13 @@ def _targets(judges: Judges, ranked: Sequence[Prediction]) -> Iterator[tuple[Pre
     seen: set[object] = set()
     for p in ranked:
         c = p.candidate
-        if c.stages == 1 or p.form.versions != "flush" or p.keep is not None or p.recomputed is not None:
+        if (
+            c.stages == 1
+            or p.form.versions != "flush"
+            or p.keep is not None
+            or p.recomputed is not None
+            or c.balance == "memory"
+        ):
             continue
         for name, chunks, pipelines in (
             ("line", 1, 2),
