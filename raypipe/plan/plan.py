@@ -52,6 +52,11 @@ class MadeFor(Spec):
     kinds: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Ray's ``accelerator_type`` of each of these hosts, where devices are of several kinds."""
 
+    def bundle_kinds(self, together: int) -> tuple[str, ...]:
+        """The kind of each bundle of ``together`` ranks, in the order in which devices are numbered; empty: any."""
+        counts = zip(self.kinds, self.hosts, strict=False)
+        return tuple(kind for kind, ranks in counts for _ in range(ranks // together))
+
 
 ORDER = "plan: order"
 """Where errors of a plan's order are, until the plan file's name is known."""

@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 
 from raypipe.cost.kinds import of_kinds
-from raypipe.cost.profile import Profile
+from raypipe.cost.profile import LinkFit, Profile
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.best_first import best_first, rank_key
 from raypipe.plan.candidate import Candidate, grids
 from raypipe.plan.choose import choose, deepest
 from raypipe.plan.cut.uneven import cut_uneven
+from raypipe.plan.predict.on_hosts import on_hosts
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
@@ -183,3 +184,22 @@ def test_kinds_that_cannot_be_joined_are_refused():
         of_kinds([make_profile(4), make_profile(5)])
     with pytest.raises(ValueError, match="kind_of_host"):
         Profile.model_validate({**dict(make_profile(4)), "other_kinds": (make_profile(4),)})
+
+
+def test_on_other_hosts_of_the_kinds_it_is_predicted_anew():
+    """The devices of each kind are on hosts of their own instead of on one: links between hosts count."""
+    slow = LinkFit(alpha_s=0.02, beta_s_per_byte=0.0)
+    profile = mixed((2, 1.0, 8), (1, 1.3, 8), between=slow)
+    job = make_job(parallel={"auto": True, "schedule": "1f1b", "stages": 3})
+    plan = choose(job, profile, search_s=0).plan
+    assert (plan.made_for.hosts, plan.made_for.kinds) == ((2, 1), ("K0", "K1"))
+    assert on_hosts(plan, job, (2, 1), profile, ("K0", "K1")) is None
+    apart = on_hosts(plan, job, (1, 1, 1), profile, ("K0", "K0", "K1"))
+    assert apart.plan.predicted_step_s > plan.predicted_step_s
+    assert apart.plan.made_for.kinds == ("K0", "K0", "K1")
+    assert "(K0, K1), runs on 1 + 1 + 1 devices on 3 hosts (K0, K0, K1)" in apart.message
+    assert on_hosts(apart.plan, job, (1, 1, 1), profile, ("K0", "K0", "K1")) is None
+    strange = on_hosts(plan, job, (2, 1), profile, ("K0", "K9"))
+    assert strange.plan.predicted_step_s is None
+    one_kind = choose(job, make_profile(devices=4), search_s=0).plan
+    assert on_hosts(one_kind, job, one_kind.made_for.hosts, None, ("K0", "K1")).plan.predicted_step_s is None
