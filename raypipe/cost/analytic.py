@@ -35,7 +35,7 @@ def analytic_profile(
 
     Args:
         model: a GPT, as the cluster's ``software`` runs it; or the work of any other model's layers.
-        cluster: the machine.
+        cluster: the machine; with hosts of several kinds, the first.
         dtype: ``train.dtype``.
         sizes: micro-batch sizes, in samples.
         optimizer: ``train.optimizer``; it decides how many bytes an update moves.
@@ -60,8 +60,9 @@ def analytic_profile(
     shares: dict[str, float] = {str(k): v for k, v in device.efficiency_by_dtype.items()}
     rate = peaks[products] * 1e12 * shares.get(products, device.efficiency)
     return Profile(
-        source="analytic", device=device.name, dtype=dtype,
-        devices=cluster.devices, devices_per_host=cluster.devices_per_host, host_links=cluster.host_links,
+        source="analytic", device=device.name, accelerator_type=device.accelerator_type, dtype=dtype,
+        devices=cluster.hosts * cluster.devices_per_host, devices_per_host=cluster.devices_per_host,
+        host_links=cluster.host_links,
         memory_bytes=device.memory_gib * GIB, base_bytes=(1 - device.usable) * device.memory_gib * GIB,
         layers=tuple(_layer(work, device, rate, sizes) for work in works),
         tied_parameters=_tied(model, tied),

@@ -112,6 +112,8 @@ class Layout:
 def collective_seconds(profile: Profile, kind: Kind, size_bytes: float, layout: Layout, sharing: int = 1) -> float:
     """Return the seconds of one collective: from measurements of its kind if the profile has any, else by the formulas.
 
+    With several kinds of device it is as slow as with the slowest kind's links.
+
     Args:
         profile: links, hosts and measurements.
         kind: the collective.
@@ -121,6 +123,8 @@ def collective_seconds(profile: Profile, kind: Kind, size_bytes: float, layout: 
     """
     if layout.group <= 1 or size_bytes <= 0:
         return 0.0
+    if profile.other_kinds:
+        return max(collective_seconds(one, kind, size_bytes, layout, sharing) for one in profile.kinds)
     measured = [fit for fit in profile.collectives if fit.kind == kind]
     if measured:
         return from_measured(measured, layout.group, size_bytes)

@@ -15,6 +15,8 @@ class Hosts:
     """Devices of every host that ``counts`` does not list."""
     counts: tuple[int, ...] = ()
     """Devices of the first hosts, where they are not ``per_host`` each; at least 1."""
+    kinds: tuple[int, ...] = ()
+    """Kind of each of these hosts' devices, where there are several kinds; hosts of one kind follow one another."""
 
     @property
     def uniform(self) -> bool:
@@ -32,6 +34,14 @@ class Hosts:
                 return host
             device -= count
         return len(self.counts) + device // self.per_host
+
+    def kind_of(self, device: int) -> int:
+        """Return the kind of a device; 0 where all are of one kind.
+
+        >>> [Hosts(2, (2, 1), (0, 1)).kind_of(device) for device in range(3)]
+        [0, 0, 1]
+        """
+        return self.kinds[self.of(device)] if self.kinds else 0
 
     def of_first(self, devices: int) -> tuple[int, ...]:
         """Return how many of the first ``devices`` devices are on each host.

@@ -6,10 +6,11 @@ the machine. Times are in seconds, sizes in bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raypipe.cost.hosts import Hosts
 from raypipe.cost.noise import Noise
@@ -145,6 +146,8 @@ class Profile(Spec):
     source: Literal["measured", "analytic"]
     device: str
     """Name of the device for which the times are valid."""
+    accelerator_type: str = ""
+    """Ray's ``accelerator_type`` of the device's node; empty: the node has none, or it is not known."""
     dtype: str
     """``train.dtype`` of the job for which the times are valid."""
     taken_for: TakenFor | None = None
@@ -156,6 +159,10 @@ class Profile(Spec):
     hosts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
     """Devices of each host, where hosts differ, in the order in which devices are numbered; further hosts, and all
     of them if this is empty, have ``devices_per_host``."""
+    kind_of_host: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
+    """Kind of each of ``hosts``: 0 is this profile's, k is that of ``other_kinds[k - 1]``. Empty: there is one kind."""
+    other_kinds: Annotated[tuple[Profile, ...], Field(strict=False)] = ()
+    """Profiles of the cluster's other kinds of device, each as if there were no other; see ``cost/kinds.py``."""
     memory_bytes: Bytes
     """Total memory of one device."""
     base_bytes: Bytes = 0.0
@@ -184,14 +191,54 @@ class Profile(Spec):
     collectives: Annotated[tuple[CollectiveFit, ...], Field(strict=False)] = ()
     """Measured collectives; without any, their costs follow from the links."""
 
+    @model_validator(mode="after")
+    def _kinds_of_hosts(self) -> Profile:
+        """Check that every host has a kind, and every kind a profile of its own."""
+        if not self.other_kinds and not self.kind_of_host:
+            return self
+        known = self.kind_of_host and len(self.kind_of_host) == len(self.hosts)
+        if not known or max(self.kind_of_host) > len(self.other_kinds):
+            raise ValueError("kind_of_host must give each of hosts a kind that has a profile")
+        if any(other.other_kinds for other in self.other_kinds):
+            raise ValueError("a profile among other_kinds is of one kind")
+        if any(len(other.layers) != len(self.layers) for other in self.other_kinds):
+            raise ValueError("the profiles of all kinds of device must be of the same layers")
+        return self
+
     @property
     def placed(self) -> Hosts:
         """Which host each device is on."""
-        return Hosts(self.devices_per_host, self.hosts)
+        return Hosts(self.devices_per_host, self.hosts, self.kind_of_host)
 
-    def on_hosts(self, counts: tuple[int, ...]) -> Profile:
-        """Return the profile with ``counts`` devices on each host, in the order in which devices are numbered."""
-        return self.model_copy(update={"hosts": counts})
+    def on_hosts(self, counts: tuple[int, ...], kinds: tuple[int, ...] = ()) -> Profile:
+        """Return the profile with ``counts`` devices on each host, in the order in which devices are numbered.
+
+        ``kinds`` are those hosts' kinds, where there are several.
+        """
+        return self.model_copy(update={"hosts": counts, "kind_of_host": kinds})
+
+    @property
+    def kinds(self) -> tuple[Profile, ...]:
+        """The profile of each kind of device, as if there were no other."""
+        if not self.other_kinds:
+            return (self,)
+        own = self.model_copy(update={"other_kinds": (), "kind_of_host": (), "hosts": ()})
+        return (own, *self.other_kinds)
+
+    @property
+    def kind_name(self) -> str:
+        """What a plan calls this kind of device: Ray's accelerator type, else the device's name."""
+        return self.accelerator_type or self.device
+
+    @property
+    def device_names(self) -> str:
+        """The names of all kinds of device, for people."""
+        return " + ".join(kind.device for kind in self.kinds)
+
+    def each_kind(self, change: Callable[[Profile], Profile]) -> Profile:
+        """Return the profile with ``change`` made to that of every kind of device."""
+        changed = change(self)
+        return changed.model_copy(update={"other_kinds": tuple(map(change, self.other_kinds))})
 
     @property
     def process_bytes(self) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
+from typing import NamedTuple
 
 from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.hosts import Hosts
@@ -58,7 +59,55 @@ def stage_costs(
     """
     check_cut(profile, cut, placement)
     placed = Placed.of(placement, copies, profile.placed)
-    samples = microbatch * size
+    way = _Way(microbatch * size, size, split, together, recomputed)
+    holders = [placed.kinds((stage,)) for stage in range(len(cut))]
+    kinds = profile.kinds
+    tables = {kind: _table(kinds[kind], cut, placed, way) for kind in sorted(set().union(*holders))}
+    table = next(iter(tables.values())) if len(tables) == 1 else _slowest(tables, holders)
+    if not profile.tied_parameters:
+        return table
+    # Tied gradients are all-reduced after all others and before the updates; the first and last stage wait for it.
+    last = len(cut) - 1
+    tied = max(tied_seconds(kinds[kind], cut, placed) for kind in holders[0] | holders[last])
+    return replace(table, update=tuple(u + (tied if s in (0, last) else 0.0) for s, u in enumerate(table.update)))
+
+
+class _Way(NamedTuple):
+    """How a schedule runs a micro-batch; see ``stage_costs``."""
+
+    samples: float
+    size: float
+    split: bool
+    together: int
+    recomputed: Collection[int] | None
+
+
+def _slowest(tables: Mapping[int, CostTable], holders: Sequence[Collection[int]]) -> CostTable:
+    """Return the costs of stages by the slowest kind of device that holds each.
+
+    A message goes over the slower of its two ends' links.
+
+    Args:
+        tables: per kind, the costs if all devices were of that kind.
+        holders: per stage, the kinds of the devices that hold it.
+    """
+
+    def worst(values: Mapping[int, Sequence[float]], stage: int, also: Collection[int] = ()) -> float:
+        return max(values[kind][stage] for kind in {*holders[stage], *also})
+
+    names = ("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update")
+    by_name = {name: {kind: getattr(table, name) for kind, table in tables.items()} for name in names}
+    links = {kind: table.links for kind, table in tables.items()}
+    stages = range(len(holders))
+    return CostTable(
+        **{name: tuple(worst(values, s) for s in stages) for name, values in by_name.items()},
+        comm=tuple(worst(links, s, holders[s + 1]) for s in stages[:-1]) or 0.0,
+    )
+
+
+def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
+    """Return the costs of stages on devices of one kind, without the all-reduce of tied gradients."""
+    samples, size, split, together, recomputed = way
     stages = [[profile.layers[i] for i in layers] for layers in cut]
     share = crowding(profile, placed.busy)
     times = [stage_times(layers, samples, share) for layers in stages]
@@ -77,20 +126,14 @@ def stage_costs(
         recompute = [
             stage_times([profile.layers[i] for i in layers if i in recomputed], samples, share) for layers in cut
         ]
-    tied = tied_seconds(profile, cut, placed)
-    last = len(cut) - 1
     return CostTable(
         forward=tuple(t / size for t in forward),
         input_grad=tuple(t / size for t in inputs),
         weight_grad=tuple(t / size for t in weight),
         recompute=tuple((t.recompute + extra) / size for t in recompute),
         all_reduce=_all_reduces(profile, cut, placed),
-        # Tied gradients are all-reduced after all others and before the updates; the first and last stage wait for it.
-        update=tuple(
-            profile.update_s_per_parameter * parameters(profile, layers) + (tied if s in (0, last) else 0.0)
-            for s, layers in enumerate(cut)
-        ),
-        comm=_messages(profile, cut, placed, samples) if last else 0.0,
+        update=tuple(profile.update_s_per_parameter * parameters(profile, layers) for layers in cut),
+        comm=_messages(profile, cut, placed, samples) if len(cut) > 1 else 0.0,
     )
 
 
@@ -139,11 +182,32 @@ class Placed:
     width: int
     """Devices per copy."""
     hosts: Hosts
+    stride: int
+    """Copies that the devices are numbered for; more than ``copies`` where these are only some of them."""
 
     @staticmethod
     def of(rows: Sequence[Sequence[int]], copies: int, hosts: Hosts) -> Placed:
         """Build it from the first copy's placement."""
-        return Placed(tuple(map(tuple, rows)), copies, 1 + max(d for row in rows for d in row), hosts)
+        return Placed(tuple(map(tuple, rows)), copies, 1 + max(d for row in rows for d in row), hosts, copies)
+
+    def device(self, copy: int, position: int) -> int:
+        """Return the number, among the cluster's devices, of the device that is ``position`` in a copy.
+
+        Where devices are of several kinds, a position's devices in all copies follow one another, so that copies are
+        alike as far as the numbers of devices allow: a copy that were slower than the others would have them wait in
+        every all-reduce.
+
+        >>> Placed.of([(0, 1)], 2, Hosts(2, (2, 2), (0, 1))).device(1, 0)
+        1
+        """
+        return position * self.stride + copy if self.hosts.kinds else copy * self.width + position
+
+    def kinds(self, stages: Collection[int]) -> set[int]:
+        """Return the kinds of the devices, of all copies, that hold any of these stages."""
+        if not self.hosts.kinds:
+            return {0}
+        positions = {row[stage] for row in self.rows for stage in stages}
+        return {self.hosts.kind_of(self.device(copy, p)) for copy in range(self.copies) for p in positions}
 
     @property
     def one_per_host(self) -> bool:
@@ -153,7 +217,7 @@ class Placed:
     @property
     def turn(self) -> int:
         """Number of copies after which a copy begins at the same position on a host again."""
-        if not self.hosts.uniform:
+        if self.hosts.kinds or not self.hosts.uniform:
             return self.copies
         return self.hosts.per_host // gcd(self.width, self.hosts.per_host)
 
@@ -173,13 +237,13 @@ class Placed:
         return Layout(hosts, max(part.per_host for part in parts))
 
     def _layout(self, devices: Collection[int], copies: int) -> Layout:
-        return Layout.of([copy * self.width + d for copy in range(copies) for d in devices], self.hosts)
+        return Layout.of([self.device(copy, d) for copy in range(copies) for d in devices], self.hosts)
 
     def first_rows(self) -> Iterator[tuple[int, ...]]:
         """Yield the placement rows of the copies before their positions on hosts repeat."""
         for copy in range(min(self.copies, self.turn)):
             for row in self.rows:
-                yield tuple(copy * self.width + d for d in row)
+                yield tuple(self.device(copy, d) for d in row)
 
     @property
     def busy(self) -> int:
@@ -272,4 +336,4 @@ def with_cast_messages(profile: Profile, wire_dtype: WireDtype | None) -> Profil
         floats = layer.output_bytes if layer.output_floats is None else layer.output_floats
         return layer.model_copy(update={"message_bytes": layer.output_bytes - share * floats})
 
-    return profile.model_copy(update={"layers": tuple(map(one, profile.layers))})
+    return profile.each_kind(lambda kind: kind.model_copy(update={"layers": tuple(map(one, kind.layers))}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +29,8 @@ class DeviceModel(Spec):
     """A kind of device, as the analytic cost model describes it."""
 
     name: Annotated[str, Field(min_length=1)]
+    accelerator_type: str = ""
+    """Ray's name of it (``H100``): by it, a plan for several kinds of device finds them in a Ray cluster."""
     memory_gib: Above
     """Device memory in GiB."""
     usable: Annotated[float, Field(gt=0, le=1)] = 0.94
@@ -67,21 +69,35 @@ class CollectiveModel(LinkModel):
     """Pieces in flight at the same time. They share the bandwidth; their latencies overlap."""
 
 
-class ClusterSpec(Spec):
-    """A cluster. All its devices are of one kind."""
+class HostGroup(Spec):
+    """Hosts that are alike."""
 
-    name: Annotated[str, Field(min_length=1)]
     hosts: Positive
     devices_per_host: Positive = 1
     device: DeviceModel
     inside: LinkModel
     """Link between two devices of one host. May be left out if a host has one device."""
     between: LinkModel
-    """Link between two hosts. May be left out if there is one host."""
-    collective: CollectiveModel | None = None
-    """Link between hosts for collectives, if they use another path than messages; null: ``between``."""
+    """Link between two hosts. May be left out if there is one host. Between hosts that differ, the slower of their two
+    links counts."""
     host_links: Positive = 1
     """Links to other hosts that a host can use at the same time: its network cards."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of these hosts."""
+        return self.hosts * self.devices_per_host
+
+
+class ClusterSpec(HostGroup):
+    """A cluster. The keys of hosts and devices describe the first kind of host, ``other_hosts`` all others."""
+
+    name: Annotated[str, Field(min_length=1)]
+    other_hosts: Annotated[tuple[HostGroup, ...], Field(strict=False)] = ()
+    """Hosts whose devices are of another kind; ``between`` may be left out where it is that of the first kind. The
+    planner gives slow devices, and those with little memory, smaller stages."""
+    collective: CollectiveModel | None = None
+    """Link between hosts for collectives, if they use another path than messages; null: ``between``."""
     software: Software = "raypipe"
     """The framework whose kernels the costs describe. Others than raypipe serve to compare plans with published
     measurements; see ``cost/gpt_work.py``."""
@@ -94,22 +110,54 @@ class ClusterSpec(Spec):
         filled = dict(data)
         if filled.get("devices_per_host", 1) == 1 and "between" in filled:
             filled.setdefault("inside", filled["between"])
-        if filled.get("hosts") == 1 and "inside" in filled:
+        others = filled.get("other_hosts")
+        if isinstance(others, Sequence) and not isinstance(others, str):
+            filled["other_hosts"] = [_as_first(other, filled) for other in others]
+        elif filled.get("hosts") == 1 and "inside" in filled:
             filled.setdefault("between", filled["inside"])
         return filled
 
     @property
     def devices(self) -> int:
         """Total number of devices."""
-        return self.hosts * self.devices_per_host
+        return sum(group.hosts * group.devices_per_host for group in (self, *self.other_hosts))
+
+    @property
+    def kinds(self) -> tuple[ClusterSpec, ...]:
+        """The hosts of each kind as a cluster of their own."""
+        shared = {"name": self.name, "collective": self.collective, "software": self.software, "other_hosts": ()}
+        return tuple(
+            ClusterSpec.model_construct(**{**{key: getattr(group, key) for key in HostGroup.model_fields}, **shared})
+            for group in (self, *self.other_hosts)
+        )
+
+    def of_one_kind(self, where: str) -> ClusterSpec:
+        """Return the cluster, if all its devices are of one kind.
+
+        Raises:
+            SpecError: they are not; ``where`` is what needs one kind.
+        """
+        if self.other_hosts:
+            raise SpecError(
+                where, f"{self.name} has devices of several kinds, and this takes one kind of device",
+                "give a cluster file without other_hosts, of the kind that is meant",
+            )  # fmt: skip
+        return self
 
     def resized(self, devices: int) -> ClusterSpec:
         """Return a cluster of ``devices`` devices on hosts of the same kind, or on part of one host if that suffices.
 
         Raises:
-            SpecError: several hosts are needed and the last one would not be full.
+            SpecError: several hosts are needed and the last one would not be full, or hosts differ.
         """
         per_host = self.devices_per_host
+        if self.other_hosts and devices != self.devices:
+            raise SpecError(
+                "devices", f"{devices} devices of a cluster of {self.devices} whose hosts differ",
+                "leave it out, and describe in the cluster file the hosts that may be used",
+            )  # fmt: skip
+        if self.other_hosts:
+            return self
         if 1 <= devices <= per_host:
             return self.model_copy(update={"hosts": 1, "devices_per_host": devices})
         if devices < 1 or devices % per_host:
@@ -118,6 +166,18 @@ class ClusterSpec(Spec):
                 "devices", f"{devices} devices on hosts of {per_host}", f"use {below} or {below + per_host}"
             )
         return self.model_copy(update={"hosts": devices // per_host})
+
+
+def _as_first(other: Any, first: Mapping[str, Any]) -> Any:
+    """Fill in the links that other hosts may leave out."""
+    if not isinstance(other, Mapping):
+        return other
+    filled = dict(other)
+    if "between" in first:
+        filled.setdefault("between", first["between"])
+    if filled.get("devices_per_host", 1) == 1 and "between" in filled:
+        filled.setdefault("inside", filled["between"])
+    return filled
 
 
 def load_cluster(path: str | Path) -> ClusterSpec:

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from raypipe.atomic_write import write_whole
 from raypipe.job import DataSpec, GptSpec, HfSpec, ImportSpec, JobSpec, ParallelSpec, TrainSpec
-from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, LinkModel
+from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, HostGroup, LinkModel
 from raypipe.job.field_types import MOST, Spec
 
 COMMAND = "python -m raypipe.job.reference docs/reference"
@@ -58,6 +58,7 @@ JOB_SECTIONS: dict[str, type[Spec]] = {
 }
 CLUSTER_SECTIONS: dict[str, type[Spec]] = {
     "The file": ClusterSpec,
+    "other_hosts": HostGroup,
     "device": DeviceModel,
     "inside, between": LinkModel,
     "collective": CollectiveModel,

@@ -17,6 +17,7 @@ from raypipe.observe.summary import summarise
 if TYPE_CHECKING:
     from ray.train import Result
 
+    from raypipe.runtime.cluster.rank_order import DeviceKinds
     from raypipe.runtime.cluster.ray_train import RunRequest
 
 
@@ -66,7 +67,8 @@ def _run_locked(
         watch()
 
     try:
-        reservation = reserve(count, devices, prepared.job.train.wait_for_devices_s, waiting, together)
+        kinds = _kinds(prepared)
+        reservation = reserve(count, devices, prepared.job.train.wait_for_devices_s, waiting, together, kinds)
     finally:
         log.close()
     request = RunRequest(prepared.job, directory, prepared.resume, devices, reservation)
@@ -80,6 +82,16 @@ def _run_locked(
     made_for = prepared.plan.made_for
     promised = (_promised_s(prepared), made_for.device if made_for is not None else None)
     return _outcome(result, prepared), summarise(directory, plan, *promised, prepared.units)
+
+
+def _kinds(prepared: Prepared) -> DeviceKinds:
+    """Return the kinds of device that the plan is for."""
+    from raypipe.runtime.cluster.rank_order import DeviceKinds
+
+    parallel, made_for = prepared.plan.parallel, prepared.plan.made_for
+    if made_for is None:
+        return DeviceKinds()
+    return DeviceKinds(made_for.bundle_kinds(parallel.tensor), parallel.replicas)
 
 
 def _ended(request: RunRequest, watch: Callable[[], None]) -> Result | BaseException:

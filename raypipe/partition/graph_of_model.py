@@ -41,7 +41,7 @@ def graph_of_model(
         SpecError, RequestError: no such function, an input that cannot be read, or no such peak.
         CaptureError: the model cannot be captured.
     """
-    machine = this_machine(dtype, 1) if cluster is None else load_cluster(cluster)
+    machine = this_machine(dtype, 1) if cluster is None else load_cluster(cluster).of_one_kind(str(cluster))
     device = machine.device
     peaks = {str(k): v for k, v in device.peak_tflops.items()}
     if dtype not in peaks:

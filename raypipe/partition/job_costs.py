@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.kinds import of_kinds
+from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.profile import Profile
 from raypipe.cost.tensor import TensorRankWork, tensor_profile
 from raypipe.errors import CaptureError, SpecError
@@ -21,15 +23,18 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
         SpecError: the device has no peak for the job's arithmetic.
         CaptureError: the model cannot be captured.
     """
-    train = job.train
-    momentum = train.momentum > 0
+    train, tied = job.train, 0
+    model: GptSpec | list[LayerWork]
     if isinstance(job.model, GptSpec):
-        return analytic_profile(job.model, cluster, train.dtype, optimizer=train.optimizer, momentum=momentum)
-    found = job_pieces(divided(job, 1))
-    works = [tensor_rank.work for tensor_rank in found[1]]
-    return analytic_profile(
-        works, cluster, train.dtype, optimizer=train.optimizer, momentum=momentum, tied=tied_values(found)
-    )
+        model = job.model
+    else:
+        found = job_pieces(divided(job, 1))
+        model, tied = [tensor_rank.work for tensor_rank in found[1]], tied_values(found)
+    momentum = train.momentum > 0
+    return of_kinds([
+        analytic_profile(model, kind, train.dtype, optimizer=train.optimizer, momentum=momentum, tied=tied)
+        for kind in cluster.kinds
+    ])  # fmt: skip
 
 
 def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined: bool = False) -> Profile:
@@ -47,10 +52,13 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
     else:
         found = job_pieces(divided(job, size))
         tensor_ranks, tied = found[1], tied_values(found)
-    return tensor_profile(
-        tensor_ranks, cluster, train.dtype, size, sub_pipelined=sub_pipelined, optimizer=train.optimizer,
-        momentum=train.momentum > 0, tied=tied,
-    )  # fmt: skip
+    return of_kinds([
+        tensor_profile(
+            tensor_ranks, kind, train.dtype, size, sub_pipelined=sub_pipelined, optimizer=train.optimizer,
+            momentum=train.momentum > 0, tied=tied,
+        )
+        for kind in cluster.kinds
+    ])  # fmt: skip
 
 
 def shared_profiles(
@@ -70,7 +78,8 @@ def shared_profiles(
     sizes = group_sizes(cluster)
     if asked is not None and asked not in sizes:
         fix = f"use 1 or {' or '.join(map(str, sizes))}" if sizes else "use 1"
-        why = f"groups of {asked} do not divide a host of {cluster.devices_per_host} devices"
+        hosts = " or ".join(str(n) for n in sorted({kind.devices_per_host for kind in cluster.kinds}))
+        why = f"groups of {asked} do not divide a host of {hosts} devices"
         raise SpecError("parallel.tensor", why, fix)
     found = {}
     for size in sizes if asked is None else [asked]:
@@ -97,5 +106,5 @@ def tied_values(found: Kept) -> int:
 def group_sizes(cluster: ClusterSpec) -> list[int]:
     """Sizes of groups that share layers: groups stay inside a host, over whose links they sum in every layer
     (Narayanan et al. 2021, arXiv:2104.04473, takeaway 1)."""
-    per_host = cluster.devices_per_host
-    return [size for size in range(2, per_host + 1) if per_host % size == 0]
+    counts = [kind.devices_per_host for kind in cluster.kinds]
+    return [size for size in range(2, min(counts) + 1) if not any(count % size for count in counts)]

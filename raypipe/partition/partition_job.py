@@ -32,7 +32,7 @@ def partition_job(
         CaptureError: the model cannot be captured.
     """
     schedule = base_schedule(job.parallel, job.train.batch)
-    described = None if cluster is None else load_cluster(cluster)
+    described = None if cluster is None else load_cluster(cluster).of_one_kind(str(cluster))
     measured = None if profile is None else load_profile(profile)
     if measured is not None:
         check_profile(job, measured)

@@ -51,8 +51,8 @@ class Candidate(ParallelShape):
     """Where a searched order's stages are; see ``search.placements``."""
     update: RequestedNormPolicy = "auto"
     """What updates do about the global norm, where the job clips."""
-    balance: Balance = "stages"
-    """What the cut of the model balances."""
+    balance: Balance | Literal["memory"] = "stages"
+    """What the cut of the model balances. ``memory``: stages, each within its device's memory, where devices differ."""
     shard: Shard = "none"
     """What data-parallel copies divide."""
     gather: Gather = "unit"
@@ -89,6 +89,15 @@ class Candidate(ParallelShape):
     def shard_group(self) -> int:
         """Copies that divide a stage."""
         return 1 if self.shard == "none" else self.shard_replicas or self.replicas
+
+    @property
+    def one_stage_each(self) -> bool:
+        """Whether every device of a copy holds one stage.
+
+        Raises:
+            ScheduleError: the family has no such form.
+        """
+        return self.form.placement == (tuple(range(self.stages)),)
 
     def sized(self, microbatch: int, microbatches: int) -> Candidate:
         """With micro-batches of another size, and so another number of them; a unit takes no more than there are."""

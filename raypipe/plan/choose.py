@@ -283,6 +283,11 @@ def choose(
         for sharing, own in profiles.items()
     })  # fmt: skip
     count = devices or profile.devices
+    if profile.other_kinds and count > profile.devices:
+        raise SpecError(
+            "devices", f"{count} devices of a cluster that has {profile.devices}, of several kinds",
+            f"use at most {profile.devices}",
+        )  # fmt: skip
     every = [
         g for (tensor, halves), own in profiles.items()
         for g in grids(count, train.batch, deepest(job, own), 1, _largest(own), tensor, halves)
@@ -328,10 +333,12 @@ def choose(
     rows += sorted(rest, key=lambda row: (not row.prediction.fits, rank_key(row.prediction)))
     rows += list(_faster_but_too_large(chooser, found, best))
     c = best.candidate
-    hosts = tuple(c.tensor * n for n in judge.of(c).profile.placed.of_first(c.groups))
+    costed = judge.of(c).profile
+    hosts = tuple(c.tensor * n for n in costed.placed.of_first(c.groups))
+    kinds = tuple(costed.kinds[k].kind_name for k in costed.kind_of_host[: len(hosts)])
+    plan = plan_of(best, job).planned_for(job, profile.device_names, hosts, kinds)
     return Decision(
-        plan=plan_of(best, job).planned_for(job, profile.device, hosts), rows=tuple(rows), searched=found.searched,
-        timed=found.timed, seconds=time.monotonic() - began,
+        plan=plan, rows=tuple(rows), searched=found.searched, timed=found.timed, seconds=time.monotonic() - began,
         notes=tuple(_notes(rows, profile, shared, count, given, greedy)),
     )  # fmt: skip
 
@@ -350,6 +357,11 @@ def _notes(
     greedy: bool,
 ) -> Iterator[str]:  # fmt: skip
     """What a reader of the rows has to know."""
+    if profile.other_kinds:
+        yield (
+            f"Devices of several kinds, numbered in this order: {profile.device_names}. Each copy takes its share of "
+            "each kind. A stage that several devices hold is as slow as the slowest of them."
+        )
     ranked = sum(row.group == "ranked" for row in rows)
     if any(row.group == "compared" for row in rows):
         yield (

@@ -48,7 +48,15 @@ class MadeFor(Spec):
     decision: str
     """Digest of the decision, so that an edited plan is recognised."""
     hosts: Annotated[tuple[int, ...], Field(strict=False)] = ()
-    """Ranks on each host, in the order of ranks, as they were costed; empty: not known."""
+    """Ranks on each host, in the order of ranks, as they were costed; empty: not known. With several kinds of device,
+    in the order of ``kinds``, from which each data-parallel copy takes its share (``cost.stages.Placed.device``)."""
+    kinds: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Ray's ``accelerator_type`` of each of these hosts, where devices are of several kinds."""
+
+    def bundle_kinds(self, together: int) -> tuple[str, ...]:
+        """The kind of each bundle of ``together`` ranks, in the order in which devices are numbered; empty: any."""
+        counts = zip(self.kinds, self.hosts, strict=False)
+        return tuple(kind for kind, ranks in counts for _ in range(ranks // together))
 
 
 ORDER = "plan: order"
@@ -72,10 +80,15 @@ class Plan(Spec):
     made_for: MadeFor | None = None
     """The job and device that it was planned for; None if the planner did not make it."""
 
-    def planned_for(self, job: JobSpec, device: str, hosts: tuple[int, ...] = ()) -> Plan:
-        """Return a copy of this plan that records the job, device and ranks on each host it was planned for."""
+    def planned_for(
+        self, job: JobSpec, device: str, hosts: tuple[int, ...] = (), kinds: tuple[str, ...] = ()
+    ) -> Plan:  # fmt: skip
+        """Return a copy of this plan that records the job, device and ranks on each host it was planned for, and those
+        hosts' kinds where there are several."""
         keys = _predicted_from(job)
-        made = MadeFor(model=keys["model"], train=keys["train"], device=device, decision=self._decision(), hosts=hosts)
+        made = MadeFor(
+            model=keys["model"], train=keys["train"], device=device, decision=self._decision(), hosts=hosts, kinds=kinds
+        )
         return self.model_copy(update={"made_for": made})
 
     def _decision(self) -> str:

@@ -58,6 +58,7 @@ def _targets(judges: Judges, ranked: Sequence[Prediction]) -> Iterator[tuple[Pre
             or p.form.versions != "flush"
             or p.keep is not None
             or p.recomputed is not None
+            or c.balance == "memory"
         ):
             continue
         for name, chunks, pipelines in (

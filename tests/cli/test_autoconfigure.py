@@ -189,3 +189,46 @@ def test_nothing_fits(files, capsys) -> None:
     cluster.write_text(CLUSTER.replace("memory_gib: 4", "memory_gib: 0.01"))
     assert command(job, "--cluster", cluster) == 2
     assert "no plan fits" in capsys.readouterr().err
+
+
+MIXED = """
+name: two kinds
+hosts: 1
+devices_per_host: 1
+device: {name: fast, accelerator_type: F1, memory_gib: 4, peak_tflops: {float32: 1}, memory_gb_s: 100, efficiency: 0.5}
+between: {latency_us: 20, bandwidth_gb_s: 2}
+other_hosts:
+  - hosts: 1
+    device:
+      {name: slow, accelerator_type: S1, memory_gib: MEMORY, peak_tflops: {float32: 0.4}, memory_gb_s: 40,
+       efficiency: 0.5}
+"""
+
+
+@pytest.mark.parametrize("memory", [4.0, 0.25])
+def test_a_cluster_of_two_kinds(files, tmp_path, capsys, memory) -> None:
+    """The slow device, and all the more one with little memory, gets fewer layers; the plan names the kinds."""
+    job, cluster = files
+    cluster.write_text(MIXED.replace("MEMORY", str(memory)))
+    asked = ["--set", "parallel.stages=2", "--set", "parallel.schedule=1f1b", "--set", "parallel.auto=true"]
+    command = ["autoconfigure", str(job), "--cluster", str(cluster), "--json", "-o", str(tmp_path / "plan.json")]
+    assert run([*command, *asked, "--search", "0"]) == 0
+    decided = json.loads(capsys.readouterr().out.splitlines()[-1])
+    best, first = decided["best"], decided["candidates"][0]
+    assert first["fits"]
+    assert first["memory_bytes"][1] <= memory * 2**30
+    fast, slow = map(len, best["cut"])
+    assert slow < fast
+    assert best["made_for"]["kinds"] == ["F1", "S1"]
+    assert best["made_for"]["hosts"] == [1, 1]
+    assert "fast + slow" in decided["notes"][0]
+    assert load_plan(tmp_path / "plan.json").made_for.kinds == ("F1", "S1")
+
+
+def test_what_takes_one_kind_of_device_says_so(files, capsys) -> None:
+    job, cluster = files
+    cluster.write_text(MIXED.replace("MEMORY", "4"))
+    assert run(["autoconfigure", str(job), "--cluster", str(cluster), "--devices", "1"]) == 2
+    assert "whose hosts differ" in capsys.readouterr().err
+    assert run(["partition", str(job), "--cluster", str(cluster), "--stages", "2"]) == 2
+    assert "devices of several kinds" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from raypipe.cost.kinds import process_bytes
 from raypipe.cost.memory.parameter import parameter_bytes
 from raypipe.cost.memory.stage import StageMemory, shares_input, stage_memory
 from raypipe.cost.memory.terms import DeviceMemory
@@ -69,7 +70,7 @@ def device_memory(
     read = samples * schedule.microbatches * copies * (1 if versions is None else 2)
     setting = _Setting(
         schedule=schedule,
-        base=profile.process_bytes,
+        base=process_bytes(profile, schedule.devices, copies),
         stages=[
             stage_memory(profile, layers, samples, each, split=s in split, recomputed=recomputed)
             for s, layers in enumerate(cut)
@@ -93,7 +94,8 @@ class _Setting:
     """What holds for all devices of a schedule."""
 
     schedule: Schedule
-    base: float
+    base: Sequence[float]
+    """Per device."""
     stages: Sequence[StageMemory]
     shares_input: Sequence[bool]
     reads: Sequence[float]
@@ -131,7 +133,7 @@ def _fullest(
     more = [s for s, replica in own if replica != primary]
     moments = _Moments(
         DeviceMemory(
-            base=setting.base,
+            base=setting.base[device],
             weights=sum(shares[s].weights for s in first),
             optimizer=sum(shares[s].optimizer for s in first),
             inputs=max((setting.reads[s] for s, _ in own), default=0.0),

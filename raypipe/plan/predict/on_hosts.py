@@ -31,32 +31,50 @@ class OtherHosts(NamedTuple):
     """The two sets of hosts and the two predictions, for people."""
 
 
-def on_hosts(plan: Plan, job: JobSpec, came: tuple[int, ...], profile: Profile | None) -> OtherHosts | None:
+def on_hosts(
+    plan: Plan, job: JobSpec, came: tuple[int, ...], profile: Profile | None, kinds: tuple[str, ...] = ()
+) -> OtherHosts | None:  # fmt: skip
     """Return what changes if the plan's ranks are on other hosts than it was made for; None if nothing does.
 
     Args:
         plan: the plan.
         job: the job that it runs.
-        came: number of ranks on each host, in the order of ranks.
+        came: number of ranks on each host, in the order in which the planner numbers devices.
         profile: the profile that the plan was made with, if it is at hand.
+        kinds: the kind of accelerator on each of these hosts, "" where Ray names none.
 
     Raises:
         ClusterError: the ranks of a tensor-parallel group are on several hosts.
     """
     check_tensor_groups(plan.parallel.tensor, came)
-    if plan.made_for is None or plan.made_for.hosts in ((), came):
+    if plan.made_for is None:
         return None
-    planned, before_s = plan.made_for.hosts, plan.predicted_step_s
-    text = f"planned for {words(planned)}, runs on {words(came)}"
-    usable = profile is not None and plan.parallel.tensor == 1 and _is_of(profile, job, plan)
+    made_for = plan.made_for
+    several = len(set(kinds)) > 1
+    as_planned = made_for.hosts in ((), came) and (made_for.kinds == kinds if made_for.kinds else not several)
+    if as_planned or not made_for.hosts:
+        return None
+    planned, before_s = made_for.hosts, plan.predicted_step_s
+    text = f"planned for {words(planned)}{_of(made_for.kinds)}, runs on {words(came)}{_of(kinds) if several else ''}"
+    costed = [kind.kind_name for kind in profile.kinds] if profile is not None and profile.other_kinds else []
+    known = all(kind in costed for kind in kinds) if costed else not several
+    usable = profile is not None and plan.parallel.tensor == 1 and known and _is_of(profile, job, plan)
     if profile is None or before_s is None or not usable:
         none = plan.model_copy(update={"predicted_step_s": None, "made_for": None})
         return OtherHosts(none, f"{text}: its prediction does not apply, and there is no profile to make another")
-    there, here = (_step_s(plan, job, profile.on_hosts(counts)) for counts in (planned, came))
+    there, here = (
+        _step_s(plan, job, profile.on_hosts(counts, tuple(map(costed.index, of)) if costed else ()))
+        for counts, of in ((planned, made_for.kinds), (came, kinds))
+    )
     after_s = before_s * here / there
-    made_for = plan.made_for.model_copy(update={"hosts": came})
-    changed = plan.model_copy(update={"predicted_step_s": after_s, "made_for": made_for})
+    moved = made_for.model_copy(update={"hosts": came, "kinds": kinds if made_for.kinds else ()})
+    changed = plan.model_copy(update={"predicted_step_s": after_s, "made_for": moved})
     return OtherHosts(changed, f"{text}: predicted step {before_s:.4g} s there, {after_s:.4g} s here")
+
+
+def _of(kinds: Sequence[str]) -> str:
+    """Describe the kinds of accelerator of hosts."""
+    return f" ({', '.join(kind or 'no accelerator type' for kind in kinds)})" if kinds else ""
 
 
 def check_tensor_groups(size: int, came: Sequence[int]) -> None:

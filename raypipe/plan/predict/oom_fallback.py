@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe.cost.kinds import room_bytes
 from raypipe.cost.memory import StageMemory, kept_bytes, parameter_bytes, shares_input, stage_memory
 from raypipe.cost.profile import Profile
 from raypipe.job.recompute_layers import recomputed_after
@@ -82,9 +83,9 @@ class OOMFallback:
             if form.versions != "flush" and form.replicas * c.replicas > 1:
                 alone = [c.replicas * len(set(column)) == 1 for column in place.T]
                 held = held + np.where(alone, 0.0, stage["reduced"])
-        room = profile.memory_bytes - profile.process_bytes
-        if _by_device(place, held).max() * (1 - 1e-9) > room:
-            return divided
+        room = np.array(room_bytes(profile, c.stages, c.replicas))
+        if (_by_device(place, held) * (1 - 1e-9) > room).any():
+            return divided + self._within_memory(c)
         plain = c.recompute == "none" and c.memory_limit is None and not form.recomputes
         if not (SCHEDULES[c.schedule].fills and plain):
             return None
@@ -151,6 +152,7 @@ class OOMFallback:
         found = self._sharing(c)
         if c.level == 1 and any(way.level == 2 for _, way in found):
             return found  # what level 2 takes no longer for is not recomputed
+        found += self._within_memory(c)
         # Running ahead may be worth more than activations are, or less: both ways are tried.
         if c.update == "auto" and any(memory.undo for memory in p.memory):
             waiting = replace(c, update="wait")
@@ -163,6 +165,13 @@ class OOMFallback:
         if not c.form.recomputes and (c.memory_limit is None or self.judge.partly):
             found += self._recomputing_for(p)
         return found
+
+    def _within_memory(self, c: Candidate) -> list[tuple[float, Candidate]]:
+        """The candidate with a cut that leaves devices with little memory fewer layers, where devices differ."""
+        if not self.judge.profile.other_kinds or c.balance != "stages" or not c.one_stage_each:
+            return []
+        within = replace(c, balance="memory")
+        return [(self.judge.least(within), within)]
 
     def _limits(self, p: Prediction) -> list[int]:
         """Limits for a family that takes one: as many activations as there is room for, and some between that and what
@@ -184,7 +193,7 @@ class OOMFallback:
         microbatches, layers = [1.0] * p.candidate.stages, [1.0] * p.candidate.stages
         for d, (memory, one) in enumerate(zip(p.memory, self._largest(p), strict=True)):
             if memory.activations > 0:
-                room = memory.activations - (memory.total - p.capacity)
+                room = memory.activations - (memory.total - p.capacities[d])
                 microbatches[d] = min(1.0, max(0.0, (room + one) / memory.activations))
                 layers[d] = min(1.0, max(0.0, room / memory.activations))
         return self._recomputing(p.candidate, microbatches, layers)
@@ -254,8 +263,8 @@ class OOMFallback:
         """Activations of a stage that every device could hold beside everything else it holds."""
         size = float(p.form.size)
         most = [
-            (p.capacity - memory.total + memory.activations) / (one * size)
-            for memory, one in zip(p.memory, self._largest(p), strict=True)
+            (capacity - memory.total + memory.activations) / (one * size)
+            for capacity, memory, one in zip(p.capacities, p.memory, self._largest(p), strict=True)
         ]
         return max(0, floor(min(most)))
 

@@ -38,8 +38,8 @@ class Prediction:
     """Mean time that a device computes."""
     memory: tuple[DeviceMemory, ...]
     """Per device, at its fullest moment."""
-    capacity: float
-    """Memory of a device."""
+    capacities: tuple[float, ...]
+    """Memory of each device."""
     keep: tuple[float, ...] | None = None
     """Per stage, the share of micro-batches that are not recomputed (``full``: 0; ``microbatches``)."""
     recomputed: frozenset[int] | None = None
@@ -79,13 +79,18 @@ class Prediction:
 
     @property
     def fullest(self) -> int:
-        """The device that needs most."""
-        return max(range(len(self.memory)), key=self.memory_bytes.__getitem__)
+        """The device that lacks most, or has least to spare."""
+        return max(range(len(self.memory)), key=lambda d: self.memory_bytes[d] - self.capacities[d])
+
+    @property
+    def capacity(self) -> float:
+        """Memory of the fullest device."""
+        return self.capacities[self.fullest]
 
     @property
     def excess(self) -> float:
         """Bytes that the fullest device lacks; negative: spare."""
-        return max(self.memory_bytes) - self.capacity
+        return self.memory_bytes[self.fullest] - self.capacity
 
     @property
     def fits(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from raypipe.cost.collectives import Layout, collective_seconds
+from raypipe.cost.kinds import capacities, least_times
 from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sharded_stages import with_sharding
@@ -21,6 +22,7 @@ from raypipe.plan.cut.layers import NOISE, LayerCut, Placement, cut_layers, line
 from raypipe.plan.cut.line import bottlenecks
 from raypipe.plan.predict.at_scale import Figures, at_scale
 from raypipe.plan.predict.form import Form
+from raypipe.plan.predict.kinds_cut import KindsCut
 from raypipe.plan.predict.oom_fallback import OOMFallback, shares_kept
 from raypipe.plan.predict.orders import Keep, Order, Orders
 from raypipe.plan.predict.prediction import Cut, Prediction, stages_of
@@ -51,18 +53,22 @@ def without_noise(profile: Profile) -> Profile:
     They are measured at different moments; where the machine was busy at one of them, the choice between schedules that
     split the backward and those that do not would hang on that.
     """
-    layers = tuple(
-        layer.model_copy(
-            update={
-                "times": {
-                    n: t.model_copy(update={"joint": min(t.joint, t.input_grad + t.weight_grad)})
-                    for n, t in layer.times.items()
+
+    def of_kind(kind: Profile) -> Profile:
+        layers = tuple(
+            layer.model_copy(
+                update={
+                    "times": {
+                        n: t.model_copy(update={"joint": min(t.joint, t.input_grad + t.weight_grad)})
+                        for n, t in layer.times.items()
+                    }
                 }
-            }
+            )
+            for layer in kind.layers
         )
-        for layer in profile.layers
-    )
-    return profile.model_copy(update={"layers": layers})
+        return kind.model_copy(update={"layers": layers})
+
+    return profile.each_kind(of_kind)
 
 
 @dataclass(slots=True)
@@ -90,20 +96,28 @@ class Predictor:
     _whole: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], CostTable] = field(default_factory=dict)
     _oom_fallback: OOMFallback = field(init=False, repr=False, compare=False)
+    _kinds_cut: KindsCut = field(init=False, repr=False, compare=False)
+    _fastest: Profile = field(init=False, repr=False, compare=False)
+    """Every layer on the kind of device that is fastest for it; ``profile`` where there is one kind."""
 
     def __post_init__(self) -> None:
         self._oom_fallback = OOMFallback(self)
+        self._kinds_cut = KindsCut(self)
+        self._fastest = least_times(self.profile)
 
     def layer_times(self, microbatch: int) -> list[float]:
-        """Seconds of each layer for one micro-batch, there and back."""
+        """Seconds of each layer for one micro-batch, there and back, on the fastest device for it."""
         if microbatch not in self._layers:
-            times = [times_at(layer, microbatch) for layer in self.profile.layers]
+            times = [times_at(layer, microbatch) for layer in self._fastest.layers]
             self._layers[microbatch] = [t.forward + t.joint for t in times]
         return self._layers[microbatch]
 
     def cut(self, c: Candidate, form: Form | None = None) -> Cut:
         """The layers of each stage; ``form`` for a candidate that no family makes."""
-        placement = (c.form if form is None else form).placement
+        form = c.form if form is None else form
+        if self.profile.other_kinds:
+            return self._kinds_cut.of(c, form)
+        placement = form.placement
         even = None if c.balance == "stages" else self._device_cut(placement, c.microbatch)
         return self._stage_cut(len(placement[0]), c.microbatch).stages if even is None else even
 
@@ -134,6 +148,8 @@ class Predictor:
     def recut(self, c: Candidate) -> Candidate | None:
         """See ``Judge``."""
         form = c.form
+        if self.profile.other_kinds:  # cuts for several kinds of device balance stages
+            return None
         if c.balance == "devices" or form.stages * form.replicas == c.stages:
             return None
         return replace(c, balance="devices") if self._device_cut(form.placement, c.microbatch) else None
@@ -141,7 +157,18 @@ class Predictor:
     def costs(self, c: Candidate, form: Form | None = None) -> CostTable:
         """Of each stage, for a full micro-batch; ``form`` for a candidate that no family makes."""
         form = c.form if form is None else form
-        key = (c.microbatch, form.joint, form.placement, form.size, c.replicas, c.balance, c.level, c.shard_group)
+        within = self.cut(c, form) if c.balance == "memory" else None
+        key = (
+            c.microbatch,
+            form.joint,
+            form.placement,
+            form.size,
+            c.replicas,
+            c.balance,
+            c.level,
+            c.shard_group,
+            within,
+        )
         if key not in self._tables:
             self._tables[key] = self.costs_with_recompute(c, form)
         return self._tables[key]
@@ -203,14 +230,19 @@ class Predictor:
     def least_on(self, grid: Grid) -> float:
         """See ``Judge``: all work evenly on all devices, and one micro-batch there and back."""
         group = grid.replicas if self.divides and self.asked.get("shard") != "none" and grid.tensor == 1 else 1
-        if self._static(grid.stages, 3, group) > self.profile.memory_bytes:
+        if self._static(grid.stages, 3, group) > self._most_memory:
             return float("inf")
         there, back, split, inputs = self._sums(grid.microbatch)
         # Stage 0 may compute no input gradient; it takes no longer than the slowest stage of the best cut.
-        least = self._slowest(grid.microbatch)[grid.stages - 1]
+        least = inputs if self.profile.other_kinds else self._slowest(grid.microbatch)[grid.stages - 1]
         work = max(grid.microbatches * (there + min(back, split)) / grid.stages, there + inputs - least)
         busy = self.profile.placed.busy(grid.stages * grid.replicas)
-        return work * crowding(self.profile, busy) * (1 - 1e-9)
+        return work * min(crowding(kind, busy) for kind in self.profile.kinds) * (1 - 1e-9)
+
+    @property
+    def _most_memory(self) -> float:
+        """Of any device."""
+        return max(kind.memory_bytes for kind in self.profile.kinds)
 
     def _slowest(self, microbatch: int) -> list[float]:
         """By number of stages, the time of the slowest with the best cut."""
@@ -223,7 +255,7 @@ class Predictor:
         gradient or the joint backward, whichever is less.
         """
         if microbatch not in self._whole:
-            times = [times_at(layer, microbatch) for layer in self.profile.layers]
+            times = [times_at(layer, microbatch) for layer in self._fastest.layers]
             inputs = sum(t.input_grad for t in times)
             joint = sum(t.joint for t in times)
             apart = inputs + sum(t.weight_grad for t in times)
@@ -237,12 +269,13 @@ class Predictor:
         each = parameter_bytes(p.dtype, train.optimizer, train.momentum)
         shares = (group if level >= least else 1 for least in (3, 2, 1, 1))
         size = sum(part / share for part, share in zip(each, shares, strict=True))
-        return size * parameters(p, range(len(p.layers))) / stages + p.process_bytes
+        process = min(kind.process_bytes for kind in p.kinds)
+        return size * parameters(p, range(len(p.layers))) / stages + process
 
     def least(self, c: Candidate) -> float:
         """See ``Judge``."""
         form = c.form
-        if self._static(c.stages / form.replicas, c.level, c.shard_group) > self.profile.memory_bytes:
+        if self._static(c.stages / form.replicas, c.level, c.shard_group) > self._most_memory:
             return float("inf")
         collectives = least_collectives(c) if c.shard != "none" else NO_COLLECTIVES
         return least_step_seconds(
@@ -280,7 +313,7 @@ class Predictor:
             candidate=c, batch=self.train.batch, cut=self.cut(c),
             costs=self.costs(c) if recomputed is None else self.costs_with_recompute(c, c.form, recomputed),
             step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory(c, keep, recomputed),
-            capacity=self.profile.memory_bytes, keep=keep, recomputed=recomputed,
+            capacities=capacities(self.profile, c.stages, c.replicas), keep=keep, recomputed=recomputed,
         )  # fmt: skip
         return self.time(found) if found.fits or timed else found
 
@@ -291,7 +324,7 @@ class Predictor:
         found = Prediction(
             candidate=c, batch=self.train.batch, cut=self.cut(c, form), costs=self.costs(c, form),
             step_s=0.0, compute_s=0.0, busy_s=0.0, memory=self._order_memory(c, order, self.cut(c, form)),
-            capacity=self.profile.memory_bytes, order=schedule,
+            capacities=capacities(self.profile, c.stages, c.replicas), order=schedule,
         )  # fmt: skip
         return self.time(found, final=True)
 
@@ -366,10 +399,15 @@ class Predictor:
             recomputed=recomputed,
         )  # fmt: skip
 
+    def memory_with(self, c: Candidate, cut: Cut) -> tuple[DeviceMemory, ...]:
+        """Memory of each device with another cut than the candidate's."""
+        return self._memory(c, None, cut=cut)
+
     def _memory(
-        self, c: Candidate, keep: Keep | None, recomputed: frozenset[int] | None = None
+        self, c: Candidate, keep: Keep | None, recomputed: frozenset[int] | None = None, cut: Cut | None = None
     ) -> tuple[DeviceMemory, ...]:  # fmt: skip
-        cut = self.cut(c)
+        cut = self.cut(c) if cut is None else cut
+        most = capacities(self.profile, c.stages, c.replicas)
         remade = None if recomputed is None else stages_of(cut, recomputed)
 
         def measure(count: int, unit: int | None) -> Figures:
@@ -378,7 +416,7 @@ class Predictor:
             return np.array([value for device in devices for value in device.terms().values()])
 
         def too_large(found: Figures) -> bool:
-            return bool((found.reshape(c.stages, -1).sum(axis=1) > self.profile.memory_bytes).any())
+            return bool((found.reshape(c.stages, -1).sum(axis=1) > most).any())
 
         rows = self._at_scale(c, measure, known=too_large).reshape(c.stages, -1)
         return tuple(DeviceMemory(**dict(zip(TERMS, map(float, row), strict=True))) for row in rows)
@@ -408,11 +446,12 @@ class Predictor:
 
         Devices fill up independently of one another, so one bisection serves all of them.
         """
+        most = capacities(self.profile, c.stages, c.replicas)
         low, high = [0] * c.stages, [levels + 1] * c.stages  # holds, holds not
         while any(h - k > 1 for k, h in zip(low, high, strict=True)):
             level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
             for d, row in enumerate(memory(shares_kept(c.form, level, levels))):
-                if row.total <= self.profile.memory_bytes:
+                if row.total <= most[d]:
                     low[d] = level[d]
                 else:
                     high[d] = level[d]
@@ -427,6 +466,7 @@ class Predictor:
     def holds(self, c: Candidate) -> bool:
         """Whether the candidate fits, all recomputed if it recomputes; False for one that does not exist."""
         try:
-            return max(device.total for device in self._memory(c, None)) <= self.profile.memory_bytes
+            most = capacities(self.profile, c.stages, c.replicas)
+            return all(device.total <= limit for device, limit in zip(self._memory(c, None), most, strict=True))
         except ScheduleError:
             return False

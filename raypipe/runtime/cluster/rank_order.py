@@ -3,13 +3,18 @@
 The planner numbers devices host by host, but Ray places bundles in an order of its own. So a worker group's bundles
 are located first, and ranks are given in the order that ``in_rank_order`` makes. A bundle lies on one node, and each
 holds one tensor-parallel group: these never straddle nodes. Which of a bundle's GPUs its processes get is up to Ray.
+
+A plan for several kinds of device asks each of its bundles for one kind, by the resource ``accelerator_type:KIND`` that
+Ray gives to nodes; then bundles are in the plan's order of kinds, and every copy takes its share of each kind.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address
+from itertools import accumulate
 from typing import NamedTuple
 
 import ray
@@ -17,7 +22,10 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypipe.errors import ClusterError
+
 GpuId = int | str
+ACCELERATOR = "accelerator_type:"
 PROBE_S = 120.0
 """Time that the tasks that ask for GPU ids have to start."""
 
@@ -50,12 +58,99 @@ def in_rank_order(bundles: Iterable[Bundle]) -> list[Bundle]:
     return sorted(bundles, key=key)
 
 
-def bundles_in_rank_order(group: PlacementGroup, gpus: float) -> list[Bundle]:
+@dataclass(frozen=True, slots=True)
+class DeviceKinds:
+    """The kinds of device that a plan is for."""
+
+    bundles: tuple[str, ...] = ()
+    """Kind of each bundle, in the order in which the planner numbers devices; empty: any device will do."""
+    copies: int = 1
+    """Data-parallel copies."""
+
+    def in_rank_order(self, bundles: Iterable[Bundle]) -> list[Bundle]:
+        """Sort bundles, numbered as ``self.bundles``, by rank: see ``cost.stages.Placed.device``."""
+        if not self.bundles:
+            return in_rank_order(bundles)
+        bundles = list(bundles)
+        numbered = [
+            bundle for kind in dict.fromkeys(self.bundles)
+            for bundle in in_rank_order([one for one in bundles if self.bundles[one.number] == kind])
+        ]  # fmt: skip
+        return [numbered[i] for i in self.numbers()]
+
+    def numbers(self) -> list[int]:
+        """Return, for the bundle of each rank, its number in the planner's order."""
+        width = len(self.bundles) // self.copies
+        return [position * self.copies + copy for copy in range(self.copies) for position in range(width)]
+
+    def in_planners_order(self, by_rank: Sequence[str], together: int) -> list[str]:
+        """Return what is known of each rank in the planner's order of their devices."""
+        if not self.bundles:
+            return list(by_rank)
+        at = {number: rank for rank, number in enumerate(self.numbers())}
+        return [by_rank[at[n] * together + m] for n in range(len(at)) for m in range(together)]
+
+
+ANY_KINDS = DeviceKinds()
+"""Any device will do."""
+
+
+def resource_of(kind: str) -> str:
+    """Return the resource that Ray gives to every node with this kind of accelerator."""
+    return f"{ACCELERATOR}{kind}"
+
+
+def kind_of_node(resources: Mapping[str, float]) -> str:
+    """Return the kind of accelerator that a node's resources name; empty if they name none."""
+    return min((name.removeprefix(ACCELERATOR) for name in resources if name.startswith(ACCELERATOR)), default="")
+
+
+def kinds_on_hosts(nodes: Sequence[str], counts: Sequence[int]) -> tuple[str, ...]:
+    """Return the kind of accelerator on each host.
+
+    Args:
+        nodes: Ray's id of the node of every device.
+        counts: number of devices of each host, in the same order.
+    """
+    of_node = {node["NodeID"]: kind_of_node(node["Resources"]) for node in ray.nodes()}
+    starts = accumulate(counts, initial=0)
+    return tuple(of_node.get(nodes[start], "") for start, _ in zip(starts, counts, strict=False))
+
+
+def check_kinds(kinds: DeviceKinds, gpus: float, cpus: float, nodes: Iterable[Mapping[str, float]]) -> None:
+    """Check that nodes have enough devices of every kind that a plan is for.
+
+    Args:
+        kinds: the plan's kinds.
+        gpus: GPUs of each bundle.
+        cpus: CPUs of each bundle.
+        nodes: the total resources of each node.
+
+    Raises:
+        ClusterError: they have not; it says what there is.
+    """
+    what, each = ("GPU", gpus) if gpus else ("CPU", cpus)
+    has: Counter[str] = Counter()
+    for node in nodes:
+        has[kind_of_node(node)] += int(node.get(what, 0.0) / each + 1e-6) if each else 0
+    for kind, wanted in Counter(kinds.bundles).items():
+        if has[kind] < wanted:
+            there = ", ".join(f"{count} {name or 'without a type'}" for name, count in sorted(has.items()) if count)
+            raise ClusterError(
+                "plan", f"is for {wanted} devices of accelerator type {kind}, and the cluster has: {there or 'none'}",
+                "plan for this cluster: raypipe profile JOB.yaml -o PROFILE.json, then raypipe autoconfigure "
+                "JOB.yaml --profile PROFILE.json; nodes name their kind with ray start --resources "
+                f"'{{\"{resource_of(kind)}\": 1}}' where Ray does not find it",
+            )  # fmt: skip
+
+
+def bundles_in_rank_order(group: PlacementGroup, gpus: float, kinds: DeviceKinds) -> list[Bundle]:
     """Locate the bundles of a reserved placement group and return them in the order in which they get their ranks.
 
     Args:
         group: the placement group, all of whose bundles are reserved.
         gpus: number of GPUs of each bundle. With GPUs, a task in each bundle reports their ids.
+        kinds: the kinds of device that its bundles ask for.
     """
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -63,7 +158,7 @@ def bundles_in_rank_order(group: PlacementGroup, gpus: float) -> list[Bundle]:
     if gpus and len(set(nodes.values())) < len(bundles):
         found = ray.get([_ask_gpus(group, bundle.number, gpus) for bundle in bundles], timeout=PROBE_S)
         bundles = [bundle._replace(gpus=tuple(ids)) for bundle, ids in zip(bundles, found, strict=True)]
-    return in_rank_order(bundles)
+    return kinds.in_rank_order(bundles)
 
 
 def _ask_gpus(group: PlacementGroup, index: int, gpus: float) -> ray.ObjectRef:

@@ -32,6 +32,7 @@ from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.plan.predict.on_hosts import on_hosts
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.failure import failure_message, is_final, keep_traceback, own_error, root_cause
+from raypipe.runtime.cluster.rank_order import kinds_on_hosts
 from raypipe.runtime.cluster.reserve import Reservation
 from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
 from raypipe.runtime.communicators import own_address
@@ -143,7 +144,7 @@ def driver_loop(config: dict[str, Any]) -> None:
                 notify=lambda text: log.event("waiting", message=text),
             )  # fmt: skip
             try:
-                plan = _on_these_hosts(plan, job, workers, directory, log)
+                plan = _on_these_hosts(plan, request, workers, log)
                 driver = Driver(job, plan, directory, log, reporter.saved)
                 driver.run(workers, checkpoint, done)
             except Exception as error:
@@ -167,15 +168,19 @@ def driver_loop(config: dict[str, Any]) -> None:
             log.close()
 
 
-def _on_these_hosts(plan: Plan, job: JobSpec, workers: WorkerGroup, directory: Path, log: RunLog) -> Plan:
+def _on_these_hosts(plan: Plan, request: RunRequest, workers: WorkerGroup, log: RunLog) -> Plan:
     """Return the plan with its prediction for the hosts on which its workers are; what changes is logged and kept.
 
     Raises:
         ClusterError: a tensor-parallel group is on several hosts.
     """
-    came = devices_on_hosts([at.peer.node for at in workers.locations])
+    job, directory = request.job, request.directory
+    known = request.reservation.kinds
+    nodes = known.in_planners_order([at.peer.node for at in workers.locations], plan.parallel.tensor)
+    came = devices_on_hosts(nodes)
+    kinds = kinds_on_hosts(nodes, came)
     profile = load_profile(directory / PROFILE) if (directory / PROFILE).is_file() else None
-    found = on_hosts(plan, job, came, profile)
+    found = on_hosts(plan, job, came, profile, kinds)
     if found is None:
         return plan
     log.event("notice", message=found.message, hosts=came, predicted_step_s=found.plan.predicted_step_s)

@@ -17,12 +17,15 @@ from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from raypipe.errors import DevicesError
+from raypipe.runtime.cluster.autoscaler import autoscales
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.rank_order import bundles_in_rank_order
+from raypipe.runtime.cluster.rank_order import ANY_KINDS, DeviceKinds, bundles_in_rank_order, check_kinds, resource_of
 
 Notify = Callable[[str], None]
 FIRST_S, NEXT_S, LATER_S = 1.0, 5.0, 30.0
 """When a wait is first reported; the interval of reports in the first minute; and the interval after that."""
+LITTLE = 0.001
+"""Share of a node's ``accelerator_type`` that a bundle reserves: a mark, of which a node has 1."""
 POLL_S = 1
 """Ray's timeout for a placement group is in whole seconds."""
 
@@ -43,6 +46,8 @@ class Reservation:
     """What each device has of its bundle."""
     together: int = 1
     """Devices of each bundle."""
+    kinds: DeviceKinds = ANY_KINDS
+    """The kinds of device that the bundles ask for."""
 
     def for_attempt(self) -> Reservation:
         """Return the same reservation with a new id, for one attempt at the run."""
@@ -73,7 +78,7 @@ class Reservation:
 
     def in_rank_order(self) -> list[int]:
         """Return the bundle of each rank: ranks follow one another on a host, and hosts after one another."""
-        bundles = bundles_in_rank_order(self.group, self.request.bundle(self.together).get("GPU", 0.0))
+        bundles = bundles_in_rank_order(self.group, self.request.bundle(self.together).get("GPU", 0.0), self.kinds)
         return [bundle.number for bundle in bundles for _ in range(self.together)]
 
     def end_attempts(self) -> None:
@@ -89,19 +94,29 @@ class Reservation:
 
 
 def reserve(
-    devices: int, request: DeviceRequest, timeout_s: float | None, notify: Notify = silent, together: int = 1
-) -> Reservation:
+    devices: int, request: DeviceRequest, timeout_s: float | None, notify: Notify = silent, together: int = 1,
+    kinds: DeviceKinds = ANY_KINDS,
+) -> Reservation:  # fmt: skip
     """Reserve ``devices`` devices, waiting for them as ``Reservation.wait`` does.
 
     Each ``together`` of them are on one node: their bundle is one, which is stronger than a strategy of Ray's.
 
+    Where ``kinds`` names kinds of device, each bundle is on a node of its kind.
+
     Raises:
         DevicesError: they were not free within ``timeout_s``.
+        ClusterError: the cluster has no such kinds of device, and does not grow.
     """
     run_id = uuid.uuid4().hex[:8]
     bundles = [request.bundle(together) for _ in range(devices // together)]
+    if kinds.bundles:
+        gpus, cpus = (bundles[0].get(name, 0.0) for name in ("GPU", "CPU"))
+        if not autoscales():
+            check_kinds(kinds, gpus, cpus, (node["Resources"] for node in ray.nodes() if node["Alive"]))
+        for bundle, kind in zip(bundles, kinds.bundles, strict=True):
+            bundle[resource_of(kind)] = LITTLE
     group = placement_group(bundles, strategy="PACK", name=f"raypipe {run_id}")
-    reservation = Reservation(group, run_id, devices, request, together)
+    reservation = Reservation(group, run_id, devices, request, together, kinds)
     try:
         reservation.wait(timeout_s, notify)
     except BaseException:

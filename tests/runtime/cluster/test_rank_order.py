@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
@@ -11,7 +12,8 @@ from itertools import groupby
 import pytest
 
 from raypipe.cost.hosts import Hosts, devices_on_hosts
-from raypipe.runtime.cluster.rank_order import Bundle, in_rank_order
+from raypipe.cost.stages import Placed
+from raypipe.runtime.cluster.rank_order import Bundle, DeviceKinds, in_rank_order
 from tests.runtime.runs.killing import environment
 
 
@@ -52,13 +54,26 @@ def test_addresses_and_gpus_are_numbers_not_text() -> None:
     assert [b.number for b in named] == [1, 0]
 
 
+def test_copies_take_their_share_of_each_kind_as_the_costs_say() -> None:
+    """Ranks and ``cost.stages.Placed`` number the same devices, for every shape."""
+    for width, copies in itertools.product((1, 2, 3), (1, 2, 4)):
+        kinds = DeviceKinds(tuple("ab"[n % 7 > 3] for n in range(width * copies)), copies)
+        placed = Placed.of([tuple(range(width))], copies, Hosts(1, (1,) * width * copies, (0,) * width * copies))
+        numbers = [placed.device(copy, position) for copy in range(copies) for position in range(width)]
+        assert kinds.numbers() == numbers
+        by_rank = [f"{number}.{m}" for number in numbers for m in range(2)]
+        assert kinds.in_planners_order(by_rank, 2) == [f"{n}.{m}" for n in range(width * copies) for m in range(2)]
+
+
 CODE = """
 import json, logging, sys
 import ray
 from ray.cluster_utils import Cluster
-from raypipe.errors import SpecError
+from raypipe.errors import ClusterError, SpecError
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.cluster.devices import DeviceRequest
+from raypipe.runtime.cluster.rank_order import DeviceKinds, kind_of_node
+from raypipe.runtime.cluster.reserve import reserve
 from raypipe.runtime.cluster.worker_group import start_actors
 
 class Place:
@@ -68,16 +83,20 @@ class Place:
     def locate(self):
         return self.rank, self.title, ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
 
-def where(devices, request, together=1):
+def where(devices, request, together=1, kinds=None):
     titles = [f"device {d}" for d in range(devices)]
-    group = start_actors(titles, request, Place, 60.0, together=together)
+    held = None if kinds is None else reserve(devices, request, 60.0, together=together, kinds=kinds)
+    group = start_actors(titles, request, Place, 60.0, reservation=held, together=together)
     group.stop()
+    if held is not None:
+        held.give_back()
     return group.locations
 
 small = {"object_store_memory": 100 << 20, "dashboard_host": "127.0.0.1"}
 cluster = Cluster()
-for cpus, gpus in ((2, 0), (5, 0), (3, 0), (2, 2), (4, 4)):
-    cluster.add_node(num_cpus=cpus, num_gpus=gpus, **small)
+for cpus, gpus, kind in ((2, 0, "old"), (5, 0, None), (3, 0, "new"), (2, 2, None), (4, 4, None)):
+    marks = {} if kind is None else {"resources": {"accelerator_type:" + kind: 1}}
+    cluster.add_node(num_cpus=cpus, num_gpus=gpus, **small, **marks)
 ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
 cpu, gpu = DeviceRequest(1.0, 0.0), DeviceRequest(0.5, 1.0)
 found = {"all": where(16, cpu), "pairs": where(12, cpu, 2), "gpus": where(6, gpu), "gpu pairs": where(6, gpu, 2)}
@@ -85,6 +104,16 @@ try:
     connect(6, together=3)  # six GPUs, four on one node and two on the other
 except SpecError as error:
     found["refused"] = str(error)
+new_old = DeviceKinds(("new", "new", "old", "old"), copies=2)
+found["kinds"] = where(4, cpu, kinds=new_old)
+found["pairs, old first"] = where(4, cpu, 2, DeviceKinds(("old", "new")))
+names = {node["NodeID"]: kind_of_node(node["Resources"]) for node in ray.nodes()}
+for name in ("kinds", "pairs, old first"):
+    found[name] = [names[at[2]] for at in found[name]]
+try:
+    reserve(3, cpu, 60.0, kinds=DeviceKinds(("old", "old", "old")))
+except ClusterError as error:
+    found["too few"] = str(error)
 print(json.dumps(found))
 ray.shutdown()
 cluster.shutdown()
@@ -104,6 +133,10 @@ def test_ranks_of_five_nodes_lie_host_by_host() -> None:
         assert len(devices_on_hosts(nodes)) == len(set(nodes))  # each host's ranks follow one another
     pairs = [at[2] for at in found["pairs"]]
     assert pairs[::2] == pairs[1::2]
+    assert found["kinds"] == ["new", "old", "new", "old"]  # two copies, each with one of both kinds
+    assert found["pairs, old first"] == ["old", "old", "new", "new"]
+    assert "is for 3 devices of accelerator type old" in found["too few"]
+    assert "2 old" in found["too few"]
     for _, own in groupby(found["gpus"], lambda at: at[2]):
         gpus = [at[3] for at in own]
         assert gpus == sorted(gpus)

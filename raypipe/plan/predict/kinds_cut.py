@@ -1,0 +1,116 @@
+"""Cuts for clusters with several kinds of device: slow devices get little work, small ones what they can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.cost.kinds import capacities
+from raypipe.cost.memory import DeviceMemory, kept_bytes, parameter_bytes
+from raypipe.cost.profile import Profile
+from raypipe.cost.sizes import times_at
+from raypipe.cost.stages import Placed
+from raypipe.errors import ScheduleError
+from raypipe.job.train_spec import TrainSpec
+from raypipe.plan.candidate import Candidate
+from raypipe.plan.cut.uneven import cut_uneven
+from raypipe.plan.predict.form import Form
+from raypipe.plan.predict.prediction import Cut
+
+ROUNDS = 4
+"""Times that a cut is measured and made again until it fits: what is alive depends a little on the cut itself."""
+
+
+class MemoryOfCuts(Protocol):
+    """What the cuts ask of the predictor."""
+
+    profile: Profile
+    train: TrainSpec
+
+    def memory_with(self, c: Candidate, cut: Cut) -> tuple[DeviceMemory, ...]:
+        """The memory of each device of a copy with this cut."""
+
+
+@dataclass(slots=True)
+class KindsCut:
+    """Cuts for one job on one cluster."""
+
+    judge: MemoryOfCuts
+    _cuts: dict[object, Cut] = field(default_factory=dict)
+
+    def of(self, c: Candidate, form: Form) -> Cut:
+        """Return the cut with the fastest slowest stage, each stage as slow as the slowest device that holds it.
+
+        With ``balance: memory``, the fastest of those that fit each device's memory; where none does, the fastest. That
+        takes a device that holds one stage only.
+        """
+        within = c.balance == "memory"
+        plain = replace(c, recompute="none", sync="lazy") if within else None
+        key = (form.placement, c.replicas, c.microbatch, plain)
+        if key not in self._cuts:
+            costs = self._costs(c, form)
+            found = _cut(costs, None)
+            assert found is not None
+            self._cuts[key] = found if plain is None else self._within(plain, costs, found)
+        return self._cuts[key]
+
+    def _costs(self, c: Candidate, form: Form) -> list[list[float]]:
+        """Per stage, the seconds of each layer for one micro-batch, there and back."""
+        profile = self.judge.profile
+        placed = Placed.of(form.placement, c.replicas, profile.placed)
+        by_kind = []
+        for kind in profile.kinds:
+            times = [times_at(layer, c.microbatch) for layer in kind.layers]
+            by_kind.append([t.forward + t.joint for t in times])
+        return [
+            [max(layer) for layer in zip(*(by_kind[kind] for kind in placed.kinds((stage,))), strict=True)]
+            for stage in range(form.stages)
+        ]
+
+    def _within(self, c: Candidate, costs: Sequence[Sequence[float]], fastest: Cut) -> Cut:
+        """Return the fastest cut that fits, as far as known from what was alive with the cut before."""
+        profile, train = self.judge.profile, self.judge.train
+        each = parameter_bytes(profile.dtype, train.optimizer, train.momentum).total
+        state = _before([each * layer.parameters for layer in profile.layers])
+        kept = _before([kept_bytes(layer, c.microbatch, split=not c.form.joint) for layer in profile.layers])
+        most = capacities(profile, c.stages, c.replicas)
+        cut = fastest
+        for _ in range(ROUNDS):
+            try:
+                memory = self.judge.memory_with(c, cut)
+            except ScheduleError:
+                return fastest
+            if all(device.total <= limit for device, limit in zip(memory, most, strict=True)):
+                return cut
+            fits = []
+            for device, layers, limit in zip(memory, cut, most, strict=True):
+                own = slice(layers.start, layers.stop)
+                alive = device.activations / max(_run(kept, own), 1.0)
+                rest = device.total - device.activations - _run(state, own)
+                need = (state[None, :] - state[:, None]) + alive * (kept[None, :] - kept[:, None]) + rest
+                fits.append(need <= limit)
+            found = _cut(costs, fits)
+            if found is None or found == cut:
+                return fastest
+            cut = found
+        return cut
+
+
+def _cut(costs: Sequence[Sequence[float]], fits: Sequence[NDArray[np.bool_]] | None) -> Cut | None:
+    starts = cut_uneven(costs, fits)
+    if starts is None:
+        return None
+    return tuple(range(a, b) for a, b in pairwise((*starts, len(costs[0]))))
+
+
+def _before(values: Sequence[float]) -> NDArray[np.float64]:
+    return np.array([0.0, *accumulate(values)])
+
+
+def _run(before: NDArray[np.float64], own: slice) -> float:
+    return float(before[own.stop] - before[own.start])
