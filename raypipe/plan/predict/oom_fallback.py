@@ -106,7 +106,7 @@ class OOMFallback:
     def _sharing(self, c: Candidate) -> list[tuple[float, Candidate]]:
         """The candidate with more of its state divided: per size of the shard groups, the next ZeRO level whose shares
         alone are not too large. From a model on one device, also the ways that cut it into stages."""
-        if c.recompute != "none" or c.memory_limit is not None:
+        if c.recompute != "none" or c.memory_limit is not None or c.balance == "memory":
             return []
         found: list[tuple[float, Candidate]] = []
         for (_, schedule), ways in self._ways(c).items():
