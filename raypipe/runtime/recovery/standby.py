@@ -51,17 +51,18 @@ class StandbyPool:
         self._waiting.append((node, actor, actor.warm.remote()))
 
     def take(self, node: str) -> Any | None:
-        """Return a process that waits on a node, and start another one in its place; None if none is there."""
-        for one in self._waiting:
-            where, actor, warm = one
-            if where != node or not ray.wait([warm], timeout=0)[0]:
-                continue
+        """Return a process that waits on a node, or is on its way, and start another one; None if none is there."""
+        here = [one for one in self._waiting if one[0] == node]
+        ready = {warm for _, _, warm in here if ray.wait([warm], timeout=0)[0]}
+        for one in sorted(here, key=lambda one: one[2] not in ready):
+            _, actor, warm = one
             self._waiting.remove(one)
             self._start(node, dict(self._ranks)[node])
             try:
-                ray.get(warm)
+                if warm in ready:
+                    ray.get(warm)
             except ray.exceptions.RayError:
-                continue
+                continue  # it has died meanwhile
             return actor
         return None
 
