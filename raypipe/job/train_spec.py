@@ -74,6 +74,13 @@ class TrainSpec(Spec):
     ``--resume`` in a run directory without checkpoints begins with the newest copy. Null for no copies."""
     max_failures: Count = 3
     """Restarts from the last checkpoint before the run fails."""
+    recovery: Literal["in-place", "restart"] = "in-place"
+    """What happens when a worker dies. ``in-place``: where each of its stages has a copy (``parallel.replicas``,
+    Chimera's other direction), it alone is replaced, and its copies give it their state; at most one step is repeated.
+    ``restart``, and where there is no copy: the run restarts from the last checkpoint."""
+    standby: Count = 0
+    """Processes that wait, with torch imported, to replace a worker that dies, and so seconds sooner. Each takes a few
+    hundred MB of memory and no device."""
     wait_for_devices_s: Annotated[float, Field(ge=0)] | None = 3600.0
     """Seconds to wait for devices that other jobs use or that an autoscaler has to start; null for no limit."""
     message_timeout_s: float = 300.0

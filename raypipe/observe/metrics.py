@@ -62,7 +62,7 @@ MEMORY_PLANNED = Metric("raypipe_memory_planned_bytes", "Peak memory as planned;
 MEMORY_LIMIT = Metric(
     "raypipe_memory_limit_bytes", "A GPU's memory; of a host's CPU devices, an equal share of its memory.", ("device",)
 )
-RECOVERIES = Metric("raypipe_recoveries", "Restarts since the run began.")
+RECOVERIES = Metric("raypipe_recoveries", "Restarts, and workers replaced in place, since the run began.")
 REPLANS = Metric("raypipe_replans", "Plans changed while the run went on, since it began.")
 
 METRICS: Final = (

@@ -78,8 +78,18 @@ def summarise(
         "measured_step_s": step_s,
         "resumed_from": resumed_from,
         "counts": finished[-1]["counts"] if finished else None,
-        "recoveries": sum(e["event"] == "restarted" for e in this_run),
+        "recoveries": sum(e["event"] in ("restarted", "recovered") for e in this_run),
+        "in_place": _in_place([e for e in this_run if e["event"] == "recovered"]),
         "run_dir": str(directory),
+    }
+
+
+def _in_place(recovered: list[dict[str, Any]]) -> dict[str, Any]:
+    """Workers that were replaced while the others went on: how many times, the seconds of each, the steps repeated."""
+    return {
+        "count": len(recovered),
+        "seconds": [e["seconds"] for e in recovered],
+        "steps_repeated": sum(e["steps_repeated"] for e in recovered),
     }
 
 
@@ -135,9 +145,20 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     if (shared := _shared(result["devices"], result["cores"], result.get("core_wait"))) is not None:
         lines.append(f"cores            {shared}")
     if result["recoveries"]:
-        lines.append(f"recoveries       {result['recoveries']}")
+        lines.append(f"recoveries       {result['recoveries']}{_of_them(result.get('in_place'))}")
     lines.append(f"run directory    {result['run_dir']}")
     return lines
+
+
+def _of_them(in_place: dict[str, Any] | None) -> str:
+    """How many recoveries were in place, and how long they took."""
+    if not in_place or not in_place["count"]:
+        return ""
+    repeated = in_place["steps_repeated"]
+    return (
+        f", {in_place['count']} of them in place, {median(in_place['seconds']):.1f} s each (median), "
+        f"{repeated} step{'s' * (repeated != 1)} repeated"
+    )
 
 
 def _shared(devices: int | None, cores: int | None, waited: float | None) -> str | None:

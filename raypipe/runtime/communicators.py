@@ -105,6 +105,18 @@ class Communicators:
             self.close()  # so that the worker's next set-up can join another world
             raise
 
+    def leave(self) -> list[Any]:
+        """Close every channel, and return the groups: their connections end with the last reference to them.
+
+        Unlike ``close`` it may be called while collectives are under way, and never waits for them.
+        """
+        held: list[Any] = [self.world, *self.groups.values(), self.senders, self.receivers]
+        if dist.is_initialized():
+            held.append(dist.group.WORLD)
+        self.close()
+        self.world, self.groups, self.senders, self.receivers = None, {}, {}, {}
+        return held
+
     def close(self) -> None:
         """Close every channel and leave every group."""
         self.clock.close()

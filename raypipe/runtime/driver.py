@@ -7,6 +7,7 @@ Devices never wait for the driver inside a step: each of them has its whole step
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ from raypipe.plan.plan import Plan
 from raypipe.runtime.cluster.run_metrics import RunMetrics
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.early_stop import Patience, patience_of
+from raypipe.runtime.recovery.in_place import RECOVERABLE, InPlace, can_recover
+from raypipe.runtime.recovery.lost_results import completed, outcomes
+from raypipe.runtime.recovery.standby import StandbyPool
 from raypipe.runtime.run_checkpoints import RunCheckpoints, Saved
 from raypipe.runtime.set_up_workers import install, set_up
 from raypipe.runtime.step import StepResult, check_samples, communication_counts
@@ -72,6 +76,14 @@ class Driver:
         self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0, "p2p_bytes": 0}
         """Number of messages, their bytes and the collectives between devices in the newest step."""
         self.memory_bytes: list[int] = []
+        self.in_place: InPlace | None = None
+        """Replaces workers that die; None where a run cannot go on without any of them."""
+        self._validated = self._saved = -1
+        """Number of steps done at the newest validation that was collected, and at the newest checkpoint."""
+        self._to_save: tuple[int, float, bool] | None = None
+        """What the newest validation has decided: number of steps, its loss, whether it is the best."""
+        self._collected_at = 0.0
+        """When the newest step was collected."""
         self._pending: deque[_Ticket] = deque()
         self._unread: _Ticket | None = None
         """The newest step, where its result has to be asked for; see ``_read``."""
@@ -105,19 +117,27 @@ class Driver:
         if self.job.train.early_stop is not None:
             self.patience = patience_of(self.directory, self.job.train.early_stop, done)
         self.checkpoints.resume(checkpoint, done)
-        self._setup(workers, checkpoint, done)
+        recovers = can_recover(
+            self.job.model_copy(update={"parallel": self.running.plan.parallel}), self.schedule, workers
+        )
+        self._setup(workers, checkpoint, done, recovers)
+        nodes = [at.peer.node for at in workers.locations]
+        pool = StandbyPool(workers.places, nodes, self.job.train.standby if recovers else 0)
+        if recovers:
+            self.in_place = InPlace(self.job, self.directory, pool)
         self.metrics.begin(workers.run_id.partition("-")[0], workers.locations)
         try:
             last = self._loop(workers, done)
             self.controller.finish(self.clock)
             self._log_events(last)
         finally:
+            pool.stop()
             self.metrics.close()
         self.memory_bytes = ray.get(workers.call("memory_bytes"))
 
-    def _setup(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
-        measures = self.controller.measures_memory
-        per_rank = set_up(workers, self.job, self.running, self.directory, checkpoint, search_recompute=measures)
+    def _setup(self, workers: WorkerGroup, checkpoint: Path | None, done: int, recovers: bool) -> None:
+        self._measures = self.controller.measures_memory
+        per_rank = set_up(workers, self.job, self.running, self.directory, checkpoint, self._measures, done, recovers)
         for name in sorted({name for _, joint in per_rank for name in joint}):
             self.log.event("notice", message=f"the weight gradient of {name} cannot wait: it is computed in B")
         self.log.event(
@@ -133,8 +153,7 @@ class Driver:
     def _loop(self, workers: WorkerGroup, done: int) -> int:
         """Queue and collect everything; return the number of steps done."""
         try:
-            steps_done = self._fill(workers, done)
-            self._collect_all()
+            steps_done = self._steps(workers, done)
         except (DivergenceError, SampleCountError) as error:
             if isinstance(error, DivergenceError):
                 self.metrics.diverged()
@@ -145,6 +164,66 @@ class Driver:
         if self.patience is not None and self.patience.exhausted and steps_done < self.job.train.steps:
             self.log.event("early_stop", step=steps_done, message=str(self.patience))
         return steps_done
+
+    def _steps(self, workers: WorkerGroup, done: int) -> int:
+        """Run everything, replacing workers that die; return the number of steps done."""
+        begun = done
+        while True:
+            try:
+                ended = done > begun and self._finish_step(workers, done)
+                steps_done = done if ended else self._fill(workers, done)
+                self._collect_all()
+                return steps_done
+            except RECOVERABLE as error:
+                if self.in_place is None:
+                    raise
+                done = self._recover(workers, self.in_place, error)
+
+    def _recover(self, workers: WorkerGroup, in_place: InPlace, error: Exception) -> int:
+        """Replace the workers that died; return the number of steps done, all of them collected."""
+        recovered = in_place.recover(workers, self.running, error, self._measures)
+        done = recovered.done
+        while self._pending:
+            ticket = self._pending[0]
+            results = outcomes(ticket.refs)
+            if ticket.step > done:
+                pass  # it is queued again
+            elif None not in results:
+                self._collect(ticket)
+            elif ticket.kind == "step" and ticket.step == done and recovered.facts is not None:
+                self._collect_step(ticket, completed(results, recovered.facts), timed=False)
+            elif ticket.step < done:  # nobody has the parameters of that step any more
+                raise error
+            self._pending.popleft()
+        self._unread = None
+        self.clock.pause()
+        self._collected_at = time.monotonic()
+        fields = {
+            "devices": [workers.titles[rank] for rank in recovered.replaced],
+            "pids": [workers.locations[rank].pid for rank in recovered.replaced],
+            "from_standby": recovered.from_pool,
+            "steps_repeated": recovered.repeated,
+            "seconds": recovered.seconds,
+            "message": recovered.cause,
+        }
+        self.log.event("recovered", step=done, **fields)
+        self.metrics.event("recovered", fields)
+        return done
+
+    def _due(self, done: int, stop: str | None) -> tuple[bool, bool]:
+        """Return whether to validate and to save after ``done`` steps; ``stop``: why the run ends there, if it does."""
+        train = self.job.train
+        last = done == train.steps or stop is not None
+        evaluates = last or bool(train.eval_every and done % train.eval_every == 0)
+        return evaluates, last or bool(train.checkpoint_every and done % train.checkpoint_every == 0)
+
+    def _finish_step(self, workers: WorkerGroup, done: int) -> bool:
+        """Queue again what was to follow a step and was not collected; return whether the run ends there."""
+        stop = asked_to_stop(self.directory)
+        self._queue_after(workers, done, *self._due(done, stop))
+        if stop is not None and done < self.job.train.steps:
+            self.log.event("early_stop", step=done, message=stop)
+        return stop is not None
 
     def _fill(self, workers: WorkerGroup, done: int) -> int:
         """Queue all calls of the run, collecting the oldest ones meanwhile.
@@ -157,9 +236,7 @@ class Driver:
             if self.patience is not None and self.patience.exhausted:
                 break
             stop = asked_to_stop(self.directory)
-            last = step + 1 == train.steps or stop is not None
-            evaluates = last or bool(train.eval_every and (step + 1) % train.eval_every == 0)
-            saves = last or bool(train.checkpoint_every and (step + 1) % train.checkpoint_every == 0)
+            evaluates, saves = self._due(step + 1, stop)
             part = (fills, evaluates or saves) if self.schedule.versions != "flush" else WHOLE
             fills = part[1]
             self._take_next_plan(workers, step)
@@ -168,30 +245,37 @@ class Driver:
             self._read(workers)
             if any(at.peer.device != "cpu" for at in workers.locations):
                 self._unread = ticket
-            if last or evaluates or saves:
+            if evaluates or saves:
                 self._read(workers)
-            if evaluates:
-                refs = [ref for batch in range(train.eval_batches) for ref in workers.call("evaluate", batch)]
-                self._pending.append(_Ticket("eval", step + 1, refs, self.clock))
-            save = _Ticket("save", step + 1, [], self.clock)
-            if evaluates and train.keeps_best:
-                # Whether to save depends on the validation loss, and only the validated parameters may be saved, so
-                # nothing is queued until it is known. The devices wait for the driver once per validation.
-                self._collect_all()
-                save.val_loss = loss = self.last_metrics["val_loss"]
-                save.best = self.checkpoints.improves(loss)
-                saves = saves or save.best or (self.patience is not None and self.patience.exhausted)
-            if saves:
-                save.refs = workers.call("save", self.checkpoints.folder(step + 1))
-                self._pending.append(save)
+            self._queue_after(workers, step + 1, evaluates, saves)
             while sum(t.kind == "step" for t in self._pending) > QUEUED_STEPS:
-                self._collect(self._pending.popleft())
+                self._collect_oldest()
             queued = step + 1
             if stop is not None:
                 if queued < train.steps:
                     self.log.event("early_stop", step=queued, message=stop)
                 break
         return queued
+
+    def _queue_after(self, workers: WorkerGroup, done: int, evaluates: bool, saves: bool) -> None:
+        """Queue the validation and the save after ``done`` steps, unless they have been collected before."""
+        train = self.job.train
+        if evaluates and self._validated < done:
+            refs = [ref for batch in range(train.eval_batches) for ref in workers.call("evaluate", batch)]
+            self._pending.append(_Ticket("eval", done, refs, self.clock))
+        save = _Ticket("save", done, [], self.clock)
+        if evaluates and train.keeps_best:
+            # Whether to save depends on the validation loss, and only the validated parameters may be saved, so
+            # nothing is queued until it is known. The devices wait for the driver once per validation.
+            self._collect_all()
+            if self._to_save is None or self._to_save[0] != done:
+                loss = self.last_metrics["val_loss"]
+                self._to_save = (done, loss, self.checkpoints.improves(loss))
+            _, save.val_loss, save.best = self._to_save
+            saves = saves or save.best or (self.patience is not None and self.patience.exhausted)
+        if saves and self._saved < done:
+            save.refs = workers.call("save", self.checkpoints.folder(done))
+            self._pending.append(save)
 
     def _read(self, workers: WorkerGroup) -> None:
         """Ask for the result of the newest step, which a GPU has only been given when ``run_step`` returns.
@@ -204,7 +288,11 @@ class Driver:
 
     def _collect_all(self) -> None:
         while self._pending:
-            self._collect(self._pending.popleft())
+            self._collect_oldest()
+
+    def _collect_oldest(self) -> None:
+        self._collect(self._pending[0])
+        self._pending.popleft()  # not before: where that fails, it is still to be collected
 
     def _collect(self, ticket: _Ticket) -> None:
         results = ray.get(ticket.refs)
@@ -214,8 +302,10 @@ class Driver:
         ticket.clock.pause()
         if ticket.kind == "eval":
             self._collect_validation(ticket.step, results)
+            self._validated = ticket.step
         else:
             self.checkpoints.commit(ticket.step, results, self.last_metrics, ticket.val_loss, ticket.best)
+            self._saved = ticket.step
 
     def _collect_validation(self, step: int, results: list[StepResult]) -> None:
         batches = self.job.train.eval_batches
@@ -229,7 +319,8 @@ class Driver:
         if self.patience is not None:
             self.patience.saw(step, loss)
 
-    def _collect_step(self, ticket: _Ticket, results: list[StepResult]) -> None:
+    def _collect_step(self, ticket: _Ticket, results: list[StepResult], timed: bool = True) -> None:
+        """Take in a step; ``timed``: all devices have reported the times of their tasks."""
         step, train, tensor = ticket.step, self.job.train, self.running.plan.parallel.tensor
         check_samples(f"step {step}", results, train.batch)
         loss = math.fsum(r.loss_sum for r in results)
@@ -242,8 +333,12 @@ class Driver:
             self.log.event("undone", step=step, grad_norm=norm)
         # The tensor-parallel ranks of a device run in lockstep, so the times of the first one stand for all.
         devices = results[::tensor]
-        step_s, bubble_ratio = ticket.clock.add(ticket.part, [r.times for r in devices])
-        self.counts |= communication_counts(results, tensor)
+        if timed:
+            step_s, bubble_ratio = ticket.clock.add(ticket.part, [r.times for r in devices])
+            self.counts |= communication_counts(results, tensor)
+        else:  # all of it counts as idle, because nearly all of it was
+            step_s, bubble_ratio = max(1e-9, time.monotonic() - self._collected_at), 1.0
+        self._collected_at = time.monotonic()
         self.last_metrics |= {"loss": loss}
         row = {
             "step": step,
@@ -256,7 +351,7 @@ class Driver:
         }
         self.log.metric(row)
         self.metrics.step(row, ticket.clock, devices)
-        if ticket.clock is self.clock:  # False for a step that was queued before the plan changed
+        if timed and ticket.clock is self.clock:  # False for a step that was queued before the plan changed
             self.controller.observe(MeasuredStep(step_s, [r.memory for r in devices], self.clock))
             self._log_events(step)
 

@@ -19,6 +19,7 @@ from raypipe.runtime.allocated import PeakMeter, allocated_bytes
 from raypipe.runtime.backward.segments import RecomputeBoundaries
 from raypipe.runtime.backward.stack import stacked, unstacked
 from raypipe.runtime.backward.weight_casts import Casts
+from raypipe.runtime.recovery.ledger import Ledger
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.shard.device_shards import DeviceShards
 from raypipe.runtime.stage.computation import Microbatches, StageComputation
@@ -87,6 +88,8 @@ class Executor(ProgramRunner):
         self._scales: dict[int, Tensor] = {}
         self.measures = False
         """Whether to measure memory in every step."""
+        self.ledger: Ledger | None = None
+        """What the devices tell one another of each step, where one that dies is replaced in place."""
 
     def run(self, program: Program, step: int, lr: float, split: Split = "train") -> StepResult:
         """Run one step, or one validation batch, to its end; see ``start``."""
@@ -115,6 +118,8 @@ class Executor(ProgramRunner):
         self._recomputed_bytes: dict[int, int] = {}
         if self.training:
             self._completes = completed_by(program)
+            if self.ledger is not None:
+                self.ledger.begun = step + 1
             self.sync.begin_step((a.task.stage, a.task.replica) for a in program.actions if a.task.kind == "AR")
         meter = PeakMeter(self.settings.device) if self.measures and self.training else None
         with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
@@ -139,7 +144,7 @@ class Executor(ProgramRunner):
             self._collect(key)
             self.sync.launch(key, self._seen(key))
         elif kind == "U":
-            self._update((task.stage, task.replica))
+            self.update_stage((task.stage, task.replica))
         elif kind == "AG":
             self.shards.stages[task.stage, task.replica].gather()
         elif kind == "RS":
@@ -356,14 +361,29 @@ class Executor(ProgramRunner):
             if action.task.kind == "AR" and (action.task.stage, action.task.replica) in completed:
                 times[i, 1] = completed[(action.task.stage, action.task.replica)]
         self._squares.append(self.updates.begin(self.program.ahead is not None, self.outgoing.push))
+        if self.ledger is not None:
+            self.ledger.tell(self.step, self._squares[-1], *self._loss_so_far())
+            if not self.updates.pending:  # else ``commit`` waits: until then the update can be taken back
+                self.ledger.wait(self.outgoing.push)
 
-    def _update(self, key: StageKey) -> None:
+    def _loss_so_far(self) -> tuple[float, int]:
+        """Return this device's share of the step's loss, and the samples in it, once all its forwards are done."""
+        losses = self._losses.get(self.step, [])
+        if not losses or self.settings.tensor_rank > 0:
+            return 0.0, 0
+        total = float(torch.stack(losses).double().sum()) / self.feed.targets(self.split, self.step)
+        return total, self._counted.get(self.step, 0)
+
+    def update_stage(self, key: StageKey) -> None:
+        """Update a stage replica, as the step's norm policy wants it."""
         if self._stashes:
             self._collect(key)
             self._squares.append(self.sync.norm_squared())
         self.casts.drop()
         self.updates.make(key, self.lr)
         self._move_statistics(key)
+        if self.ledger is not None:
+            self.ledger.updated.add(key)
 
     def _seen(self, key: StageKey) -> Tensor | None:
         """Return this replica's share of the step's batch statistics (``running_statistics``); None without any."""
@@ -392,6 +412,10 @@ class Executor(ProgramRunner):
     def commit(self, wait: bool = True) -> bool | None:
         """See ProgramRunner.commit. Call it before anything but the next step reads weights or optimizer state."""
         pending = self.updates.pending
+        if pending and self.ledger is not None:
+            if not wait and not self.ledger.heard():
+                return None
+            self.ledger.wait(self.outgoing.push)
         stands = self.updates.commit(self.outgoing.push, wait)
         if pending and stands is not None:
             self.casts.drop()

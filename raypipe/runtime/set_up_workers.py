@@ -31,7 +31,7 @@ from raypipe.schedule.sharding.members import shard_members
 
 def set_up(
     workers: WorkerGroup, job: JobSpec, running: Running, directory: Path, checkpoint: Path | None,
-    search_recompute: bool,
+    search_recompute: bool, done: int = 0, recovers: bool = False,
 ) -> list[tuple[int, list[str]]]:  # fmt: skip
     """Set up every worker for the first step.
 
@@ -42,6 +42,8 @@ def set_up(
         directory: the run's directory, with the prepared data in ``data``.
         checkpoint: where to read parameters and optimizer state from; None to start afresh.
         search_recompute: whether the recomputed layers may change during the run; memory is then measured.
+        done: number of steps that ``checkpoint`` was trained for.
+        recovers: whether a device that dies is replaced in place.
 
     Returns:
         Per rank, the number of parameters (elements) it holds, and the names of the parameters whose weight gradient
@@ -52,6 +54,15 @@ def set_up(
         ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
     check_hosts(workers, directory, job.train.message_timeout_s)
+    setups = setups_of(workers, job, running, directory, checkpoint, search_recompute, done, recovers)
+    return list(ray.get(workers.call_each("setup", [(one,) for one in setups])))
+
+
+def setups_of(
+    workers: WorkerGroup, job: JobSpec, running: Running, directory: Path, checkpoint: Path | None,
+    search_recompute: bool, done: int, recovers: bool,
+) -> list[Setup]:  # fmt: skip
+    """Return what every worker is sent, by rank; see ``set_up``."""
     plan, schedule, _ = running
     tensor = plan.parallel.tensor
     job = job.model_copy(update={"parallel": plan.parallel})
@@ -94,18 +105,16 @@ def set_up(
         data=directory / "data",
         fields=fields,
         checkpoint=checkpoint,
+        done=done,
+        recovers=recovers,
     )
     workers.process_groups = setup.topology.process_groups()
-    calls = []
-    for rank, actor in enumerate(workers.actors):
+    found = []
+    for rank in range(len(workers.actors)):
         device, tensor_rank = tensor_rank_of(rank, tensor)
         own = {part: rows[device] for part, rows in train.items()}
-        calls.append(
-            actor.setup.remote(
-                replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device])
-            )
-        )
-    return list(ray.get(workers.note(calls)))
+        found.append(replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device]))
+    return found
 
 
 def install(workers: WorkerGroup, running: Running, measures_memory: bool) -> None:

@@ -46,6 +46,10 @@ class Setup:
     """Layers that an R task recomputes; None for all of its stage."""
     sharding: Sharding | None = None
     """What the data-parallel copies of a stage divide; None: nothing."""
+    done: int = 0
+    """Number of steps done before."""
+    recovers: bool = False
+    """Whether a device that dies is replaced in place (``recovery``)."""
     search_recompute: bool = False
     """Whether ``recomputed`` may change during the run; memory is then measured."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raypipe.checkpoint import ShardInfo, open_checkpoint, write_shard
+from raypipe.checkpoint import Checkpoint, ShardInfo, open_checkpoint, write_shard
 from raypipe.data import open_data
 from raypipe.errors import TransportError
 from raypipe.models import DTYPES, build_model
@@ -29,6 +29,12 @@ from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.process import choose_precision, heap_bytes, set_up_cuda, set_up_process
+from raypipe.runtime.recovery.ledger import Ledger
+from raypipe.runtime.recovery.parting import parts_when_lost
+from raypipe.runtime.recovery.standing import Facts, Standing
+from raypipe.runtime.recovery.survivor import part, settle
+from raypipe.runtime.recovery.transfer import receive_stage, send_stage
+from raypipe.runtime.recovery.twins import Transfer
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.shard.state import gathered_state, read_shards
@@ -73,6 +79,8 @@ class StageWorker:
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         set_up_process(self.device)
         self.memory_reports = MemoryReports(self.device)
+        self.parted: Standing | None = None
+        """How far this device was when it left the groups that it had shared with one that died; None if it is in."""
 
     def __repr__(self) -> str:
         return self.title
@@ -107,15 +115,77 @@ class StageWorker:
             CheckpointError: the checkpoint does not fit the model.
         """
         self._leave()
-        self.setup_data = setup
+        self._begin(setup)
+        self._build(setup)
+        checkpoint = None
+        if setup.checkpoint is not None:
+            checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
+            for key, module in self.modules.items():
+                read_state(checkpoint, module, self.optimizers[key], setup.tied, setup.tensor_rank, self._divided(key))
+                if key in self.shards.stages:
+                    read_shards(checkpoint, self.shards.stages[key], self.optimizers[key])
+        self._assemble(setup, checkpoint)
+        # These objects live as long as the run, so the garbage collector need not scan them again.
+        gc.collect()
+        gc.freeze()
+        joint = [name for m in self.modules.values() for name in m.joint_names]
+        return sum(p.numel() for m in self.modules.values() for p in m.named.values()), joint
+
+    def _begin(self, setup: Setup) -> None:
+        """Join the other devices."""
+        self.setup_data, self.parted = setup, None
         self.started: dict[int, StartedStep] = {}
-        job = setup.job
-        choose_precision(self.device, job.train.tf32)
-        if job.train.deterministic:
+        choose_precision(self.device, setup.job.train.tf32)
+        if setup.job.train.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.communicators = communicators = Communicators(setup.rank, setup.topology, self._backend(setup.topology))
-        groups = own_groups(communicators.groups, setup.device, setup.tensor_rank, setup.tensor)
-        plan = build_model(job, setup.fields, setup.tensor_rank)
+        self.communicators = Communicators(setup.rank, setup.topology, self._backend(setup.topology))
+
+    def part(self) -> Standing:
+        """Leave the channels and groups for good, because a device has died; say how far this one is.
+
+        It does nothing more until ``rejoin``.
+        """
+        if self.parted is None:
+            set_group(Alone())
+            self.parted = part(self.executor, self.communicators)
+        return self.parted
+
+    @raises_device_errors
+    def rejoin(self, setup: Setup, moved: Sequence[Transfer], facts: Facts | None) -> None:
+        """Join the others again after one has been replaced, in the state after ``setup.done`` steps.
+
+        Args:
+            setup: as that of ``setup``, for the new members. Its checkpoint is not read.
+            moved: the state that replacements receive from others, in one order for all.
+            facts: see ``survivor.settle``.
+
+        Raises:
+            TransportError: another worker cannot be reached.
+        """
+        survives = self.parted is not None
+        if self.parted is not None:
+            settle(self.executor, self.parted, setup.done, facts)
+        self._begin(setup)
+        if not survives:
+            self._build(setup)
+        world = self.communicators.world
+        assert world is not None
+        for one in moved:
+            if one.sender == self.rank:
+                send_stage(world, one.receiver, self.modules[one.source], self.optimizers[one.source])
+            elif one.receiver == self.rank:
+                receive_stage(world, one.sender, self.modules[one.target], self.optimizers[one.target])
+        self._assemble(setup)
+
+    def _own_groups(self, setup: Setup) -> dict[str, dist.ProcessGroup]:
+        """Return this process's groups by the names that its device has for them."""
+        return own_groups(self.communicators.groups, setup.device, setup.tensor_rank, setup.tensor)
+
+    def _build(self, setup: Setup) -> None:
+        """Build the stages and their optimizers."""
+        job = setup.job
+        groups = self._own_groups(setup)
+        self.plan = plan = build_model(job, setup.fields, setup.tensor_rank)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): StageModule(
@@ -130,13 +200,11 @@ class StageWorker:
         self.optimizers = {
             key: make_optimizer(job.train, self._updated(key), lambda p: pieces.get(p, p.dim())) for key in self.modules
         }
-        checkpoint = None
-        if setup.checkpoint is not None:
-            checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
-            for key, module in self.modules.items():
-                read_state(checkpoint, module, self.optimizers[key], setup.tied, setup.tensor_rank, self._divided(key))
-                if key in shards.stages:
-                    read_shards(checkpoint, shards.stages[key], self.optimizers[key])
+
+    def _assemble(self, setup: Setup, checkpoint: Checkpoint | None = None) -> None:
+        """Make the executor of the stages, on the open communicators."""
+        job, communicators, shards = setup.job, self.communicators, self.shards
+        plan, groups = self.plan, self._own_groups(setup)
         rule = setup.versions
         versions = {} if rule == "flush" else {k: WeightVersions(m, rule) for k, m in self.modules.items()}
         if checkpoint is not None:
@@ -154,7 +222,8 @@ class StageWorker:
         )
         # An update that has to be undone is noticed by each process when it looks; members must do so in step.
         # The same holds for those that divide a stage: a step begun again gathers it again, on all of them.
-        together = setup.tensor > 1 or bool(shards.stages)
+        # And running statistics that an update has moved cannot be taken back.
+        together = setup.tensor > 1 or bool(shards.stages) or (setup.recovers and plan.batch_statistics)
         update: RequestedNormPolicy = "wait" if together else job.parallel.update
         settings = StepSettings(
             seed=job.train.seed, microbatches=setup.microbatches,
@@ -172,11 +241,8 @@ class StageWorker:
         )  # fmt: skip
         self.executor.measures = setup.search_recompute
         self.group = self._tensor_group(groups)
-        # These objects live as long as the run, so the garbage collector need not scan them again.
-        gc.collect()
-        gc.freeze()
-        joint = [name for m in self.modules.values() for name in m.joint_names]
-        return sum(p.numel() for m in self.modules.values() for p in m.named.values()), joint
+        if setup.recovers and communicators.world is not None:
+            self.executor.ledger = Ledger(communicators.world, self.modules, setup.done)
 
     def _updated(self, key: StageKey) -> list[nn.Parameter]:
         """Return what the optimizer of a stage replica updates: whole parameters, and its pieces of divided ones."""
@@ -221,6 +287,7 @@ class StageWorker:
             self.__dict__.pop(name, None)
 
     @raises_device_errors
+    @parts_when_lost
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult | None:
         """Run training step ``step``, counted from 0; the returned times are on the run's shared clock.
 
@@ -234,6 +301,7 @@ class StageWorker:
         return None
 
     @raises_device_errors
+    @parts_when_lost
     def result(self, step: int) -> StepResult:
         """Wait for the end of a step that ``run_step`` has queued, and return its result.
 
@@ -251,6 +319,7 @@ class StageWorker:
         return replace(result, times=times, device_memory=self.memory_reports.due())
 
     @raises_device_errors
+    @parts_when_lost
     def install(
         self, train: dict[Part, Program], evaluate: Program, recomputed: frozenset[int] | None, measures: bool
     ) -> None:
@@ -270,11 +339,13 @@ class StageWorker:
         self.executor.measures = measures
 
     @raises_device_errors
+    @parts_when_lost
     def evaluate(self, batch: int) -> StepResult:
         """Run the forward of validation batch ``batch``."""
         return self.executor.run(self.setup_data.evaluate, batch, 0.0, split="val")
 
     @raises_device_errors
+    @parts_when_lost
     def save(self, directory: Path) -> tuple[ShardInfo | None, str | None]:
         """Write the parameters and optimizer state of the stages whose first holder is this device.
 

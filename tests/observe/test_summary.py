@@ -155,6 +155,19 @@ def test_a_restart_is_a_recovery_and_its_steps_count_once(log, tmp_path) -> None
     assert "recoveries       1" in summary_lines(result)
 
 
+def test_a_replaced_worker_is_a_recovery_in_place(log, tmp_path) -> None:
+    log.event("run", resume=False)
+    log.event("started", devices=[], resumed_from=None)
+    for number in range(1, 5):
+        step(log, number)
+        if number < 3:
+            log.event("recovered", step=number, devices=["stage 0"], seconds=float(number), steps_repeated=number - 1)
+    result = summarise(tmp_path, PLAN)
+    assert result["recoveries"] == 2
+    assert result["in_place"] == {"count": 2, "seconds": [1.0, 2.0], "steps_repeated": 1}
+    assert "recoveries       2, 2 of them in place, 1.5 s each (median), 1 step repeated" in summary_lines(result)
+
+
 def test_recoveries_of_an_earlier_run_are_its_own(log, tmp_path) -> None:
     log.event("run", resume=False)
     log.event("started", devices=[], resumed_from=None)

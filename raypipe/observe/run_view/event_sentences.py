@@ -44,6 +44,10 @@ def _sentences(row: dict[str, Any]) -> list[str]:
         return [f"failed: {row['message']}"]
     if kind == "restarted":
         return [f"restarting from {row['checkpoint'] or 'the start'}"]
+    if kind == "recovered":
+        repeated = "one step repeated" if row["steps_repeated"] else "no step repeated"
+        who = ", ".join(row["devices"])
+        return [f"{step}replaced {who} in {row['seconds']:.1f} s, {repeated}: {row['message']}"]
     if kind == "notice":
         return [f"note: {row['message']}"]
     return []

@@ -86,6 +86,9 @@ class RunMetrics:
         if name == "predicted":
             predicted = (declared.STEP_PREDICTED, "step_s"), (declared.BUBBLE_PREDICTED, "bubble_ratio")
             self._hold((metric, fields[key], {}) for metric, key in predicted)
+        elif name == "recovered":
+            self._counts[declared.RECOVERIES] += 1
+            self._hold([(declared.RECOVERIES, float(self._counts[declared.RECOVERIES]), {})])
         elif name == "replanned":
             self._counts[declared.REPLANS] += 1
             self._hold([(declared.REPLANS, float(self._counts[declared.REPLANS]), {})])
@@ -139,7 +142,10 @@ class RunMetrics:
         events = read_rows(self.directory / EVENTS)
         begun = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
         kinds = Counter(e["event"] for e in events[begun:])
-        self._counts = {declared.RECOVERIES: kinds["restarted"], declared.REPLANS: kinds["replanned"]}
+        self._counts = {
+            declared.RECOVERIES: kinds["restarted"] + kinds["recovered"],
+            declared.REPLANS: kinds["replanned"],
+        }
         yield from ((metric, float(count), {}) for metric, count in self._counts.items())
         if self._plan.predicted_step_s is not None:
             yield declared.STEP_PREDICTED, self._plan.predicted_step_s, {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,38 @@ CALLS = 64
 more than are ever queued, and few enough that a long run does not keep all results alive."""
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The bundles that workers are started in."""
+
+    place: Reservation
+    bundles: list[int]
+    """Per rank, the bundle of its device."""
+    actor_class: type
+
+    def start(self, rank: int, title: str, again: int = 0) -> Any:
+        """Start the worker of a rank; ``again`` counts those that had this place before in the same attempt."""
+        number = f".{again}" if again else ""
+        options = self.options(rank, f"{title} · device {rank} · {self.place.run_id}{number}")
+        return ray.remote(self.actor_class).options(**options).remote(rank, title)
+
+    def options(self, rank: int, name: str) -> dict[str, Any]:
+        """Return the options of an actor called ``name`` that runs on a rank's device."""
+        request = self.place.request
+        # One compute thread per device, because the host's cores are shared by several devices.
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if request.gpus == 0 else {}
+        return {
+            "name": name,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.place.group, placement_group_bundle_index=self.bundles[rank]
+            ),
+            "num_cpus": request.cpus,
+            "num_gpus": request.gpus,
+            "runtime_env": {"env_vars": threads} if threads else {},
+            "max_restarts": 0,
+        }
+
+
 @dataclass(slots=True)
 class WorkerGroup:
     """The running workers of one attempt, by rank."""
@@ -35,6 +67,8 @@ class WorkerGroup:
     run_id: str
     keeps_devices: bool = False
     """Whether the devices stay reserved for the run's next attempt."""
+    places: Places | None = None
+    """Where a worker that dies can be started again; None if nobody knows."""
     process_groups: int = 0
     """Process groups that the newest set-up made."""
     calls: deque[Any] = field(init=False)
@@ -46,6 +80,12 @@ class WorkerGroup:
     def call(self, method: str, *args: object) -> list[Any]:
         """Queue one call on every actor, in rank order; return the references."""
         return self.note([getattr(actor, method).remote(*args) for actor in self.actors])
+
+    def call_each(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+        """Queue one call on every actor with arguments of its own, in rank order; return the references."""
+        return self.note(
+            [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)]
+        )
 
     def note(self, refs: Iterable[Any]) -> list[Any]:
         """Keep the references of calls, where the cause of a failure is looked for; return them as a list."""
@@ -130,28 +170,14 @@ def start_actors(
     else:
         place = reservation.for_attempt()
         place.wait(timeout_s, notify)  # Ray reschedules the group when one of its nodes is lost
-    # One compute thread per device, because the host's cores are shared by several devices.
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if request.gpus == 0 else {}
     try:
-        bundles = place.in_rank_order()
+        places = Places(place, place.in_rank_order(), actor_class)
     except BaseException:
         if reservation is None:
             place.give_back()
         raise
-    actors = [
-        ray.remote(actor_class)
-        .options(
-            name=f"{title} · device {rank} · {place.run_id}",
-            scheduling_strategy=PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=bundle),
-            num_cpus=request.cpus,
-            num_gpus=request.gpus,
-            runtime_env={"env_vars": threads} if threads else {},
-            max_restarts=0,
-        )
-        .remote(rank, title)
-        for rank, (title, bundle) in enumerate(zip(titles, bundles, strict=True))
-    ]
-    workers = WorkerGroup(actors, titles, [], place.group, place.run_id, reservation is not None)
+    actors = [places.start(rank, title) for rank, title in enumerate(titles)]
+    workers = WorkerGroup(actors, titles, [], place.group, place.run_id, reservation is not None, places)
     try:
         workers.locations += ray.get(workers.call("locate"), timeout=START_S)
     except BaseException:

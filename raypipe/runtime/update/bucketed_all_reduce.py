@@ -74,6 +74,13 @@ class BucketedAllReduce:
             for bucket in self.buckets:
                 bucket.open()
 
+    def leave(self) -> dist.ProcessGroup:
+        """Let go of the process group and of what is under way on it; return it."""
+        group = self.group
+        self.__dict__.pop("group", None)
+        self._works, self._seen, self._started, self._missing = [], [], 0, []
+        return group
+
     def close(self) -> None:
         """Drop the gradients, after the update."""
         self._open = False

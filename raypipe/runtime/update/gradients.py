@@ -240,6 +240,13 @@ class GradientSync:
         if key in self._sharded:
             self._sharded[key].drop_gradients()
 
+    def leave(self) -> list[dist.ProcessGroup]:
+        """Let go of all process groups and of what is under way on them; return them. The gradients stay."""
+        held = [*self.groups.values(), *(sum_.leave() for sum_ in self._sums.values())]
+        self.groups = {}
+        self._pending.clear()
+        return held
+
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients by a number, or by a float64 scalar on the device."""
         by_dtype = defaultdict[torch.dtype, list[Tensor]](list)

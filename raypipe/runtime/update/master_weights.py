@@ -57,6 +57,13 @@ def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.
                 yield p, master
 
 
+@torch.no_grad()
+def round_all(optimizer: torch.optim.Optimizer) -> None:
+    """Round every parameter from its master weight."""
+    for p, master in _pairs(optimizer):
+        p.copy_(master)
+
+
 def _take_gradients(optimizer: torch.optim.Optimizer, *_hook: object) -> None:
     for p, master in _pairs(optimizer):
         master.grad = None if p.grad is None else p.grad.to(master.dtype)

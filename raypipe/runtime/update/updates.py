@@ -26,7 +26,7 @@ from torch import Tensor
 from raypipe.runtime.update.collective import Push
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
-from raypipe.runtime.update.master_weights import ROUNDED
+from raypipe.runtime.update.master_weights import ROUNDED, round_all
 from raypipe.runtime.update.norm import Forecast, Shares, clip_factor, norm_of
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule.lowering.norm_policy import NormPolicy, RequestedNormPolicy
@@ -62,6 +62,18 @@ class OptimizerSnapshot:
         self.optimizer.state.update(self._states)
         for parameter in self._fresh:
             self.optimizer.state.pop(parameter, None)
+
+
+class KnownShares(Shares):
+    """The shares of the norm, where they are known already: nobody needs to be asked."""
+
+    def __init__(self, shares: list[float]) -> None:
+        super().__init__(None)
+        self._known = shares
+
+    def wait(self, push: Push) -> list[float]:
+        """Return the shares."""
+        return self._known
 
 
 class Updates:
@@ -155,6 +167,14 @@ class Updates:
             self.sync.drop(key)
         self._snapshots.clear()
         return not clipped
+
+    def undo(self) -> None:
+        """Take back the last updates where they are pending: the parameters are those before them."""
+        for undo in self._snapshots:
+            undo.restore()
+            round_all(undo.optimizer)
+        self._snapshots.clear()
+        self.pending = False
 
     def _step(self, key: StageKey) -> None:
         self.optimizers[key].step()

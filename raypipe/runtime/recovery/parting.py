@@ -1,0 +1,37 @@
+"""Let a worker whose call fails for the loss of another device leave its groups at once, so that no other one waits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from raypipe.errors import TransportError
+from raypipe.runtime.cluster.failure import kind_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def parts_when_lost(
+    method: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[Any, P], R]:
+    """Wrap a worker's method: where a connection is lost, the worker parts, and calls that are queued behind fail.
+
+    That is so only where the run recovers in place (``Setup.recovers``).
+    """
+
+    @functools.wraps(method)
+    def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.parted is not None:
+            raise TransportError(
+                self.whereabouts(), "does nothing until the lost device is replaced", "see the error that came before"
+            )
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if self.setup_data.recovers and kind_of(error) == "lost":
+                self.part()
+            raise
+
+    return run

@@ -1,0 +1,73 @@
+"""Processes that wait to take the place of a worker that dies: they have imported torch and do nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+import torch
+
+from raypipe.runtime.cluster.worker_group import Places
+from raypipe.runtime.worker import StageWorker
+
+
+class Standby(StageWorker):
+    """A worker without a rank. It keeps the low priority with which Ray starts processes until it ``become``s one."""
+
+    def __init__(self) -> None:
+        self.title = "standby"
+        self.parted = None
+
+    def warm(self) -> str:
+        """Do what is slow for the first time; return the node."""
+        layer = torch.nn.Linear(4, 4)
+        layer(torch.ones(2, 4)).sum().backward()
+        torch.optim.AdamW(layer.parameters(), fused=True).step()
+        return str(ray.get_runtime_context().get_node_id())
+
+    def become(self, rank: int, title: str) -> None:
+        """Be the worker of a rank from now on."""
+        StageWorker.__init__(self, rank, title)
+
+
+class StandbyPool:
+    """Keeps ``count`` processes waiting on the nodes of a run's devices, which they reserve nothing of."""
+
+    def __init__(self, places: Places | None, nodes: list[str], count: int) -> None:
+        self._places, self._started = places, 0
+        self._waiting: list[tuple[str, Any, Any]] = []
+        """Node, actor, and the reference that is ready when it is warm."""
+        ranks = {node: rank for rank, node in reversed(list(enumerate(nodes)))}  # one rank on each node
+        self._ranks = list(ranks.items())
+        for _ in range(count if places is not None else 0):
+            self._start(*self._ranks[self._started % len(self._ranks)])
+
+    def _start(self, node: str, rank: int) -> None:
+        assert self._places is not None
+        name = f"standby {self._started} · {self._places.place.run_id}"
+        self._started += 1
+        options = {**self._places.options(rank, name), "num_cpus": 0, "num_gpus": 0}
+        actor = ray.remote(Standby).options(**options).remote()
+        self._waiting.append((node, actor, actor.warm.remote()))
+
+    def take(self, node: str) -> Any | None:
+        """Return a process that waits on a node, or is on its way, and start another one; None if none is there."""
+        here = [one for one in self._waiting if one[0] == node]
+        ready = {warm for _, _, warm in here if ray.wait([warm], timeout=0)[0]}
+        for one in sorted(here, key=lambda one: one[2] not in ready):
+            _, actor, warm = one
+            self._waiting.remove(one)
+            self._start(node, dict(self._ranks)[node])
+            try:
+                if warm in ready:
+                    ray.get(warm)
+            except ray.exceptions.RayError:
+                continue  # it has died meanwhile
+            return actor
+        return None
+
+    def stop(self) -> None:
+        """End all that still wait."""
+        for _, actor, _ in self._waiting:
+            ray.kill(actor)
+        self._waiting.clear()

@@ -1,0 +1,216 @@
+"""Kill workers at random moments in the middle of runs, and see how they are replaced while all others go on.
+
+    python -m tests.bench.runtime.recoveries [--kills 8] [--runs 1] [--standby 1] [--shape 1f1b:2x2] [--json FILE]
+
+Every shape (SCHEDULE:STAGESxREPLICAS) trains undisturbed once and then ``--runs`` times with ``--kills`` kills
+(SIGKILL) of a random worker each. A run is sound if its losses are those of the undisturbed one, bit for bit, and all
+processes but the killed ones lived on. Prints the seconds from each kill to the next step done, and the steps repeated;
+``--restart`` measures the same with ``train.recovery=restart`` beside it. Exit status 1 if a run was not sound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from tests.bench.runtime.kill_driver import text_in
+from tests.runtime.runs.killing import events, rows
+
+SHAPES = ("1f1b:2x2", "zb-v:2x2", "chimera:4x1", "chimera:2x2")
+JOB = """
+name: recovered
+model: {{type: gpt, layers: 4, hidden: 16, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
+data: {{type: bytes, path: "{path}"}}
+train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: {clip}, eval_every: 40, eval_batches: 1,
+        checkpoint_every: 60, message_timeout_s: 60.0, max_failures: 20}}
+parallel: {{schedule: {schedule}, stages: {stages}, replicas: {replicas}, microbatch: 1}}
+"""
+RUN_S = 400.0
+
+
+@dataclass(slots=True)
+class Run:
+    shape: str
+    status: int = -1
+    same_losses: bool = False
+    same_processes: bool = True
+    seconds: list[float] = field(default_factory=list)
+    """From each kill to the next step done."""
+    repeated: list[int] = field(default_factory=list)
+    in_place: int = 0
+    restarts: int = 0
+
+    @property
+    def sound(self) -> bool:
+        in_place = self.in_place == len(self.seconds) and self.restarts == 0 and self.same_processes
+        return self.status == 0 and self.same_losses and in_place and max(self.repeated, default=0) <= 1
+
+
+def train(job: Path, directory: Path, *extra: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(directory), "--json", *extra],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ), start_new_session=True,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
+    try:
+        out, said = process.communicate(timeout=RUN_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, said = process.communicate()
+    return process.returncode, json.loads(out.splitlines()[0]) if process.returncode == 0 else {}, said
+
+
+def pids_of(directory: Path) -> list[int]:
+    """The workers' processes now, as the run's events tell them."""
+    by_name: dict[str, int] = {}
+    for event in rows(directory / "events.jsonl"):
+        if event["event"] == "started":
+            by_name = {device["name"]: device["pid"] for device in event["devices"]}
+        elif event["event"] == "recovered":
+            by_name |= dict(zip(event["devices"], event["pids"], strict=True))
+    return list(by_name.values())
+
+
+def attempts(directory: Path) -> int:
+    return len(events(directory, "started")) + len(events(directory, "recovered"))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def newest(directory: Path) -> int:
+    return max((row["step"] for row in rows(directory / "metrics.jsonl") if "loss" in row), default=0)
+
+
+def killing(shape: str, job: Path, directory: Path, kills: int, losses: list[float], *extra: str) -> Run:
+    run = Run(shape)
+    process = train(job, directory, *extra)
+    seen = 0
+    while len(run.seconds) < kills and process.poll() is None:
+        if attempts(directory) <= seen or newest(directory) < 3:
+            time.sleep(0.02)
+            continue
+        seen = attempts(directory)
+        before = newest(directory)
+        while newest(directory) < before + 2 and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(random.uniform(0.0, 1.5))
+        members = pids_of(directory)
+        victim = random.choice(members)
+        began = time.monotonic()
+        try:
+            os.kill(victim, signal.SIGKILL)
+        except ProcessLookupError:
+            break
+        while attempts(directory) <= seen and process.poll() is None:
+            time.sleep(0.01)
+        step = newest(directory)
+        while newest(directory) <= step and process.poll() is None:
+            time.sleep(0.01)
+        run.seconds.append(time.monotonic() - began)
+        if events(directory, "recovered") and process.poll() is None:
+            run.same_processes &= all(alive(pid) for pid in members if pid != victim)
+    run.status, result, said = ended(process)
+    if run.status:
+        print(said[-3000:], file=sys.stderr)
+    run.same_losses = result.get("losses") == losses
+    run.in_place, run.restarts = len(events(directory, "recovered")), len(events(directory, "restarted"))
+    run.repeated = [event["steps_repeated"] for event in events(directory, "recovered")]
+    return run
+
+
+def said_of(what: str, seconds: list[float]) -> str:
+    if not seconds:
+        return f"{what}: no kills"
+    middle = statistics.median(seconds)
+    return f"{what}: {len(seconds)} kills, next step after {middle:.2f} s (median), most {max(seconds):.2f} s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.runtime.recoveries", description=__doc__)
+    parser.add_argument("--kills", type=int, default=8, help="in each run")
+    parser.add_argument("--runs", type=int, default=1, help="of each shape")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--standby", type=int, default=0)
+    parser.add_argument("--shape", nargs="*", default=list(SHAPES))
+    parser.add_argument("--clip", default="1.0", help="train.clip; null for none")
+    parser.add_argument("--restart", type=int, default=0, metavar="KILLS", help="also with full restarts")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    random.seed(args.seed)
+    ray.init(
+        address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+        configure_logging=False, _node_ip_address="127.0.0.1",
+    )  # fmt: skip
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    found: list[Run] = []
+    restarted: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="raypipe-recover-") as name:
+        folder = Path(name)
+        text = text_in(folder)
+        for shape in args.shape:
+            schedule, _, size = shape.partition(":")
+            stages, replicas = size.split("x")
+            job = folder / f"{schedule}-{size}.yaml"
+            job.write_text(
+                JOB.format(
+                    path=text, steps=args.steps, schedule=schedule, stages=stages, replicas=replicas, clip=args.clip
+                )
+            )
+            begin = folder / f"{schedule}-{size}"
+            status, undisturbed, said = ended(train(job, begin))
+            if status:
+                print(said, file=sys.stderr)
+                return 1
+            for number in range(args.runs):
+                extra = ("--set", f"train.standby={args.standby}")
+                directory = folder / f"{begin.name}-{number}"
+                run = killing(shape, job, directory, args.kills, undisturbed["losses"], *extra)
+                found.append(run)
+                print(
+                    f"{shape} {number + 1}: status {run.status}, {len(run.seconds)} kills, {run.in_place} in place, "
+                    f"{run.restarts} restarts, same losses: {run.same_losses}, same processes: {run.same_processes}, "
+                    f"repeated {sum(run.repeated)}, seconds {[round(s, 2) for s in run.seconds]}",
+                    flush=True,
+                )
+            if args.restart:
+                extra = ("--set", "train.recovery=restart")
+                run = killing(shape, job, folder / f"{begin.name}-restart", args.restart, undisturbed["losses"], *extra)
+                restarted += run.seconds
+                print(f"{shape}, restarted: status {run.status}, same losses: {run.same_losses}", flush=True)
+    seconds = [one for run in found for one in run.seconds]
+    bad = sum(not run.sound for run in found)
+    print(said_of("replaced in place", seconds))
+    if args.restart:
+        print(said_of("restarted", restarted))
+    repeated = [count for run in found for count in run.repeated]
+    print(f"{sum(repeated)} steps repeated, most {max(repeated, default=0)} after one kill")
+    print(f"{bad} of {len(found)} runs unsound")
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(run) for run in found], indent=1) + "\n")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""A worker that kills its own process at a chosen moment of a step, once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any, ClassVar
+
+from raypipe.runtime.executor import Executor
+from raypipe.runtime.recovery.ledger import Ledger
+from raypipe.runtime.worker import StageWorker
+
+
+class DyingExecutor(Executor):
+    """Dies before the task of a kind, after as many of that kind in the step; or where it tells the others of it."""
+
+    file: ClassVar[Path]
+    rank = -1
+    count = 0
+
+    def _die(self) -> None:
+        if self.file.exists():
+            self.file.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _now(self, moment: str) -> bool:
+        if not self.file.exists():
+            return False
+        rank, step, wanted, _ = self.file.read_text().split()
+        return (self.rank, self.training and self.step, moment) == (int(rank), int(step), wanted)
+
+    def run_task(self, action: Any) -> None:
+        if self._now(action.task.kind):
+            self.count += 1
+            if self.count > int(self.file.read_text().split()[3]):
+                self._die()
+        super().run_task(action)
+
+    def before_updates(self, times: Any) -> None:
+        if self._now("summed"):
+            self._die()
+        super().before_updates(times)
+        if self._now("agreed"):
+            self._die()
+
+    def start(self, *args: Any, **kwargs: Any) -> Any:
+        done = super().start(*args, **kwargs)
+        if self._now("ended"):
+            self._die()
+        return done
+
+
+class DyingLedger(Ledger):
+    """Dies right after it has told the others."""
+
+    executor: DyingExecutor
+
+    def tell(self, step: int, *args: Any) -> None:
+        super().tell(step, *args)
+        if self.executor._now("told"):
+            self.executor._die()
+
+
+def dying(file: Path) -> type[StageWorker]:
+    """The class of workers of which one dies: ``file`` holds its rank, the step, the moment and a count."""
+
+    class Dying(StageWorker):
+        executor_class = type("DyingAt", (DyingExecutor,), {"file": file})
+
+        def _assemble(self, *args: Any) -> None:
+            super()._assemble(*args)
+            self.executor.rank = self.rank  # type: ignore[attr-defined]
+            if self.executor.ledger is not None:
+                self.executor.ledger.__class__ = DyingLedger
+                self.executor.ledger.executor = self.executor  # type: ignore[attr-defined]
+
+        def pid(self) -> int:
+            return os.getpid()
+
+    return Dying
