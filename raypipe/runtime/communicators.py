@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -19,9 +19,20 @@ from raypipe.runtime.transport.framed.gloo import FOREVER
 from raypipe.runtime.transport.inbox import absent
 from raypipe.runtime.transport.interfaces import use_interface
 from raypipe.runtime.transport.mesh import open_channels, served_by
+from raypipe.runtime.transport.process_groups import connected_on_use
 from raypipe.runtime.transport.registry import TRANSPORTS
 from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.transport.transport import Ends
+from raypipe.runtime.update.norm import ONE_HOP
+
+
+class Node(NamedTuple):
+    """A node of the cluster."""
+
+    id: str
+    """Ray's."""
+    address: str
+    """The IP address by which Ray knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +76,18 @@ class Topology:
 class Communicators:
     """The open process groups and channels of one worker. The constructor waits for all other workers.
 
+    Args:
+        rank: of the calling worker.
+        topology: the same on all workers.
+        backend: of the process groups, ``gloo`` or ``nccl``.
+        address: of this node; None to ask Ray.
+
     Raises:
         ClusterError: this node has no network interface by which the others reach it.
         TransportError: a worker cannot be reached.
     """
 
-    def __init__(self, rank: int, topology: Topology, backend: str) -> None:
+    def __init__(self, rank: int, topology: Topology, backend: str, address: str | None = None) -> None:
         self.world: dist.ProcessGroup | None = None
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.senders: dict[int, Sender] = {}
@@ -79,20 +96,22 @@ class Communicators:
         if len(topology.peers) == 1:
             return
         nodes = [peer.node for peer in topology.peers]
-        address, port = _address_of(topology.rendezvous)
-        use_interface(own_address(), address, one_host=len(set(nodes)) == 1)
-        store = _meet(rank, topology, address, port)
+        first, port = _address_of(topology.rendezvous)
+        use_interface(own_address() if address is None else address, first, one_host=len(set(nodes)) == 1)
+        store = _meet(rank, topology, first, port)
         transport = TRANSPORTS.get(topology.transport)
         posted_ahead = transport is not None and transport.over_world_group
         limit = timedelta(seconds=topology.timeout_s)
         try:
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=len(topology.peers),
-                timeout=FOREVER if posted_ahead else limit,
-            )  # fmt: skip
-            # Collectives keep the message timeout also where messages on the world's own group may take any time.
-            self.world = dist.new_group(timeout=limit, backend="gloo") if posted_ahead else dist.group.WORLD
-            self.clock = open_clock(rank, nodes, address, store, topology.run_id, timeout_s=topology.timeout_s)
+            # What is sent on the world's groups are shares of the gradient norm, by many ranks to a few each.
+            with connected_on_use(len(topology.peers) > ONE_HOP):
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=len(topology.peers),
+                    timeout=FOREVER if posted_ahead else limit,
+                )  # fmt: skip
+                # Collectives keep the message timeout also where messages on the world's group may take any time.
+                self.world = dist.new_group(timeout=limit, backend="gloo") if posted_ahead else dist.group.WORLD
+            self.clock = open_clock(rank, nodes, first, store, topology.run_id, timeout_s=topology.timeout_s)
             self.groups = create_groups(topology.groups, backend, topology.timeout_s)
             self.senders, self.receivers = open_channels(
                 topology.peers[rank], topology.peers, topology.edges, topology.transport, topology.run_id,
@@ -148,24 +167,35 @@ def _meet(rank: int, topology: Topology, address: str, port: int) -> Any:
         raise absent(error) from error
 
 
-def locate(rank: int, title: str, device: torch.device) -> Location:
-    """Return where the calling actor runs, and listen there so that its port is not taken before the rendezvous."""
-    import ray
+def locate(rank: int, title: str, device: torch.device, node: Node | None = None) -> Location:
+    """Return where the calling process runs, and listen there so that its port is not taken before the rendezvous.
 
+    Args:
+        rank: of the worker.
+        title: how errors call it.
+        device: what it computes on.
+        node: where it is; None for an actor, which asks Ray.
+    """
+    node = node or own_node()
     name, model = "cpu", ""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, model = f"cuda:{properties.uuid}", properties.name
-    address = own_address()
     for old in _listening.values():
         old.close()
     _listening.clear()
-    opened = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    opened = socket.create_server((node.address, 0), family=socket.AF_INET6 if ":" in node.address else socket.AF_INET)
     port = opened.getsockname()[1]
     _listening[port] = opened
     lacks = tuple(name for name, transport in TRANSPORTS.items() if not transport.available())
-    peer = Peer(rank, ray.get_runtime_context().get_node_id(), name, title, lacks)
-    return Location(peer, address, port, os.getpid(), model)
+    return Location(Peer(rank, node.id, name, title, lacks), node.address, port, os.getpid(), model)
+
+
+def own_node() -> Node:
+    """Return the node of the calling actor."""
+    import ray
+
+    return Node(ray.get_runtime_context().get_node_id(), own_address())
 
 
 def own_address() -> str:

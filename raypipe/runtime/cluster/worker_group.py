@@ -93,9 +93,13 @@ class WorkerGroup:
         self.calls.extend(refs)
         return refs
 
+    def processes(self) -> list[Any]:
+        """Return the actors that are processes of their own, with which all workers end."""
+        return self.actors
+
     def stop(self) -> None:
         """Kill all actors, and release their devices unless the run holds them for its next attempt."""
-        for actor in self.actors:
+        for actor in self.processes():
             ray.kill(actor)
         if not self.keeps_devices:
             remove_placement_group(self.group)

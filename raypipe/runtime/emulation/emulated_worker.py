@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from raypipe.runtime.clocks.shared_clock import SharedClock
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
-from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
+from raypipe.runtime.communicators import Communicators, Location, Node, Topology, locate
 from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
 from raypipe.runtime.process import set_up_process
 from raypipe.runtime.runner import ProgramRunner
@@ -214,25 +214,22 @@ def wait_until(moment: float) -> None:
 
 
 class EmulatedWorker:
-    """The Ray actor of one emulated device."""
+    """What serves the calls for one emulated device, in a process of its own (``device_processes``)."""
 
-    def __init__(self, rank: int, title: str) -> None:
-        self.rank, self.title = rank, title
+    def __init__(self, rank: int, title: str, node: str, address: str) -> None:
+        self.rank, self.title, self.node = rank, title, Node(node, address)
         self.communicators: Communicators | None = None
         self.runner: EmulatedRunner | None = None
         set_up_process(torch.device("cpu"))
         gc.freeze()  # so that a garbage collection during a task does not scan torch's modules
 
-    def __repr__(self) -> str:
-        return self.title
-
     def locate(self) -> Location:
         """Return where this worker runs, and listen there for the rendezvous."""
-        return locate(self.rank, self.title, torch.device("cpu"))
+        return locate(self.rank, self.title, torch.device("cpu"), self.node)
 
     def report(self, question: HostQuestion) -> HostReport:
         """Report whether this worker's node can work with the others."""
-        return report_host(question, own_address())
+        return report_host(question, self.node.address)
 
     def setup(self, setup: EmulatedSetup) -> None:
         """Open the channels and make the runner, closing those of an earlier setup."""
@@ -240,7 +237,7 @@ class EmulatedWorker:
             self.runner.close()
         if self.communicators is not None:
             self.communicators.close()
-        self.communicators = communicators = Communicators(setup.rank, setup.topology, "gloo")
+        self.communicators = communicators = Communicators(setup.rank, setup.topology, "gloo", self.node.address)
         self.runner = EmulatedRunner(
             setup,
             communicators.senders,

@@ -11,10 +11,14 @@ process already has, so members that are in different numbers of groups wait for
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+
+LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def in_rounds(groups: Sequence[Collection[int]]) -> list[list[int]]:
@@ -47,6 +51,23 @@ def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = No
     """
     group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
     return group if isinstance(group, dist.ProcessGroup) else None
+
+
+@contextmanager
+def connected_on_use(lazily: bool = True) -> Iterator[None]:
+    """Have Gloo's groups that are made in this context connect two ranks when they first use one another.
+
+    Otherwise Gloo connects every pair when the group is made: 8,128 pairs for 128 ranks, of which an exchange of lists
+    uses 832. A setting of the user's (``TORCH_GLOO_LAZY_INIT``) is left as it is. torch reads it for each group.
+    """
+    if not lazily or LAZY in os.environ:
+        yield
+        return
+    os.environ[LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[LAZY]
 
 
 def connected(edges: Iterable[Collection[int]]) -> list[tuple[int, ...]]:

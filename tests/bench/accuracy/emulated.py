@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.worker_group import WorkerGroup, start_actors
+from raypipe.runtime.cluster.worker_group import WorkerGroup
+from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_run import Links, Rehearsal, rehearsal, run_rehearsal
-from raypipe.runtime.emulation.emulated_worker import EmulatedWorker
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.search import search
@@ -132,7 +132,7 @@ def worker_group_of(devices: int) -> Iterator[WorkerGroup]:
     """Emulated devices that all configurations share."""
     os.environ.setdefault("RAY_ADDRESS", "local")
     request = connect(devices, emulated=True)
-    workers = start_actors([f"emulated · device {d}" for d in range(devices)], request, EmulatedWorker)
+    workers = start_emulated_devices([f"emulated · device {d}" for d in range(devices)], request)
     try:
         yield workers
     finally:

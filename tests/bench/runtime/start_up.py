@@ -1,10 +1,18 @@
-"""How long the workers of a run take to find each other, against their number: groups, channels and the first norm.
+"""How long emulated devices take from the call to the end of their first step, against their number.
 
-``python -m tests.bench.runtime.start_up 8 32 128``: pipelines of eight emulated devices, as many copies as it takes.
-The processes are forked from one that has imported torch and wait for one another, so that what is timed is a worker's
-``Communicators`` and not the start of processes, which is Ray's: that of actors is timed with ``--actors 8 32``.
+    python -m tests.bench.runtime.start_up [8 32 128] [--turns 3]
 
-With ``--hosts`` every device pretends to be on a host of its own: its messages go over Gloo instead of shared memory.
+Pipelines of eight devices, as many copies as it takes; every step is the same 45 ms of waits, or 46 with sums. Ray runs
+before, and everything else counts (``emulate``, from its call to its return): making the schedule, reserving, the
+actor and its import of torch, the devices' processes, checks, process groups and channels, and the step. The numbers of
+devices take turns, and a row is the median turn, because other work on the machine slows down some.
+
+    python -m tests.bench.runtime.start_up 8 32 128 --connect [--hosts]
+
+times only how long the devices' communicators take, and then the gradient norm, in processes that are forked from this
+one: what a run on real devices would have of that growth too. Processor seconds are those of all devices together; they
+depend less on what else the machine does. With ``--hosts`` every device pretends to be on a host of its own: its
+messages go over Gloo instead of shared memory.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -24,21 +32,22 @@ from raypipe.runtime.communicators import Communicators, Topology
 from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.interfaces import LOOPBACK
 from raypipe.runtime.transport.process_groups import in_rounds
-from raypipe.runtime.transport.same_host.shared_memory import cleanup
 from raypipe.runtime.update.gradients import shared_groups
 from raypipe.runtime.update.norm import Shares
 from raypipe.schedule import Shape, generate
+from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.programs import edges
 from raypipe.schedule.passes import replicate
 
 DEPTH = 8
+TASK_S = 0.001
 NORMS = 20
 
 
-def schedule_on(devices: int) -> Schedule:
-    """1F1B on pipelines of ``DEPTH`` devices."""
-    return replicate(generate("1f1b", Shape(devices=DEPTH, microbatches=DEPTH)), devices // DEPTH)
+def pipeline() -> Schedule:
+    """1F1B on ``DEPTH`` devices."""
+    return generate("1f1b", Shape(devices=DEPTH, microbatches=DEPTH))
 
 
 def topology_of(schedule: Schedule, hosts: bool, run_id: str) -> Topology:
@@ -56,9 +65,9 @@ def device(rank: int, topology: Topology, starts: Any, ends: Any, found: Any) ->
     """One emulated device."""
     torch.set_num_threads(1)
     starts.wait()
-    begun = time.monotonic()
-    communicators = Communicators(rank, topology, "gloo")
-    ready = time.monotonic()
+    begun, used = time.monotonic(), time.process_time()
+    communicators = Communicators(rank, topology, "gloo", LOOPBACK)
+    ready, used = time.monotonic(), time.process_time() - used
     shares = Shares(communicators.world)
     norms = []
     for _ in range(NORMS):
@@ -66,17 +75,16 @@ def device(rank: int, topology: Topology, starts: Any, ends: Any, found: Any) ->
         shares.start(float(rank))
         shares.wait(lambda: False)
         norms.append(time.monotonic() - before)
-    found.put((begun, ready, norms[0], median(norms)))
+    found.put((begun, ready, used, norms[0], median(norms)))
     ends.wait()
     os._exit(0)
 
 
-def connect(devices: int, hosts: bool) -> tuple[float, float, float]:
-    """Seconds until the last of so many devices has its communicators; those of its first norm, and of a later one."""
+def connect(devices: int, hosts: bool) -> str:
+    """A row of the table of communicators."""
     context = multiprocessing.get_context("fork")
     starts, ends, found = context.Event(), context.Event(), context.SimpleQueue()
-    run_id = f"start-up-{os.getpid()}-{devices}"
-    topology = topology_of(schedule_on(devices), hosts, run_id)
+    topology = topology_of(replicate(pipeline(), devices // DEPTH), hosts, f"start-up-{os.getpid()}-{devices}")
     processes = [
         context.Process(target=device, args=(d, topology, starts, ends, found), daemon=True) for d in range(devices)
     ]
@@ -90,54 +98,55 @@ def connect(devices: int, hosts: bool) -> tuple[float, float, float]:
         for one in processes:
             one.join(5)
             one.kill()
-        cleanup(run_id)
-    took = max(ready for _, ready, _, _ in rows) - min(begun for begun, _, _, _ in rows)
-    return took, max(first for _, _, first, _ in rows), median(later for _, _, _, later in rows)
+    begun, ready, used, firsts, laters = zip(*rows, strict=True)
+    rounds = len(in_rounds([topology.groups[name] for name in sorted(topology.groups)]))
+    return (
+        f"{devices:7d}  {topology.process_groups():14d}  {rounds:6d}  {max(ready) - min(begun):11.2f}  "
+        f"{sum(used):11.2f}  {max(firsts) * 1e3:13.1f}  {median(laters) * 1e3:7.2f}"
+    )
 
 
-def report(counts: Iterable[int], hosts: bool) -> None:
-    """Print a row for each number of devices."""
-    print("devices  process groups  rounds  connected s  first norm ms  norm ms")
-    for devices in counts:
-        schedule = schedule_on(devices)
-        topology = topology_of(schedule, hosts, "counted")
-        rounds = len(in_rounds([topology.groups[name] for name in sorted(topology.groups)]))
-        took, first, later = connect(devices, hosts)
-        made = topology.process_groups()
-        print(
-            f"{devices:7d}  {made:14d}  {rounds:6d}  {took:11.2f}  {first * 1e3:13.1f}  {later * 1e3:7.2f}", flush=True
-        )
+def first_step(devices: int) -> float:
+    """Seconds from the call of ``emulate`` for one step to its return."""
+    from raypipe.runtime.emulation.emulated_run import Links, emulate
+
+    begun = time.monotonic()
+    emulate(pipeline(), CostTable.even(DEPTH, TASK_S, TASK_S, TASK_S), Links(), 1, devices // DEPTH)
+    return time.monotonic() - begun
 
 
-def actors(counts: Iterable[int]) -> None:
-    """Print how long Ray takes to start so many actors of emulated devices."""
+def until_first_step(counts: Sequence[int], turns: int) -> None:
+    """Print the table of start-ups."""
     import ray
 
     from raypipe.runtime.cluster.connect import connect as join
-    from raypipe.runtime.cluster.worker_group import start_worker_group
-    from raypipe.runtime.emulation.emulated_worker import EmulatedWorker
 
-    print("devices  actors s")
-    for devices in counts:
-        request = join(devices, emulated=True)
-        begun = time.monotonic()
-        workers = start_worker_group(schedule_on(devices), devices // DEPTH, request, EmulatedWorker)
-        print(f"{devices:7d}  {time.monotonic() - begun:8.1f}", flush=True)
-        workers.stop()
+    join(DEPTH, emulated=True)
+    took: dict[int, list[float]] = {devices: [] for devices in counts}
+    for turn in range(turns):
+        for devices in counts:
+            took[devices].append(first_step(devices))
+            print(f"turn {turn + 1}: {devices} devices {took[devices][-1]:.1f} s", flush=True)
+    print("devices  start-up s  times that of the first")
+    for devices, seconds in took.items():
+        print(f"{devices:7d}  {median(seconds):10.1f}  {median(seconds) / median(took[counts[0]]):23.2f}")
     ray.shutdown()
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("devices", type=int, nargs="*", help=f"multiples of {DEPTH}")
+    parser.add_argument("devices", type=int, nargs="*", default=[8, 32, 128], help=f"multiples of {DEPTH}")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--connect", action="store_true")
     parser.add_argument("--hosts", action="store_true")
-    parser.add_argument("--actors", type=int, nargs="*", default=[])
     asked = parser.parse_args()
-    if asked.devices:
-        report(asked.devices, asked.hosts)
-    if asked.actors:
-        actors(asked.actors)
+    if not asked.connect:
+        until_first_step(asked.devices, asked.turns)
+        return
+    print("devices  process groups  rounds  connected s  processor s  first norm ms  norm ms")
+    for devices in asked.devices:
+        print(connect(devices, asked.hosts), flush=True)
 
 
 if __name__ == "__main__":

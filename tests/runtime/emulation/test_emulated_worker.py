@@ -21,7 +21,7 @@ from raypipe.runtime.communicators import Topology
 from raypipe.runtime.emulation import emulated_all_reduce as emulated_sums
 from raypipe.runtime.emulation import emulated_worker as emulation
 from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
-from raypipe.runtime.emulation.emulated_run import PROCESS_BYTES, Links, check_processes, emulate
+from raypipe.runtime.emulation.emulated_run import PROCESS_BYTES, SHARED_BYTES, Links, check_processes, emulate
 from raypipe.runtime.emulation.emulated_worker import EmulatedRunner, EmulatedSetup, wait_until
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
@@ -190,12 +190,12 @@ def test_messages_between_hosts_are_stamped_on_one_clock(offset_s) -> None:
 
 @pytest.mark.parametrize("offset_s", [-1000.0, 1000.0])
 def test_sums_and_norms_of_several_hosts_are_on_one_clock(monkeypatch, offset_s) -> None:
-    """The other holder joins 30 ms later, and its host says so on the run's clock."""
+    """The other holder joins 30 s later, and its host says so on the run's clock; nobody waits for it here."""
     clock = SharedClock(ctypes.c_double(offset_s))
     began = time.monotonic()
 
     def both(everybody: torch.Tensor, own: torch.Tensor, group: object) -> None:
-        everybody[0], everybody[1] = own[0], began + 30 * MS + offset_s
+        everybody[0], everybody[1] = own[0], began + 30 + offset_s
 
     monkeypatch.setattr(emulated_sums.dist, "all_to_all_single", both)
     lane = AllReduceLane({"stage 0": SimpleNamespace(size=lambda: 2)}, clock)  # type: ignore[dict-item]
@@ -203,7 +203,7 @@ def test_sums_and_norms_of_several_hosts_are_on_one_clock(monkeypatch, offset_s)
     ((index, end),) = lane.finish()
     lane.close()
     assert index == 7
-    assert end == pytest.approx(began + 35 * MS, abs=1e-6)
+    assert end == pytest.approx(began + 30 + 5 * MS, abs=1e-6)
     runner = lone_runner(SimpleNamespace(send=None), None, offset_s)
     runner.shares = SimpleNamespace(wait=lambda push: [0.0, began + offset_s])  # type: ignore[assignment]
     assert runner._known_at() == pytest.approx(began + 4 * MS, abs=1e-6)
@@ -212,11 +212,13 @@ def test_sums_and_norms_of_several_hosts_are_on_one_clock(monkeypatch, offset_s)
 
 
 def test_more_processes_than_memory_are_refused() -> None:
-    check_processes(8, 8 * PROCESS_BYTES)
+    check_processes(8, SHARED_BYTES + 8 * PROCESS_BYTES)
     check_processes(10_000, math.inf)
     with pytest.raises(SpecError, match=r"(?s)9 emulated devices .* use at most 8,") as caught:
-        check_processes(9, 8.5 * PROCESS_BYTES)
-    assert "Ray has 2" in str(caught.value)
+        check_processes(9, SHARED_BYTES + 8.5 * PROCESS_BYTES)
+    assert "Ray has 0.5" in str(caught.value)
+    with pytest.raises(SpecError, match="use at most 0,"):
+        check_processes(1, 0.0)
 
 
 @pytest.mark.parametrize(

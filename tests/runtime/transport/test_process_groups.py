@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ import pytest
 from raypipe.runtime.communicators import Topology
 from raypipe.runtime.tensor_ranks import tensor_rank_edges, tensor_rank_groups
 from raypipe.runtime.transport.channel import Peer
-from raypipe.runtime.transport.process_groups import connected, in_rounds
+from raypipe.runtime.transport.process_groups import LAZY, connected, connected_on_use, in_rounds
 from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.programs import edges
@@ -89,3 +90,15 @@ def test_groups_are_counted(one_host: bool, tensor: int, count: int) -> None:
         transport="auto", run_id="x",
     )  # fmt: skip
     assert topology.process_groups() == count
+
+
+def test_a_users_setting_of_lazy_connections_wins(monkeypatch) -> None:
+    monkeypatch.delenv(LAZY, raising=False)
+    for lazily in (True, False):
+        with connected_on_use(lazily):
+            assert os.environ.get(LAZY) == ("1" if lazily else None)
+        assert LAZY not in os.environ
+    monkeypatch.setenv(LAZY, "0")
+    with connected_on_use():
+        assert os.environ[LAZY] == "0"
+    assert os.environ[LAZY] == "0"
