@@ -9,9 +9,9 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -19,6 +19,7 @@ import ray
 
 from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
 from raypipe.cost.hosts import Hosts, devices_on_hosts
+from raypipe.cost.kinds import of_kinds
 from raypipe.cost.noise import LIMIT, Noise
 from raypipe.cost.profile import LinkFit, Profile, TakenFor
 from raypipe.data import declared_fields, prepare_data
@@ -32,7 +33,10 @@ from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.link_times import LinkBench
 from raypipe.profiling.profiling_worker import DeviceFacts, ProfilingWorker
 from raypipe.runtime.cluster.connect import connect, connect_all
+from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.host_check import check_hosts
+from raypipe.runtime.cluster.rank_order import DeviceKinds, devices_of_kinds
+from raypipe.runtime.cluster.reserve import Reservation, reserve
 from raypipe.runtime.cluster.worker_group import start_actors
 
 Say = Callable[[str], None]
@@ -78,14 +82,81 @@ def measure_profile(
         sizes = sizes[1:]  # a single sample may have only one value per channel, and then batch norm has no variance
     count = devices if devices is not None else connect_all()
     request = connect(count)
+    effort = QUICK if quick else THOROUGH
     with _folder(job, model, data) as folder:
-        say(f"starting {count} device actor{'s' * (count > 1)}")
-        titles = [f"profile · device {rank}" for rank in range(count)]
-        workers = start_actors(titles, request, ProfilingWorker, job.train.wait_for_devices_s, notify=say)
+        measuring = _Measuring(job, model, folder, sizes, effort, say)
+        kinds = devices_of_kinds(request, (node["Resources"] for node in ray.nodes() if node["Alive"]))
+        if len(kinds) > 1 and "" not in kinds and count == sum(kinds.values()):
+            return measuring.of_kinds(kinds, request)
+        if len(kinds) > 1:
+            why = "some nodes name no accelerator type" if "" in kinds else "only some devices are used"
+            say(f"note: devices are measured as if all were of one kind: {why}")
+        return measuring.of_one_kind(count, request, cached=cached)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """What is measured, and how thoroughly."""
+
+    job: JobSpec
+    model: LayeredModel
+    folder: Path
+    sizes: list[int]
+    effort: Effort
+    say: Say
+
+    def of_kinds(self, kinds: Mapping[str, int], request: DeviceRequest) -> Profile:
+        """Measure the devices of each accelerator type, one type after another, and join the profiles.
+
+        A type with one host has no link to another host of its type; the link between the types stands for it.
+        """
+        profiles = []
+        for kind, count in kinds.items():
+            self.say(f"devices of accelerator type {kind}")
+            with self._reserved((kind,) * count, request) as place:
+                found = self.of_one_kind(count, request, place)
+            profiles.append(found.model_copy(update={"accelerator_type": kind}))
+        self.say("messages between devices of different types")
+        with self._reserved(tuple(kinds), request) as place:
+            between = self._link_between(len(kinds), request, place)
+        return of_kinds([
+            p.model_copy(update={"between": between}) if len(p.placed.of_first(p.devices)) == 1 else p for p in profiles
+        ])  # fmt: skip
+
+    @contextmanager
+    def _reserved(self, kinds: tuple[str, ...], request: DeviceRequest) -> Iterator[Reservation]:
+        """Hold one device of each of these types while the block lasts."""
+        place = reserve(
+            len(kinds), request, self.job.train.wait_for_devices_s, self.say, kinds=DeviceKinds(kinds)
+        )  # fmt: skip
+        try:
+            yield place
+        finally:
+            place.give_back()
+
+    def _link_between(self, count: int, request: DeviceRequest, place: Reservation) -> LinkFit:
+        """Measure messages between hosts, each with one device."""
+        titles = [f"links · device {rank}" for rank in range(count)]
+        workers = start_actors(titles, request, ProfilingWorker, self.job.train.wait_for_devices_s, place, self.say)
         try:
             check_hosts(workers)
-            bench = LayerBench(job, model, workers, folder)
-            effort = QUICK if quick else THOROUGH
+            links = LinkBench(workers)
+            links.connect()
+            return _link(links.messages(links.between, self.effort.message_bytes, self.effort.repeats))
+        finally:
+            workers.stop()
+
+    def of_one_kind(
+        self, count: int, request: DeviceRequest, place: Reservation | None = None, cached: bool = False
+    ) -> Profile:
+        """Measure ``count`` devices at the same time, those of ``place`` if given; see ``measure_profile``."""
+        job, model, sizes, effort, say = self.job, self.model, self.sizes, self.effort, self.say
+        say(f"starting {count} device actor{'s' * (count > 1)}")
+        titles = [f"profile · device {rank}" for rank in range(count)]
+        workers = start_actors(titles, request, ProfilingWorker, job.train.wait_for_devices_s, place, say)
+        try:
+            check_hosts(workers)
+            bench = LayerBench(job, model, workers, self.folder)
             path = profile_path(job, model, sizes, count) if cached else None
             known = read_kept(path) if path is not None else None
             if known is not None and (found := at_present(bench, bench.facts(), *known, effort, say)) is not None:

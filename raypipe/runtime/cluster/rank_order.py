@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.errors import ClusterError
+from raypipe.runtime.cluster.devices import DeviceRequest
 
 GpuId = int | str
 ACCELERATOR = "accelerator_type:"
@@ -117,25 +118,30 @@ def kinds_on_hosts(nodes: Sequence[str], counts: Sequence[int]) -> tuple[str, ..
     return tuple(of_node.get(nodes[start], "") for start, _ in zip(starts, counts, strict=False))
 
 
-def check_kinds(kinds: DeviceKinds, gpus: float, cpus: float, nodes: Iterable[Mapping[str, float]]) -> None:
+def devices_of_kinds(request: DeviceRequest, nodes: Iterable[Mapping[str, float]]) -> dict[str, int]:
+    """Count the devices of each kind of accelerator ("" where Ray names none), by the total resources of the nodes."""
+    what, each = ("GPU", request.gpus) if request.gpus else ("CPU", request.cpus)
+    has: Counter[str] = Counter()
+    for node in nodes:
+        has[kind_of_node(node)] += int(node.get(what, 0.0) / each + 1e-6) if each else 0
+    return {kind: count for kind, count in sorted(has.items()) if count}
+
+
+def check_kinds(kinds: DeviceKinds, bundle: DeviceRequest, nodes: Iterable[Mapping[str, float]]) -> None:
     """Check that nodes have enough devices of every kind that a plan is for.
 
     Args:
         kinds: the plan's kinds.
-        gpus: GPUs of each bundle.
-        cpus: CPUs of each bundle.
+        bundle: what each bundle reserves.
         nodes: the total resources of each node.
 
     Raises:
         ClusterError: they have not; it says what there is.
     """
-    what, each = ("GPU", gpus) if gpus else ("CPU", cpus)
-    has: Counter[str] = Counter()
-    for node in nodes:
-        has[kind_of_node(node)] += int(node.get(what, 0.0) / each + 1e-6) if each else 0
+    has = devices_of_kinds(bundle, nodes)
     for kind, wanted in Counter(kinds.bundles).items():
-        if has[kind] < wanted:
-            there = ", ".join(f"{count} {name or 'without a type'}" for name, count in sorted(has.items()) if count)
+        if has.get(kind, 0) < wanted:
+            there = ", ".join(f"{count} {name or 'without a type'}" for name, count in has.items())
             raise ClusterError(
                 "plan", f"is for {wanted} devices of accelerator type {kind}, and the cluster has: {there or 'none'}",
                 "plan for this cluster: raypipe profile JOB.yaml -o PROFILE.json, then raypipe autoconfigure "

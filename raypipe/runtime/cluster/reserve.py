@@ -110,11 +110,12 @@ def reserve(
     run_id = uuid.uuid4().hex[:8]
     bundles = [request.bundle(together) for _ in range(devices // together)]
     if kinds.bundles:
-        gpus, cpus = (bundles[0].get(name, 0.0) for name in ("GPU", "CPU"))
+        each = DeviceRequest(bundles[0]["CPU"], bundles[0].get("GPU", 0.0))
         if not autoscales():
-            check_kinds(kinds, gpus, cpus, (node["Resources"] for node in ray.nodes() if node["Alive"]))
+            check_kinds(kinds, each, (node["Resources"] for node in ray.nodes() if node["Alive"]))
         for bundle, kind in zip(bundles, kinds.bundles, strict=True):
-            bundle[resource_of(kind)] = LITTLE
+            if kind:
+                bundle[resource_of(kind)] = LITTLE
     group = placement_group(bundles, strategy="PACK", name=f"raypipe {run_id}")
     reservation = Reservation(group, run_id, devices, request, together, kinds)
     try:

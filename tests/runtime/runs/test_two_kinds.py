@@ -1,0 +1,77 @@
+"""A Ray cluster whose nodes name different accelerator types: measured once per type, planned, and trained so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raypipe.job.load import load_job
+from raypipe.observe.run_log import EVENTS, read_rows
+from tests.runtime.cluster.test_rank_order import environment
+from tests.runtime.runs.plain_training import plain_losses
+
+STEPS = 4
+JOB = """
+name: small
+model: {{type: gpt, layers: 4, hidden: 16, heads: 2, sequence: 16, vocabulary: 256}}
+data: {{type: bytes, path: "{path}"}}
+train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 3, dtype: float64, eval_batches: 1}}
+parallel: {{auto: true, schedule: 1f1b, stages: 2, microbatch: 2, replan: false}}
+"""
+CODE = """
+import json, os, subprocess, sys
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+
+folder = Path(sys.argv[1])
+small = {"num_cpus": 1, "object_store_memory": 100 << 20, "dashboard_host": "127.0.0.1"}
+cluster = Cluster()
+for kind in ("A", "B"):
+    cluster.add_node(resources={"accelerator_type:" + kind: 1}, **small)
+os.environ["RAY_ADDRESS"] = cluster.address
+from raypipe.job.load import load_job
+from raypipe.plan.choose import choose
+from raypipe.profiling.profile_job import measure_profile
+job = load_job(folder / "job.yaml")
+profile = measure_profile(job, [2], quick=True)
+assert {kind.accelerator_type for kind in profile.kinds} == {"A", "B"}, profile
+assert profile.hosts == (1, 1) and profile.devices == 2
+assert profile.kinds[0].between == profile.kinds[1].between != profile.inside or profile.between.alpha_s > 0
+# Both are this machine; a plan for a B that is four times as slow.
+own = {kind.accelerator_type: kind for kind in profile.kinds}
+from raypipe.cost.kinds import of_kinds
+plan = choose(job, of_kinds([own["A"], own["B"].at_speed(4.0)]), search_s=0).plan
+assert plan.made_for.kinds == ("A", "B"), plan
+assert len(plan.cut[1]) < len(plan.cut[0]), plan.cut
+plan.save(folder / "plan.json")
+found = {node["NodeID"]: [name[-1] for name in node["Resources"] if name.startswith("accelerator_type:")]
+         for node in ray.nodes()}
+(folder / "nodes.json").write_text(json.dumps(found))
+ray.shutdown()
+words = ["train", str(folder / "job.yaml"), "--plan", str(folder / "plan.json"), "--run-dir", str(folder / "run")]
+done = subprocess.run([sys.executable, "-m", "raypipe", *words, "--json"], capture_output=True, text=True)
+print(done.stderr, file=sys.stderr)
+print(done.stdout)
+cluster.shutdown()
+sys.exit(done.returncode)
+"""
+
+
+@pytest.mark.runs
+def test_each_stage_is_on_the_type_that_it_was_planned_for(text_folder, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB.format(path=text_folder, steps=STEPS))
+    words = [sys.executable, "-c", CODE, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=400, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    expected = plain_losses(load_job(job), tmp_path / "run" / "data", STEPS)
+    assert result["losses"] == pytest.approx(expected, abs=1e-9)
+    nodes = json.loads((tmp_path / "nodes.json").read_text())
+    (started,) = (row for row in read_rows(tmp_path / "run" / EVENTS) if row["event"] == "started")
+    assert [nodes[device["node"]] for device in started["devices"]] == [["A"], ["B"]]
