@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
-from raypipe.cost.collectives import Kind, collective_seconds
+from raypipe.cost.collectives import Kind, Layout, collective_seconds
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import Cut, Placed, gradient_width, parameters
 from raypipe.schedule.costs import CostTable
@@ -39,20 +40,24 @@ def with_sharding(
     placed = Placed.of(placement, copies, profile.placed)
     inner = replace(placed, copies=group)
 
+    busy = placed.busy
+    # The position in a copy matters only if hosts have several devices.
+    devices = {0} if placed.one_per_host else {device for row in placed.rows for device in row}
+    layouts = {device: inner.layout([device]) for device in devices}
+
+    @cache
+    def seconds(kind: Kind, size: float, layout: Layout) -> float:
+        return collective_seconds(profile, kind, size, layout, max(1, busy // max(1, layout.per_host)))
+
     def over_group(kind: Kind, stage: int, size: float) -> float:
-        slowest = 0.0
-        for row in placed.rows:
-            layout = inner.layout([row[stage]])
-            sharing = max(1, placed.busy // max(1, layout.per_host))
-            slowest = max(slowest, collective_seconds(profile, kind, size, layout, sharing))
-        return slowest
+        held = {0} if placed.one_per_host else {row[stage] for row in placed.rows}
+        return max(seconds(kind, size, layouts[device]) for device in held)
 
     everywhere = replace(placed, copies=copies // group, width=placed.width * group)  # a shard's holder in each group
 
     def between_groups(stage: int, size: float) -> float:
         layout = everywhere.layout({row[stage] for row in placed.rows})
-        sharing = max(1, placed.busy // max(1, layout.per_host))
-        return collective_seconds(profile, "all_reduce", size, layout, sharing)
+        return seconds("all_reduce", size, layout)
 
     gather, scatter = [0.0] * len(cut), [0.0] * len(cut)
     all_reduce, update = list(costs.all_reduce), list(costs.update)

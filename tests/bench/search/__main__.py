@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from tests.bench.search import against_bounds, against_others, emulated, speed
+from tests.bench.search import against_bounds, against_others, emulated, gathers, speed
 from tests.bench.search.line import Effort, Line
 
 
@@ -47,6 +47,11 @@ CASES = {
         speed.speed, "seconds of one pass and one move as steps grow, and where whole searches end",
         "linear: a task of any step takes at most 8 times as long as one of another",
         Effort(len(speed.SIZES), 0.0),
+    ),
+    "gathers": Case(
+        gathers.gathers, "searched gather positions on random shapes, against both ends and torch's lowering",
+        "none slower than either end; 1.25 times torch's speed on half of those with a slow link",
+        Effort(100, 0.0),
     ),
     "emulated": Case(
         emulated.emulated, "auto beside 1F1B, interleaved 1F1B and ZB-H1 on emulated devices; wants a quiet machine",
