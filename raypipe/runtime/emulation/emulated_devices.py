@@ -65,7 +65,7 @@ def start_emulated_devices(
     place = reserve(len(titles), request, timeout_s)
     devices = EmulatedDevices([], titles, [], place.group, place.run_id)
     try:
-        at = bundles_in_rank_order(place.group, 0.0)
+        at = bundles_in_rank_order(place.group, 0.0, place.kinds)
         for _, found in groupby(range(len(titles)), key=lambda rank: at[rank].node):
             ranks = list(found)
             workers = [(rank, titles[rank], at[rank].node, at[rank].address) for rank in ranks]
