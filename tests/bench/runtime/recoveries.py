@@ -39,7 +39,7 @@ train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: {clip}, eval_every: 
         checkpoint_every: 60, message_timeout_s: 60.0, max_failures: 20}}
 parallel: {{schedule: {schedule}, stages: {stages}, replicas: {replicas}, microbatch: 1}}
 """
-RUN_S = 400.0
+RUN_S = 1200.0
 
 
 @dataclass(slots=True)
