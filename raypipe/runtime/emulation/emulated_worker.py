@@ -1,4 +1,4 @@
-"""Emulated devices: the real actors, programs and messages, with timed waits in place of kernels.
+"""Emulated devices: the real programs and messages, with timed waits in place of kernels.
 
 A task takes as long as the cost table says. A message carries the time at which the emulated link delivers it: its
 bytes are transferred after those of earlier messages on the same directed link, and then the latency passes. The

@@ -121,6 +121,7 @@ def until_first_step(counts: Sequence[int], turns: int) -> None:
 
     from raypipe.runtime.cluster.connect import connect as join
 
+    os.environ.setdefault("RAY_ADDRESS", "local")
     join(DEPTH, emulated=True)
     took: dict[int, list[float]] = {devices: [] for devices in counts}
     for turn in range(turns):

@@ -7,7 +7,8 @@ real, in float64, with tasks that last a set time, so that two cores carry six d
 For each plan the table has: the largest difference of its losses from a plain PyTorch loop in one process (at most
 1e-9), whether rank after rank fills host after host, the step expected from the tasks' set times and the link, the step
 the run predicts of itself after its first steps, and the measured median of the later ones (both within 10 % of it).
-Exit status 1 if something does not hold.
+*Host* is the time per task that, added to all tasks, would make the expected step the measured one: what the hosts take
+between two tasks, which the set times leave out. Exit status 1 if something does not hold.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -53,6 +54,7 @@ TASK_S = 0.05
 """Of a sixth of the model's forward; its input gradient and its weight gradient take as long each."""
 HOP_S = 0.0005
 """Of a message inside a host."""
+LONGER_S = 0.001
 FIRST = 11
 """Steps at the start that the run's own prediction is made from."""
 LIMIT, LOSS_LIMIT = 0.10, 1e-9
@@ -75,6 +77,8 @@ class Found:
     """Per rank, the node."""
     expected_s: float
     predicted_s: float
+    expected_longer_s: float
+    """As ``expected_s``, with every task ``LONGER_S`` longer."""
     steps_s: list[float] = field(default_factory=list)
     setup_s: float = 0.0
 
@@ -97,6 +101,11 @@ class Found:
     def off(self, seconds: float) -> float:
         """How far a step of ``seconds`` is from the measured one."""
         return seconds / self.measured_s - 1
+
+    @property
+    def host_s(self) -> float:
+        """Time per task that the expected step lacks."""
+        return (self.measured_s - self.expected_s) / (self.expected_longer_s - self.expected_s) * LONGER_S
 
     @property
     def holds(self) -> bool:
@@ -155,6 +164,12 @@ def costs_for(schedule: Schedule, tensor: int) -> CostTable:
     return CostTable.even(schedule.stages, task_s, task_s, task_s, comm=tuple(comm))
 
 
+def longer(costs: CostTable) -> CostTable:
+    """The same costs with every task ``LONGER_S`` longer."""
+    kinds = ("forward", "input_grad", "weight_grad")
+    return replace(costs, **{kind: tuple(t + LONGER_S for t in getattr(costs, kind)) for kind in kinds})
+
+
 def inside(name: str, folder: Path, steps: int) -> Found:
     """Train one plan; this runs on the first host."""
     import ray
@@ -194,7 +209,8 @@ def inside(name: str, folder: Path, steps: int) -> Found:
     return Found(
         [row["loss"] for row in rows], plain_losses(job, directory / "data", steps),
         [device["node"] for device in started["devices"]], step_seconds(schedule, costs, clips=False, ahead=False),
-        predicted["step_s"], [row["step_s"] for row in rows], setup_s - sum(row["step_s"] for row in rows),
+        predicted["step_s"], step_seconds(schedule, longer(costs), clips=False, ahead=False),
+        [row["step_s"] for row in rows], setup_s - sum(row["step_s"] for row in rows),
     )  # fmt: skip
 
 
@@ -203,7 +219,8 @@ def show(name: str, one: Found) -> None:
     print(
         f"{name:9} {one.loss_difference:13.1e} {'yes' if one.in_order else 'no':>8} "
         f"{one.expected_s:7.3f} ({one.off(one.expected_s):+6.1%}) {one.predicted_s:7.3f} "
-        f"({one.off(one.predicted_s):+6.1%}) {one.measured_s:7.3f} s {one.setup_s:5.1f} s",
+        f"({one.off(one.predicted_s):+6.1%}) {one.measured_s:7.3f} s {one.host_s * 1e3:5.1f} ms "
+        f"{one.setup_s:5.1f} s",
         flush=True,
     )
 
@@ -221,7 +238,10 @@ def main() -> int:
         (args.inside / f"{args.only[0]}.json").write_text(json.dumps(shown))
         return 0
     found: dict[str, Found] = {}
-    print(f"{'plan':9} {'losses differ':>13} {'in order':>8} {'expected':>17} {'predicted':>17} measured    rest")
+    print(
+        f"{'plan':9} {'losses differ':>13} {'in order':>8} {'expected':>17} {'predicted':>17} {'measured':9} "
+        f"{'host':>8} {'rest':>7}"
+    )
     with (
         tempfile.TemporaryDirectory(prefix="raypipe-hosts-") as name,
         hosts(HOSTS, rate=RATE, delay_s=DELAY_S, clock_offsets_s=CLOCKS_S) as members,
