@@ -278,7 +278,7 @@ def choose(
         sharing: Predictor(
             with_cast_messages(without_noise(own), message_dtype(train, parallel)), train, deepest(job, own),
             syncs=syncs, recompute=ways_to_recompute(given.get("recompute"), greedy), asked=asked,
-            divides=sharing == ALONE and (not greedy or "shard" in given), _orders=orders_made,
+            divides=sharing == ALONE and not parallel.replan and (not greedy or "shard" in given), _orders=orders_made,
         )
         for sharing, own in profiles.items()
     })  # fmt: skip

@@ -1,0 +1,37 @@
+"""The worked jobs of `auto`: each is planned as its comment says."""
+
+from pathlib import Path
+
+import pytest
+
+from raypipe.cost.analytic import analytic_profile
+from raypipe.job import load_cluster, load_job
+from raypipe.job.model_spec import GptSpec
+from raypipe.plan.choose import Decision, choose
+
+ROOT = Path(__file__).parents[2]
+
+
+def planned(name: str, machine: str, devices: int) -> Decision:
+    job = load_job(ROOT / "jobs" / f"auto-{name}.yaml")
+    assert isinstance(job.model, GptSpec)
+    cluster = load_cluster(ROOT / "cluster" / "devices" / f"{machine}.yaml").resized(devices)
+    return choose(job, analytic_profile(job.model, cluster, job.train.dtype), search_s=0)
+
+
+def test_a_small_model_is_copied_whole() -> None:
+    best = planned("data-parallel", "h100", 4).best.candidate
+    assert (best.stages, best.replicas, best.shard) == (1, 4, "none")
+
+
+@pytest.mark.slow
+def test_a_model_that_no_device_holds_is_divided() -> None:
+    decision = planned("sharded", "a100", 8)
+    best = decision.best.candidate
+    assert (best.stages, best.replicas, best.shard) == (1, 8, "zero3")
+
+
+@pytest.mark.slow
+def test_a_slow_link_gets_a_pipeline() -> None:
+    best = planned("pipelined", "rtx3090-ethernet", 8).best.candidate
+    assert (best.stages, best.replicas, best.shard) == (8, 1, "none")
