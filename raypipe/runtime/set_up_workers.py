@@ -15,6 +15,7 @@ from raypipe.models import LayeredModel, build_model
 from raypipe.plan.online.better_order import Running
 from raypipe.plan.plan import Plan, forward_only
 from raypipe.runtime.cluster.host_check import check_hosts
+from raypipe.runtime.cluster.sent_files import files_of_nodes
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Topology, rendezvous_of
 from raypipe.runtime.setup import Setup
@@ -51,7 +52,8 @@ def set_up(
         ClusterError: the nodes cannot run the job together.
         ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
-    check_hosts(workers, directory, job.train.message_timeout_s)
+    workers.apart = check_hosts(workers, directory, job.train.message_timeout_s)
+    sent = files_of_nodes(workers, workers.apart, directory, checkpoint)
     plan, schedule, _ = running
     tensor = plan.parallel.tensor
     job = job.model_copy(update={"parallel": plan.parallel})
@@ -100,11 +102,10 @@ def set_up(
     for rank, actor in enumerate(workers.actors):
         device, tensor_rank = tensor_rank_of(rank, tensor)
         own = {part: rows[device] for part, rows in train.items()}
-        calls.append(
-            actor.setup.remote(
-                replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device])
-            )
-        )
+        mine = replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device])
+        if (files := sent.get(workers.locations[rank].peer.node)) is not None:
+            mine = replace(mine, data=files.data, checkpoint=files.checkpoint, shards=files.shards)
+        calls.append(actor.setup.remote(mine))
     return list(ray.get(workers.note(calls)))
 
 

@@ -37,6 +37,8 @@ class WorkerGroup:
     """Whether the devices stay reserved for the run's next attempt."""
     process_groups: int = 0
     """Process groups that the newest set-up made."""
+    apart: dict[str, str] = field(default_factory=dict)
+    """By node, why it cannot use the run's directory (``host_check``)."""
     calls: deque[Any] = field(init=False)
     """References of the newest calls."""
 
