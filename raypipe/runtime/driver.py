@@ -26,6 +26,7 @@ from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.sequence import ControllerSequence
 from raypipe.plan.plan import Plan
 from raypipe.runtime.cluster.run_metrics import RunMetrics
+from raypipe.runtime.cluster.sent_files import clear
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.recovery.in_place import RECOVERABLE, InPlace, can_recover
@@ -134,10 +135,13 @@ class Driver:
             pool.stop()
             self.metrics.close()
         self.memory_bytes = ray.get(workers.call("memory_bytes"))
+        clear(workers, workers.apart, self.directory)
 
     def _setup(self, workers: WorkerGroup, checkpoint: Path | None, done: int, recovers: bool) -> None:
         self._measures = self.controller.measures_memory
         per_rank = set_up(workers, self.job, self.running, self.directory, checkpoint, self._measures, done, recovers)
+        for message in workers.apart.values():
+            self._notice(message)
         for name in sorted({name for _, joint in per_rank for name in joint}):
             self.log.event("notice", message=f"the weight gradient of {name} cannot wait: it is computed in B")
         self.log.event(

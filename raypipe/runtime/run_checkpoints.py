@@ -14,6 +14,8 @@ from raypipe.checkpoint import LOSS, ShardInfo, best, commit, forget_best, keep_
 from raypipe.errors import DivergenceError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
+from raypipe.runtime.cluster.node_files import SentShard
+from raypipe.runtime.cluster.sent_files import received
 
 DISCARD_S = 60.0
 """Longest wait for queued saves that will be discarded; they are queued behind at most two steps."""
@@ -57,7 +59,7 @@ class RunCheckpoints:
         return path
 
     def commit(
-        self, step: int, saves: Sequence[tuple[ShardInfo | None, str | None]], metrics: dict[str, Any],
+        self, step: int, saves: Sequence[tuple[ShardInfo | SentShard | None, str | None]], metrics: dict[str, Any],
         val_loss: float | None, is_best: bool,
     ) -> None:  # fmt: skip
         """Commit the workers' shards as one checkpoint.
@@ -81,7 +83,7 @@ class RunCheckpoints:
         meta: dict[str, Any] = {"job": self._job.name}
         if val_loss is not None:
             meta[LOSS] = val_loss
-        commit(path, step, [shard for shard, _ in saves if shard is not None], meta)
+        commit(path, step, [received(path, shard) for shard, _ in saves if shard is not None], meta)
         self._committed = (step, path)
         if is_best:
             keep_best(self._root, path)

@@ -15,6 +15,7 @@ from raypipe.models import LayeredModel, build_model
 from raypipe.plan.online.better_order import Running
 from raypipe.plan.plan import Plan, forward_only
 from raypipe.runtime.cluster.host_check import check_hosts
+from raypipe.runtime.cluster.sent_files import files_of_nodes
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Topology, rendezvous_of
 from raypipe.runtime.setup import Setup
@@ -53,7 +54,7 @@ def set_up(
         ClusterError: the nodes cannot run the job together.
         ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
-    check_hosts(workers, directory, job.train.message_timeout_s)
+    workers.apart = check_hosts(workers, directory, job.train.message_timeout_s)
     setups = setups_of(workers, job, running, directory, checkpoint, search_recompute, done, recovers)
     return list(ray.get(workers.call_each("setup", [(one,) for one in setups])))
 
@@ -63,6 +64,7 @@ def setups_of(
     search_recompute: bool, done: int, recovers: bool,
 ) -> list[Setup]:  # fmt: skip
     """Return what every worker is sent, by rank; see ``set_up``."""
+    sent = files_of_nodes(workers, workers.apart, directory, checkpoint)
     plan, schedule, _ = running
     tensor = plan.parallel.tensor
     job = job.model_copy(update={"parallel": plan.parallel})
@@ -113,7 +115,10 @@ def setups_of(
     for rank in range(len(workers.actors)):
         device, tensor_rank = tensor_rank_of(rank, tensor)
         own = {part: rows[device] for part, rows in train.items()}
-        found.append(replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device]))
+        mine = replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device])
+        if (files := sent.get(workers.locations[rank].peer.node)) is not None:
+            mine = replace(mine, data=files.data, checkpoint=files.checkpoint, shards=files.shards)
+        found.append(mine)
     return found
 
 

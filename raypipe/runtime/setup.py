@@ -42,6 +42,9 @@ class Setup:
     """Per prepared array, the shape of one sample and its dtype; None for text."""
     checkpoint: Path | None
     """Where to read parameters and optimizer state from; None to start afresh."""
+    shards: Path | None = None
+    """Folder of this node in which shards of checkpoints are written before they are sent to the driver; None where the
+    node shares the run's directory."""
     recomputed: frozenset[int] | None = None
     """Layers that an R task recomputes; None for all of its stage."""
     sharding: Sharding | None = None

@@ -24,8 +24,10 @@ from raypipe.models import DTYPES, build_model
 from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.allocated import MemoryReports
 from raypipe.runtime.cast_messages import message_cast_of
+from raypipe.runtime.cluster import node_files
 from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
+from raypipe.runtime.cluster.node_files import SentShard
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.process import choose_precision, heap_bytes, set_up_cuda, set_up_process
@@ -97,6 +99,10 @@ class StageWorker:
     def locate(self) -> Location:
         """Return where this worker runs, and listen there for the rendezvous."""
         return locate(self.rank, self.title, self.device)
+
+    def on_node(self, name: str, *args: object) -> object:
+        """Call a function of ``node_files``, for a node that does not share the run's directory."""
+        return getattr(node_files, name)(*args)
 
     def report(self, question: HostQuestion) -> HostReport:
         """Report whether this worker's node can work with the others."""
@@ -346,14 +352,15 @@ class StageWorker:
 
     @raises_device_errors
     @parts_when_lost
-    def save(self, directory: Path) -> tuple[ShardInfo | None, str | None]:
+    def save(self, directory: Path) -> tuple[ShardInfo | SentShard | None, str | None]:
         """Write the parameters and optimizer state of the stages whose first holder is this device.
 
         Tensor-parallel ranks of a device share the work; each writes whole parameters.
 
         Returns:
-            The shard written, or None if this worker has nothing to write; and the key of a tensor that is infinite or
-            not a number, or None if all are finite. A checkpoint with such a tensor must not be committed.
+            The shard written, or sent where this node does not share the run's directory, or None if this worker has
+            nothing to write; and the key of a tensor that is infinite or not a number, or None if all are finite. A
+            checkpoint with such a tensor must not be committed.
         """
         self.executor.commit()
         setup = self.setup_data
@@ -372,7 +379,10 @@ class StageWorker:
                 broken = broken or not_finite(self.modules[key], gathered)
                 state += gathered
         tensors = joined(state, self.group)
-        return (write_shard(directory, f"rank-{self.rank:05d}", tensors) if tensors else None), broken
+        if not tensors:
+            return None, broken
+        shard = write_shard(setup.shards or directory, f"rank-{self.rank:05d}", tensors)
+        return shard if setup.shards is None else node_files.sent_shard(shard, setup.shards), broken
 
     def _divided(self, key: StageKey) -> frozenset[str]:
         """Return the names of a stage replica's parameters that its copies divide."""

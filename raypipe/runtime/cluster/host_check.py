@@ -19,8 +19,12 @@ from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Location
 
 
-def check_hosts(workers: WorkerGroup, directory: Path | None = None, timeout_s: float = 300.0) -> None:
+def check_hosts(
+    workers: WorkerGroup, directory: Path | None = None, timeout_s: float = 300.0
+) -> dict[str, str]:  # fmt: skip
     """Have one process of each node report (its ``report`` method), and compare the reports.
+
+    Returns, by Ray's id of the node, why nodes cannot use the run's directory; ``sent_files`` serves them.
 
     Args:
         workers: the running worker group.
@@ -28,7 +32,7 @@ def check_hosts(workers: WorkerGroup, directory: Path | None = None, timeout_s: 
         timeout_s: how long a node may take; a network file system that hangs would otherwise block for ever.
 
     Raises:
-        ClusterError: a node does not share the run's directory, cannot be reached, or runs other versions.
+        ClusterError: a node cannot be reached, or runs other versions.
         RunError: a node did not answer.
     """
     leaders = {at.peer.node: rank for rank, at in reversed(list(enumerate(workers.locations)))}
@@ -42,7 +46,9 @@ def check_hosts(workers: WorkerGroup, directory: Path | None = None, timeout_s: 
             raise no_answer(
                 [workers.locations[rank] for rank, one in asked.items() if one not in ready], directory, timeout_s
             ) from None
-    judge(reports, directory, versions())
+    judge(reports, versions())
+    found = zip(leaders, reports, strict=True)
+    return {node: why for node, report in found if directory is not None and (why := apart(report, directory))}
 
 
 def no_answer(nodes: Sequence[Location], directory: Path | None, timeout_s: float) -> RunError:
@@ -53,8 +59,8 @@ def no_answer(nodes: Sequence[Location], directory: Path | None, timeout_s: floa
     )  # fmt: skip
 
 
-def judge(reports: Sequence[HostReport], directory: Path | None, own: Mapping[str, str]) -> None:
-    """Check the nodes' reports against the driver's ``own`` versions and the run's directory.
+def judge(reports: Sequence[HostReport], own: Mapping[str, str]) -> None:
+    """Check the nodes' reports against the driver's ``own`` versions.
 
     Raises:
         ClusterError: the first node that does not fit, and why.
@@ -69,23 +75,18 @@ def judge(reports: Sequence[HostReport], directory: Path | None, own: Mapping[st
                 )  # fmt: skip
         if report.network is not None:
             raise report.network
-        if directory is None:
-            continue
-        if not report.shared:
-            raise ClusterError(
-                node, f"does not share {directory} with the driver: it does not see a file that was just written there",
-                "give --run-dir a folder of a file system that all nodes mount, or train on the devices of one node",
-            )  # fmt: skip
-        if not report.has_data:
-            raise ClusterError(
-                node, f"does not see the prepared data in {directory / 'data'}",
-                "mount that folder under the same name on all nodes, or train on the devices of one node",
-            )  # fmt: skip
-        if report.refusal:
-            raise ClusterError(
-                node, f"cannot write checkpoints into {directory}: {report.refusal}",
-                "give the user that runs Ray on that node write permission",
-            )  # fmt: skip
+
+
+def apart(report: HostReport, directory: Path) -> str:
+    """Say why a node cannot read and write the run's directory as the driver does; "" if it can."""
+    served = "its data and checkpoints go through Ray"
+    if not report.shared:
+        return f"node {report.address} does not share {directory} with the driver: {served}"
+    if not report.has_data:
+        return f"node {report.address} does not see the prepared data in {directory / 'data'}: {served}"
+    if report.refusal:
+        return f"node {report.address} cannot write checkpoints into {directory}: {report.refusal}; {served}"
+    return ""
 
 
 @contextmanager

@@ -71,6 +71,8 @@ class WorkerGroup:
     """Where a worker that dies can be started again; None if nobody knows."""
     process_groups: int = 0
     """Process groups that the newest set-up made."""
+    apart: dict[str, str] = field(default_factory=dict)
+    """By node, why it cannot use the run's directory (``host_check``)."""
     calls: deque[Any] = field(init=False)
     """References of the newest calls."""
 

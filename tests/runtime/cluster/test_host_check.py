@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from raypipe.errors import ClusterError
-from raypipe.runtime.cluster.host_check import judge, no_answer
+from raypipe.runtime.cluster.host_check import apart, judge, no_answer
 from raypipe.runtime.cluster.host_report import HostReport
 
 OWN = {"Python": "3.11", "ray": "2.60.0", "torch": "2.13.0", "raypipe": "0.1.0 (source 0123abcd)"}
@@ -18,24 +18,30 @@ RUN = Path("/runs/a")
 
 
 def test_nodes_that_agree_may_train() -> None:
-    judge([GOOD, replace(GOOD, address="10.0.0.3")], RUN, OWN)
-
-
-def test_where_nothing_is_written_storage_does_not_matter() -> None:
-    judge([replace(GOOD, shared=False, has_data=False)], None, OWN)
-    with pytest.raises(ClusterError, match=r"has torch 1\.0"):
-        judge([replace(GOOD, versions=OWN | {"torch": "1.0"})], None, OWN)
+    judge([GOOD, replace(GOOD, address="10.0.0.3")], OWN)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            {"shared": False, "has_data": False},
-            r"node 10\.0\.0\.3: does not share /runs/a with the driver.*all nodes mount",
-        ),
-        ({"has_data": False}, r"node 10\.0\.0\.3: does not see the prepared data in /runs/a/data"),
-        ({"refusal": "Permission denied"}, r"node 10\.0\.0\.3: cannot write checkpoints into /runs/a: Permission"),
+        ({}, ""),
+        ({"shared": False, "has_data": False}, "node 10.0.0.2 does not share /runs/a with the driver"),
+        ({"has_data": False}, "node 10.0.0.2 does not see the prepared data in /runs/a/data"),
+        ({"refusal": "Permission denied"}, "node 10.0.0.2 cannot write checkpoints into /runs/a: Permission"),
+    ],
+)
+def test_a_node_apart_is_said_and_served(change, says) -> None:
+    report = replace(GOOD, **change)
+    judge([report], OWN)
+    found = apart(report, RUN)
+    assert found.startswith(says)
+    assert (says == "") == (found == "")
+    assert not found or found.endswith("its data and checkpoints go through Ray")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
         ({"network": ClusterError("node 10.0.0.3", "no interface", "")}, r"node 10\.0\.0\.3: no interface"),
         *(
             (
@@ -48,7 +54,7 @@ def test_where_nothing_is_written_storage_does_not_matter() -> None:
 )
 def test_the_node_that_does_not_fit_is_named(change, says) -> None:
     with pytest.raises(ClusterError, match=f"(?s){says}") as caught:
-        judge([GOOD, replace(GOOD, address="10.0.0.3", **change)], RUN, OWN)
+        judge([GOOD, replace(GOOD, address="10.0.0.3", **change)], OWN)
     assert caught.value.exit_status == 2
 
 

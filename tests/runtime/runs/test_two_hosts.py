@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from raypipe.checkpoint import open_checkpoint
 from raypipe.job.load import load_job
 from raypipe.observe.run_log import EVENTS, read_rows
 from tests.hosts import Host, hosts, ray_cluster
@@ -33,9 +34,9 @@ class Cluster:
     hosts: list[Host]
     settings: dict[str, str]
 
-    def train(self, job: Path, run: Path) -> tuple[int, str]:
+    def train(self, job: Path, run: Path, *more: str) -> tuple[int, str]:
         """Exit status and output of ``raypipe train`` on the first host."""
-        words = [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(run), "--json"]
+        words = [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(run), "--json", *more]
         done = self.hosts[0].run(*words, timeout_s=400.0, **self.settings)
         return done.returncode, done.stdout + done.stderr
 
@@ -76,14 +77,30 @@ def test_two_hosts_train_as_one_process_does(cluster, text_folder, tmp_path) -> 
 
 
 @pytest.mark.runs
-def test_storage_that_is_not_shared_is_said_before_training(cluster, text_folder, tmp_path) -> None:
-    job = job_file(tmp_path, text_folder)
+def test_a_host_that_does_not_share_the_run_directory_trains_and_resumes(cluster, text_folder, tmp_path) -> None:
+    """It is said; the losses are those of one process, also after a resume, and the checkpoint holds all stages."""
     with tempfile.TemporaryDirectory() as name:
         cluster.hosts[1].hide(Path(name))
-        status, output = cluster.train(job, Path(name) / "run")
-        events = read_rows(Path(name) / "run" / EVENTS)
-    assert status == 2, output
-    assert f"node {cluster.hosts[1].address}: does not share {name}/run with the driver" in output
-    assert "fix: give --run-dir a folder of a file system that all nodes mount" in output
-    assert "Traceback" not in output
-    assert "restarted" not in {row["event"] for row in events}
+        run = Path(name) / "run"
+        job = job_file(tmp_path, text_folder)
+        half = ["--set", f"train.steps={STEPS // 2}"]
+        status, output = cluster.train(job, run, *half)
+        assert status == 0, output
+        first = json.loads(output.splitlines()[0])["losses"]
+        checkpoint = open_checkpoint(run / "checkpoints" / f"step-{STEPS // 2:08d}")  # verifies every file
+        assert {key.split("/")[1].split(".")[0] for key in checkpoint.keys if key.startswith("param/")} >= {"0", "3"}
+        assert sorted(path.name for path in checkpoint.path.glob("rank-*")) == [
+            "rank-00000.safetensors", "rank-00001.safetensors",
+        ]  # fmt: skip
+        status, output = cluster.train(job, run, "--resume")
+        assert status == 0, output
+        result = json.loads(output.splitlines()[0])
+        assert result["resumed_from"] == STEPS // 2
+        expected = plain_losses(load_job(job), run / "data", STEPS)
+        events = read_rows(run / EVENTS)
+    assert first == pytest.approx(expected[: STEPS // 2], abs=1e-9)
+    assert result["losses"][-(STEPS // 2) :] == pytest.approx(expected[STEPS // 2 :], abs=1e-9)
+    said = [row["message"] for row in events if row["event"] == "notice"]
+    assert said[0].startswith(f"node {cluster.hosts[1].address} does not share {name}/run with the driver")
+    assert not [row for row in events if row["event"] in ("restarted", "failed", "error")]
+    assert not list(Path(tempfile.gettempdir()).glob("raypipe-files-*"))
