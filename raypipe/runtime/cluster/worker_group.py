@@ -11,6 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypipe.errors import TransportError
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.reserve import Notify, Reservation, reserve, silent
 from raypipe.runtime.communicators import Location
@@ -99,6 +100,22 @@ class WorkerGroup:
         """Return the actors that are processes of their own, with which all workers end."""
         return self.actors
 
+    def locate(self) -> None:
+        """Wait until all workers have started, and note where they are.
+
+        Raises:
+            TransportError: some did not start within ``START_S``; the run may try again.
+        """
+        where = self.call("locate")
+        _, late = ray.wait(where, num_returns=len(where), timeout=START_S)
+        if late:
+            first = next(title for title, ref in zip(self.titles, where, strict=True) if ref in late)
+            raise TransportError(
+                first, f"{len(late)} of {len(where)} workers, this one first, did not start within {START_S:g} s",
+                "see whether its node is overloaded or out of memory, and Ray's logs there",
+            )  # fmt: skip
+        self.locations[:] = ray.get(where)
+
     def stop(self) -> None:
         """Kill all actors, and release their devices unless the run holds them for its next attempt."""
         for actor in self.processes():
@@ -185,7 +202,7 @@ def start_actors(
     actors = [places.start(rank, title) for rank, title in enumerate(titles)]
     workers = WorkerGroup(actors, titles, [], place.group, place.run_id, reservation is not None, places)
     try:
-        workers.locations += ray.get(workers.call("locate"), timeout=START_S)
+        workers.locate()
     except BaseException:
         workers.stop()  # the caller has no group yet that it could stop
         raise

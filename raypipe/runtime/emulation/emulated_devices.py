@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.rank_order import bundles_in_rank_order
 from raypipe.runtime.cluster.reserve import reserve
-from raypipe.runtime.cluster.worker_group import START_S, WorkerGroup
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.device_processes import DeviceProcesses
 
 
@@ -83,7 +83,7 @@ def start_emulated_devices(
             )
             devices.nodes.append(node)
             devices.actors += [EmulatedDevice(node, number) for number in range(len(ranks))]
-        devices.locations += ray.get(devices.call("locate"), timeout=START_S)
+        devices.locate()
     except BaseException:
         devices.stop()  # the caller has no group yet that it could stop
         raise

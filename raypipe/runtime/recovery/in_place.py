@@ -20,7 +20,7 @@ from raypipe.errors import DeviceError, RaypipeError
 from raypipe.job.spec import JobSpec
 from raypipe.plan.online.better_order import Running
 from raypipe.runtime.cluster.failure import describe, is_final, own_error, root_cause
-from raypipe.runtime.cluster.worker_group import START_S, WorkerGroup
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.recovery.standby import StandbyPool
 from raypipe.runtime.recovery.standing import Facts, Standing, agreed_steps
 from raypipe.runtime.recovery.twins import transfers
@@ -63,6 +63,7 @@ def can_recover(job: JobSpec, schedule: Schedule, workers: WorkerGroup) -> bool:
         and all(at.peer.device == "cpu" for at in workers.locations)
         and schedule.versions == "flush"
         and schedule.sharding is None
+        and parallel.tensor == 1  # nobody has tried it with ranks that share their layers
         and parallel.transport != "ray-collective"  # it joins a world once in the life of a process
         and all(transfers(schedule.placement, {rank}, parallel.tensor) is not None for rank in range(ranks))
     )
@@ -148,7 +149,7 @@ class InPlace:
                 standby.become.remote(rank, title)
             workers.actors[rank] = standby or workers.places.start(rank, title, self._times)
         workers.run_id = f"{workers.places.place.run_id}.{self._times}"
-        workers.locations[:] = ray.get(workers.call("locate"), timeout=START_S)
+        workers.locate()
         return from_pool
 
 
