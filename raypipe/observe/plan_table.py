@@ -9,8 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from raypipe.observe.draw.terminal import show
+from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import Decision, Row, label
 from raypipe.plan.decision_json import recompute_word, schedule_of, terms_beside
+from raypipe.plan.plan import sharded
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.reasons import gib
 from raypipe.schedule.passes import add_updates, place_gradient_sync
@@ -61,10 +63,19 @@ def details(p: Prediction) -> str:
         f"recompute {_recomputed(p)}" if c.recompute != "none" else "",
         "sub-pipelined" if c.sub_pipelined else "",
         f"limit {c.memory_limit:g}" if c.memory_limit is not None else "",
+        _shards(c),
         f"{c.sync} sums" if c.sync != "lazy" else "",
         *(f"{key} {value}" for key, value in c.options.items() if key not in WORDED and value != NEUTRAL[key]),
     ]
     return ", ".join(option for option in options if option)
+
+
+def _shards(c: Candidate) -> str:
+    """Return what a candidate's copies divide, in the words of a job's keys; empty if nothing."""
+    if c.shard == "none":
+        return ""
+    gather = f" gather {c.gather}" if c.shard == "zero3" else ""
+    return c.shard + gather + (f" over {c.shard_group} copies" if c.shard_group < c.replicas else "")
 
 
 def _recomputed(p: Prediction) -> str:
@@ -82,8 +93,8 @@ def seconds(value: float) -> str:
 
 
 def timeline_of(p: Prediction) -> Timeline:
-    """Simulate a step of one data-parallel copy, all-reduces and updates included."""
-    schedule = schedule_of(p)
+    """Simulate a step of one data-parallel copy, collectives and updates included."""
+    schedule = sharded(schedule_of(p), p.candidate, 1)
     if schedule.versions == "flush":
         schedule = add_updates(place_gradient_sync(schedule, p.candidate.sync, copies=p.candidate.replicas))
     return simulate(schedule, p.costs)

@@ -21,10 +21,23 @@ def why_won(best: Prediction, fastest: Prediction) -> str:
     if c.devices == 1:
         return f"{head}: it needs one device only"
     if c.stages == 1:
-        return f"{head}: no bubbles, {_share(_after(best), best)} of the step for all-reduces and updates"
+        return f"{head}: no bubbles, {_share(_after(best), best)} of the step for {_collectives(best)}{_divided(best)}"
     after = _after(best)
-    all_reduces = f", all-reduces and updates {_share(after, best)}" if after > ALIKE * best.step_s else ""
-    return f"{head}: bubbles {_share(_idle(best), best)} of the step{all_reduces}"
+    all_reduces = f", {_collectives(best)} {_share(after, best)}" if after > ALIKE * best.step_s else ""
+    return f"{head}: bubbles {_share(_idle(best), best)} of the step{all_reduces}{_divided(best)}"
+
+
+def _collectives(p: Prediction) -> str:
+    return "all-reduces and updates" if p.candidate.shard == "none" else "gathers, sums and updates"
+
+
+def _divided(p: Prediction) -> str:
+    """What the copies divide; a plan that divides nothing does not say so."""
+    c = p.candidate
+    if c.shard == "none":
+        return ""
+    what = ("optimizer state", "gradients and optimizer state", "weights, gradients and optimizer state")[c.level - 1]
+    return f"; {c.shard}: {c.shard_group} copies divide {what}"
 
 
 def _named(p: Prediction) -> str:
@@ -61,7 +74,7 @@ def why_slower(p: Prediction, best: Prediction) -> str:
         share, least = _shares(_idle(p), p, _idle(best), best)
         return f"{head}: bubbles {share} against {least}"
     share, least = _shares(_after(p), p, _after(best), best)
-    return f"{head}: all-reduces and updates take {share} of the step, against {least}"
+    return f"{head}: {_collectives(p)} take {share} of the step, against {least}"
 
 
 def why_refused(reason: str, p: Prediction, best: Prediction) -> str:

@@ -35,3 +35,10 @@ def test_a_model_that_no_device_holds_is_divided() -> None:
 def test_a_slow_link_gets_a_pipeline() -> None:
     best = planned("pipelined", "rtx3090-ethernet", 8).best.candidate
     assert (best.stages, best.replicas, best.shard) == (8, 1, "none")
+
+
+@pytest.mark.slow
+def test_a_model_in_between_is_cut_and_copied() -> None:
+    best = planned("hybrid", "rtx3090-ethernet", 8).best.candidate
+    assert best.stages > 1
+    assert best.replicas > 1
