@@ -119,7 +119,7 @@ def test_memory_decides_and_the_faster_plan_says_what_would_fit() -> None:
 
 @pytest.mark.slow
 def test_the_smaller_micro_batch_that_is_said_to_fit_does_and_the_next_larger_does_not() -> None:
-    job = make_job(batch=16)
+    job = make_job(batch=16, parallel={"auto": True, "shard": "none"})
     need = max(choose(job, make_profile(), search_s=0).best.memory_bytes)
     said: list[tuple[int, int]] = []
     for part in (0.8, 0.5):
