@@ -26,9 +26,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# What starts no Ray and takes no longer than a few seconds a test.
+# What starts no Ray and takes less than half a second a test, two at a time.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not runs and not slow"
+	$(BIN)/python -m pytest -n 2 -m "not runs and not slow"
 
 # Tests that start a Ray of their own mostly wait for processes to start: they run beside the others.
 test: lint

@@ -156,6 +156,7 @@ IN_PLACE = {"atomic_write.py": 1, "runtime/cluster/host_check.py": 1}
 """Calls that write in place: to a pipe or a terminal, and a token that exists to be looked for."""
 
 
+@pytest.mark.slow
 def test_nothing_else_writes_a_file_in_place() -> None:
     """In a ``whole`` block the file that is written is called ``partial``; logs are appended to."""
     found: dict[str, int] = {}

@@ -134,6 +134,7 @@ def circles(files: Iterable[Path]) -> list[list[str]]:
     return sorted(sorted(str(file.relative_to(ROOT)) for file in group) for group in groups)
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other() -> None:
     """Type-checking imports count: two files that need each other's types are one idea, or three."""
     found = circles([ROOT / "__init__.py", *FILES])

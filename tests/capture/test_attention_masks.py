@@ -54,6 +54,7 @@ def inputs(name: str, batch: int, size: int) -> dict[str, Tensor]:
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITHOUT_MASK)
 def test_without_a_padding_mask(name, one_thread):
     build = CASES[name].build
@@ -84,17 +85,20 @@ def test_without_a_padding_mask(name, one_thread):
             torch.testing.assert_close(parameters(chain)[key].grad, parameter.grad, rtol=0, atol=1e-12, msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in WITHOUT_MASK if name != "vit"])
 def test_a_padding_mask_stays(name, captured):
     assert set(kinds(captured(name))) == {"masked"}
     assert not captured(name).graph.at_most
 
 
+@pytest.mark.slow
 def test_mixtral(monkeypatch, one_thread):
     monkeypatch.setitem(FAMILIES, "mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2})
     assert kinds(capture(build_without_memory(family("mixtral")), inputs("llama", 2, 16))) == {"causal": 2}
 
 
+@pytest.mark.slow
 def test_a_micro_batch_longer_than_the_capture_is_refused(one_thread):
     config = {**GROUPED, "vocab_size": 256, "max_position_embeddings": 64}
     job = job_from({"name": "x", "model": {"hf": "llama", "config": config, "sequence": 16},
@@ -109,6 +113,7 @@ def test_a_micro_batch_longer_than_the_capture_is_refused(one_thread):
             stage((), {"input_ids": tokens})
 
 
+@pytest.mark.slow
 def test_a_window_longer_than_the_sequence_hides_nothing_more(monkeypatch, one_thread):
     def captured(window: int) -> Captured:
         monkeypatch.setitem(FAMILIES, "mistral", {**GROUPED, "sliding_window": window})
@@ -196,6 +201,7 @@ TABLE: dict[str, tuple[Mask, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_masks_as_people_write_them(name, one_thread):
     make, wanted = TABLE[name]
@@ -239,6 +245,7 @@ CAPTURED: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CAPTURED)
 def test_positional_results_against_every_smaller_size(name, monkeypatch, one_thread):
     """A result for small sizes is the corner of that for large ones, and constant where it is said to be."""

@@ -89,6 +89,7 @@ values = st.one_of(
 bodies = st.fixed_dictionaries({}, optional=dict.fromkeys((*WHOLE, "format", "version"), values))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(bodies, st.booleans())
 def test_any_manifest_is_read_or_refused(body: dict, whole: bool) -> None:

@@ -42,6 +42,7 @@ def command(*words: object) -> int:
     return run(["autoconfigure", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_json_and_plan_file(files, tmp_path, capsys) -> None:
     job, cluster = files
     out = tmp_path / "plan.json"
@@ -59,6 +60,7 @@ def test_json_and_plan_file(files, tmp_path, capsys) -> None:
     assert build_schedule(plan, 16).devices == first["stages"] * first["replicas"] <= 4
 
 
+@pytest.mark.slow
 def test_the_table_names_the_winner_draws_three_and_explains_eq_1(files, capsys) -> None:
     job, cluster = files
     assert command(job, "--cluster", cluster, "--search", 0) == 0

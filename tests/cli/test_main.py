@@ -44,6 +44,7 @@ def test_an_interruption_is_one_word_and_status_130(capsys, monkeypatch):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error():
     command = f"{sys.executable} -m raypipe schedule 1f1b --microbatches 2000 --json | head -c 10"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)

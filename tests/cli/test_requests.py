@@ -67,6 +67,7 @@ words = st.sampled_from(WORDS.split())
 lines = st.lists(st.lists(words, max_size=5).map(" ".join), max_size=5).map("\n".join)
 
 
+@pytest.mark.slow
 @given(st.one_of(lines, st.text()))
 def test_any_text_is_read_or_refused(text):
     with contextlib.suppress(ScheduleError):

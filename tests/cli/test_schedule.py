@@ -90,6 +90,7 @@ def test_latency_per_link(command, tmp_path, given, said):
     assert json.loads(command("schedule", "--load", path, "--json")[1]) == found
 
 
+@pytest.mark.slow
 def test_loads_what_it_wrote(command, tmp_path):
     as_text, as_json = tmp_path / "a.txt", tmp_path / "a.json"
     command("schedule", "chimera", "--forward", 2, "--comm", 1, "--text", as_text, "--json", as_json)
@@ -191,6 +192,7 @@ def test_a_loaded_schedule_that_cannot_run_is_refused(command, tmp_path, text, w
     assert "device 0: " in err
 
 
+@pytest.mark.slow
 def test_both_commands_are_the_same_and_import_nothing_heavy():
     program = (
         "import sys; from raypipe.cli import run; status = run(['schedule', '1f1b', '--json']); "

@@ -477,6 +477,7 @@ def test_a_cluster_that_asks_for_a_token(refused, monkeypatch) -> None:
     assert "RAY_AUTH_MODE=token" in said
 
 
+@pytest.mark.slow
 def test_as_a_command_a_refusal_imports_neither_torch_nor_ray(job) -> None:
     script = (
         "import sys; from raypipe.cli import run; status = run(sys.argv[1:]);"

@@ -146,6 +146,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cut", "recomputed"),
     [("gpipe", ONE, {3, 4, 5}), ("1f1b", ONE, {4, 5}), ("gpipe", ONE, {1, 2, 4}), ("bfs", TWO, {2, 4, 5})],

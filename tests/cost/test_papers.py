@@ -54,6 +54,7 @@ def test_the_closed_model_prefers_the_deep_pipeline(gpt):
     assert times[0] < times[1]
 
 
+@pytest.mark.slow
 def test_speed_ups_that_chose_nothing():
     """As the table in docs/evidence/papers.md has them: 17 speed-ups and an efficiency, 9.4 % off in the median.
 

@@ -119,6 +119,7 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(kind, config, dtype, ten
     assert sum(work.parameters for work in works) - tied == sum(model.graph.parameters.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_architecture_costs_what_the_built_in_gpt_costs(dtype) -> None:
     """GPT-2 captured from its own code beside formulas that were counted by hand, on A100."""

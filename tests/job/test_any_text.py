@@ -164,6 +164,7 @@ plans = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(plans, st.binary(max_size=30))
 def test_any_plan_or_profile_is_read_or_refused(change: dict, raw: bytes) -> None:

@@ -76,6 +76,7 @@ def test_a_step_of_a_million_micro_batches_is_not_made_to_be_looked_at(schedule:
         assert getattr(schedule_seen, what) == getattr(small, what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "needs"), [("gpipe", 100_004), ("1f1b", 4), ("chimera", 4)])
 def test_the_activations_of_a_long_step_are_held_against_the_limit(schedule: str, needs: int) -> None:
     long_job(100_004, schedule=schedule, memory_limit=needs)

@@ -93,6 +93,7 @@ def test_how_else_it_may_end(client, error, words):
         Submitted(client, "raysubmit_1").follow(lambda text: None)
 
 
+@pytest.mark.slow
 def test_a_head_that_has_just_come_up_is_waited_for(folder, monkeypatch):
     import ray.job_submission
 

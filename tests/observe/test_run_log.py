@@ -171,6 +171,7 @@ def test_a_damaged_line_is_passed_over_by_whoever_reads(tmp_path, damage) -> Non
     assert (tmp_path / METRICS).read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.binary(max_size=30) | st.sampled_from([b'{"step": 1}', b'{"event": "x"}', b'{"step": "1"}']), max_size=5

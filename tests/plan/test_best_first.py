@@ -119,6 +119,7 @@ def test_nothing_better_is_missed(case) -> None:
     assert all(p.fits for p in found.best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in CASES if c["seed"] in (1, 2, 7)], ids=lambda c: f"seed {c['seed']}")
 @pytest.mark.parametrize("near", [NEAR, 0.1])
 def test_nothing_simpler_that_is_about_as_fast_is_missed(case, near) -> None:
@@ -175,6 +176,7 @@ def test_weights_that_do_not_fit_are_known_without_an_order() -> None:
             assert not judge.holds(replace(c, recompute="full"))
 
 
+@pytest.mark.slow
 def test_fewer_activations_and_recomputation_are_tried_together() -> None:
     judge, every = setting(4, 2, 4, 8, memory_bytes=0.28 * 2**30)
     found, expected = best_first(judge, every, 12, flushing).best, sorted(everything(judge, every), key=rank_key)
@@ -184,6 +186,7 @@ def test_fewer_activations_and_recomputation_are_tried_together() -> None:
     assert any(p.candidate.memory_limit is not None and p.candidate.recompute != "none" for p in found)
 
 
+@pytest.mark.slow
 def test_more_devices_more_memory_and_faster_links_are_never_worse() -> None:
     def best(**changes: object) -> float:
         return best_first(*setting(6, 4, 8, 7, **changes), 1, flushing).best[0].step_s
@@ -223,6 +226,7 @@ def test_the_rule_of_the_largest_micro_batch() -> None:
     assert best.step_s <= greedy[0].step_s
 
 
+@pytest.mark.slow
 def test_the_rule_recomputes_all_or_nothing_and_only_where_it_must() -> None:
     judge, every = setting(6, 4, 16, 2, memory_bytes=0.42 * 2**30)
     judge.by[ALONE].recompute = ("full",)

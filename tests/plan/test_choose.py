@@ -23,6 +23,7 @@ from tests.plan.conftest import MIB, make_job, make_profile, make_shared
 GIB = 2**30
 
 
+@pytest.mark.slow
 def test_every_family_has_a_row_that_says_why_it_lost() -> None:
     decision = choose(make_job(), make_profile(), search_s=0)
     kinds = {label(row.prediction.candidate) for row in decision.rows}
@@ -42,6 +43,7 @@ def test_every_family_has_a_row_that_says_why_it_lost() -> None:
     assert all("--allow asynchronous" in row.why for row in stale)
 
 
+@pytest.mark.slow
 def test_asynchronous_schedules_win_only_where_they_are_allowed() -> None:
     job, profile = make_job(layers=4, batch=32), make_profile(layers=4, devices=4, seed=3)
     synchronous = choose(job, profile, search_s=0)
@@ -50,6 +52,7 @@ def test_asynchronous_schedules_win_only_where_they_are_allowed() -> None:
     assert stale.best.step_s <= synchronous.best.step_s
 
 
+@pytest.mark.slow
 def test_of_plans_about_as_fast_the_simplest_is_chosen_whichever_is_ahead() -> None:
     """Links that change its step by half a per cent against the best pipeline's leave data parallelism the choice."""
     job, profile = make_job(layers=4, parallel={"auto": True, "shard": "none"}), make_profile(layers=4, devices=2)
@@ -80,6 +83,7 @@ def test_losers_say_what_cost_them_most() -> None:
     assert re.search(r"bubbles \d+% against \d+%", by_kind["gems"])
 
 
+@pytest.mark.slow
 def test_slow_links_between_hosts_make_data_parallelism_lose_to_a_pipeline_and_back() -> None:
     job = make_job(batch=16)
     slow = make_profile().between.model_copy(update={"beta_s_per_byte": 1 / 2e7})
@@ -88,6 +92,7 @@ def test_slow_links_between_hosts_make_data_parallelism_lose_to_a_pipeline_and_b
     assert choose(job, make_profile(between=free, inside=free), search_s=0).best.candidate.stages == 1
 
 
+@pytest.mark.slow
 def test_narrow_messages_count_with_the_bytes_that_are_sent() -> None:
     """Half the bytes over links of half the bandwidth: the same decision, and the plan says what it was made for."""
     wishes = {"auto": True, "stages": 4}
@@ -104,6 +109,7 @@ def test_narrow_messages_count_with_the_bytes_that_are_sent() -> None:
     assert (narrow.plan.parallel.wire_dtype, wide.plan.parallel.wire_dtype) == ("bfloat16", None)
 
 
+@pytest.mark.slow
 def test_memory_decides_and_the_faster_plan_says_what_would_fit() -> None:
     job = make_job(batch=16)
     roomy = choose(job, make_profile(), search_s=0)
@@ -187,6 +193,7 @@ def test_few_micro_batches_recompute_some_of_their_layers() -> None:
     assert (row["recompute"], row["recomputed_layers"]) == ("layers", list(recomputed))
 
 
+@pytest.mark.slow
 def test_nothing_fits_names_the_term_the_excess_and_what_would() -> None:
     with pytest.raises(SpecError, match="no plan fits") as caught:
         choose(make_job(), make_profile(memory_bytes=130 * MIB), search_s=0)
@@ -197,6 +204,7 @@ def test_nothing_fits_names_the_term_the_excess_and_what_would() -> None:
     assert choose(make_job(), make_profile(memory_bytes=need * GIB), search_s=0).best.fits
 
 
+@pytest.mark.slow
 def test_more_devices_help_where_the_error_says_so() -> None:
     profile = make_profile(layers=8, devices=2, memory_bytes=190 * MIB)
     heavy = profile.model_copy(
@@ -221,6 +229,7 @@ CAUSES: dict[str, tuple[float, dict[str, object], dict[int, dict[str, float]], A
 """By what is too large: MiB of a device, changes to all layers and to single ones, keys of ``parallel``."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", CAUSES)
 def test_everything_that_is_said_to_help_helps(cause: str) -> None:
     mib, everywhere, single, parallel = CAUSES[cause]
@@ -264,6 +273,7 @@ def test_a_described_device_keeps_a_share_of_itself_free() -> None:
     assert device_gib(profile.model_copy(update={"source": "measured"}), need) == 3.5
 
 
+@pytest.mark.slow
 def test_wishes_are_kept() -> None:
     job = make_job(batch=16, parallel={"auto": True, "schedule": "zb-v", "microbatch": 2})
     decision = choose(job, make_profile(), search_s=0)
@@ -296,6 +306,7 @@ def test_a_wish_that_no_plan_could_keep_is_one_clear_error(wish, clip, words) ->
         choose(make_job(parallel={"auto": True, **wish}, clip=clip), make_profile(), search_s=0, top=1)
 
 
+@pytest.mark.slow
 def test_recomputation_is_none_or_all_where_that_is_asked_for() -> None:
     none = choose(make_job(parallel={"auto": True, "stages": 4, "recompute": "none"}), make_profile(), search_s=0)
     assert none.rows
@@ -326,6 +337,7 @@ def test_a_searched_order_is_no_worse_and_fits() -> None:
     assert max(searched.best.memory_bytes) <= 0.7 * GIB
 
 
+@pytest.mark.slow
 def test_groups_that_share_layers_are_candidates_like_others() -> None:
     profile = make_profile(devices=8)
     shared = {(2, halves): make_shared(profile, 2, halves) for halves in (False, True)}
@@ -355,6 +367,7 @@ def test_a_size_of_groups_may_be_asked_for() -> None:
     assert "computed, not measured" in caught.value.fix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["auto", {"auto": True, "schedule": "1f1b"}, {"auto": True, "schedule": "auto"}])
 def test_the_plan_is_what_was_predicted(parallel, tmp_path) -> None:
     """The plan file, read back and built as the runtime builds it, takes the predicted time under the same costs."""

@@ -110,6 +110,7 @@ def test_json_tables_have_text_for_keys(tmp_path: Path) -> None:
     assert compare(load_epochs(path)).tipping_point == 64
 
 
+@pytest.mark.slow
 def test_a_modelled_efficiency_is_the_planners(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """T_1 / T_N of two plans of the same job, made with its keys set by hand."""
     root = INCEPTION.parents[1]

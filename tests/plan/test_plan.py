@@ -137,6 +137,7 @@ def plans(draw: Any) -> tuple[Plan, int]:
 FOUR = ParallelSpec(stages=2, microbatch=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(plans())
 @example((stored(FOUR, 16), 64))

@@ -39,6 +39,7 @@ def typed(tmp_path, p: Prediction, word: str) -> JobSpec:
     return load_job(path, [f"parallel.recompute={word}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "memory", "words"),
     [

@@ -27,6 +27,7 @@ from tests.plan.test_best_first import flushing, setting
 TIGHT = {"layers": 6, "devices": 4, "batch": 8, "seed": 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mib", [1000, 450, 330])
 def test_shards_are_never_slower_and_help_where_memory_is_short(mib: int) -> None:
     judge, every = setting(**TIGHT, memory_bytes=mib * MIB, divides=True)
@@ -77,6 +78,7 @@ def test_one_copy_stands_for_all(way: tuple[str, int | None], clip: float | None
         assert simulate(all_copies, quiet).makespan == pytest.approx(simulate(whole, quiet).makespan)
 
 
+@pytest.mark.slow
 def test_the_plan_is_what_was_predicted() -> None:
     job, profile = make_job(batch=16), make_profile(memory_bytes=330 * MIB)
     decision = choose(job, profile, search_s=0)
@@ -95,6 +97,7 @@ def test_the_plan_is_what_was_predicted() -> None:
     assert as_json(decision)["best"]["parallel"]["shard"] == best.shard
 
 
+@pytest.mark.slow
 def test_what_the_job_asks_for() -> None:
     profile = make_profile()
     asked = make_job(batch=16, parallel={"auto": True, "shard": "zero3", "gather": "microbatch"})

@@ -8,6 +8,7 @@ from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.shape import Shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, family in SCHEDULES.items() if family.fills])
 def test_all_forwards_of_a_unit_come_before_its_first_weight_gradient(name: str) -> None:
     chunked, united = ({"chunks", "unit"} & SCHEDULES[name].options == {*o} for o in (("chunks",), ("chunks", "unit")))

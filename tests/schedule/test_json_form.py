@@ -45,6 +45,7 @@ def schedules_and_costs(draw):
     return schedule, CostTable(**{k: draw(row) for k in keys}, comm=draw(st.one_of(times, row)))
 
 
+@pytest.mark.slow
 @given(schedules_and_costs())
 def test_reads_back_schedule_and_costs(both):
     assert from_json(json.loads(json.dumps(to_json(*both)))) == both

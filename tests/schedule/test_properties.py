@@ -98,6 +98,7 @@ def costs(schedule: Schedule, scale: float = 1.0) -> CostTable:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(schedules(), st.lists(st.sampled_from(sorted(PASSES)), max_size=5))
 def test_passes_keep_a_schedule_valid(schedule: Schedule, names: list[str]) -> None:
@@ -112,6 +113,7 @@ def test_passes_keep_a_schedule_valid(schedule: Schedule, names: list[str]) -> N
         assert all(a.end <= b.start for a, b in itertools.pairwise(lane))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(schedules())
 def test_split_and_fuse_move_nothing_later(schedule: Schedule) -> None:
@@ -123,6 +125,7 @@ def test_split_and_fuse_move_nothing_later(schedule: Schedule) -> None:
         assert {t.kind for t in fused.tasks()} <= {"F", "BW", "R"}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(schedules(), st.integers(2, 3))
 def test_copies_do_not_touch_each_other(schedule: Schedule, copies: int) -> None:
@@ -141,6 +144,7 @@ def test_no_policy_is_slower_than_lazy(schedule: Schedule, policy: str) -> None:
     assert simulate(other, table).makespan <= simulate(lazy, table).makespan
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(schedules(), st.data())
 def test_damage_is_refused(schedule: Schedule, data: st.DataObject) -> None:
@@ -166,6 +170,7 @@ def test_damage_is_refused(schedule: Schedule, data: st.DataObject) -> None:
         verify(schedule.with_orders(orders))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(schedules(), st.data())
 def test_any_order_runs_or_is_refused_alike(schedule: Schedule, data: st.DataObject) -> None:
@@ -183,6 +188,7 @@ def test_any_order_runs_or_is_refused_alike(schedule: Schedule, data: st.DataObj
         assert "<-- here" in answers[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(schedules())
 def test_peak_activations_agree_with_times(schedule: Schedule) -> None:

@@ -35,6 +35,7 @@ def gathers(schedule):
     return {sum(task.kind == "AG" for task in order) for order in schedule.orders}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 def test_gather_counts(devices, chunks):
@@ -91,6 +92,7 @@ def played(schedule):
         assert all(schedule.zero_level(stage) < 3 for stage, _ in full)
 
 
+@pytest.mark.slow
 def test_any_schedule_any_level_any_policy():
     rng = random.Random(13)
     for _ in range(200):

@@ -42,6 +42,7 @@ def schedules(draw):
     )
 
 
+@pytest.mark.slow
 @given(schedules())
 def test_reads_back_what_it_printed(schedule):
     assert from_text(to_text(schedule)) == schedule

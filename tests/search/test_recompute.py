@@ -27,6 +27,7 @@ def test_with_memory_enough_nothing_is_recomputed():
     assert found.gap == 0
 
 
+@pytest.mark.slow
 def test_against_every_choice_of_stages():
     """Three uneven stages in two activations: no choice of stages, each searched on its own, is shorter."""
     costs = CostTable(

@@ -33,6 +33,7 @@ def test_what_is_found_is_a_step_within_its_memory(make_case, seed):
     assert kinds == ({"F", "B", "W"} if case.split else {"F", "BW"})
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_no_chain():
     """An encoder feeds every decoder stage, placed on three devices."""
     graph = StageGraph(5, ((0, 1), (1, 2), (0, 3), (2, 3), (1, 4), (3, 4)))

@@ -46,6 +46,7 @@ def test_sums_of_no_time_leave_the_compute():
         assert usual(costs, sync) == pytest.approx(3 * 6.0 - 1.0)  # the first layer has no input gradient
 
 
+@pytest.mark.slow
 def test_never_shorter_than_compute_or_link_and_prioritised_between():
     rng = random.Random(8)
     for _ in range(60):
@@ -93,6 +94,7 @@ def test_prioritised_and_reverse_first_k_beat_lazy_and_wait_free(share):
     assert best.seconds <= first < usual(costs, "wait-free") < usual(costs, "lazy")
 
 
+@pytest.mark.slow
 def test_tuned_k_on_thirty_profiles():
     """Within 2 % of the best of all k, slower than wait-free on none, in about a quarter of the trials."""
     rng = random.Random(3)

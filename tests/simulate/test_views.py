@@ -282,6 +282,7 @@ def test_several_steps(schedule: Schedule, sync: Sync, norm: NormPolicy, occupan
     assert series(whole, costs, 3, occupancy, norm) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["pipedream", "pipedream-2bw"]), st.integers(2, 4), st.integers(0, 3),

@@ -52,6 +52,7 @@ def without(schedule: Schedule, *kinds: str) -> list[list[Task]]:
     return [[t for t in order if t.kind not in kinds] for order in schedule.orders]
 
 
+@pytest.mark.slow
 def test_a_searched_order_is_searched_again(text_folder: Path) -> None:
     job = make_job(text_folder, AUTO)
     present = running(make_plan(job), job.train.batch)
@@ -182,6 +183,7 @@ def test_no_swap_is_blamed_for_a_machine_that_became_slower(text_folder: Path, m
     assert loop.steps(30, 1.3) == []
 
 
+@pytest.mark.slow
 def test_within_the_noise_more_steps_decide(text_folder: Path, monkeypatch) -> None:
     """Steps that vary by a tenth: ten of them say nothing of a gain of a hundredth."""
 

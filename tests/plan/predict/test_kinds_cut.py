@@ -104,6 +104,7 @@ def test_slow_devices_get_small_stages(slow, counts):
         assert max(work[counts[0] :]) < 0.6 * min(work[: counts[0]])
 
 
+@pytest.mark.slow
 def test_small_devices_get_what_they_hold():
     """The fastest cut does not fit the small device; the one taken does, and is the fastest of those that fit."""
     profile = mixed((1, 1.0, 8), (1, 1.0, 0.45))
@@ -166,6 +167,7 @@ def test_nothing_better_is_missed(clip):
     )
 
 
+@pytest.mark.slow
 def test_the_plan_says_which_devices_it_is_for():
     profile = mixed((2, 1.0, 8), (2, 30.0, 8))
     decision = choose(make_job(), profile, search_s=0)

@@ -69,6 +69,7 @@ def test_without_its_profile_the_prediction_goes():
         assert "does not apply" in found.message
 
 
+@pytest.mark.slow
 def test_the_planner_chooses_another_plan_where_hosts_differ():
     """Four devices of one host train as a pipeline; of four hosts with such links, two are as fast as any."""
     job = make_job()

@@ -66,6 +66,7 @@ def test_an_old_exchange_gives_way_to_a_slower_one_once_clocks_may_have_drifted_
     assert best([quick, later], later.at) is later
 
 
+@pytest.mark.slow
 def test_every_process_knows_rank_0s_clock(monkeypatch) -> None:
     """Five processes on three hosts; the two of a host have the same number, whoever measured it."""
     monkeypatch.setattr(shared_clock, "EVERY_S", 0.01)
@@ -109,6 +110,7 @@ def test_one_host_measures_nothing() -> None:
     assert clock.shared(3.5) == 3.5
 
 
+@pytest.mark.slow
 def test_drift_is_followed(monkeypatch) -> None:
     monkeypatch.setattr(shared_clock, "EVERY_S", 0.005)
     monkeypatch.setattr(shared_clock, "DRIFT", 10.0)  # so much may these clocks drift: the newest exchange counts
@@ -121,6 +123,7 @@ def test_drift_is_followed(monkeypatch) -> None:
         _wait_for(lambda: abs(offset.value - 3.0) < 0.05)
 
 
+@pytest.mark.slow
 def test_a_lost_connection_is_made_again(monkeypatch) -> None:
     monkeypatch.setattr(shared_clock, "EVERY_S", 0.005)
     asked = [0]
@@ -141,6 +144,7 @@ def test_a_lost_connection_is_made_again(monkeypatch) -> None:
             _wait_for(lambda: asked[0] > before + 3)
 
 
+@pytest.mark.slow
 def test_a_rank_0_that_nobody_reaches_is_named() -> None:
     with ClockServer("127.0.0.1") as server:
         port = server.port

@@ -104,6 +104,7 @@ def test_after_as_many_as_are_allowed_it_is_one_error(tmp_path: Path, monkeypatc
     assert trainers.allowed == [2, 0]
 
 
+@pytest.mark.slow
 def test_attempts_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
 

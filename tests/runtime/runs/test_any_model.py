@@ -204,6 +204,7 @@ class Branching(nn.Module):
         return self.head(x.tanh() if tokens.shape[1] > 8 else x)
 
 
+@pytest.mark.slow
 def test_a_branch_on_the_length_is_not_taken_for_short_samples() -> None:
     rows = {name: t for name, t in tokens().items() if name != "attention_mask"}
     spec = {"import": f"{HERE}:Branching", "task": "causal-lm"}

@@ -140,6 +140,7 @@ def test_a_run_stops_with_the_parameters_that_were_validated(schedule, stage_poo
     assert on.losses == whole.losses[:stop]
 
 
+@pytest.mark.slow
 def test_the_best_is_replaced_and_forgotten(tmp_path) -> None:
     from raypipe.checkpoint import commit, step_directory, write_shard
 

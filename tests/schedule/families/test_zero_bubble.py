@@ -64,6 +64,7 @@ def test_v_has_no_bubble_in_its_span(depth: int, count: int) -> None:
     assert timeline.schedule.placement[0][0] == timeline.schedule.placement[0][-1] == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(["zb-h1", "zb-h2", "zb-v"]), depth=st.integers(1, 5), count=st.integers(1, 30),

@@ -108,6 +108,7 @@ def test_a_hundred_shapes():
     assert sum(gain >= 1.25 for gain in slow) >= len(slow) / 2
 
 
+@pytest.mark.slow
 def test_a_few_shapes():
     rng = random.Random(4)
     for _ in range(6):
