@@ -56,23 +56,26 @@ def _open_at_a_line(path: Path) -> TextIO:
     return file
 
 
-def rewind(directory: Path, step: int) -> None:
+def rewind(directory: Path, step: int) -> int:
     """Atomically remove damaged lines and the metrics of steps after ``step``, which will run again.
+
+    Returns the number of these steps.
 
     The kept rows are usually the beginning of the file, which is then truncated in place, so that readers who have seen
     them continue after them. Only if a damaged line is among them, a new file is written.
     """
     path = directory / METRICS
     if not path.exists():
-        return
+        return 0
     text = path.read_bytes()
-    rows = ((line, row_of(line, METRICS)) for line in text.splitlines())
-    lines = [line for line, row in rows if row is not None and row["step"] <= step]
+    rows = [(line, row) for line in text.splitlines() if (row := row_of(line, METRICS)) is not None]
+    lines = [line for line, row in rows if row["step"] <= step]
     kept = b"".join(line + b"\n" for line in lines)
     if text.startswith(kept):
         os.truncate(path, len(kept))
     else:
         write_whole(path, kept)
+    return len({row["step"] for _, row in rows if row["step"] > step})
 
 
 def mend(path: Path) -> tuple[int, ...]:

@@ -79,18 +79,41 @@ def summarise(
         "resumed_from": resumed_from,
         "counts": finished[-1]["counts"] if finished else None,
         "recoveries": sum(e["event"] in ("restarted", "recovered") for e in this_run),
-        "in_place": _in_place([e for e in this_run if e["event"] == "recovered"]),
+        "recovery": _recovery(this_run),
         "run_dir": str(directory),
     }
 
 
-def _in_place(recovered: list[dict[str, Any]]) -> dict[str, Any]:
-    """Workers that were replaced while the others went on: how many times, the seconds of each, the steps repeated."""
-    return {
-        "count": len(recovered),
-        "seconds": [e["seconds"] for e in recovered],
-        "steps_repeated": sum(e["steps_repeated"] for e in recovered),
-    }
+def _recovery(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Recoveries in order: the step after which the run went on, how, the seconds it took, and the ranks replaced.
+
+    A restart from a checkpoint takes from the failure to when all workers have been set up again; None if it never
+    came to that.
+    """
+    found: list[dict[str, Any]] = []
+    failed: float | None = None
+    for e in events:
+        kind = e["event"]
+        if kind == "recovered":
+            own = {key: e[key] for key in ("seconds", "steps_repeated")}
+            found.append({"step": e["step"], "kind": "replica", **own, "replaced": e["ranks"]})
+        elif kind == "failed":
+            failed = e.get("time")
+        elif kind == "restarted":
+            repeated = e.get("steps_repeated")
+            found.append(
+                {
+                    "step": e.get("step"),
+                    "kind": "checkpoint",
+                    "seconds": None,
+                    "steps_repeated": repeated,
+                    "replaced": [],
+                }
+            )
+        elif kind == "started" and found and found[-1]["kind"] == "checkpoint" and found[-1]["seconds"] is None:
+            found[-1]["replaced"] = list(range(len(e["devices"])))
+            found[-1]["seconds"] = e["time"] - failed if failed is not None else None
+    return found
 
 
 def _best(rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -145,18 +168,19 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     if (shared := _shared(result["devices"], result["cores"], result.get("core_wait"))) is not None:
         lines.append(f"cores            {shared}")
     if result["recoveries"]:
-        lines.append(f"recoveries       {result['recoveries']}{_of_them(result.get('in_place'))}")
+        lines.append(f"recoveries       {result['recoveries']}{_of_them(result.get('recovery'))}")
     lines.append(f"run directory    {result['run_dir']}")
     return lines
 
 
-def _of_them(in_place: dict[str, Any] | None) -> str:
+def _of_them(recovery: list[dict[str, Any]] | None) -> str:
     """How many recoveries were in place, and how long they took."""
-    if not in_place or not in_place["count"]:
+    in_place = [one for one in recovery or () if one["kind"] == "replica"]
+    if not in_place:
         return ""
-    repeated = in_place["steps_repeated"]
+    repeated = sum(one["steps_repeated"] for one in in_place)
     return (
-        f", {in_place['count']} of them in place, {median(in_place['seconds']):.1f} s each (median), "
+        f", {len(in_place)} of them in place, {median(one['seconds'] for one in in_place):.1f} s each (median), "
         f"{repeated} step{'s' * (repeated != 1)} repeated"
     )
 

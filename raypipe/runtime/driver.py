@@ -203,6 +203,7 @@ class Driver:
         self.clock.pause()
         self._collected_at = time.monotonic()
         fields = {
+            "ranks": list(recovered.replaced),
             "devices": [workers.titles[rank] for rank in recovered.replaced],
             "pids": [workers.locations[rank].pid for rank in recovered.replaced],
             "from_standby": recovered.from_pool,

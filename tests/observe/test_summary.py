@@ -140,10 +140,10 @@ def test_a_restart_is_a_recovery_and_its_steps_count_once(log, tmp_path) -> None
     for number in range(1, 9):
         step(log, number)
     log.event("failed", message="stage 1 died")
-    rewind(tmp_path, 5)
+    lost = rewind(tmp_path, 5)
     again = RunLog(tmp_path)
-    again.event("restarted", checkpoint="step-00000005")
-    again.event("started", devices=[], resumed_from=5)
+    again.event("restarted", checkpoint="step-00000005", step=5, steps_repeated=lost)
+    again.event("started", devices=[{}, {}], resumed_from=5)
     for number in range(6, 11):
         step(again, number)
     again.event("finished", counts=COUNTS, memory_bytes=[])
@@ -153,6 +153,9 @@ def test_a_restart_is_a_recovery_and_its_steps_count_once(log, tmp_path) -> None
     assert result["recoveries"] == 1
     assert result["resumed_from"] is None  # nobody asked to resume
     assert "recoveries       1" in summary_lines(result)
+    (recovery,) = result["recovery"]
+    assert 0 <= recovery.pop("seconds") < 60
+    assert recovery == {"step": 5, "kind": "checkpoint", "steps_repeated": 3, "replaced": [0, 1]}
 
 
 def test_a_replaced_worker_is_a_recovery_in_place(log, tmp_path) -> None:
@@ -161,10 +164,15 @@ def test_a_replaced_worker_is_a_recovery_in_place(log, tmp_path) -> None:
     for number in range(1, 5):
         step(log, number)
         if number < 3:
-            log.event("recovered", step=number, devices=["stage 0"], seconds=float(number), steps_repeated=number - 1)
+            log.event(
+                "recovered", step=number, ranks=[number], devices=["stage 0"], seconds=float(number),
+                steps_repeated=number - 1,
+            )  # fmt: skip
     result = summarise(tmp_path, PLAN)
     assert result["recoveries"] == 2
-    assert result["in_place"] == {"count": 2, "seconds": [1.0, 2.0], "steps_repeated": 1}
+    assert result["recovery"] == [
+        {"step": n, "kind": "replica", "seconds": float(n), "steps_repeated": n - 1, "replaced": [n]} for n in (1, 2)
+    ]
     assert "recoveries       2, 2 of them in place, 1.5 s each (median), 1 step repeated" in summary_lines(result)
 
 

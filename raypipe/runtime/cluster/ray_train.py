@@ -123,7 +123,7 @@ def driver_loop(config: dict[str, Any]) -> None:
         # A restart continues from the newest checkpoint; a first attempt does so only when asked to resume.
         checkpoint, notices = latest(directory / "checkpoints") if request.resume or restarted else (None, [])
         done = open_checkpoint(checkpoint, verify=False).step if checkpoint is not None else 0
-        rewind(directory, done)
+        lost = rewind(directory, done)
         log = RunLog(directory)
         for notice in notices:
             log.event("notice", message=notice)
@@ -131,7 +131,8 @@ def driver_loop(config: dict[str, Any]) -> None:
             if not failure_logged(directory):
                 log.event("failed", message=DRIVER_DIED)
             request.reservation.end_attempts()
-            log.event("restarted", checkpoint=str(checkpoint) if checkpoint else None)
+            where = str(checkpoint) if checkpoint else None
+            log.event("restarted", checkpoint=where, step=done, steps_repeated=lost)
         uri = job.train.checkpoint_storage
         reporter = _Reporter(None if uri is None else Storage(uri), job.train.keep_checkpoints)
         try:
