@@ -11,8 +11,11 @@ from raypipe.runtime.cluster.worker_group import Places
 from raypipe.runtime.worker import StageWorker
 
 
-class Standby(StageWorker):
-    """A worker without a rank. It keeps the low priority with which Ray starts processes until it ``become``s one."""
+class StageStandby(StageWorker):
+    """A worker without a rank; its process title begins as those of others do (``ray::Stage``).
+
+    It keeps the low priority with which Ray starts processes until it ``become``s one.
+    """
 
     def __init__(self) -> None:
         self.title = "standby"
@@ -47,7 +50,7 @@ class StandbyPool:
         name = f"standby {self._started} · {self._places.place.run_id}"
         self._started += 1
         options = {**self._places.options(rank, name), "num_cpus": 0, "num_gpus": 0}
-        actor = ray.remote(Standby).options(**options).remote()
+        actor = ray.remote(StageStandby).options(**options).remote()
         self._waiting.append((node, actor, actor.warm.remote()))
 
     def take(self, node: str) -> Any | None:
