@@ -20,10 +20,10 @@ name: small
 model: {{type: gpt, layers: 4, hidden: 16, heads: 2, sequence: 16, vocabulary: 256}}
 data: {{type: bytes, path: "{path}"}}
 train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 3, dtype: float64, eval_batches: 1}}
-parallel: {{auto: true, schedule: 1f1b, stages: 2, microbatch: 2, replan: false}}
+parallel: {{auto: true, schedule: 1f1b, stages: 2, replan: false}}
 """
 CODE = """
-import json, os, subprocess, sys
+import atexit, json, os, subprocess, sys
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
@@ -31,6 +31,7 @@ from ray.cluster_utils import Cluster
 folder = Path(sys.argv[1])
 small = {"num_cpus": 1, "object_store_memory": 100 << 20, "dashboard_host": "127.0.0.1"}
 cluster = Cluster()
+atexit.register(lambda: (ray.shutdown(), cluster.shutdown()))  # also where something below fails
 for kind in ("A", "B"):
     cluster.add_node(resources={"accelerator_type:" + kind: 1}, **small)
 os.environ["RAY_ADDRESS"] = cluster.address
@@ -57,7 +58,6 @@ words = ["train", str(folder / "job.yaml"), "--plan", str(folder / "plan.json"),
 done = subprocess.run([sys.executable, "-m", "raypipe", *words, "--json"], capture_output=True, text=True)
 print(done.stderr, file=sys.stderr)
 print(done.stdout)
-cluster.shutdown()
 sys.exit(done.returncode)
 """
 

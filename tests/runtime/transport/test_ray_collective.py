@@ -27,7 +27,9 @@ def ray_here() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, _node_ip_address="127.0.0.1")
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, configure_logging=False, _node_ip_address="127.0.0.1"
+    )
     yield
     ray.shutdown()
 
