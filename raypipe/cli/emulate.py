@@ -15,7 +15,7 @@ import typer
 
 from raypipe.cli._shared.files import check_writable, output, write
 from raypipe.cli._shared.make import ABOUT, load_one, make, with_shards
-from raypipe.cli._shared.options import SEARCH, SHAPE, File, Text, Texts, grouped
+from raypipe.cli._shared.options import SEARCH, SHAPE, SHARDING, File, Text, Texts, grouped
 from raypipe.cli._shared.values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError, nearest
 from raypipe.observe.strict_json import strict_json
@@ -31,7 +31,7 @@ def prepare(argv: Sequence[str]) -> list[str]:
     return optional_value(argv, "--json", list(ABOUT))
 
 
-@grouped(shape=SHAPE, search=SEARCH)
+@grouped(shape=SHAPE, search=SEARCH, sharding=SHARDING)
 def emulate(
     *,
     name: Annotated[Text, typer.Argument(metavar="NAME", help="A schedule; `raypipe schedule --list`.")] = None,
@@ -55,15 +55,7 @@ def emulate(
     ] = 0.0,
     message_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of an activation.")] = 0.0,
     grad_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of a stage's gradients.")] = 0.0,
-    zero: Annotated[
-        Text, typer.Option(metavar="LEVEL", help="Shard over the replicas: 0 to 3, or a list, one per stage.")
-    ] = None,
-    gather: Annotated[
-        Text, typer.Option(metavar="HOW", help="With --zero: gather per step, unit or microbatch [unit].")
-    ] = None,
-    ahead: Annotated[
-        Text, typer.Option(metavar="N", help="With --zero: tasks by which gathers are issued early [1].")
-    ] = None,
+    sharding: Texts,
     norm: Annotated[
         Text, typer.Option(metavar="HOW", help="What updates do about a global norm: none, wait, optimistic [none].")
     ] = "none",
@@ -105,9 +97,9 @@ def emulate(
         if name
         else load_one(load or Path(), costs, shape["memory_limit"])
     )
-    if zero is not None and replicas == 1:
+    if sharding["zero"] is not None and replicas == 1:
         raise RequestError("--zero", "one copy divides nothing", "add --replicas 2 or more")
-    made = with_shards([made], {"zero": zero, "gather": gather, "ahead": ahead}, shape["unit"])[0]
+    made = with_shards([made], sharding, shape["unit"])[0]
     from raypipe.runtime.emulation.emulated_run import Links, emulate
 
     links = Links(

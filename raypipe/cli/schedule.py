@@ -12,7 +12,7 @@ import typer
 from raypipe.atomic_write import write_whole
 from raypipe.cli._shared.files import check_writable, output
 from raypipe.cli._shared.make import ABOUT, Made, load_one, make, with_shards
-from raypipe.cli._shared.options import SEARCH, SHAPE, File, Text, Texts, grouped
+from raypipe.cli._shared.options import SEARCH, SHAPE, SHARDING, File, Text, Texts, grouped
 from raypipe.cli._shared.values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError
 from raypipe.observe.strict_json import strict_json
@@ -26,7 +26,7 @@ def prepare(argv: Sequence[str]) -> list[str]:
     return optional_value(optional_value(argv, "--json", list(ABOUT)), "--text", list(ABOUT))
 
 
-@grouped(shape=SHAPE, search=SEARCH)
+@grouped(shape=SHAPE, search=SEARCH, sharding=SHARDING)
 def schedule(
     *,
     names: Annotated[Optional[list[str]], typer.Argument(metavar="NAME", help="See --list.")] = None,  # noqa: UP045
@@ -49,15 +49,7 @@ def schedule(
     comm: Annotated[
         Text, typer.Option(metavar="T", help="Message latency [0]; a list: per link s to s+1, both ways.")
     ] = None,
-    zero: Annotated[
-        Text, typer.Option(metavar="LEVEL", help="Shard over data-parallel copies: 0 to 3, or a list, one per stage.")
-    ] = None,
-    gather: Annotated[
-        Text, typer.Option(metavar="HOW", help="With --zero: gather per step, unit or microbatch [unit].")
-    ] = None,
-    ahead: Annotated[
-        Text, typer.Option(metavar="N", help="With --zero: tasks by which gathers are issued early [1].")
-    ] = None,
+    sharding: Texts,
     gather_time: Annotated[Text, typer.Option(metavar="T", help="AG, with --zero [0].")] = None,
     reduce_scatter_time: Annotated[Text, typer.Option(metavar="T", help="RS, with --zero [0].")] = None,
     json_file: Annotated[
@@ -112,7 +104,7 @@ def schedule(
     made = make(wanted, shape, costs, compare, search)
     if load is not None:
         made.append(load_one(load, costs, shape["memory_limit"]))
-    made = with_shards(made, {"zero": zero, "gather": gather, "ahead": ahead}, shape["unit"])
+    made = with_shards(made, sharding, shape["unit"])
     if critical and plot is None:
         raise RequestError("--critical", "there is no Gantt chart to draw on", "add --plot FILE")
     _show(made, json_file, text_file, plot, memory_plot, trace, csv, critical)

@@ -122,8 +122,7 @@ class Driver:
             self.job.model_copy(update={"parallel": self.running.plan.parallel}), self.schedule, workers
         )
         self._setup(workers, checkpoint, done, recovers)
-        nodes = [at.peer.node for at in workers.locations]
-        pool = StandbyPool(workers.places, nodes, self.job.train.standby if recovers else 0)
+        pool = StandbyPool(workers, self.job.train.standby if recovers else 0)
         if recovers:
             self.in_place = InPlace(self.job, self.directory, pool)
         self.metrics.begin(workers.run_id.partition("-")[0], workers.locations)

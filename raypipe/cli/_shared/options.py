@@ -33,6 +33,18 @@ SEARCH: dict[str, Any] = {
     ],
 }
 """How ``auto`` searches."""
+SHARDING: dict[str, Any] = {
+    "zero": Annotated[
+        Text, typer.Option(metavar="LEVEL", help="Shard over data-parallel copies: 0 to 3, or a list, one per stage.")
+    ],
+    "gather": Annotated[
+        Text, typer.Option(metavar="HOW", help="With --zero: gather per step, unit or microbatch [unit].")
+    ],
+    "ahead": Annotated[
+        Text, typer.Option(metavar="N", help="With --zero: tasks by which gathers are issued early [1].")
+    ],
+}
+"""How a schedule is sharded."""
 
 
 def grouped(**groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

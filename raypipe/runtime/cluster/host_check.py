@@ -19,9 +19,7 @@ from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Location
 
 
-def check_hosts(
-    workers: WorkerGroup, directory: Path | None = None, timeout_s: float = 300.0
-) -> dict[str, str]:  # fmt: skip
+def check_hosts(workers: WorkerGroup, directory: Path | None = None, timeout_s: float = 300.0) -> dict[str, str]:
     """Have one process of each node report (its ``report`` method), and compare the reports.
 
     Returns, by Ray's id of the node, why nodes cannot use the run's directory; ``sent_files`` serves them.
@@ -35,7 +33,7 @@ def check_hosts(
         ClusterError: a node cannot be reached, or runs other versions.
         RunError: a node did not answer.
     """
-    leaders = {at.peer.node: rank for rank, at in reversed(list(enumerate(workers.locations)))}
+    leaders = workers.first_ranks()
     with _token(directory) as token:
         question = HostQuestion(directory, token, workers.locations[0].address, len(leaders) == 1)
         asked = {rank: workers.actors[rank].report.remote(question) for rank in leaders.values()}

@@ -135,5 +135,5 @@ def clear(workers: WorkerGroup, apart: Mapping[str, str], directory: Path) -> No
 
 def leaders_of(workers: WorkerGroup, nodes: Mapping[str, str]) -> dict[str, int]:
     """Return the first rank on each of some nodes."""
-    first = {at.peer.node: rank for rank, at in reversed(list(enumerate(workers.locations)))}
+    first = workers.first_ranks()
     return {node: first[node] for node in nodes}

@@ -116,6 +116,10 @@ class WorkerGroup:
             )  # fmt: skip
         self.locations[:] = ray.get(where)
 
+    def first_ranks(self) -> dict[str, int]:
+        """Return the first rank on each node, by Ray's id of the node."""
+        return {at.peer.node: rank for rank, at in reversed(list(enumerate(self.locations)))}
+
     def stop(self) -> None:
         """Kill all actors, and release their devices unless the run holds them for its next attempt."""
         for actor in self.processes():

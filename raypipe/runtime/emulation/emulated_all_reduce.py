@@ -28,14 +28,13 @@ class AllReduceLane:
         self._ends: dict[int, float] = {}
         self._thread: threading.Thread | None = None
 
-    def join(self, index: int, stage: int, duration: float, group: str = "") -> None:
-        """Issue a collective of a stage now; ``index`` names it later, ``group`` the devices that take part: all
-        holders of the stage by default."""
+    def join(self, index: int, duration: float, group: str) -> None:
+        """Issue a collective now; ``index`` names it later, ``group`` the devices that take part: "" for this alone."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="raypipe-sums", daemon=True)
             self._thread.start()
         self._open += 1
-        self._todo.put((index, group or f"stage {stage}", time.monotonic(), duration))
+        self._todo.put((index, group, time.monotonic(), duration))
 
     def end_of(self, index: int) -> float:
         """Wait until the end of an issued collective is known; see ``finish``."""
@@ -67,8 +66,8 @@ class AllReduceLane:
             while (item := self._todo.get()) is not None:
                 index, name, issued, duration = item
                 begin = max(issued, free)
-                group = self.groups.get(name)
-                if group is not None:
+                if name:
+                    group = self.groups[name]
                     own = torch.full((group.size(),), self.clock.shared(begin), dtype=torch.float64)
                     begins = torch.empty_like(own)
                     dist.all_to_all_single(begins, own, group=group)  # one hop, as in norm.Shares

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -20,16 +21,17 @@ from raypipe.runtime.communicators import Topology, rendezvous_of
 from raypipe.runtime.driver import QUEUED_STEPS
 from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup
-from raypipe.runtime.shard.device_shards import shard_groups
-from raypipe.runtime.update.gradients import shared_groups
+from raypipe.runtime.shard.device_shards import dividing_group, same_shard_group, shard_groups
+from raypipe.runtime.update.gradients import shared_groups, stage_group
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
-from raypipe.schedule.ir import Schedule, Versions
-from raypipe.schedule.kinds import NETWORK, SHARDED
+from raypipe.schedule.ir import Schedule, Task, Versions
+from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import edges, step_programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
+from raypipe.schedule.sharding.members import shard_members
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.series import series, steady
@@ -260,7 +262,8 @@ def _setup(workers: WorkerGroup, what: Rehearsal) -> None:
     )
     ways = parts(schedule)
     lowered = step_programs(schedule, ahead=what.norm == "optimistic")
-    waits, groups = _collectives(schedule)
+    waits = collective_waits(schedule)
+    groups = {part: collective_groups(one, topology.groups) for part, one in ways.items()}
     times = {part: [tuple(costs.durations(one, list(order))) for order in one.orders] for part, one in ways.items()}
     ray.get(
         [
@@ -275,7 +278,7 @@ def _setup(workers: WorkerGroup, what: Rehearsal) -> None:
                     latency_s=costs.links,
                     seconds_per_message=what.seconds_per_message,
                     waits=waits[rank],
-                    groups=groups[rank],
+                    groups={part: rows[rank] for part, rows in groups.items()},
                     norm=what.norm,
                     clip_every=what.clip_every,
                 )
@@ -285,28 +288,34 @@ def _setup(workers: WorkerGroup, what: Rehearsal) -> None:
     )
 
 
-def _collectives(schedule: Schedule) -> tuple[list[tuple[tuple[int, ...], ...]], list[tuple[str, ...]]]:
-    """Per device and action of a sharded schedule: the collectives that it waits for, and the group of its own."""
-    sharding = schedule.sharding
-    if sharding is None:
-        return [()] * schedule.devices, [()] * schedule.devices
+def collective_groups(schedule: Schedule, groups: Collection[str]) -> list[tuple[str, ...]]:
+    """Return per device and action the name of the process group of a collective; nothing if it has one member."""
+    members = shard_members(schedule.sharding, schedule.placement)
+
+    def group(task: Task) -> str:
+        if task.kind not in NETWORK:
+            return ""
+        member = members.get((task.stage, task.replica))
+        if member is None:
+            name = stage_group(task.stage)
+        else:
+            name = (same_shard_group if task.kind == "AR" else dividing_group)(task.stage, member)
+        return name if name in groups else ""
+
+    return [tuple(map(group, order)) for order in schedule.orders]
+
+
+def collective_waits(schedule: Schedule) -> list[tuple[tuple[int, ...], ...]]:
+    """Return per device and action the collectives of the device that a computation waits for."""
+    if schedule.sharding is None:
+        return [()] * schedule.devices
     graph = link(schedule)
-    tasks = graph.tasks
 
     def waits(i: int, first: int) -> tuple[int, ...]:
-        return tuple(p - first for p in graph.preds[i] if tasks[p].kind in NETWORK) if tasks[i].mbs else ()
+        preds = graph.preds[i] if graph.tasks[i].mbs else ()
+        return tuple(p - first for p in preds if graph.tasks[p].kind in NETWORK)
 
-    def group(i: int) -> str:
-        kind, stage, _, replica = tasks[i]
-        if kind not in SHARDED or kind not in NETWORK:
-            return ""
-        return f"shards of stage {stage}, {sharding.members(replica, schedule.replicas)[0]}"
-
-    spans = list(pairwise(graph.first))
-    return (
-        [tuple(waits(i, first) for i in range(first, end)) for first, end in spans],
-        [tuple(group(i) for i in range(first, end)) for first, end in spans],
-    )
+    return [tuple(waits(i, first) for i in range(first, end)) for first, end in pairwise(graph.first)]
 
 
 def _steps(workers: WorkerGroup, clock: StepClock, schedule: Schedule, steps: int) -> list[float]:

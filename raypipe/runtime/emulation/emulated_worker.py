@@ -54,14 +54,14 @@ class EmulatedSetup:
     programs: dict[Part, Program]
     durations: dict[Part, tuple[float, ...]]
     """Seconds of each action of each program; an AR counts from when its last holder has issued it and is free."""
+    groups: dict[Part, tuple[str, ...]]
+    """Per action of each program, the process group of a collective; nothing if the device is alone in it."""
     latency_s: Comm
     """Latency of messages between devices, without the transfer of their bytes; per link as in a cost table."""
     seconds_per_message: float
     """A message's bytes over the link's bandwidth; 0 for links without a limit."""
     waits: tuple[tuple[int, ...], ...] = ()
     """Of a sharded schedule: per action, the AG and RS actions of this device that it waits for."""
-    groups: tuple[str, ...] = ()
-    """Of a sharded schedule: per action, the name of the group of its AG or RS, else nothing."""
     norm: NormPolicy = "none"
     """What updates have to do with a global gradient norm."""
     clip_every: int = 0
@@ -111,8 +111,7 @@ class EmulatedRunner(ProgramRunner):
             if not message.local:
                 del self.p2p_buffers[self._slot(message)]
         if action.task.kind in NETWORK:
-            group = self.setup.groups[self._index] if self.setup.groups else ""
-            self.all_reduces.join(self._index, action.task.stage, duration, group)
+            self.all_reduces.join(self._index, duration, self.setup.groups[self._part][self._index])
             return
         end = begin + duration
         stamps = []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from typing import Any
 
 import ray
 import torch
 
-from raypipe.runtime.cluster.worker_group import Places
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.worker import StageWorker
 
 
@@ -36,20 +37,19 @@ class StageStandby(StageWorker):
 class StandbyPool:
     """Keeps ``count`` processes waiting on the nodes of a run's devices, which they reserve nothing of."""
 
-    def __init__(self, places: Places | None, nodes: list[str], count: int) -> None:
-        self._places, self._started = places, 0
+    def __init__(self, workers: WorkerGroup, count: int) -> None:
+        self._places, self._started = workers.places, 0
         self._waiting: list[tuple[str, Any, Any]] = []
         """Node, actor, and the reference that is ready when it is warm."""
-        ranks = {node: rank for rank, node in reversed(list(enumerate(nodes)))}  # one rank on each node
-        self._ranks = list(ranks.items())
-        for _ in range(count if places is not None else 0):
-            self._start(*self._ranks[self._started % len(self._ranks)])
+        self._ranks = workers.first_ranks()
+        for node in islice(cycle(self._ranks), count if workers.places is not None else 0):
+            self._start(node)
 
-    def _start(self, node: str, rank: int) -> None:
+    def _start(self, node: str) -> None:
         assert self._places is not None
         name = f"standby {self._started} · {self._places.place.run_id}"
         self._started += 1
-        options = {**self._places.options(rank, name), "num_cpus": 0, "num_gpus": 0}
+        options = {**self._places.options(self._ranks[node], name), "num_cpus": 0, "num_gpus": 0}
         actor = ray.remote(StageStandby).options(**options).remote()
         self._waiting.append((node, actor, actor.warm.remote()))
 
@@ -60,7 +60,7 @@ class StandbyPool:
         for one in sorted(here, key=lambda one: one[2] not in ready):
             _, actor, warm = one
             self._waiting.remove(one)
-            self._start(node, dict(self._ranks)[node])
+            self._start(node)
             try:
                 if warm in ready:
                     ray.get(warm)

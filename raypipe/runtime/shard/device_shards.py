@@ -22,16 +22,18 @@ def shard_groups(sharding: Sharding | None, placement: tuple[tuple[int, ...], ..
     """Return the process groups that sharding needs, by name: who divides a stage, and who holds the same shard."""
     wanted: dict[str, tuple[int, ...]] = {}
     for (stage, _), member in shard_members(sharding, placement).items():
-        wanted[_dividing(stage, member)] = member.group
-        wanted[_same_shard(stage, member)] = member.others
+        wanted[dividing_group(stage, member)] = member.group
+        wanted[same_shard_group(stage, member)] = member.others
     return {name: devices for name, devices in wanted.items() if len(devices) > 1}
 
 
-def _dividing(stage: int, member: ShardMember) -> str:
+def dividing_group(stage: int, member: ShardMember) -> str:
+    """Return the name of the group that gathers a sharded stage's weights and reduce-scatters its gradients."""
     return f"shards of stage {stage}, {member.group[0]}"
 
 
-def _same_shard(stage: int, member: ShardMember) -> str:
+def same_shard_group(stage: int, member: ShardMember) -> str:
+    """Return the name of the group that all-reduces one shard of a stage's gradients."""
     return f"shard {member.number} of stage {stage}"
 
 
@@ -97,7 +99,7 @@ def divide(
             continue
         stage = key[0]
         found[key] = ShardedStage(
-            module, stage, sharding.levels[stage], groups[_dividing(stage, member)],
-            groups.get(_same_shard(stage, member)), undivided, counts=placement[0][stage] in member.group,
+            module, stage, sharding.levels[stage], groups[dividing_group(stage, member)],
+            groups.get(same_shard_group(stage, member)), undivided, counts=placement[0][stage] in member.group,
         )  # fmt: skip
     return DeviceShards(found)

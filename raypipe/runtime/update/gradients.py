@@ -60,11 +60,16 @@ def shared_groups(placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolder
     for stage in range(len(placement[0])):
         ranks = tuple(sorted({held[stage] for held in placement}))
         if len(ranks) > 1:
-            wanted[f"stage {stage}"] = ranks
+            wanted[stage_group(stage)] = ranks
     for tie in tied:
         if len(tie.ranks) > 1:
             wanted[f"tied {tie.name}"] = tie.ranks
     return wanted
+
+
+def stage_group(stage: int) -> str:
+    """Return the name of the group that all-reduces a stage's gradients."""
+    return f"stage {stage}"
 
 
 class GradientSync:
@@ -119,7 +124,7 @@ class GradientSync:
         self._sums = {
             key: BucketedAllReduce(parameters, groups[name], f"gradient sum of stage {key[0]}")
             for key, parameters in self._own.items()
-            if (name := f"stage {key[0]}") in groups
+            if (name := stage_group(key[0])) in groups
         }
         # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
         # every member has a share of it.

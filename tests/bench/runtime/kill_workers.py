@@ -143,10 +143,10 @@ def run_job(members: list[Host], settings: dict[str, str], job: Path, directory:
     )  # fmt: skip
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
-    """Exit status, result and errors of a run."""
+def ended(process: subprocess.Popen[str], timeout_s: float = RUN_S) -> tuple[int, dict[str, Any], str]:
+    """Exit status, result and errors of a run; it is killed after ``timeout_s``."""
     try:
-        out, said = process.communicate(timeout=RUN_S)
+        out, said = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, said = process.communicate()

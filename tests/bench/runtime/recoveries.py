@@ -23,11 +23,11 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import ray
 
 from tests.bench.runtime.kill_driver import text_in
+from tests.bench.runtime.kill_workers import ended
 from tests.runtime.runs.killing import events, rows
 
 SHAPES = ("1f1b:2x2", "zb-v:2x2", "chimera:4x1", "chimera:2x2")
@@ -65,15 +65,6 @@ def train(job: Path, directory: Path, *extra: str) -> subprocess.Popen[str]:
         [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(directory), "--json", *extra],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ), start_new_session=True,
     )  # fmt: skip
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
-    try:
-        out, said = process.communicate(timeout=RUN_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, said = process.communicate()
-    return process.returncode, json.loads(out.splitlines()[0]) if process.returncode == 0 else {}, said
 
 
 def pids_of(directory: Path) -> list[int]:
@@ -130,7 +121,7 @@ def killing(shape: str, job: Path, directory: Path, kills: int, losses: list[flo
         run.seconds.append(time.monotonic() - began)
         if events(directory, "recovered") and process.poll() is None:
             run.same_processes &= all(alive(pid) for pid in members if pid != victim)
-    run.status, result, said = ended(process)
+    run.status, result, said = ended(process, RUN_S)
     if run.status:
         print(said[-3000:], file=sys.stderr)
     run.same_losses = result.get("losses") == losses
@@ -179,7 +170,7 @@ def main() -> int:
                 )
             )
             begin = folder / f"{schedule}-{size}"
-            status, undisturbed, said = ended(train(job, begin))
+            status, undisturbed, said = ended(train(job, begin), RUN_S)
             if status:
                 print(said, file=sys.stderr)
                 return 1

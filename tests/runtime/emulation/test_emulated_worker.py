@@ -21,13 +21,25 @@ from raypipe.runtime.communicators import Topology
 from raypipe.runtime.emulation import emulated_all_reduce as emulated_sums
 from raypipe.runtime.emulation import emulated_worker as emulation
 from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
-from raypipe.runtime.emulation.emulated_run import PROCESS_BYTES, SHARED_BYTES, Links, check_processes, emulate
+from raypipe.runtime.emulation.emulated_run import (
+    PROCESS_BYTES,
+    SHARED_BYTES,
+    Links,
+    check_processes,
+    collective_groups,
+    emulate,
+    rehearsal,
+)  # fmt: skip
 from raypipe.runtime.emulation.emulated_worker import EmulatedRunner, EmulatedSetup, wait_until
+from raypipe.runtime.shard.device_shards import shard_groups
+from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.text import from_text
+from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import programs
+from raypipe.schedule.passes import shard
 
 MS = 1e-3
 EXACT = 1 - 1e-6
@@ -78,6 +90,35 @@ def test_no_step_is_faster_than_predicted(local_ray, name, shape, links, steps, 
                 assert end - start >= 2 * MS * EXACT
     if period_ms is not None:
         assert found.predicted_s == pytest.approx(period_ms * MS)
+
+
+def test_every_collective_of_a_sharded_schedule_has_its_group() -> None:
+    """Four copies in groups of two: gathers inside a group, all-reduces between holders of the same shard."""
+    order = shard(generate("1f1b", Shape(devices=2, microbatches=2)), 3, gather="microbatch", group=2)
+    schedule = rehearsal(order, CostTable.even(2, MS, MS, MS), SUMS, 4).schedule
+    groups = shared_groups(schedule.placement, ()) | shard_groups(schedule.sharding, schedule.placement)
+    found = collective_groups(schedule, groups)
+    for device, (order, names) in enumerate(zip(schedule.orders, found, strict=True)):
+        for task, name in zip(order, names, strict=True):
+            if task.kind not in NETWORK:
+                assert name == ""
+                continue
+            copy = task.replica
+            partners = {copy, copy ^ 1} if task.kind in ("AG", "RS") else {copy, copy ^ 2}
+            assert device in groups[name]
+            assert set(groups[name]) == {schedule.placement[c][task.stage] for c in partners}
+
+
+@pytest.mark.runs
+def test_no_sharded_step_is_faster_than_predicted(local_ray) -> None:
+    order = shard(generate("1f1b", Shape(devices=2, microbatches=2)), 3, gather="microbatch")
+    found = emulate(order, CostTable.even(2, 2 * MS, 2 * MS, 2 * MS), SUMS, 3, 2)
+    for k in (1, 2, 3):
+        assert sum(found.measured_s[:k]) >= sum(found.predicted_steps_s[:k]) * EXACT
+    for spans in found.timeline.spans:
+        for task, start, end in spans:
+            if task.kind in ("AG", "RS"):
+                assert end - start >= 1 * MS * EXACT  # half an all-reduce
 
 
 @pytest.mark.runs
@@ -142,7 +183,8 @@ def lone_runner(sender: object, receiver: object, offset_s: float = 0.0) -> Emul
     program = programs(generate("1f1b", Shape(devices=2, microbatches=2)))[0]
     setup = EmulatedSetup(
         rank=0, topology=Topology((), "", (), {}, "auto", ""), microbatches=2, stages=2, programs={WHOLE: program},
-        durations={WHOLE: (2 * MS,) * len(program.actions)}, latency_s=4 * MS, seconds_per_message=0.0,
+        durations={WHOLE: (2 * MS,) * len(program.actions)}, groups={WHOLE: ("",) * len(program.actions)},
+        latency_s=4 * MS, seconds_per_message=0.0,
     )  # fmt: skip
     clock = SharedClock(ctypes.c_double(offset_s))
     runner = EmulatedRunner(setup, {1: sender}, {1: receiver}, {}, None, clock)  # type: ignore[dict-item]
@@ -199,7 +241,7 @@ def test_sums_and_norms_of_several_hosts_are_on_one_clock(monkeypatch, offset_s)
 
     monkeypatch.setattr(emulated_sums.dist, "all_to_all_single", both)
     lane = AllReduceLane({"stage 0": SimpleNamespace(size=lambda: 2)}, clock)  # type: ignore[dict-item]
-    lane.join(7, 0, 5 * MS)
+    lane.join(7, 5 * MS, "stage 0")
     ((index, end),) = lane.finish()
     lane.close()
     assert index == 7
@@ -209,6 +251,14 @@ def test_sums_and_norms_of_several_hosts_are_on_one_clock(monkeypatch, offset_s)
     assert runner._known_at() == pytest.approx(began + 4 * MS, abs=1e-6)
     runner.shares = SimpleNamespace(wait=lambda push: [0.0])  # type: ignore[assignment]
     assert runner._known_at() <= time.monotonic()
+
+
+def test_a_group_that_does_not_exist_is_an_error() -> None:
+    lane = AllReduceLane({}, SharedClock(ctypes.c_double(0.0)))
+    lane.join(0, 5 * MS, "stage 3")
+    with pytest.raises(KeyError, match="stage 3"):
+        lane.finish()
+    lane.close()
 
 
 def test_more_processes_than_memory_are_refused() -> None:
