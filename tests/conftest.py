@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from raypipe.capture.capture import Captured
+    from raypipe.capture.captured import Captured
 
 # The same examples in every CI run: what fails there fails here. Elsewhere each run looks at new ones. How long one
 # takes says something of the machine's load only.

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from raypipe.capture.decode import decode
-from raypipe.capture.encode import Encoded, resolve
+from raypipe.capture.decode import decode, resolve
+from raypipe.capture.encode import Encoded
 from raypipe.graph.attention import ATTENTION, is_causal, mask_of, without_mask
 from raypipe.graph.calls import Call, Plain
 from raypipe.graph.captured_files import Notify

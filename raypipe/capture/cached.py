@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors import torch as safetensors
 
-from raypipe.capture.capture import Captured
+from raypipe.capture.captured import Captured
 from raypipe.graph.captured_files import Notify, load_operations, load_values, save, to_stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,24 +12,12 @@ from torch.utils import _pytree as pytree
 
 from raypipe.capture.attention_masks import replace_masks
 from raypipe.capture.blame import StoppedError, blame
+from raypipe.capture.captured import Captured
 from raypipe.capture.encode import encode
 from raypipe.capture.meta import tied_names
 from raypipe.capture.torch_export import export
 from raypipe.errors import CaptureError, nearest
-from raypipe.graph.calls import Call
 from raypipe.graph.captured_files import Notify, to_stderr
-from raypipe.graph.operations import OperationGraph
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A model's forward as data, from which any consecutive operations can be built as a module."""
-
-    graph: OperationGraph
-    calls: tuple[Call, ...]
-    """Per operation, its arguments as plain data."""
-    values: Mapping[str, Tensor]
-    """Initial values of the buffers and constants that the operations read."""
 
 
 def capture(

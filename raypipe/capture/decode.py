@@ -1,13 +1,42 @@
-"""Decode the arguments of a captured operation from plain data (``graph/calls.py``)."""
+"""Decode the functions and arguments of captured operations from plain data (``graph/calls.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from raypipe.errors import CaptureError
 from raypipe.graph.calls import Plain
+
+PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{n}": getattr(operator, n) for n in (
+        "getitem", "add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv", "eq", "ne", "lt", "le", "gt", "ge",
+    )},
+    **{f"torch.{n}": getattr(torch, n) for n in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite")},
+    **{f"math.{n}": getattr(math, n) for n in ("ceil", "floor", "trunc")},
+}  # fmt: skip
+"""The functions besides torch's operators that a graph may call: arithmetic on sizes, and indexing."""
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """Return the function that a target's name denotes.
+
+    Raises:
+        CaptureError: the operator is not registered in this process.
+    """
+    if target in PYTHON_FUNCTIONS:
+        return PYTHON_FUNCTIONS[target]
+    library, name, overload = target.split(".")
+    try:
+        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), name), overload)
+    except AttributeError:
+        why, fix = "this operator is not registered with torch", "import the package that registers it"
+        raise CaptureError(target, why, fix) from None
+    return found
 
 
 def decode(value: Plain, operands: Mapping[int | str, Any], device: torch.device | str) -> Any:

@@ -11,7 +11,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from raypipe.capture.blame import Blame, StoppedError
+from raypipe.capture.decode import PYTHON_FUNCTIONS, resolve
 from raypipe.capture.opaque import TARGET as OPAQUE
 from raypipe.capture.torch_export import module_of
 from raypipe.errors import CaptureError
@@ -30,14 +31,6 @@ from raypipe.graph.dims import Dim
 from raypipe.graph.operations import GETITEM, Operation, OperationGraph, Source, TensorType
 from raypipe.graph.unused import needed, selected
 
-PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{f"operator.{n}": getattr(operator, n) for n in (
-        "getitem", "add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv", "eq", "ne", "lt", "le", "gt", "ge",
-    )},
-    **{f"torch.{n}": getattr(torch, n) for n in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite")},
-    **{f"math.{n}": getattr(math, n) for n in ("ceil", "floor", "trunc")},
-}  # fmt: skip
-"""The functions besides torch's operators that a graph may call: arithmetic on sizes, and indexing."""
 _PYTHON_NAMES = {function: name for name, function in PYTHON_FUNCTIONS.items()}
 _CHECKS = {
     "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
@@ -344,23 +337,6 @@ def _written(target: str, args: Sequence[Plain]) -> tuple[str, ...]:
         return ()
     declared = zip(args, schema.arguments, strict=False)
     return tuple(a["of"] for a, d in declared if d.alias_info is not None and d.alias_info.is_write and "of" in a)
-
-
-def resolve(target: str) -> Callable[..., Any]:
-    """Return the function that a target's name denotes.
-
-    Raises:
-        CaptureError: the operator is not registered in this process.
-    """
-    if target in PYTHON_FUNCTIONS:
-        return PYTHON_FUNCTIONS[target]
-    library, name, overload = target.split(".")
-    try:
-        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), name), overload)
-    except AttributeError:
-        why, fix = "this operator is not registered with torch", "import the package that registers it"
-        raise CaptureError(target, why, fix) from None
-    return found
 
 
 def _operator_name(target: object) -> str | None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from raypipe.capture.capture import Captured
-from raypipe.capture.decode import decode
-from raypipe.capture.encode import resolve
+from raypipe.capture.captured import Captured
+from raypipe.capture.decode import decode, resolve
 from raypipe.capture.meta import build_without_memory
 from raypipe.capture.opaque import TARGET, arguments, flat_results
 from raypipe.errors import CaptureError

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raypipe.capture.cached import captured_once
-from raypipe.capture.capture import Captured, capture
+from raypipe.capture.captured import Captured
 from raypipe.capture.meta import build_without_memory
 from raypipe.errors import SpecError, nearest
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint
@@ -97,6 +97,8 @@ def _captured(
         share = Share(division, divide_module(build_without_memory(whole), division), undivided)
 
     def fresh() -> Captured:
+        from raypipe.capture.capture import capture  # with torch.export and SymPy, which workers need not import
+
         skeleton = build_without_memory(build)
         arguments = _arguments(skeleton, fields, task)
         example = {name: _example(fields[field], DTYPES[dtype]) for name, field in arguments.items()}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from raypipe.capture.capture import Captured
+from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import RunError
 from raypipe.graph.dims import Sizes, evaluate_all

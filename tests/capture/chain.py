@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from raypipe.capture.capture import Captured
+from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import Subgraph, build_subgraph
 
 

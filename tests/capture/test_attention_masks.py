@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypipe.capture import attention_masks
-from raypipe.capture.capture import Captured, capture
+from raypipe.capture.capture import capture
+from raypipe.capture.captured import Captured
 from raypipe.capture.encode import Encoded
 from raypipe.capture.meta import build_without_memory
 from raypipe.errors import RunError
