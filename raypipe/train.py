@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from raypipe.atomic_write import write_whole
+from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.launch.job_model import JobModel
 from raypipe.launch.plan_file import given_plan, kept_plan
@@ -56,6 +57,11 @@ def prepare_run(
         directory = place(directory)
     empty = directory is not None and stillborn(directory)
     resume = resume and not empty
+    if job.train.elastic is not None and (plan_file is not None or not job.parallel.auto):
+        raise SpecError(
+            "train.elastic", "there is nothing left to choose for other devices: the plan is given",
+            "use parallel: {auto: true}, with the keys that every plan must keep, and no --plan",
+        )  # fmt: skip
     planned = _planned_at_once(job, directory if resume else None, plan_file, beside, say)
     model = JobModel(job) if planned is None else planned.model
 
@@ -82,7 +88,7 @@ def prepare_run(
 
     layers = model.prepared(data)
     units = units_of(layers.task, planned.job, data)
-    return Prepared(planned.job, layers, planned.plan, planned.schedule, where, resume, units)
+    return Prepared(planned.job, layers, planned.plan, planned.schedule, where, resume, job, units)
 
 
 def _check_storage(uri: str) -> None:
@@ -97,6 +103,8 @@ def _planned_at_once(
     """The plan that is given, kept from the run to resume, or made from the job's keys; None if the planner chooses."""
     if plan_file is not None:
         return given_plan(job, plan_file, beside, say)
+    if job.train.elastic is not None:  # the devices may be others by now
+        return None
     if run_to_resume is not None and (kept := kept_plan(job, run_to_resume, say)) is not None:
         return kept
     return None if job.parallel.auto else planned_as_asked(job, JobModel(job))

@@ -54,6 +54,7 @@ JOB_SECTIONS: dict[str, type[Spec]] = {
     "data": DataSpec,
     "train": TrainSpec,
     "train.early_stop": _optional(TrainSpec, "early_stop"),
+    "train.elastic": _optional(TrainSpec, "elastic"),
     "parallel": ParallelSpec,
 }
 CLUSTER_SECTIONS: dict[str, type[Spec]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raypipe.job.field_types import Count, Positive, Share, Spec
 
@@ -16,6 +16,28 @@ class EarlyStopSpec(Spec):
     """The run stops after this many validations in a row without an improvement."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     """A validation loss must be this much below the lowest one so far to count as an improvement."""
+
+
+class ElasticSpec(Spec):
+    """Go on with another plan when the cluster loses devices or gains some."""
+
+    min_devices: Positive = 1
+    """With fewer devices the run waits, as ``wait_for_devices_s`` says."""
+    max_devices: Positive | None = None
+    """Most devices to use, and to ask an autoscaler for; null: those that the cluster has."""
+    wait_s: Annotated[float, Field(ge=0)] = 30.0
+    """Seconds that lost devices have to come back before the run goes on without them."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ElasticSpec:
+        if self.max_devices is not None and self.max_devices < self.min_devices:
+            raise ValueError(f"max_devices is {self.max_devices}, less than min_devices, {self.min_devices}")
+        return self
+
+    def within(self, devices: int) -> int:
+        """Return the number of devices to use where the cluster has ``devices``."""
+        most = devices if self.max_devices is None else min(devices, self.max_devices)
+        return max(most, self.min_devices)
 
 
 class TrainSpec(Spec):
@@ -81,6 +103,9 @@ class TrainSpec(Spec):
     standby: Count = 0
     """Processes that wait, with torch imported, to replace a worker that dies, and so seconds sooner. Each takes a few
     hundred MB of memory and no device."""
+    elastic: ElasticSpec | None = None
+    """With ``parallel: auto``: go on with another plan, for other devices, when the cluster loses devices for good or
+    gains some that would shorten the step. ``{}`` for the defaults; null: keep the plan."""
     wait_for_devices_s: Annotated[float, Field(ge=0)] | None = 3600.0
     """Seconds to wait for devices that other jobs use or that an autoscaler has to start; null for no limit."""
     message_timeout_s: float = 300.0

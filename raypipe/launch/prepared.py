@@ -40,6 +40,8 @@ class Prepared:
     """The whole step over all devices."""
     directory: Path
     resume: bool
+    asked: JobSpec
+    """The job as it was given: its ``parallel`` keys leave to the planner what the plan has decided."""
     units: Units = OF_TEXT
 
 

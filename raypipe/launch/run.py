@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import RunError, SpecError
+from raypipe.launch.elastic import Elastic
 from raypipe.launch.prepared import Prepared
-from raypipe.observe.run_dir import CHECKPOINTS, STOP, hold
+from raypipe.observe.run_dir import CHECKPOINTS, go_on, hold
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.summary import summarise
 
 if TYPE_CHECKING:
     from ray.train import Result
 
-    from raypipe.runtime.cluster.rank_order import DeviceKinds
-    from raypipe.runtime.cluster.ray_train import RunRequest
+    from raypipe.runtime.cluster.attempts import RunRequest
+    from raypipe.runtime.cluster.devices import DeviceRequest
+    from raypipe.runtime.cluster.reserve import Reservation
 
 
 def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def run(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None
         RunError: the run failed and was not restarted; the message is that of the last attempt.
     """
     with hold(prepared.directory):
-        (prepared.directory / STOP).unlink(missing_ok=True)  # it asked an earlier run to end
+        go_on(prepared.directory)  # it asked an earlier run to end
         return _run_locked(prepared, dashboard_port, watch)
 
 
@@ -49,8 +51,6 @@ def _run_locked(
 ) -> tuple[Result, dict[str, Any]]:
     from raypipe.runtime.cluster.connect import connect
     from raypipe.runtime.cluster.cores import cores_of_one_host, warning
-    from raypipe.runtime.cluster.ray_train import RunRequest
-    from raypipe.runtime.cluster.reserve import reserve
 
     directory = prepared.directory
     together = prepared.plan.parallel.tensor
@@ -61,21 +61,8 @@ def _run_locked(
     log.event("run", resume=prepared.resume, devices=count, cores=cores)
     if (message := warning(count, cores)) is not None:
         log.event("notice", message=message)
-
-    def waiting(message: str) -> None:
-        log.event("waiting", message=message)
-        watch()
-
-    try:
-        kinds = _kinds(prepared)
-        reservation = reserve(count, devices, prepared.job.train.wait_for_devices_s, waiting, together, kinds)
-    finally:
-        log.close()
-    request = RunRequest(prepared.job, directory, prepared.resume, devices, reservation)
-    try:
-        ended = _ended(request, watch)
-    finally:
-        reservation.give_back()
+    log.close()
+    prepared, ended = _on_devices(prepared, devices, watch)
     result = _result(ended, directory)
     p = prepared.plan.parallel
     plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
@@ -84,14 +71,49 @@ def _run_locked(
     return _outcome(result, prepared), summarise(directory, plan, *promised, prepared.units)
 
 
-def _kinds(prepared: Prepared) -> DeviceKinds:
-    """Return the kinds of device that the plan is for."""
-    from raypipe.runtime.cluster.rank_order import DeviceKinds
+def _on_devices(
+    prepared: Prepared, devices: DeviceRequest, watch: Callable[[], None]
+) -> tuple[Prepared, Result | BaseException]:
+    """Reserve the devices and run to the end, an elastic run on one set of devices after the other.
 
-    parallel, made_for = prepared.plan.parallel, prepared.plan.made_for
-    if made_for is None:
-        return DeviceKinds()
-    return DeviceKinds(made_for.bundle_kinds(parallel.tensor), parallel.replicas)
+    Returns what it ended with, and what Ray Train returned or raised.
+    """
+    from raypipe.runtime.cluster.attempts import RunRequest
+    from raypipe.runtime.cluster.rank_order import kinds_of
+    from raypipe.runtime.cluster.reserve import reserve
+
+    held: list[Reservation] = []
+
+    def hold_for(prepared: Prepared) -> Reservation:
+        log, tensor = RunLog(prepared.directory), prepared.plan.parallel.tensor
+
+        def waiting(message: str) -> None:
+            log.event("waiting", message=message)
+            watch()
+
+        try:
+            wait_s = prepared.job.train.wait_for_devices_s
+            count = prepared.schedule.devices * tensor
+            held.append(reserve(count, devices, wait_s, waiting, tensor, kinds_of(prepared.plan)))
+        finally:
+            log.close()
+        return held[-1]
+
+    try:
+        request = RunRequest(prepared.job, prepared.directory, prepared.resume, devices, hold_for(prepared))
+        if prepared.job.train.elastic is None:
+            return prepared, _ended(request, watch)
+        with Elastic(prepared, request.reservation, hold_for) as elastic:
+
+            def look() -> None:
+                elastic.look()
+                watch()
+
+            ended = _ended(request, look)
+            return elastic.prepared, ended
+    finally:
+        for reservation in held:
+            reservation.give_back()
 
 
 def _ended(request: RunRequest, watch: Callable[[], None]) -> Result | BaseException:
@@ -130,8 +152,8 @@ def _result(ended: Result | BaseException, directory: Path) -> Result:
         SpecError: the run failed because of a wrong request (exit status 2).
         RunError: the run failed for another reason.
     """
+    from raypipe.runtime.cluster.attempts import DRIVER_DIED
     from raypipe.runtime.cluster.failure import describe
-    from raypipe.runtime.cluster.ray_train import DRIVER_DIED
 
     failed = isinstance(ended, BaseException)
     events = read_rows(directory / EVENTS)

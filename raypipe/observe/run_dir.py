@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError
@@ -22,8 +22,8 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 """Errors of file systems without locks."""
 
 
-STOP = "stop"
-"""The file that asks a run to end; it says why."""
+STOP, PAUSE = "stop", "pause"
+"""The files that ask a run to end, and to end for now; they say why."""
 
 RECORD = "job.json"
 """The job as it was given for the run."""
@@ -102,12 +102,33 @@ def ask_to_stop(directory: Path, why: str) -> None:
     write_whole(directory / STOP, why + "\n")
 
 
-def asked_to_stop(directory: Path) -> str | None:
+def ask_to_pause(directory: Path, why: str) -> None:
+    """Ask the run in a directory to end as ``ask_to_stop`` does, but without a validation: it goes on soon."""
+    write_whole(directory / PAUSE, why + "\n")
+
+
+class Stop(NamedTuple):
+    """What asks a run to end."""
+
+    why: str
+    pauses: bool
+    """Whether the run goes on soon, with another plan."""
+
+
+def asked_to_stop(directory: Path) -> Stop | None:
     """Return why the run was asked to end; None if it was not."""
-    try:
-        return (directory / STOP).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
+    for name in (STOP, PAUSE):
+        try:
+            return Stop((directory / name).read_text(encoding="utf-8").strip(), name == PAUSE)
+        except FileNotFoundError:
+            continue
+    return None
+
+
+def go_on(directory: Path) -> None:
+    """Forget that the run was asked to end."""
+    for name in (STOP, PAUSE):
+        (directory / name).unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> Path:

@@ -73,12 +73,12 @@ def summarise(
         "predicted_step_s": planned_step_s if planned_step_s is not None else (predicted[-1] if predicted else None),
         "calibrated_step_s": predicted[-1] if predicted else None,
         "planned_on": planned_on,
-        "devices": run.get("devices"),
+        "devices": next((e.get("devices") for e in reversed(this_run) if e["event"] in ("resized", "run")), None),
         "cores": run.get("cores"),
         "measured_step_s": step_s,
         "resumed_from": resumed_from,
         "counts": finished[-1]["counts"] if finished else None,
-        "recoveries": sum(e["event"] in ("restarted", "recovered") for e in this_run),
+        "recoveries": sum(e["event"] in ("restarted", "recovered", "paused") for e in this_run),
         "recovery": _recovery(this_run),
         "run_dir": str(directory),
     }
@@ -87,11 +87,12 @@ def summarise(
 def _recovery(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Recoveries in order: the step after which the run went on, how, the seconds it took, and the ranks replaced.
 
-    A restart from a checkpoint takes from the failure to when all workers have been set up again; None if it never
-    came to that.
+    A restart from a checkpoint, also with a plan for other devices, takes from the failure, or the pause, to when all
+    workers have been set up again; None if it never came to that.
     """
     found: list[dict[str, Any]] = []
     failed: float | None = None
+    how = "checkpoint"
     for e in events:
         kind = e["event"]
         if kind == "recovered":
@@ -100,17 +101,15 @@ def _recovery(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "failed":
             failed = e.get("time")
         elif kind == "restarted":
-            repeated = e.get("steps_repeated")
-            found.append(
-                {
-                    "step": e.get("step"),
-                    "kind": "checkpoint",
-                    "seconds": None,
-                    "steps_repeated": repeated,
-                    "replaced": [],
-                }
-            )
-        elif kind == "started" and found and found[-1]["kind"] == "checkpoint" and found[-1]["seconds"] is None:
+            own = {"step": e.get("step"), "seconds": None, "steps_repeated": e.get("steps_repeated")}
+            found.append(own | {"kind": how, "replaced": []})
+            how = "checkpoint"
+        elif kind == "paused":
+            failed = e.get("time")
+            found.append({"step": e["step"], "kind": "replan", "seconds": None, "steps_repeated": 0, "replaced": []})
+        elif kind == "resized":
+            how = "replan" if e["devices"] != e["was"] else "checkpoint"
+        elif kind == "started" and found and found[-1]["kind"] != "replica" and found[-1]["seconds"] is None:
             found[-1]["replaced"] = list(range(len(e["devices"])))
             found[-1]["seconds"] = e["time"] - failed if failed is not None else None
     return found

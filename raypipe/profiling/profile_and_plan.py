@@ -83,7 +83,9 @@ def profile_and_plan(
     write_whole(directory / PROFILE, profile.model_dump_json(indent=1) + "\n")
     if (warning := profile.noise.warning()) is not None:
         say(warning)
-    decision = choose(job, profile, search_s=SEARCH_S)
+    elastic = job.train.elastic
+    devices = None if elastic is None else elastic.within(profile.devices)
+    decision = choose(job, profile, devices, search_s=SEARCH_S)
     for line in decision_lines(decision):
         say(line)
     return decision

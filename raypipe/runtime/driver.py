@@ -18,7 +18,7 @@ import ray
 from raypipe.data import tokens_per_sample
 from raypipe.errors import DivergenceError, SampleCountError
 from raypipe.job.spec import JobSpec
-from raypipe.observe.run_dir import asked_to_stop
+from raypipe.observe.run_dir import Stop, asked_to_stop
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.online.controller import MeasuredStep
@@ -85,6 +85,8 @@ class Driver:
         """What the newest validation has decided: number of steps, its loss, whether it is the best."""
         self._collected_at = 0.0
         """When the newest step was collected."""
+        self.paused = False
+        """Whether the run was asked to end for now."""
         self._pending: deque[_Ticket] = deque()
         self._unread: _Ticket | None = None
         """The newest step, where its result has to be asked for; see ``_read``."""
@@ -214,20 +216,26 @@ class Driver:
         self.metrics.event("recovered", fields)
         return done
 
-    def _due(self, done: int, stop: str | None) -> tuple[bool, bool]:
-        """Return whether to validate and to save after ``done`` steps; ``stop``: why the run ends there, if it does."""
+    def _due(self, done: int, stop: Stop | None) -> tuple[bool, bool]:
+        """Return whether to validate and to save after ``done`` steps; ``stop``: what ends the run there, or None."""
         train = self.job.train
-        last = done == train.steps or stop is not None
+        last = done == train.steps or (stop is not None and not stop.pauses)
         evaluates = last or bool(train.eval_every and done % train.eval_every == 0)
-        return evaluates, last or bool(train.checkpoint_every and done % train.checkpoint_every == 0)
+        saves = last or stop is not None or bool(train.checkpoint_every and done % train.checkpoint_every == 0)
+        return evaluates, saves
+
+    def _stops(self, stop: Stop | None, done: int) -> bool:
+        """Log that the run ends early, after ``done`` steps, if it was asked to; return whether it was."""
+        if stop is not None and done < self.job.train.steps:
+            self.paused = stop.pauses
+            self.log.event("paused" if stop.pauses else "early_stop", step=done, message=stop.why)
+        return stop is not None
 
     def _finish_step(self, workers: WorkerGroup, done: int) -> bool:
         """Queue again what was to follow a step and was not collected; return whether the run ends there."""
         stop = asked_to_stop(self.directory)
         self._queue_after(workers, done, *self._due(done, stop))
-        if stop is not None and done < self.job.train.steps:
-            self.log.event("early_stop", step=done, message=stop)
-        return stop is not None
+        return self._stops(stop, done)
 
     def _fill(self, workers: WorkerGroup, done: int) -> int:
         """Queue all calls of the run, collecting the oldest ones meanwhile.
@@ -255,9 +263,7 @@ class Driver:
             while sum(t.kind == "step" for t in self._pending) > QUEUED_STEPS:
                 self._collect_oldest()
             queued = step + 1
-            if stop is not None:
-                if queued < train.steps:
-                    self.log.event("early_stop", step=queued, message=stop)
+            if self._stops(stop, queued):
                 break
         return queued
 

@@ -38,6 +38,14 @@ def _sentences(row: dict[str, Any]) -> list[str]:
         return [f"{step}step time drifted from {row['was_s']:.4f} to {row['now_s']:.4f} s: measuring again"]
     if kind == "early_stop":
         return [f"{step}stopped early: {row['message']}"]
+    if kind == "paused":
+        return [f"{step}paused: {row['message']}"]
+    if kind == "resized":
+        p = row["plan"]
+        shape = f"{p['schedule']}, {p['stages']} stages x {p['replicas']} replicas, micro-batches of {p['microbatch']}"
+        return [f"going on with {row['devices']} devices instead of {row['was']}: {shape}"]
+    if kind == "devices_lost":
+        return [f"devices are lost: {row['message']}"]
     if kind == "undone":
         return [f"{step}update undone and repeated with clipped gradients: their norm was {row['grad_norm']:.4g}"]
     if kind in ("failed", "error"):

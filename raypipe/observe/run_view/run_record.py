@@ -59,6 +59,7 @@ class RunRecord:
         words = {
             "finished": "finished", "failed": "failed", "error": "failed", "restarted": "restarting",
             "started": "running", "run": "starting", "waiting": "waiting for devices",
+            "resized": "restarting with another plan",
         }  # fmt: skip
         return next((words[e["event"]] for e in reversed(self.events) if e["event"] in words), "not started")
 

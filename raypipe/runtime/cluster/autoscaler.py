@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.autoscaler.sdk import request_resources
+
+from raypipe.runtime.cluster.devices import DeviceRequest
 
 STATUS = b"__autoscaling_status"
 """Key under which the monitor of autoscaler v1 publishes its report."""
@@ -29,6 +33,19 @@ def autoscales() -> bool:
         return knows_node_types(json.loads(published))
     grouped = any(node.get("Labels", {}).get(NODE_GROUP) for node in ray.nodes() if node["Alive"])
     return grouped and _second_version_runs()
+
+
+@contextmanager
+def requested(each: DeviceRequest, most: int | None) -> Iterator[None]:
+    """Ask an autoscaler, if there is one, to have room for ``most`` workers while the block lasts."""
+    asks = most is not None and autoscales()
+    if asks:
+        request_resources(bundles=[each.bundle()] * (most or 0))
+    try:
+        yield
+    finally:
+        if asks:
+            request_resources(bundles=[])
 
 
 def knows_node_types(status: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.errors import ClusterError
+from raypipe.plan.plan import Plan
 from raypipe.runtime.cluster.devices import DeviceRequest
 
 GpuId = int | str
@@ -93,6 +94,15 @@ class DeviceKinds:
 
 
 ANY_KINDS = DeviceKinds()
+
+
+def kinds_of(plan: Plan) -> DeviceKinds:
+    """Return the kinds of device that a plan is for."""
+    if plan.made_for is None:
+        return ANY_KINDS
+    return DeviceKinds(plan.made_for.bundle_kinds(plan.parallel.tensor), plan.parallel.replicas)
+
+
 """Any device will do."""
 
 

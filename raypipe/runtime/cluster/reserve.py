@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import ray
-from ray.util import list_named_actors
+from ray.util import get_placement_group, list_named_actors, placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from raypipe.errors import DevicesError
@@ -88,6 +88,12 @@ class Reservation:
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
                     ray.kill(ray.get_actor(name))
 
+    def is_broken(self) -> bool:
+        """Return whether some of the devices are on no living node now; Ray may find others for them."""
+        table = placement_group_table(self.group)
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return table["state"] != "CREATED" or not set(table["bundles_to_node_id"].values()) <= alive
+
     def give_back(self) -> None:
         """Release the devices; Ray ends the actors that still run there."""
         remove_placement_group(self.group)
@@ -116,7 +122,7 @@ def reserve(
         for bundle, kind in zip(bundles, kinds.bundles, strict=True):
             if kind:
                 bundle[resource_of(kind)] = LITTLE
-    group = placement_group(bundles, strategy="PACK", name=f"raypipe {run_id}")
+    group = placement_group(bundles, strategy="PACK", name=_name(run_id))
     reservation = Reservation(group, run_id, devices, request, together, kinds)
     try:
         reservation.wait(timeout_s, notify)
@@ -124,6 +130,23 @@ def reserve(
         reservation.give_back()
         raise
     return reservation
+
+
+def reserved_by(run_id: str, devices: int, request: DeviceRequest, together: int, kinds: DeviceKinds) -> Reservation:
+    """Return what another process of this Ray job reserved under an id; the other arguments are those of ``reserve``.
+
+    Raises:
+        DevicesError: it has given the devices back.
+    """
+    try:
+        group = get_placement_group(_name(run_id))
+    except ValueError:
+        raise DevicesError("devices", f"those reserved for run {run_id} were given back", "resume the run") from None
+    return Reservation(group, run_id, devices, request, together, kinds)
+
+
+def _name(run_id: str) -> str:
+    return f"raypipe {run_id}"
 
 
 def shortage(devices: int, request: DeviceRequest) -> str:

@@ -15,9 +15,11 @@ from ray.exceptions import RayActorError
 from raypipe.errors import RunError
 from raypipe.job.load import load_job
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
+from raypipe.runtime.cluster import attempts
 from raypipe.runtime.cluster import ray_train as train_run
+from raypipe.runtime.cluster.attempts import RunRequest, failure_logged
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.ray_train import RunRequest, failure_logged, failures, start_run
+from raypipe.runtime.cluster.ray_train import failures, start_run
 
 
 def log_of(directory: Path, *kinds: str) -> None:
@@ -109,10 +111,10 @@ def test_attempts_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     order = []
 
     def second() -> None:
-        with train_run._only_attempt(tmp_path) as restarted:
+        with attempts._only_attempt(tmp_path) as restarted:
             order.append(("second", restarted))
 
-    with train_run._only_attempt(tmp_path) as restarted:
+    with attempts._only_attempt(tmp_path) as restarted:
         order.append(("first", restarted))
         thread = threading.Thread(target=second)
         thread.start()
@@ -120,10 +122,10 @@ def test_attempts_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         order.append(("first ends", restarted))
     thread.join(20)
     assert order == [("first", False), ("first ends", False), ("second", True)]
-    monkeypatch.setattr(train_run, "LAST_ATTEMPT_S", 0.3)
+    monkeypatch.setattr(attempts, "LAST_ATTEMPT_S", 0.3)
     with (
-        train_run._only_attempt(tmp_path),
+        attempts._only_attempt(tmp_path),
         pytest.raises(RunError, match="does not end"),
-        train_run._only_attempt(tmp_path),
+        attempts._only_attempt(tmp_path),
     ):
         pass

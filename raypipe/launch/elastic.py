@@ -1,0 +1,181 @@
+"""Follow the cluster's devices: a run goes on with another plan when some are lost for good, or when more pay.
+
+The plan is made from the profile that the run began with, so that no device has to be measured again. Losses stay those
+of the undisturbed run up to rounding: the order of the data and dropout depend on no plan, and checkpoints on none.
+
+The driver ends its workers and logs ``devices_lost`` or ``paused``; then this reserves other devices and logs
+``resized``, and the driver goes on with them (``runtime/cluster/attempts.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from raypipe.errors import RunError, SpecError
+from raypipe.launch.plans import with_plan
+from raypipe.launch.prepared import Prepared
+from raypipe.observe.run_dir import PROFILE, ask_to_pause, asked_to_stop, go_on
+from raypipe.observe.run_log import EVENTS, Follower, RunLog
+from raypipe.plan.plan import Plan, build_schedule
+
+if TYPE_CHECKING:
+    from raypipe.runtime.cluster.reserve import Reservation
+
+SETTLE_S = 2.0
+"""A number of free devices counts once it has stayed for so long: nodes come one by one, and other jobs come and go."""
+RELEASED_S, MOST_S = 1.0, 10.0
+"""How long the number of free devices must stay after some were released, and the longest wait for that."""
+WORTH = 0.05
+"""Least share of the step that a plan for more devices must save; a pause costs more than a few steps."""
+SEARCH_S = 0.5
+"""Seconds for searching orders; the run searches again on the times that it measures."""
+
+
+class Elastic:
+    """Looks after the devices of one run."""
+
+    def __init__(
+        self, prepared: Prepared, reservation: Reservation, reserve: Callable[[Prepared], Reservation]
+    ) -> None:
+        """Begin with a plan and its devices; ``reserve`` waits for those of another plan."""
+        from raypipe.runtime.cluster.autoscaler import requested
+
+        spec = prepared.job.train.elastic
+        assert spec is not None
+        self.spec, self.prepared = spec, prepared
+        self._reservation, self._reserve = reservation, reserve
+        self._events = Follower(prepared.directory / EVENTS)
+        self._asked: AbstractContextManager[None] = requested(reservation.request, spec.max_devices)
+        self._next: Plan | None = None
+        """The plan for more devices, while the run is asked to pause for it."""
+        self._could, self._since = 0, time.monotonic()
+        """Number of devices that the run could use, and since when it is that."""
+        self._judged = _devices(prepared)
+        """The newest number for which the planner was asked."""
+        self._broken_since: float | None = None
+        for _ in self._events.new_rows():
+            pass  # those of earlier runs
+
+    def __enter__(self) -> Elastic:
+        self._asked.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._asked.__exit__(*error)
+
+    def look(self) -> None:
+        """Change the devices where the run has ended for it, and else see whether to; call it now and then.
+
+        Raises:
+            RunError: no plan fits the devices that are left.
+            DevicesError: there are fewer than ``min_devices``, and no others came in time.
+        """
+        ended = [row for row in self._events.new_rows() if row["event"] in ("devices_lost", "paused")]
+        if ended:
+            self._change(ended[-1])
+        elif self._next is None and asked_to_stop(self.prepared.directory) is None:
+            self._see_lost()
+            self._see_more()
+
+    def _change(self, ended: dict[str, Any]) -> None:
+        """Plan for the devices that there are, reserve them and let the driver go on."""
+        was, plan, directory = _devices(self.prepared), self._next, self.prepared.directory
+        lost = ended["event"] == "devices_lost"
+        if lost and self._come_back():
+            plan = self.prepared.plan
+        else:
+            self._reservation.give_back()
+            if lost or plan is None:
+                plan = self._plan(self.spec.within(self._settled()))
+            plan.save(directory / "plan.json")
+            job = with_plan(self.prepared.job, plan)
+            self.prepared = replace(
+                self.prepared, job=job, plan=plan, schedule=build_schedule(plan, job.train.batch), resume=True
+            )
+            self._reservation = self._reserve(self.prepared)
+        self._next, self._judged, self._broken_since = None, _devices(self.prepared), None
+        go_on(directory)
+        keys = ("schedule", "stages", "replicas", "microbatch")
+        log = RunLog(directory)
+        log.event(
+            "resized", devices=_devices(self.prepared), was=was, reservation=self._reservation.run_id,
+            plan={key: getattr(plan.parallel, key) for key in keys}, message=ended["message"],
+        )  # fmt: skip
+        log.close()
+
+    def _come_back(self) -> bool:
+        """Wait ``wait_s`` for Ray to find other devices in place of the lost ones; return whether it did."""
+        deadline = time.monotonic() + self.spec.wait_s
+        while self._reservation.is_broken():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def _see_lost(self) -> None:
+        """Give the devices back if some have been lost for long and the driver does not see it.
+
+        Ray schedules nothing else while it looks for devices in place of those of a lost node, a new driver neither.
+        """
+        now = time.monotonic()
+        if not self._reservation.is_broken():
+            self._broken_since = None
+        elif self._broken_since is None:
+            self._broken_since = now
+        elif now - self._broken_since > self.spec.wait_s + MOST_S:
+            self._reservation.give_back()
+            self._broken_since = None
+
+    def _see_more(self) -> None:
+        """Ask the run to pause if the cluster has had more devices for a while, and a plan for them pays."""
+        used, now = _devices(self.prepared), time.monotonic()
+        could = self.spec.within(used + self._free())
+        if could != self._could:
+            self._could, self._since = could, now
+        if could <= used or could == self._judged or now - self._since < SETTLE_S:
+            return
+        self._judged = could
+        plan = self._plan(could)
+        was, new = self.prepared.plan.predicted_step_s, plan.predicted_step_s
+        if was is None or new is None or new > (1 - WORTH) * was:
+            return
+        self._next = plan
+        saves = f"a step of {new:.4f} s expected instead of {was:.4f}"
+        ask_to_pause(self.prepared.directory, f"{could - used} more devices: {saves}")
+
+    def _plan(self, devices: int) -> Plan:
+        from raypipe.cost.profile import load_profile
+        from raypipe.plan.choose import choose
+
+        try:
+            profile = load_profile(self.prepared.directory / PROFILE)
+            return choose(self.prepared.asked, profile, devices, search_s=SEARCH_S).plan
+        except SpecError as error:
+            why = f"there is no plan for {devices} devices: {error.where} {error.why}"
+            raise RunError("train.elastic", why, error.fix) from error
+
+    def _settled(self) -> int:
+        """Return the number of free devices once it no longer changes: Ray counts what is released after a moment."""
+        begun = since = time.monotonic()
+        found = self._free()
+        while (now := time.monotonic()) - begun < MOST_S and now - since < RELEASED_S:
+            time.sleep(0.1)
+            if (free := self._free()) != found:
+                found, since = free, now
+        return found
+
+    def _free(self) -> int:
+        """Return how many more workers the cluster has room for now."""
+        import ray
+
+        request, free = self._reservation.request, ray.available_resources()
+        kind, each = ("GPU", request.gpus) if request.gpus else ("CPU", request.cpus)
+        return int(free.get(kind, 0.0) / each + 1e-6)
+
+
+def _devices(prepared: Prepared) -> int:
+    return prepared.schedule.devices * prepared.plan.parallel.tensor

@@ -1,0 +1,283 @@
+"""Run Ray Train's worker, the driver, through the attempts at a run.
+
+Ray Train restarts it after a failure. An elastic run (``train.elastic``) changes its devices without that: the driver
+ends its workers, the process that started the run makes another plan and reserves other devices, and the driver goes on
+with these from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from raypipe.checkpoint import Storage, latest, open_checkpoint
+from raypipe.cost.hosts import devices_on_hosts
+from raypipe.cost.profile import load_profile
+from raypipe.errors import DevicesError, RunError
+from raypipe.job.spec import JobSpec
+from raypipe.observe.run_dir import NO_LOCKS, PROFILE
+from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
+from raypipe.observe.timelines import save_timelines
+from raypipe.plan.plan import Plan, build_schedule, load_plan
+from raypipe.plan.predict.on_hosts import on_hosts
+from raypipe.runtime.cluster.devices import DeviceRequest
+from raypipe.runtime.cluster.failure import failure_message, is_final, keep_traceback, own_error, root_cause
+from raypipe.runtime.cluster.rank_order import kinds_of, kinds_on_hosts
+from raypipe.runtime.cluster.reserve import Reservation, reserved_by
+from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
+from raypipe.runtime.driver import Driver
+
+DRIVER_DIED = "the driver's process died"
+ATTEMPTED = ".attempted"
+"""File that a run's first attempt creates, and that every attempt locks while it runs."""
+LAST_ATTEMPT_S = 60.0
+"""How long to wait for the previous attempt's driver to end once its controller is gone."""
+NODE_S = 3.0
+"""How long after a worker's death that of its node may become known."""
+LOOK_S = 0.1
+"""Interval at which the driver looks for the devices that it goes on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """What the command line hands to the run."""
+
+    job: JobSpec
+    directory: Path
+    resume: bool
+    devices: DeviceRequest
+    """The resources that each worker reserves."""
+    reservation: Reservation
+    """The devices, reserved for all attempts."""
+
+
+class _Reporter:
+    """Copies checkpoints to their storage and reports them to Ray Train, from a thread, because both take time.
+
+    A report blocks until the controller's next poll. Ray Train deletes a checkpoint only after a later one has been
+    reported, so one that is being copied stays.
+    """
+
+    def __init__(self, storage: Storage | None, keep: int) -> None:
+        self._storage, self._keep = storage, keep
+        self._queue: queue.SimpleQueue[tuple[Path, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="raypipe-report", daemon=True)
+        self._thread.start()
+
+    def saved(self, step: int, path: Path, metrics: dict[str, Any]) -> None:
+        """Queue one checkpoint; raise the error of an earlier one that could not be copied or reported."""
+        if self._error is not None:
+            raise self._error
+        self._queue.put((path, metrics))
+
+    def _work(self) -> None:
+        import ray.train
+        from ray.train import Checkpoint, CheckpointUploadMode
+
+        try:
+            while (item := self._queue.get()) is not None:
+                path, metrics = item
+                if self._storage is not None:
+                    self._storage.put(path, self._keep)
+                ray.train.report(
+                    metrics,
+                    checkpoint=Checkpoint.from_directory(str(path)),
+                    checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+                )
+        except BaseException as error:
+            self._error = error
+
+    def close(self) -> None:
+        """Wait until everything is copied and reported; raise the error of what failed."""
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def driver_loop(config: dict[str, Any]) -> None:
+    """Run the attempts of one driver; Ray Train calls this in its worker, at first and after every failure."""
+    request: RunRequest = config["request"]
+    job, directory = request.job, request.directory
+    with _only_attempt(directory) as restarted:
+        log = RunLog(directory)
+        uri = job.train.checkpoint_storage
+        reporter = _Reporter(None if uri is None else Storage(uri), job.train.keep_checkpoints)
+        try:
+            _attempts(request, restarted, log, reporter)
+        except Exception as error:
+            cause = own_error(error)
+            path = keep_traceback(directory, cause)
+            if is_final(cause):  # return instead of raising: a restart would fail again
+                log.event("error", message=failure_message(cause, path), exit_status=getattr(cause, "exit_status", 1))
+            else:
+                log.event("failed", message=failure_message(cause, path))
+                raise
+        finally:
+            reporter.close()
+            log.close()
+
+
+def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Reporter) -> None:
+    """Run to the end, an elastic run on one set of devices after the other."""
+    directory, elastic = request.directory, request.job.train.elastic is not None
+    changes = devices_changed(directory)
+    reservation = _newest(request, changes)
+    resumes = request.resume or restarted
+    if restarted:
+        if not failure_logged(directory):
+            log.event("failed", message=DRIVER_DIED)
+        reservation.end_attempts()
+    while True:
+        # A restart continues from the newest checkpoint; a first attempt does so only when asked to resume.
+        checkpoint, notices = latest(directory / "checkpoints") if resumes else (None, [])
+        done = open_checkpoint(checkpoint, verify=False).step if checkpoint is not None else 0
+        lost = rewind(directory, done)
+        for notice in notices:
+            log.event("notice", message=notice)
+        if restarted:
+            where = str(checkpoint) if checkpoint else None
+            log.event("restarted", checkpoint=where, step=done, steps_repeated=lost)
+        try:
+            driver = _attempt(request, reservation, checkpoint, done, log, reporter)
+        except Exception as error:
+            if not (elastic and (isinstance(error, DevicesError) or _breaks(reservation))):
+                raise
+            cause = own_error(error)
+            log.event("failed", message=failure_message(cause, keep_traceback(directory, cause)))
+            log.event("devices_lost", message=str(cause))
+            restarted = True
+        else:
+            if not driver.paused:
+                prediction = driver.clock.prediction
+                save_timelines(directory, prediction.timeline if prediction else None, driver.clock.measured())
+                log.event("finished", counts=driver.counts, memory_bytes=driver.memory_bytes)
+                return
+            restarted = False
+        while len(changed := devices_changed(directory)) == len(changes):
+            time.sleep(LOOK_S)
+        changes, resumes = changed, True
+        reservation = _newest(request, changes)
+
+
+def _attempt(
+    request: RunRequest, reservation: Reservation, checkpoint: Path | None, done: int, log: RunLog,
+    reporter: _Reporter,
+) -> Driver:  # fmt: skip
+    """Run on reserved devices until the run ends or pauses."""
+    job, directory = request.job, request.directory
+    # Read the saved plan: an earlier attempt may have found a better order.
+    plan = load_plan(directory / "plan.json")
+    parallel, elastic = plan.parallel, job.train.elastic
+    if elastic is not None:
+        job = job.model_copy(update={"parallel": parallel})
+    workers = start_worker_group(
+        build_schedule(plan, job.train.batch), parallel.replicas, request.devices, tensor=parallel.tensor,
+        timeout_s=job.train.wait_for_devices_s if elastic is None else elastic.wait_s, reservation=reservation,
+        notify=lambda text: log.event("waiting", message=text),
+    )  # fmt: skip
+    try:
+        plan = _on_these_hosts(plan, request, reservation, workers, log)
+        driver = Driver(job, plan, directory, log, reporter.saved)
+        driver.run(workers, checkpoint, done)
+    except Exception as error:
+        # Look for the cause before the workers are stopped, while they can still report their errors.
+        raise root_cause(error, workers.calls) from None
+    finally:
+        workers.stop()
+    return driver
+
+
+def _breaks(reservation: Reservation) -> bool:
+    """Return whether a node of the reserved devices is gone; a worker's death may be known before its node's."""
+    deadline = time.monotonic() + NODE_S
+    while not reservation.is_broken():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def devices_changed(directory: Path) -> list[dict[str, Any]]:
+    """Return the changes of devices since the run was last started, oldest first."""
+    events = read_rows(directory / EVENTS)
+    begun = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
+    return [e for e in events[begun:] if e["event"] == "resized"]
+
+
+def _newest(request: RunRequest, changes: list[dict[str, Any]]) -> Reservation:
+    """The devices to use: those of the newest change."""
+    if not changes:
+        return request.reservation
+    plan = load_plan(request.directory / "plan.json")
+    together = plan.parallel.tensor
+    return reserved_by(changes[-1]["reservation"], changes[-1]["devices"], request.devices, together, kinds_of(plan))
+
+
+def _on_these_hosts(
+    plan: Plan, request: RunRequest, reservation: Reservation, workers: WorkerGroup, log: RunLog
+) -> Plan:
+    """Return the plan with its prediction for the hosts on which its workers are; what changes is logged and kept.
+
+    Raises:
+        ClusterError: a tensor-parallel group is on several hosts.
+    """
+    job, directory = request.job, request.directory
+    known = reservation.kinds
+    nodes = known.in_planners_order([at.peer.node for at in workers.locations], plan.parallel.tensor)
+    came = devices_on_hosts(nodes)
+    kinds = kinds_on_hosts(nodes, came)
+    profile = load_profile(directory / PROFILE) if (directory / PROFILE).is_file() else None
+    found = on_hosts(plan, job, came, profile, kinds)
+    if found is None:
+        return plan
+    log.event("notice", message=found.message, hosts=came, predicted_step_s=found.plan.predicted_step_s)
+    found.plan.save(directory / "plan.json")
+    return found.plan
+
+
+@contextmanager
+def _only_attempt(directory: Path) -> Iterator[bool]:
+    """Be the only attempt at a run while the block lasts; yield whether there was an attempt before.
+
+    A driver whose controller was killed may live on for a moment, and must not write while the next one does.
+
+    Raises:
+        RunError: the previous attempt did not end within ``LAST_ATTEMPT_S``.
+    """
+    with (directory / ATTEMPTED).open("a+", encoding="utf-8") as marker:
+        deadline = time.monotonic() + LAST_ATTEMPT_S
+        while not _locked(marker):
+            if time.monotonic() > deadline:
+                raise RunError(str(directory), "an earlier attempt at this run does not end", "end its process")
+            time.sleep(0.1)
+        marker.seek(0)
+        restarted = marker.read() != ""
+        marker.write("attempted\n")
+        marker.flush()
+        yield restarted
+
+
+def _locked(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
+
+
+def failure_logged(directory: Path) -> bool:
+    """Return whether the last attempt logged why it failed; a killed process does not."""
+    marks = [e["event"] for e in read_rows(directory / EVENTS) if e["event"] in ("run", "restarted", "failed")]
+    return bool(marks) and marks[-1] == "failed"

@@ -1,0 +1,215 @@
+"""When an elastic run changes its devices, and with which plan; Ray is played by numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raypipe.errors import RunError, SpecError
+from raypipe.job.load import job_from
+from raypipe.launch import elastic as module
+from raypipe.launch.elastic import Elastic
+from raypipe.launch.plans import with_plan
+from raypipe.launch.prepared import Prepared
+from raypipe.observe.run_dir import PROFILE, ask_to_stop, asked_to_stop
+from raypipe.observe.run_log import EVENTS, RunLog, read_rows
+from raypipe.observe.summary import summarise
+from raypipe.plan.choose import choose
+from raypipe.plan.plan import build_schedule, load_plan
+from raypipe.runtime.cluster.devices import DeviceRequest
+from raypipe.train import prepare_run
+from tests.plan.conftest import make_job, make_profile
+
+
+class Devices:
+    """A reservation that nobody made."""
+
+    def __init__(self, number: int) -> None:
+        self.run_id, self.request = f"{number:08x}", DeviceRequest(1.0, 0.0)
+        self.broken = self.given_back = False
+
+    def is_broken(self) -> bool:
+        return self.broken
+
+    def give_back(self) -> None:
+        self.given_back = True
+
+
+class Run:
+    """An elastic run on two devices of a cluster that has ``free`` more."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
+        self.free, self.reserved = 0, [Devices(0)]
+        self.now = 100.0
+        asked = make_job(parallel={"auto": True, "schedule": "1f1b", "replicas": 1}, elastic={"wait_s": 0.0, **spec})
+        (directory / PROFILE).write_text(make_profile(devices=2).model_dump_json())
+        plan = choose(asked, make_profile(devices=2), 2, search_s=0).plan
+        plan.save(directory / "plan.json")
+        job = with_plan(asked, plan)
+        model: Any = SimpleNamespace()
+        prepared = Prepared(job, model, plan, build_schedule(plan, job.train.batch), directory, False, asked)
+        self.directory, self.log = directory, RunLog(directory)
+        self.log.event("run", devices=2)
+
+        def reserve(prepared: Prepared) -> Any:
+            self.reserved.append(Devices(len(self.reserved)))
+            return self.reserved[-1]
+
+        self.elastic = Elastic(prepared, self.reserved[0], reserve)  # type: ignore[arg-type]
+        monkeypatch.setattr(Elastic, "_free", lambda _: self.free)
+        monkeypatch.setattr(module, "RELEASED_S", 0.0)
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(module.time, "sleep", self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def look(self, seconds: float) -> None:
+        """Look twice a second for so long."""
+        for _ in range(int(seconds * 2)):
+            self.elastic.look()
+            self.now += 0.5
+
+    def resized(self) -> list[dict[str, Any]]:
+        return [e for e in read_rows(self.directory / EVENTS) if e["event"] == "resized"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(tmp_path, monkeypatch)
+
+
+def test_more_devices_pause_the_run_once_they_stay(run: Run) -> None:
+    run.free = 2
+    run.look(1.5)
+    run.free = 0
+    run.look(3)
+    assert asked_to_stop(run.directory) is None
+    run.free = 2
+    run.look(4)
+    stop = asked_to_stop(run.directory)
+    assert stop is not None
+    assert stop.pauses
+    assert stop.why.startswith("2 more devices: a step of")
+    run.log.event("paused", step=7, message=stop.why)
+    run.look(1)
+    (change,) = run.resized()
+    assert (change["devices"], change["was"], change["reservation"]) == (4, 2, run.reserved[1].run_id)
+    assert run.reserved[0].given_back
+    assert not run.reserved[1].given_back
+    assert load_plan(run.directory / "plan.json").parallel.stages == 4
+    assert run.elastic.prepared.schedule.devices == 4
+    assert run.elastic.prepared.resume
+    assert asked_to_stop(run.directory) is None
+    run.free = 0
+    run.look(5)
+    assert len(run.resized()) == 1
+
+
+def test_devices_that_save_too_little_are_left_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORTH", 0.9)
+    run.free = 2
+    run.look(10)
+    assert asked_to_stop(run.directory) is None
+
+
+def test_a_run_that_is_asked_to_stop_is_not_paused(run: Run) -> None:
+    ask_to_stop(run.directory, "enough")
+    run.free = 2
+    run.look(10)
+    stop = asked_to_stop(run.directory)
+    assert stop is not None
+    assert not stop.pauses
+
+
+def test_lost_devices_that_come_back_keep_the_plan(run: Run) -> None:
+    run.log.event("devices_lost", message="gone")
+    run.look(0.5)
+    (change,) = run.resized()
+    assert (change["devices"], change["reservation"]) == (2, run.reserved[0].run_id)
+    assert not run.reserved[0].given_back
+
+
+def test_lost_devices_make_another_plan(run: Run) -> None:
+    run.reserved[0].broken = True
+    run.log.event("devices_lost", message="gone")
+    run.free = 1
+    run.look(0.5)
+    (change,) = run.resized()
+    assert (change["devices"], change["was"], change["plan"]["stages"]) == (1, 2, 1)
+    assert run.reserved[0].given_back
+
+
+def test_it_keeps_within_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch, min_devices=2, max_devices=3)
+    run.reserved[0].broken = True
+    run.log.event("devices_lost", message="gone")
+    run.free = 1
+    run.look(0.5)
+    assert run.resized()[-1]["devices"] == 2  # waited for
+    run.free = 6
+    run.look(5)
+    run.log.event("paused", step=9, message="more")
+    run.look(0.5)
+    assert run.resized()[-1]["devices"] == 3
+
+
+def test_no_plan_for_the_devices_left_is_one_error(run: Run) -> None:
+    (run.directory / PROFILE).write_text(make_profile(devices=2, memory_bytes=2**20).model_dump_json())
+    run.reserved[0].broken = True
+    run.log.event("devices_lost", message="gone")
+    run.free = 1
+    with pytest.raises(RunError, match="there is no plan for 1 devices"):
+        run.look(0.5)
+
+
+def test_devices_that_nobody_reports_lost_are_given_back(run: Run) -> None:
+    """Where the driver was on the lost node too, Ray starts no other one before that."""
+    run.reserved[0].broken = True
+    run.look(5)
+    assert not run.reserved[0].given_back
+    run.look(8)
+    assert run.reserved[0].given_back
+
+
+def test_changes_are_recoveries(tmp_path: Path) -> None:
+    def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:
+        return {"event": kind, "time": time, **fields}
+
+    log = [
+        event("run", 0.0, devices=4),
+        event("started", 1.0, devices=[{}] * 4, resumed_from=None),
+        event("failed", 5.0, message="gone"),
+        event("devices_lost", 5.1, message="gone"),
+        event("resized", 6.0, devices=2, was=4),
+        event("restarted", 6.5, checkpoint=None, step=3, steps_repeated=2),
+        event("started", 9.0, devices=[{}] * 2, resumed_from=3),
+        event("paused", 20.0, step=8, message="2 more devices"),
+        event("resized", 21.0, devices=4, was=2),
+        event("started", 26.0, devices=[{}] * 4, resumed_from=8),
+    ]
+    (tmp_path / EVENTS).write_text("".join(json.dumps(row) + "\n" for row in log))
+    (tmp_path / "metrics.jsonl").write_text("")
+    found = summarise(tmp_path, {})
+    assert found["devices"] == 4
+    assert found["recoveries"] == 2
+    assert found["recovery"] == [
+        {"step": 3, "kind": "replan", "seconds": 4.0, "steps_repeated": 2, "replaced": [0, 1]},
+        {"step": 8, "kind": "replan", "seconds": 6.0, "steps_repeated": 0, "replaced": [0, 1, 2, 3]},
+    ]
+
+
+def test_it_takes_a_plan_that_leaves_something_open(tmp_path: Path) -> None:
+    job = make_job(parallel={"schedule": "1f1b", "stages": 2, "microbatch": 2}, elastic={})
+    with pytest.raises(SpecError, match=r"train\.elastic: there is nothing left to choose"):
+        prepare_run(job, tmp_path / "run", resume=False)
+
+
+def test_limits_in_the_wrong_order_are_refused() -> None:
+    with pytest.raises(SpecError, match="max_devices is 2, less than min_devices, 4"):
+        make_job(elastic={"min_devices": 4, "max_devices": 2})
+    assert job_from(make_job(elastic={}).model_dump()).train.elastic is not None
