@@ -8,13 +8,24 @@ checkpoint. Nothing is pickled.
 
 from raypipe.checkpoint.best import LOSS, best, forget_best, keep_best, outcome
 from raypipe.checkpoint.read import Checkpoint, latest, open_checkpoint
+from raypipe.checkpoint.snapshot import Snapshot
 from raypipe.checkpoint.storage import Storage
-from raypipe.checkpoint.write import ShardInfo, buffer_key, commit, optim_key, param_key, step_directory, write_shard
+from raypipe.checkpoint.write import (
+    ShardInfo,
+    buffer_key,
+    commit,
+    optim_key,
+    param_key,
+    step_directory,
+    write_shard,
+    write_snapshot,
+)
 
 __all__ = [
     "LOSS",
     "Checkpoint",
     "ShardInfo",
+    "Snapshot",
     "Storage",
     "best",
     "buffer_key",
@@ -28,4 +39,5 @@ __all__ = [
     "param_key",
     "step_directory",
     "write_shard",
+    "write_snapshot",
 ]

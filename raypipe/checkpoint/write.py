@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from raypipe.checkpoint.manifest import put, save_manifest
+from raypipe.checkpoint.snapshot import Snapshot
 from raypipe.errors import CheckpointError
-from raypipe.files import sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,39 @@ def write_shard(directory: Path, name: str, tensors: Mapping[str, Tensor]) -> Sh
     Raises:
         CheckpointError: the file cannot be written.
     """
-    owned = _owned(tensors)
+    snapshot = Snapshot()
+    snapshot.take(tensors)
+    return write_snapshot(directory, name, snapshot)
+
+
+def write_snapshot(directory: Path, name: str, snapshot: Snapshot) -> ShardInfo:
+    """As ``write_shard``, of tensors that have been copied before.
+
+    The digest is that of the memory, not of the file read back, so it also tells of what a disk did not write.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
     path = directory / f"{name}.safetensors"
-    put(path, lambda partial: save_file(owned, partial))
-    return ShardInfo(path.name, path.stat().st_size, sha256(path), tuple(sorted(owned)))
+    digest, size = hashlib.sha256(), 0
+
+    def write(partial: Path) -> None:
+        nonlocal size
+        with partial.open("wb", buffering=0) as out:
+            for block in snapshot.blocks():
+                digest.update(block)
+                size += len(block)
+                _write_all(out, block)
+
+    put(path, write)
+    return ShardInfo(path.name, size, digest.hexdigest(), snapshot.keys)
+
+
+def _write_all(out: RawIOBase, block: bytes | memoryview) -> None:
+    """Write a block to an unbuffered file, which may take only a part of it at a time."""
+    left = memoryview(block)
+    while left:
+        left = left[out.write(left) or 0 :]
 
 
 def commit(directory: Path, step: int, shards: Iterable[ShardInfo], meta: Mapping[str, Any]) -> Path:
@@ -86,18 +116,3 @@ def commit(directory: Path, step: int, shards: Iterable[ShardInfo], meta: Mappin
     files = [{"file": shard.file, "bytes": shard.bytes, "sha256": shard.sha256} for shard in shards]
     save_manifest(directory, {"step": step, "files": files, "keys": keys, "meta": dict(meta)})
     return directory
-
-
-def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Make tensors contiguous with storage of their own, as the format requires; copy only where needed."""
-    owned: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for key, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
-        storage = tensor.untyped_storage()
-        # Copy a view of a larger buffer (flat parameters), and the second name of a tied parameter.
-        if storage.nbytes() != tensor.numel() * tensor.element_size() or storage.data_ptr() in seen:
-            tensor = tensor.clone()
-        seen.add(tensor.untyped_storage().data_ptr())
-        owned[key] = tensor
-    return owned

@@ -91,6 +91,9 @@ class TrainSpec(Spec):
     """Steps between checkpoints; 0 to save only at the end."""
     keep_checkpoints: Positive = 2
     """Number of newest checkpoints to keep."""
+    async_save: bool = True
+    """Write checkpoints beside training, from a copy of parameters and optimizer state that each worker keeps in host
+    memory; the run waits for the last one at its end. False: training waits until each checkpoint is written."""
     checkpoint_storage: str | None = None
     """URI to which every complete checkpoint is copied, such as ``s3://bucket/run``: any that pyarrow or fsspec opens.
     ``--resume`` in a run directory without checkpoints begins with the newest copy. Null for no copies."""

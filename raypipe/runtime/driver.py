@@ -16,7 +16,7 @@ from typing import Any, Literal
 import ray
 
 from raypipe.data import tokens_per_sample
-from raypipe.errors import DivergenceError, SampleCountError
+from raypipe.errors import SampleCountError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import Stop, asked_to_stop
 from raypipe.observe.run_log import RunLog
@@ -29,10 +29,12 @@ from raypipe.runtime.cluster.run_metrics import RunMetrics
 from raypipe.runtime.cluster.sent_files import clear
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.early_stop import Patience, patience_of
+from raypipe.runtime.nonfinite.found import NonFiniteError
 from raypipe.runtime.recovery.in_place import RECOVERABLE, InPlace, can_recover
 from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.standby import StandbyPool
 from raypipe.runtime.run_checkpoints import RunCheckpoints, Saved
+from raypipe.runtime.saving.saves import Save, Saves
 from raypipe.runtime.set_up_workers import install, set_up
 from raypipe.runtime.step import StepResult, check_samples, communication_counts
 from raypipe.runtime.update.norm import clip_factor, norm_of
@@ -54,10 +56,7 @@ class _Ticket:
     refs: list[Any]
     clock: StepClock
     part: Part = WHOLE
-    val_loss: float | None = None
-    """For a save: the validation loss of the saved parameters, if known."""
-    best: bool = False
-    """For a save: whether this checkpoint is the best so far."""
+    save: Save | None = None
 
 
 class Driver:
@@ -70,6 +69,7 @@ class Driver:
         self.clock = StepClock(self.schedule)
         self.controller = ControllerSequence(self.running, batch, clips, self._notice)
         self.checkpoints = RunCheckpoints(job, directory, log, saved)
+        self.saves = Saves(self.checkpoints, log)
         self.metrics = RunMetrics(job, plan, directory, self._notice)
         self.patience: Patience | None = None
         self.tokens_per_step = batch * tokens_per_sample(job, directory / "data")
@@ -79,8 +79,8 @@ class Driver:
         self.memory_bytes: list[int] = []
         self.in_place: InPlace | None = None
         """Replaces workers that die; None where a run cannot go on without any of them."""
-        self._validated = self._saved = -1
-        """Number of steps done at the newest validation that was collected, and at the newest checkpoint."""
+        self._validated = -1
+        """Number of steps done at the newest validation that was collected."""
         self._to_save: tuple[int, float, bool] | None = None
         """What the newest validation has decided: number of steps, its loss, whether it is the best."""
         self._collected_at = 0.0
@@ -133,6 +133,7 @@ class Driver:
             self.controller.finish(self.clock)
             self._log_events(last)
         finally:
+            self.saves.close()
             pool.stop()
             self.metrics.close()
         self.memory_bytes = ray.get(workers.call("memory_bytes"))
@@ -159,13 +160,12 @@ class Driver:
         """Queue and collect everything; return the number of steps done."""
         try:
             steps_done = self._steps(workers, done)
-        except (DivergenceError, SampleCountError) as error:
-            if isinstance(error, DivergenceError):
-                self.metrics.diverged()
-            for ticket in self._pending:
-                if ticket.kind == "save":
-                    self.checkpoints.discard(ticket.step, ticket.refs)
-            raise
+        except (NonFiniteError, SampleCountError) as error:
+            self.saves.drain(workers, [(ticket.save, ticket.refs) for ticket in self._pending])
+            if isinstance(error, SampleCountError):
+                raise
+            self.metrics.diverged()
+            raise self.checkpoints.diverged(error.step, error.what) from None
         if self.patience is not None and self.patience.exhausted and steps_done < self.job.train.steps:
             self.log.event("early_stop", step=steps_done, message=str(self.patience))
         return steps_done
@@ -178,7 +178,10 @@ class Driver:
                 ended = done > begun and self._finish_step(workers, done)
                 steps_done = done if ended else self._fill(workers, done)
                 self._collect_all()
-                return steps_done
+                self.saves.finish(workers)
+                if not self.saves.overdue:
+                    return steps_done
+                done = steps_done
             except RECOVERABLE as error:
                 if self.in_place is None:
                     raise
@@ -191,15 +194,20 @@ class Driver:
         while self._pending:
             ticket = self._pending[0]
             results = outcomes(ticket.refs)
+            self.saves.heard(results)
             if ticket.step > done:
                 pass  # it is queued again
             elif None not in results:
                 self._collect(ticket)
             elif ticket.kind == "step" and ticket.step == done and recovered.facts is not None:
                 self._collect_step(ticket, completed(results, recovered.facts), timed=False)
+            elif ticket.kind == "save" and not (ticket.save is None or ticket.save.best):
+                self.saves.uncollected(ticket.step)
             elif ticket.step < done:  # nobody has the parameters of that step any more
                 raise error
             self._pending.popleft()
+        if self.saves.lost(recovered.replaced):
+            raise error
         self._unread = None
         self.clock.pause()
         self._collected_at = time.monotonic()
@@ -221,7 +229,8 @@ class Driver:
         train = self.job.train
         last = done == train.steps or (stop is not None and not stop.pauses)
         evaluates = last or bool(train.eval_every and done % train.eval_every == 0)
-        saves = last or stop is not None or bool(train.checkpoint_every and done % train.checkpoint_every == 0)
+        forced = last or stop is not None or self.saves.overdue
+        saves = forced or bool(train.checkpoint_every and done % train.checkpoint_every == 0)
         return evaluates, saves
 
     def _stops(self, stop: Stop | None, done: int) -> bool:
@@ -273,7 +282,7 @@ class Driver:
         if evaluates and self._validated < done:
             refs = [ref for batch in range(train.eval_batches) for ref in workers.call("evaluate", batch)]
             self._pending.append(_Ticket("eval", done, refs, self.clock))
-        save = _Ticket("save", done, [], self.clock)
+        val_loss, best = None, False
         if evaluates and train.keeps_best:
             # Whether to save depends on the validation loss, and only the validated parameters may be saved, so
             # nothing is queued until it is known. The devices wait for the driver once per validation.
@@ -281,11 +290,12 @@ class Driver:
             if self._to_save is None or self._to_save[0] != done:
                 loss = self.last_metrics["val_loss"]
                 self._to_save = (done, loss, self.checkpoints.improves(loss))
-            _, save.val_loss, save.best = self._to_save
-            saves = saves or save.best or (self.patience is not None and self.patience.exhausted)
-        if saves and self._saved < done:
-            save.refs = workers.call("save", self.checkpoints.folder(done))
-            self._pending.append(save)
+            _, val_loss, best = self._to_save
+            saves = saves or best or (self.patience is not None and self.patience.exhausted)
+        if saves and self.saves.newest < done:
+            save, refs = self.saves.call(workers, done)
+            save.val_loss, save.best = val_loss, best
+            self._pending.append(_Ticket("save", done, refs, self.clock, save=save))
 
     def _read(self, workers: WorkerGroup) -> None:
         """Ask for the result of the newest step, which a GPU has only been given when ``run_step`` returns.
@@ -307,22 +317,23 @@ class Driver:
     def _collect(self, ticket: _Ticket) -> None:
         results = ray.get(ticket.refs)
         if ticket.kind == "step":
+            self.saves.heard(results)
+            self.saves.poll()
             self._collect_step(ticket, results)
             return
         ticket.clock.pause()
         if ticket.kind == "eval":
             self._collect_validation(ticket.step, results)
             self._validated = ticket.step
-        else:
-            self.checkpoints.commit(ticket.step, results, self.last_metrics, ticket.val_loss, ticket.best)
-            self._saved = ticket.step
+        elif ticket.save is not None:
+            self.saves.begun(ticket.save, results, dict(self.last_metrics))
 
     def _collect_validation(self, step: int, results: list[StepResult]) -> None:
         batches = self.job.train.eval_batches
         check_samples(f"validation after step {step}", results, self.job.train.batch * batches)
         loss = math.fsum(r.loss_sum for r in results) / batches
         if not math.isfinite(loss):
-            raise self.checkpoints.diverged(step, f"the validation loss is {loss}")
+            raise NonFiniteError(step, f"the validation loss is {loss}")
         self.last_metrics["val_loss"] = loss
         self.log.metric({"step": step, "val_loss": loss})
         self.metrics.validation(loss)
@@ -335,10 +346,10 @@ class Driver:
         check_samples(f"step {step}", results, train.batch)
         loss = math.fsum(r.loss_sum for r in results)
         if not math.isfinite(loss):
-            raise self.checkpoints.diverged(step, f"the training loss is {loss}")
+            raise NonFiniteError(step, f"the training loss is {loss}")
         norm = norm_of(r.norm_squared for r in results)
         if not math.isfinite(norm):  # the loss may still be finite although the parameters no longer are
-            raise self.checkpoints.diverged(step, f"the gradient norm is {norm}, the training loss {loss:.4f}")
+            raise NonFiniteError(step, f"the gradient norm is {norm}, the training loss {loss:.4f}")
         if results[0].optimistic and clip_factor(train.clip or math.inf, norm) < 1.0:
             self.log.event("undone", step=step, grad_norm=norm)
         # The tensor-parallel ranks of a device run in lockstep, so the times of the first one stand for all.

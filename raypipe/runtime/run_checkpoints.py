@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from raypipe.checkpoint import LOSS, ShardInfo, best, commit, forget_best, keep_best, step_directory
+from raypipe.checkpoint.manifest import NAME
 from raypipe.errors import DivergenceError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
-from raypipe.runtime.cluster.node_files import SentShard
-from raypipe.runtime.cluster.sent_files import received
-
-DISCARD_S = 60.0
-"""Longest wait for queued saves that will be discarded; they are queued behind at most two steps."""
 
 Saved = Callable[[int, Path, dict[str, Any]], None]
 """Called for every complete checkpoint with its step, directory and metrics."""
@@ -50,51 +44,62 @@ class RunCheckpoints:
         self._best_loss = min(val_loss, self._best_loss)
         return better
 
-    def folder(self, step: int) -> Path:
-        """Create the directory for the save after ``step`` steps, removing an incomplete save of an earlier attempt."""
+    def folder(self, step: int, begun: Collection[Path] = ()) -> Path:
+        """Create the directory for the save after ``step`` steps, removing an incomplete save of an earlier attempt.
+
+        What is in those that this attempt has ``begun`` stays: a worker may still be writing there.
+        """
         path = step_directory(self._root, step)
-        if path.exists() and not (path / "manifest.json").exists():
+        if path not in begun and path.exists() and not (path / NAME).exists():
             shutil.rmtree(path)
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def commit(
-        self, step: int, saves: Sequence[tuple[ShardInfo | SentShard | None, str | None]], metrics: dict[str, Any],
-        val_loss: float | None, is_best: bool,
-    ) -> None:  # fmt: skip
-        """Commit the workers' shards as one checkpoint.
+    def commit(self, step: int, shards: Sequence[ShardInfo], val_loss: float | None, is_best: bool) -> None:
+        """Make the shards that workers have written one checkpoint. A thread may do so, then call ``committed``.
 
         Args:
             step: number of steps done.
-            saves: what every worker's ``save`` returned.
-            metrics: passed on to ``Saved``.
+            shards: all of them.
             val_loss: validation loss of these parameters, if known.
             is_best: whether this checkpoint is the best so far.
 
         Raises:
-            DivergenceError: a parameter or an optimizer state is not finite; the checkpoint is deleted.
             CheckpointError: it cannot be written to disk.
         """
         path = step_directory(self._root, step)
-        broken = next((key for _, key in saves if key is not None), None)
-        if broken is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            raise self.diverged(step, f"{broken} is not finite after the update")
+        listed = {shard.file for shard in shards} | {NAME}
+        for file in path.iterdir():  # what a worker left that died while it wrote
+            if file.name not in listed:
+                file.unlink()
         meta: dict[str, Any] = {"job": self._job.name}
         if val_loss is not None:
             meta[LOSS] = val_loss
-        commit(path, step, [received(path, shard) for shard, _ in saves if shard is not None], meta)
-        self._committed = (step, path)
+        commit(path, step, shards, meta)
         if is_best:
             keep_best(self._root, path)
-        self._log.event("checkpoint", step=step, path=str(path), best=is_best)
+
+    def committed(self, step: int, metrics: dict[str, Any], is_best: bool, stall_s: float, write_s: float) -> None:
+        """Tell the log and the caller of a checkpoint that is complete.
+
+        Args:
+            step: number of steps done.
+            metrics: passed on to ``Saved``.
+            is_best: whether it is the best so far.
+            stall_s: seconds in which training waited for it.
+            write_s: seconds in which the slowest worker wrote.
+        """
+        path = step_directory(self._root, step)
+        self._committed = (step, path)
+        self._log.event(
+            "checkpoint", step=step, path=str(path), best=is_best, stall_s=stall_s, write_s=write_s
+        )  # fmt: skip
         self._saved(step, path, {"step": step, **metrics})
 
-    def discard(self, step: int, refs: list[Any]) -> None:
-        """Delete what queued saves have written, because it will not be committed."""
-        _, late = ray.wait(refs, num_returns=len(refs), timeout=DISCARD_S)
-        if not late:
-            shutil.rmtree(step_directory(self._root, step), ignore_errors=True)
+    def delete(self, path: Path) -> None:
+        """Delete what was written for a save that will not be committed."""
+        if not (path / NAME).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
     def diverged(self, step: int, what: str) -> DivergenceError:
         """Make the error for a step whose numbers are not finite; it names the checkpoint that a resume begins with."""

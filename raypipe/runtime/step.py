@@ -14,6 +14,7 @@ from raypipe.errors import SampleCountError
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.allocated import DeviceMemory
 from raypipe.runtime.cast_messages import MessageCast
+from raypipe.runtime.saving.shard_writer import Written
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 
 
@@ -49,6 +50,8 @@ class StepResult:
     """Reduce-scatters of a stage's gradients, counted alike."""
     device_memory: DeviceMemory | None = None
     """Memory of the device's process, about once a second; None in between."""
+    written: Written | None = None
+    """The write of a checkpoint that has ended since the step before, if one has."""
 
 
 def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raypipe.checkpoint import Checkpoint, ShardInfo, open_checkpoint, write_shard
+from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
 from raypipe.data import open_data
 from raypipe.errors import TransportError
 from raypipe.models import DTYPES, build_model
@@ -27,7 +27,6 @@ from raypipe.runtime.cast_messages import message_cast_of
 from raypipe.runtime.cluster import node_files
 from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
-from raypipe.runtime.cluster.node_files import SentShard
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.process import choose_precision, heap_bytes, set_up_cuda, set_up_process
@@ -37,22 +36,15 @@ from raypipe.runtime.recovery.standing import Facts, Standing
 from raypipe.runtime.recovery.survivor import part, settle
 from raypipe.runtime.recovery.transfer import receive_stage, send_stage
 from raypipe.runtime.recovery.twins import Transfer
+from raypipe.runtime.saving.shard_writer import SaveBegun, ShardWriter, Write, Written
+from raypipe.runtime.saving.state_to_save import state_to_save
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shard.device_shards import divide
-from raypipe.runtime.shard.state import gathered_state, read_shards
+from raypipe.runtime.shard.state import read_shards
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.stage.state import (
-    Piece,
-    joined,
-    not_finite,
-    owned_keys,
-    previous_pieces,
-    read_previous,
-    read_state,
-    state_pieces,
-)
+from raypipe.runtime.stage.state import read_previous, read_state
 from raypipe.runtime.started_step import StartedStep
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.tensor_ranks import TENSOR_GROUP, own_channels, own_groups
@@ -74,6 +66,7 @@ class StageWorker:
 
     executor_class: ClassVar[type[Executor]] = Executor
     sync_class: ClassVar[type[GradientSync]] = GradientSync
+    write_shard: ClassVar[Write] = staticmethod(write_snapshot)
 
     def __init__(self, rank: int, title: str) -> None:
         self.rank, self.title = rank, title
@@ -81,6 +74,7 @@ class StageWorker:
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         set_up_process(self.device)
         self.memory_reports = MemoryReports(self.device)
+        self.shard_writer = ShardWriter(type(self).write_shard)
         self.parted: Standing | None = None
         """How far this device was when it left the groups that it had shared with one that died; None if it is in."""
 
@@ -285,6 +279,7 @@ class StageWorker:
 
     def _leave(self) -> None:
         """Close what an earlier, perhaps failed, ``setup`` opened: a worker may serve several plans in turn."""
+        self.shard_writer.drop()
         if hasattr(self, "communicators"):
             self.communicators.close()
         for module in getattr(self, "modules", {}).values():
@@ -322,7 +317,7 @@ class StageWorker:
     def _reported(self, started: StartedStep) -> StepResult:
         result = started.result()
         times = self.communicators.clock.shared(result.times)
-        return replace(result, times=times, device_memory=self.memory_reports.due())
+        return replace(result, times=times, device_memory=self.memory_reports.due(), written=self.shard_writer.ended())
 
     @raises_device_errors
     @parts_when_lost
@@ -352,37 +347,44 @@ class StageWorker:
 
     @raises_device_errors
     @parts_when_lost
-    def save(self, directory: Path) -> tuple[ShardInfo | SentShard | None, str | None]:
-        """Write the parameters and optimizer state of the stages whose first holder is this device.
+    def save(self, directory: Path, number: int) -> SaveBegun:
+        """Begin to write the parameters and optimizer state of the stages whose first holder is this device.
 
-        Tensor-parallel ranks of a device share the work; each writes whole parameters.
+        With ``train.async_save`` a thread writes a copy of them, and this returns before; what becomes of it is in the
+        results of the next steps (``StepResult.written``), of ``end_save``, or of the next ``save``, which waits for
+        it. Where the node does not share the run's directory, the shard is then sent to the driver.
 
-        Returns:
-            The shard written, or sent where this node does not share the run's directory, or None if this worker has
-            nothing to write; and the key of a tensor that is infinite or not a number, or None if all are finite. A
-            checkpoint with such a tensor must not be committed.
+        Args:
+            directory: that of the checkpoint.
+            number: tells this save from others, also of the same step.
+
+        Raises:
+            CheckpointError: what was written before, or this, cannot be written.
         """
+        began = time.monotonic()
+        written = [self.shard_writer.wait()]
+        waited_s = time.monotonic() - began
         self.executor.commit()
         setup = self.setup_data
-        state: list[Piece] = []
-        broken: str | None = None
-        for key in owned_keys(setup.device, self.modules, setup.placement):
-            pieces = state_pieces(self.modules[key], self.optimizers[key], setup.tied, self._divided(key))
-            if key in self.executor.versions:
-                previous = self.executor.versions[key].previous()
-                pieces += previous_pieces(self.modules[key], previous, setup.tied)
-            broken = broken or not_finite(self.modules[key], pieces)
-            state += pieces
-        for key, stage in sorted(self.shards.stages.items()):
-            if stage.counts:
-                gathered = [Piece(k, value, None) for k, value in gathered_state(stage, self.optimizers[key]).items()]
-                broken = broken or not_finite(self.modules[key], gathered)
-                state += gathered
-        tensors = joined(state, self.group)
-        if not tensors:
-            return None, broken
-        shard = write_shard(setup.shards or directory, f"rank-{self.rank:05d}", tensors)
-        return shard if setup.shards is None else node_files.sent_shard(shard, setup.shards), broken
+        tensors, broken = state_to_save(
+            setup, self.modules, self.optimizers, self.executor.versions, self.shards, self.group
+        )
+        if broken is None:
+            self.shard_writer.begin(self.rank, number, tensors, setup.shards or directory, setup.shards is not None)
+            if not setup.job.train.async_save:
+                written.append(self.shard_writer.wait())
+        ended = tuple(one for one in written if one is not None)
+        return SaveBegun(broken, time.monotonic() - began, waited_s, ended)
+
+    @raises_device_errors
+    @parts_when_lost
+    def end_save(self) -> Written | None:
+        """Wait for the write that is under way, and return it unless that was done before.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        return self.shard_writer.wait()
 
     def _divided(self, key: StageKey) -> frozenset[str]:
         """Return the names of a stage replica's parameters that its copies divide."""

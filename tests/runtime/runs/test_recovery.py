@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.worker_group import start_worker_group
@@ -32,6 +33,7 @@ TRAIN: dict[str, Any] = {"steps": 5, "eval_every": 3, "checkpoint_every": 3}
         pytest.param(FOLDED, {"clip": 100.0}, 1, "told 0", None, id="optimistic-and-told"),
         pytest.param(BOTH_WAYS, {"clip": 0.5}, 1, "U 1", None, id="between-its-updates"),
         pytest.param(BOTH_WAYS, {}, 3, "BW 1", 1, id="in-a-backward"),
+        pytest.param(TWO_COPIES, {}, 0, "write 0", None, id="while-it-writes-its-shard"),
     ],
 )
 def test_a_worker_is_replaced(
@@ -59,5 +61,13 @@ def test_a_worker_is_replaced(
     assert [r["grad_norm"] for r in rows if "loss" in r] == [r["grad_norm"] for r in undisturbed.rows]
     (event,) = [e for e in read_rows(directory / EVENTS) if e["event"] == "recovered"]
     assert event["steps_repeated"] in ((0, 1) if repeated is None else (repeated,))
+    newest, skipped = latest(directory / "checkpoints")
+    assert newest is not None
+    assert (newest.name, skipped) == ("step-00000005", [])
+    for path in (directory / "checkpoints").glob("step-*"):  # whatever was being written when the worker died
+        found = open_checkpoint(path)
+        assert {file.name for file in path.iterdir()} == {"manifest.json", *found.files.values()}
+    given_up = [e for e in read_rows(directory / EVENTS) if "step 3 is given up" in e.get("message", "")]
+    assert len(given_up) == (moment == "write 0")
     after = [at.pid for at in workers.locations]
     assert [a == b for a, b in zip(before, after, strict=True)] == [r != rank for r in range(len(before))]

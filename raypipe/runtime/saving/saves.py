@@ -1,0 +1,225 @@
+"""The saves of an attempt: begun by all workers between two steps, written beside the next ones, committed by a thread.
+
+A save is in flight from when all workers have copied their state until its manifest is written. At most one is: a
+worker begins another only when its last write has ended, so all shards of the save before are there by then. What a
+worker dies with is lost; the checkpoint before it stands until the manifest of the next is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raypipe.checkpoint import ShardInfo
+from raypipe.observe.run_log import RunLog
+from raypipe.runtime.cluster.sent_files import received
+from raypipe.runtime.cluster.worker_group import WorkerGroup
+from raypipe.runtime.nonfinite.found import NonFiniteError
+from raypipe.runtime.recovery.lost_results import outcomes
+from raypipe.runtime.run_checkpoints import RunCheckpoints
+from raypipe.runtime.saving.shard_writer import SaveBegun, Written
+from raypipe.runtime.step import StepResult
+
+SAID_S = 0.5
+"""Longest wait for the write of the save before that is not worth a notice."""
+
+
+@dataclass(slots=True)
+class Save:
+    """One save, from the driver's point of view."""
+
+    number: int
+    step: int
+    """Number of steps done."""
+    folder: Path
+    ranks: int
+    val_loss: float | None = None
+    """Validation loss of the saved parameters, if known."""
+    best: bool = False
+    """Whether this checkpoint is the best so far."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Passed on to ``Saved``."""
+    stall_s: float = 0.0
+    """Seconds in which the slowest worker could not train."""
+    write_s: float = 0.0
+    """Seconds in which the slowest worker wrote."""
+    shards: dict[int, Future[ShardInfo | None]] = field(default_factory=dict)
+    """By rank, what was written; the thread puts what comes from other nodes into the folder."""
+    committed: Future[None] | None = None
+
+
+class Saves:
+    """Begins the saves of one attempt, hears of their writes, and has them committed."""
+
+    def __init__(self, checkpoints: RunCheckpoints, log: RunLog) -> None:
+        self.checkpoints, self._log = checkpoints, log
+        self.newest = -1
+        """Number of steps done at the newest save that has begun, unless it was lost."""
+        self.overdue = False
+        """Whether a save was lost, so that another one is due as soon as possible."""
+        self._numbers = itertools.count()
+        self._in_flight: list[Save] = []
+        """The oldest first; a second one is here only until the first is committed."""
+        self._dropped: list[Path] = []
+        """Folders of saves that will not be committed, which workers may still be writing in."""
+        self._folders: set[Path] = set()
+        """All folders of this attempt."""
+        self._said = False
+        self._thread = ThreadPoolExecutor(1, "raypipe-commit")
+
+    def call(self, workers: WorkerGroup, step: int) -> tuple[Save, list[Any]]:
+        """Have all workers begin a save after the steps that are queued; return it with the calls' references."""
+        folder = self.checkpoints.folder(step, self._folders)
+        save = Save(next(self._numbers), step, folder, len(workers.actors))
+        self._folders.add(folder)
+        self._dropped = [other for other in self._dropped if other != folder]
+        self.overdue = False
+        return save, workers.call("save", save.folder, save.number)
+
+    def begun(self, save: Save, results: Sequence[SaveBegun], metrics: dict[str, Any]) -> None:
+        """Take in that all workers have begun a save.
+
+        Raises:
+            NonFiniteError: a parameter or an optimizer state is not finite.
+            CheckpointError: the save before cannot be written to disk.
+        """
+        save.metrics = metrics
+        save.stall_s = max(r.stall_s for r in results)
+        self._in_flight.append(save)
+        self.heard(results)
+        if len(self._in_flight) > 1:
+            self._settle(self._in_flight[0])
+        broken = next((r.broken for r in results if r.broken is not None), None)
+        if broken is not None:
+            self._drop(save)
+            raise NonFiniteError(save.step, f"{broken} is not finite after the update")
+        self.newest = save.step
+        waited = max(r.waited_s for r in results)
+        self._log.event("checkpoint_begun", step=save.step, stall_s=save.stall_s, waited_s=waited)
+        if waited > SAID_S and not self._said:
+            self._said = True
+            message = (
+                f"the checkpoint of step {save.step} waited {waited:.1f} s until the one before was written: "
+                "train.checkpoint_every asks for more than this storage takes"
+            )
+            self._log.event("notice", message=message)
+        self.poll()
+
+    def heard(self, results: Iterable[StepResult | SaveBegun | Written | None]) -> None:
+        """Take in the writes that workers report with what they do; None stands for a result that was lost."""
+        for result in results:
+            written = result if isinstance(result, Written) else getattr(result, "written", None)
+            for one in written if isinstance(written, tuple) else (written,):
+                if one is not None:
+                    self._heard(one)
+
+    def _heard(self, one: Written) -> None:
+        save = next((s for s in self._in_flight if s.number == one.number), None)
+        if save is None or one.rank in save.shards:  # it was dropped, or that is known
+            return
+        save.write_s = max(save.write_s, one.seconds)
+        shard, folder = one.shard, save.folder
+        save.shards[one.rank] = self._thread.submit(lambda: None if shard is None else received(folder, shard))
+        if len(save.shards) == save.ranks:
+            save.committed = self._thread.submit(self._commit, save)
+
+    def _commit(self, save: Save) -> None:
+        shards = [shard for one in save.shards.values() if (shard := one.result()) is not None]
+        self.checkpoints.commit(save.step, shards, save.val_loss, save.best)
+
+    def poll(self) -> None:
+        """Tell of the saves that have been committed.
+
+        Raises:
+            CheckpointError: one cannot be written to disk.
+        """
+        while self._in_flight and (done := self._in_flight[0].committed) is not None and done.done():
+            self._settle(self._in_flight[0])
+
+    def _settle(self, save: Save) -> None:
+        """Wait until a save whose shards are all there is committed, and tell of it."""
+        try:
+            if save.committed is None:
+                raise RayError("a shard is missing")
+            save.committed.result()
+        except RayError:  # it was in the memory of a worker that has died since
+            self._lose(save, "a worker died that had not handed in its shard")
+            return
+        self._in_flight.remove(save)
+        self.checkpoints.committed(save.step, save.metrics, save.best, save.stall_s, save.write_s)
+
+    def finish(self, workers: WorkerGroup) -> None:
+        """Wait until everything is committed, or deleted where it will not be.
+
+        Raises:
+            ray.exceptions.RayActorError: a worker died.
+            CheckpointError: a checkpoint cannot be written to disk.
+        """
+        if not self._in_flight and not self._dropped:
+            return
+        calls = workers.call("end_save")
+        self.heard(outcomes(calls))
+        ray.get(calls)
+        self._end()
+
+    def drain(self, workers: WorkerGroup, called: Iterable[tuple[Save | None, list[Any]]]) -> None:
+        """As ``finish``, where the run fails: what can be committed is, and nothing new is begun.
+
+        Args:
+            workers: the worker group.
+            called: the calls that have not been collected, in order; those that begin a save with it.
+        """
+        for save, refs in called:
+            self.heard(outcomes(refs))
+            if save is not None:
+                self._dropped.append(save.folder)
+        self.heard(outcomes(workers.call("end_save")))
+        self._in_flight = [save for save in self._in_flight if len(save.shards) == save.ranks]
+        self._end()
+
+    def _end(self) -> None:
+        while self._in_flight:
+            self._settle(self._in_flight[0])
+        for folder in self._dropped:
+            self.checkpoints.delete(folder)
+        self._dropped.clear()
+
+    def lost(self, ranks: Iterable[int]) -> bool:
+        """Give up the saves that dead workers had not written yet; return whether one of them was to be the best."""
+        dead = set(ranks)
+        gone = [save for save in self._in_flight if dead - save.shards.keys()]
+        for save in gone:
+            self._lose(save, "a worker died while it wrote its shard")
+        return any(save.best for save in gone)
+
+    def uncollected(self, step: int) -> None:
+        """Note that a save was lost before all workers had begun it."""
+        self._say_lost(step, "a worker died before it had copied its state")
+
+    def _lose(self, save: Save, why: str) -> None:
+        self._drop(save)
+        if self.newest == save.step:
+            self.newest = -1
+        self._say_lost(save.step, why)
+
+    def _say_lost(self, step: int, why: str) -> None:
+        self.overdue = True
+        self._log.event("notice", message=f"the checkpoint of step {step} is given up, {why}; another one follows")
+
+    def _drop(self, save: Save) -> None:
+        self._in_flight.remove(save)
+        self._dropped.append(save.folder)
+
+    def close(self) -> None:
+        """Wait for what is being committed; the attempt has ended, however it did."""
+        self._thread.shutdown(wait=True)
+        with suppress(Exception):
+            self.poll()
