@@ -1,4 +1,4 @@
-"""Read files that users name, refusing what is not a regular file of a plausible size.
+"""Read files that users name, refusing what is not a regular file of a plausible size, and JSON that is not exact.
 
 Reading a device such as ``/dev/zero`` would never end, and reading a named pipe would wait for a writer.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import stat
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
 from raypipe.errors import CLONE
 
@@ -21,27 +24,79 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file of any size for reading.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular file; ``strerror`` gives the reason.
+    """
+    try:
+        # Without waiting, since opening a pipe would wait for a writer, and reading /proc/kmsg for a message.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # the name contains a NUL character
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    kind = os.fstat(handle).st_mode
+    if stat.S_ISREG(kind):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(kind):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "is not a regular file but a device or a pipe", str(path))
+
+
 def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is too large; ``strerror`` gives the reason.
     """
-    try:
-        # Check the type before opening, because opening a pipe would wait for a writer.
-        about = path.stat()
-        if stat.S_ISDIR(about.st_mode):
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file but a device or a pipe", str(path))
-        with path.open("rb") as file:
-            content = file.read(most + 1)  # do not trust st_size: files below /proc report 0
-    except ValueError as error:  # the name contains a NUL character
-        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    with open_regular(path) as file:
+        content = file.read(most + 1)  # do not trust st_size: files below /proc report 0
+        size = max(os.fstat(file.fileno()).st_size, len(content or b""))
+    if content is None:
+        raise OSError(errno.EINVAL, "has no end: the system writes it while it is read", str(path))
     if len(content) > most:
-        size = said(max(about.st_size, len(content)))
-        raise OSError(errno.EFBIG, f"has {size}; the limit is {said(most)}", str(path))
+        raise OSError(errno.EFBIG, f"has {said(size)}; the limit is {said(most)}", str(path))
     return content
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Decode JSON exactly: a key that is given twice, and numbers that JSON does not have, are errors.
+
+    Raises:
+        ValueError: the text is not JSON in UTF-8, or nested too deeply.
+
+    >>> parse_json('{"a": [1, 2.5]}')
+    {'a': [1, 2.5]}
+    """
+    decoded = text if isinstance(text, str) else text.decode("utf-8")  # json would guess UTF-16 too
+    try:
+        return json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """Decode a regular file of at most ``most`` bytes as ``parse_json`` does.
+
+    Raises:
+        OSError: as ``read_regular``.
+        ValueError: as ``parse_json``.
+    """
+    return parse_json(read_regular(path, most))
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for at, key in enumerate(keys) if key in keys[:at])
+        raise ValueError(f'the key "{short(twice)}" is given twice')
+    return found
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def sha256(path: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.files import expanded, is_url, read_regular
+from raypipe.files import expanded, is_url, parse_json, read_json, read_regular
 
 
 def test_a_regular_file_is_read_whole(tmp_path: Path) -> None:
@@ -38,3 +38,26 @@ def test_schemes_and_home_directories() -> None:
     for name in ("runs/x", "/runs/x", "./s3:", "a b", "C:/x", ""):
         assert not is_url(name)
     assert expanded(Path("~no-such-user/x")) == Path("~no-such-user/x")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', 'the key "c" is given twice'),
+        ('{"a": NaN}', "NaN is not a number in JSON"),
+        ("[-Infinity]", "-Infinity is not a number in JSON"),
+        ("[" * 200_000, "nested too deeply"),
+        ("1" * 5000, "digits"),
+        (b"\xff\xfe", "decode"),
+        ("", "Expecting value"),
+    ],
+)
+def test_json_that_is_not_exact_is_refused(text: str | bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_json(text)
+
+
+def test_json_of_a_file_that_never_ends(tmp_path: Path) -> None:
+    (tmp_path / "x.json").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_json(tmp_path / "x.json")

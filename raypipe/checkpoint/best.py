@@ -44,10 +44,15 @@ def best(root: str | Path, verify: bool = False) -> Checkpoint | None:
     """Open the best checkpoint; None if none was kept. Its ``meta`` has the validation loss.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged, or its manifest has no validation loss.
     """
     pointer = Path(root) / POINTER
-    return open_checkpoint(pointer.resolve(), verify) if pointer.exists() else None
+    if not pointer.exists():
+        return None
+    found = open_checkpoint(pointer.resolve(), verify)
+    if not isinstance(found.meta.get(LOSS), float | int):
+        raise CheckpointError(str(found.path), f"its manifest has no {LOSS}", f"remove {pointer}, then --resume")
+    return found
 
 
 def outcome(root: Path, best_one: bool) -> tuple[Path | None, list[str]]:

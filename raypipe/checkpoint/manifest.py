@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from raypipe.atomic_write import whole
 from raypipe.errors import CheckpointError
-from raypipe.files import read_regular, short
+from raypipe.files import parse_json, read_regular, short
 
 FORMAT = "raypipe-checkpoint"
 VERSION = 1
@@ -33,7 +33,7 @@ def save_manifest(directory: Path, body: dict[str, Any]) -> Path:
     """
     everything = {"format": FORMAT, "version": VERSION, **body}
     everything["sha256"] = _digest(everything)
-    text = json.dumps(everything, indent=1, allow_nan=False)
+    text = _text(everything)
     path = directory / NAME
     put(path, lambda partial: partial.write_text(text, encoding="utf-8"))
     return path
@@ -69,15 +69,14 @@ def load_manifest(directory: Path) -> dict[str, Any]:
         raise CheckpointError(str(directory), why, "give a step-... folder of a run")
     path = directory / NAME
     try:
-        body = json.loads(read_regular(path))
+        content = read_regular(path)
+        body = parse_json(content)
     except FileNotFoundError:
         if any(directory.glob("*.safetensors*")):
             raise CheckpointError(
                 str(directory), f"was never finished: it has no {NAME}", "use an earlier checkpoint"
             ) from None
         raise CheckpointError(str(directory), f"is not a checkpoint: no {NAME}", "give a step-... folder") from None
-    except RecursionError:
-        raise CheckpointError(str(path), "is damaged: nested too deeply", "use an earlier checkpoint") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(str(path), f"is damaged: {error}", "use an earlier checkpoint") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -90,7 +89,9 @@ def load_manifest(directory: Path) -> dict[str, Any]:
             f"has format version {short(repr(version))}, {age} one than this raypipe's {VERSION}",
             fix or "read it with the raypipe that wrote it, or train anew",
         )
-    if body.pop("sha256", None) != _digest(body):
+    # The digest is of the data. Bytes that read as the same data (0.30 for 0.3, a space more) are damage as well.
+    same_bytes = _text(body).encode() == content
+    if body.pop("sha256", None) != _digest(body) or not same_bytes:
         raise CheckpointError(str(path), "is damaged: its content differs from its digest", "use an earlier checkpoint")
     if (wrong := _wrong(body)) is not None:
         raise CheckpointError(str(path), f"is not a checkpoint's manifest: {wrong}", "use an earlier checkpoint")
@@ -124,6 +125,10 @@ def _wrong(body: dict[str, Any]) -> str | None:
         names.add(entry["file"])
     lost = next((key for key, file in body["keys"].items() if not isinstance(file, str) or file not in names), None)
     return None if lost is None else f"keys: {short(lost)} is in none of its files"
+
+
+def _text(everything: dict[str, Any]) -> str:
+    return json.dumps(everything, indent=1, allow_nan=False)
 
 
 def _digest(body: dict[str, Any]) -> str:

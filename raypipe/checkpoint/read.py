@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from raypipe.checkpoint.manifest import load_manifest
+from raypipe.checkpoint.write import step_directory
 from raypipe.errors import CheckpointError, nearest
 from raypipe.files import sha256
 
@@ -64,10 +65,15 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Checkpoint:
     Hashing reads every byte, so one process should verify, and the others open with ``verify=False``.
 
     Raises:
-        CheckpointError: it is missing, unfinished, not a checkpoint, of another version, truncated or damaged.
+        CheckpointError: it is missing, unfinished, not a checkpoint, of another version, truncated or damaged, or its
+            folder is named after another step.
     """
     path = Path(path)
     manifest = load_manifest(path)
+    named = _STEP.fullmatch(path.name)
+    if named is not None and int(named[1]) != manifest["step"]:
+        why = f"holds the checkpoint of step {manifest['step']}"
+        raise CheckpointError(str(path), why, f"rename it to {step_directory(path.parent, manifest['step']).name}")
     for entry in manifest["files"]:
         file = path / entry["file"]
         if not file.is_file():

@@ -19,6 +19,7 @@ import typer
 
 from raypipe import __version__
 from raypipe.errors import InterruptionError, RaypipeError, nearest
+from raypipe.files import short
 
 __all__ = ["main", "run", "verbs"]
 
@@ -52,6 +53,10 @@ def run(argv: Sequence[str]) -> int:
         return 0
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _complain(*_refused(error, argv))
     except Exception as error:
         # Depending on its version, Typer raises click's errors or its own copies; both have these attributes.
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
@@ -105,6 +110,13 @@ def _usage(error: Any, verb: str | None) -> str:
         fix = nearest(option, options).replace("known: ", "options: ")
         return f"{where}: there is no option {option}\n  fix: {fix}"
     return f"{where}: {error.format_message()}\n  fix: {fix}"
+
+
+def _refused(error: OSError, argv: Sequence[str]) -> tuple[str, int]:
+    """Return the message and the status for a path that the system refuses: 2 if the command line names it."""
+    path = str(error.filename)
+    given = any(word and path.startswith(word.partition("=")[2] or word) for word in argv)
+    return f"{short(path)}: {error.strerror}\n  fix: check the path and your rights", 2 if given else 1
 
 
 def _complain(message: str, status: int) -> int:

@@ -18,6 +18,7 @@ from raypipe.cli._shared.make import ABOUT, load_one, make, with_shards
 from raypipe.cli._shared.options import SEARCH, SHAPE, SHARDING, File, Text, Texts, grouped
 from raypipe.cli._shared.values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError, nearest
+from raypipe.files import short
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NORM_POLICIES, parse_norm_policy
@@ -80,10 +81,7 @@ def emulate(
             raise RequestError(option, "a step would never end", "give a finite number")
     if not bandwidth >= 0 or (bandwidth == 0 and (message_mb or grad_mb)):
         raise RequestError("--bandwidth", f"{bandwidth:g} gigabytes a second carry nothing", "give one above 0")
-    devices = shape["devices"]
-    if devices is not None and devices.isdecimal() and int(devices[:20]) * replicas > MOST_DEVICES:
-        why = f"{int(devices[:20]) * replicas} emulated devices would need as many processes"
-        raise RequestError("--devices", why, "use raypipe schedule, which needs none")
+    _check_devices("--devices", shape["devices"] or "1", replicas)
     policy = parse_norm_policy(str(norm))
     if policy is None:
         raise RequestError("--norm", f'"{norm}" is unknown', nearest(str(norm), NORM_POLICIES))
@@ -97,6 +95,7 @@ def emulate(
         if name
         else load_one(load or Path(), costs, shape["memory_limit"])
     )
+    _check_devices("--replicas", str(made.schedule.devices), replicas)
     if sharding["zero"] is not None and replicas == 1:
         raise RequestError("--zero", "one copy divides nothing", "add --replicas 2 or more")
     made = with_shards([made], sharding, shape["unit"])[0]
@@ -134,6 +133,18 @@ def emulate(
     pair = f"predicted {predicted * 1e3:.2f} ms, measured {measured * 1e3:.2f} ms"
     print(f"step{f's 2 to {steps}' if steps > 1 else ''}: {pair} ({measured / predicted - 1:+.1%})")
     print(f"idle {found.bubble_ratio:.1%}; dispatch and messages {found.dispatch_overhead_s * 1e3:.2f} ms per step")
+
+
+def _check_devices(option: str, devices: str, replicas: int) -> None:
+    """Check a number of devices as it was typed; what is no number is reported when it is read.
+
+    Raises:
+        RequestError: there are too many.
+    """
+    count = int(devices[:20]) * replicas if devices.isdecimal() else 0
+    if count > MOST_DEVICES:
+        why = f"{short(str(count))} emulated devices would need as many processes"
+        raise RequestError(option, why, "use raypipe schedule, which needs none")
 
 
 def _in_seconds(costs: CostTable) -> CostTable:

@@ -12,9 +12,12 @@ import typer
 from raypipe.cli._shared.files import check_writable, output, write
 from raypipe.cli._shared.values import comma_list
 from raypipe.errors import RequestError, nearest
+from raypipe.files import short
+from raypipe.job.field_types import MOST_DEVICES
 from raypipe.observe.strict_json import strict_json
 
 SCALINGS = ("linear", "sqrt", "none")
+MOST_EPOCHS, MOST_SEEDS = 1_000_000, 1000
 
 
 def epochs(
@@ -51,8 +54,14 @@ def epochs(
     counts = comma_list("--workers", workers, int)
     if min(counts) < 1:
         raise RequestError("--workers", f"{min(counts)} workers train nothing", "give numbers from 1 up")
-    if not max_epochs > 0:
-        raise RequestError("--max-epochs", f"{max_epochs} epochs train nothing", "give a number above 0")
+    if max(counts) > MOST_DEVICES:
+        raise RequestError("--workers", f"{short(str(max(counts)))} workers", f"use at most {MOST_DEVICES}")
+    if not 0 < max_epochs <= MOST_EPOCHS:
+        raise RequestError("--max-epochs", f"{max_epochs} epochs", f"give a number above 0, at most {MOST_EPOCHS}")
+    if seeds > MOST_SEEDS:
+        raise RequestError(
+            "--seeds", f"{short(str(seeds))} runs for each number of workers", f"use at most {MOST_SEEDS}"
+        )
     if lr_scaling is not None and lr_scaling not in SCALINGS:
         raise RequestError("--lr-scaling", f"there is no rule {lr_scaling}", nearest(lr_scaling, SCALINGS))
     speedups = dict(_speedup(text) for text in mp_speedup or ())

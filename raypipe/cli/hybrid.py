@@ -13,6 +13,8 @@ from raypipe.cli._shared.files import check_writable, described_cluster, output
 from raypipe.cli._shared.options import File, Text
 from raypipe.cli._shared.values import comma_list
 from raypipe.errors import RequestError
+from raypipe.files import short
+from raypipe.job.field_types import MOST_DEVICES
 from raypipe.observe.strict_json import strict_json
 
 
@@ -43,6 +45,8 @@ def hybrid(
     counts = None if devices is None else comma_list("--devices", devices, int)
     if counts is not None and min(counts) < 1:
         raise RequestError("--devices", f"{min(counts)} devices train nothing", "give numbers from 1 up")
+    if counts is not None and max(counts) > MOST_DEVICES:
+        raise RequestError("--devices", f"{short(str(max(counts)))} devices", f"use at most {MOST_DEVICES}")
     if plot is not None:
         from raypipe.observe.draw.figure_file import check_format
 

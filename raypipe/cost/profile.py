@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from raypipe.cost.hosts import Hosts
 from raypipe.cost.noise import Noise
-from raypipe.job.field_types import Positive, Spec
+from raypipe.job.field_types import Devices, Positive, Spec
 from raypipe.job.json_file import load_json
 from raypipe.job.spec import JobSpec
 
@@ -106,9 +106,9 @@ class CollectivePath(LinkFit):
 
     algorithm: Literal["ring", "rabenseifner", "tree"] | None = None
     """The library's only algorithm; None: it chooses the fastest for each size and group."""
-    piece_bytes: Annotated[float, Field(gt=0)] | None = None
+    piece_bytes: Annotated[float, Field(ge=1, le=1e21)] | None = None
     """Size of the pieces into which the library cuts a vector, each a separate collective; None: one piece."""
-    at_once: Annotated[int, Field(ge=1)] = 1
+    at_once: Devices = 1
     """Pieces in flight at the same time."""
 
 
@@ -152,11 +152,11 @@ class Profile(Spec):
     """``train.dtype`` of the job for which the times are valid."""
     taken_for: TakenFor | None = None
     """The job that it was measured for; None if computed."""
-    devices: Annotated[int, Field(ge=1)]
+    devices: Devices
     """Devices of the cluster."""
-    devices_per_host: Annotated[int, Field(ge=1)]
+    devices_per_host: Devices
     """Devices of the host that has most; ``alone`` compares one busy device with so many."""
-    hosts: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
+    hosts: Annotated[tuple[Devices, ...], Field(strict=False)] = ()
     """Devices of each host, where hosts differ, in the order in which devices are numbered; further hosts, and all
     of them if this is empty, have ``devices_per_host``."""
     kind_of_host: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
@@ -186,7 +186,7 @@ class Profile(Spec):
     """Link between two hosts."""
     collective: CollectivePath | None = None
     """Link between hosts for collectives, if they use another path than messages."""
-    host_links: Annotated[int, Field(ge=1)] = 1
+    host_links: Devices = 1
     """Links to other hosts that one host can use at the same time: its network cards."""
     collectives: Annotated[tuple[CollectiveFit, ...], Field(strict=False)] = ()
     """Measured collectives; without any, their costs follow from the links."""

@@ -37,7 +37,7 @@ from raypipe.data.ragged import (
 )
 from raypipe.data.sample_order import permuted
 from raypipe.errors import SpecError
-from raypipe.files import expanded, sha256
+from raypipe.files import expanded, read_json, sha256
 from raypipe.job import DataSpec
 from raypipe.models.task import MASK, Field
 
@@ -62,7 +62,7 @@ class Arrays:
             SpecError: they are missing or damaged.
         """
         try:
-            about = json.loads((directory / meta).read_text())
+            about = read_json(directory / meta)
             fills = about["fills"]
 
             def mapped(split: Split, name: str) -> Values:
@@ -342,7 +342,7 @@ def known_fields(directory: Path) -> dict[str, Field] | None:
         SpecError: the file that describes them is damaged.
     """
     try:
-        fields = json.loads((directory / META).read_text())["fields"]
+        fields = read_json(directory / META)["fields"]
         return {name: Field(tuple(about["shape"]), getattr(torch, about["dtype"])) for name, about in fields.items()}
     except FileNotFoundError:
         return None
@@ -353,7 +353,7 @@ def known_fields(directory: Path) -> dict[str, Field] | None:
 def mean_tokens(directory: Path, name: str = TOKENS, meta: str = META) -> float | None:
     """Return the mean number of tokens of a training sample, without padding; None if all are equally long."""
     try:
-        found: dict[str, float] = json.loads((directory / meta).read_text()).get("mean_lengths", {})
+        found: dict[str, float] = read_json(directory / meta).get("mean_lengths", {})
     except FileNotFoundError:
         return None
     return found.get(name)

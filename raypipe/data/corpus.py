@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from raypipe.data.sample_order import permuted
 from raypipe.errors import SpecError
+from raypipe.files import read_json
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, Split] = ("train", "val")
@@ -45,7 +45,7 @@ class Corpus:
             SpecError: it is missing or damaged.
         """
         try:
-            meta = json.loads((directory / META).read_text())
+            meta = read_json(directory / META)
             arrays: dict[Split, npt.NDArray[np.uint8]] = {
                 # A plain view of the map, because slicing numpy's memmap class takes some microseconds longer.
                 split: np.asarray(np.load(directory / f"{split}.npy", mmap_mode="r"))

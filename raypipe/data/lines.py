@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from raypipe.data.arrays import Arrays, split_rows, write_arrays
 from raypipe.data.ragged import Ragged
 from raypipe.data.text_files import TextFile, find_text
 from raypipe.errors import SpecError
+from raypipe.files import parse_json
 from raypipe.job import DataSpec
 
 META = "lines.json"
@@ -58,8 +58,8 @@ def _text(record: bytes, where: str) -> bytes:
         SpecError: it is not a JSON object with a text, or its text is empty or holds a NUL byte.
     """
     try:
-        text = json.loads(record)["text"].encode()
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        text = parse_json(record)["text"].encode()
+    except (ValueError, KeyError, TypeError, AttributeError):
         fix = 'give one {"text": "..."} a line'
         raise SpecError("data.path", f"{where}: not a JSON object with a text", fix) from None
     if not text or b"\0" in text:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from raypipe.atomic_write import write_whole
+from raypipe.files import open_regular, read_json
 from raypipe.graph.calls import Call
 from raypipe.graph.document import from_document, to_document
 from raypipe.graph.operations import OperationGraph
@@ -40,15 +41,13 @@ def load_operations(
     """Read the operations cached under ``key`` and the digest of their values; None if missing or damaged."""
     path = (folder or cache_folder()) / f"{key}.json"
     try:
-        text = path.read_text(encoding="utf-8")
+        document = read_json(path)
+        return *from_document(document), str(document["values"])
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        notify(f"ignored {path}: {error}")
+    except OSError as error:
+        notify(f"ignored {path}: {error.strerror}")
         return None
-    try:
-        document = json.loads(text)
-        return *from_document(document), str(document["values"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         notify(f"ignored {path}: it is damaged ({type(error).__name__}: {error})")
         return None
@@ -58,7 +57,8 @@ def load_values(key: str, digest: str, folder: Path | None = None, notify: Notif
     """Read the values cached under ``key``, in safetensors format; None if missing, or not those of ``digest``."""
     path = (folder or cache_folder()) / f"{key}.safetensors"
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
     except OSError as error:
         notify(f"ignored {path}: {error.strerror}")
         return None

@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from raypipe.errors import SpecError
-from raypipe.files import shipped
-from raypipe.job.field_types import Positive, Spec
+from raypipe.files import shipped, short
+from raypipe.job.field_types import MOST_DEVICES, Devices, Positive, Spec
 from raypipe.job.load import read_text
 from raypipe.job.validation_errors import checked
 from raypipe.job.yaml_text import parse_yaml
 
-Above = Annotated[float, Field(gt=0)]
+Above = Annotated[float, Field(gt=1e-9, le=1e9)]
+"""Figures of machines, in the units of their keys: far from any real one, and none whose sums overflow."""
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 Software = Literal["raypipe", "pytorch-2020", "megatron"]
 
@@ -39,11 +40,11 @@ class DeviceModel(Spec):
     """Peak matrix throughput by dtype, in 10^12 operations per second; a multiply-add counts as two."""
     memory_gb_s: Above
     """Memory bandwidth in 10^9 bytes per second."""
-    efficiency: Annotated[float, Field(gt=0, le=1)]
+    efficiency: Annotated[float, Field(gt=1e-9, le=1)]
     """Share of the peak that large matrix products reach."""
-    efficiency_by_dtype: Annotated[dict[Dtype, Annotated[float, Field(gt=0, le=1)]], Field(default_factory=dict)]
+    efficiency_by_dtype: Annotated[dict[Dtype, Annotated[float, Field(gt=1e-9, le=1)]], Field(default_factory=dict)]
     """``efficiency`` of dtypes for which it differs."""
-    layer_overhead_us: Annotated[float, Field(ge=0)] = 0.0
+    layer_overhead_us: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     """Fixed time of a layer's forward in microseconds: kernel launches, and products too small to fill the device. A
     layer of x operations reaches the share x / (x + overhead * efficiency * peak) of the efficiency."""
 
@@ -51,9 +52,9 @@ class DeviceModel(Spec):
 class LinkModel(Spec):
     """A link. A message of n bytes takes ``latency + n / bandwidth``."""
 
-    latency_us: Annotated[float, Field(ge=0)]
+    latency_us: Annotated[float, Field(ge=0, le=1e9)]
     """Latency in microseconds."""
-    bandwidth_gb_s: Annotated[float, Field(gt=1e-9)]
+    bandwidth_gb_s: Above
     """Bandwidth in one direction, in 10^9 bytes per second."""
 
 
@@ -72,8 +73,8 @@ class CollectiveModel(LinkModel):
 class HostGroup(Spec):
     """Hosts that are alike."""
 
-    hosts: Positive
-    devices_per_host: Positive = 1
+    hosts: Devices
+    devices_per_host: Devices = 1
     device: DeviceModel
     inside: LinkModel
     """Link between two devices of one host. May be left out if a host has one device."""
@@ -151,6 +152,7 @@ class ClusterSpec(HostGroup):
             SpecError: several hosts are needed and the last one would not be full, or hosts differ.
         """
         per_host = self.devices_per_host
+        _check_number(devices, "devices")
         if self.other_hosts and devices != self.devices:
             raise SpecError(
                 "devices", f"{devices} devices of a cluster of {self.devices} whose hosts differ",
@@ -217,4 +219,11 @@ def moved_note(path: Path) -> str | None:
 
 def cluster_from(mapping: object, where: str = "cluster") -> ClusterSpec:
     """Check a cluster given as plain data (as YAML gives it); ``where`` names its origin in errors."""
-    return checked(mapping, ClusterSpec, where, EXAMPLE)
+    found = checked(mapping, ClusterSpec, where, EXAMPLE)
+    _check_number(found.devices, f"{where}: hosts")
+    return found
+
+
+def _check_number(devices: int, where: str) -> None:
+    if devices > MOST_DEVICES:
+        raise SpecError(where, f"{short(str(devices))} devices in all", f"use at most {MOST_DEVICES}")

@@ -8,7 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from raypipe.errors import SpecError
-from raypipe.files import read_regular
+from raypipe.files import parse_json, read_regular
 from raypipe.job.validation_errors import first_problem
 
 Data = TypeVar("Data", bound=BaseModel)
@@ -33,7 +33,9 @@ def load_json(path: Path, root: type[Data], made_by: str) -> Data:
     if not data.strip():
         raise SpecError(str(path), "is empty", fix)
     try:
-        return root.model_validate_json(data)  # JSON mode accepts lists for tuples
+        found = root.model_validate_json(data)  # JSON mode accepts lists for tuples
+        parse_json(data)  # which is stricter: pydantic takes the last of several equal keys
+        return found
     except SpecError as error:  # a rule between keys
         raise SpecError(f"{path}: {error.where}", error.why, error.fix) from None
     except ValidationError as invalid:
@@ -43,3 +45,5 @@ def load_json(path: Path, root: type[Data], made_by: str) -> Data:
             raise SpecError(str(path), f"is not valid JSON, or was cut short: {why}", fix) from None
         key, why, remedy = first_problem(invalid, root, f"what `{made_by}` writes")
         raise SpecError(f"{path}: {key}" if key else str(path), why, remedy) from None
+    except ValueError as error:
+        raise SpecError(str(path), f"is not valid JSON, or was cut short: {error}", fix) from None

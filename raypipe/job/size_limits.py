@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isqrt
 
+from raypipe.job.field_types import MOST_DEVICES
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import ParallelSpec
 
 MOST_LAYERS = 4096
 """A plan lists every layer and the planner considers every cut, which takes seconds for so many. The deepest published
 transformer has 1,000 layers (DeepNet, arXiv:2203.00555)."""
-MOST_DEVICES = 100_000
-"""More devices than in any cluster that has run Ray. Every device's order is built before a run starts."""
 MOST_VALUES = 2**40
 """Values of one tensor, which one device has to hold: 4 TiB in float32."""
 

@@ -22,7 +22,7 @@ from raypipe.job.train_spec import TrainSpec
 class JobSpec(Spec):
     """A training job."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the job, used for the run directory and in the Ray dashboard: letters, digits, dot, dash, underscore."""
     model: ModelSpec
     data: DataSpec

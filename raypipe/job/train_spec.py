@@ -81,8 +81,8 @@ class TrainSpec(Spec):
     """Fail rather than run kernels whose result may differ between two runs."""
     eval_every: Count = 0
     """Steps between validations; 0 to validate only at the end."""
-    eval_batches: Positive = 8
-    """Mini-batches of held-out data per validation."""
+    eval_batches: Annotated[int, Field(ge=1, le=100_000)] = 8
+    """Mini-batches of held-out data per validation, which are queued at once."""
     early_stop: EarlyStopSpec | None = None
     """Stop before ``steps`` when validation no longer improves; null to run all steps."""
     load_best_at_end: bool = False
@@ -103,7 +103,7 @@ class TrainSpec(Spec):
     """What happens when a worker dies. ``in-place``: where each of its stages has a copy (``parallel.replicas``,
     Chimera's other direction), it alone is replaced, and its copies give it their state; at most one step is repeated.
     ``restart``, and where there is no copy: the run restarts from the last checkpoint."""
-    standby: Count = 0
+    standby: Annotated[int, Field(ge=0, le=1000)] = 0
     """Processes that wait, with torch imported, to replace a worker that dies, and so seconds sooner. Each takes a few
     hundred MB of memory and no device."""
     elastic: ElasticSpec | None = None

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from raypipe.errors import RaypipeError, SpecError
-from raypipe.files import read_regular
+from raypipe.files import parse_json, read_regular
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import RECORD, check_own, hold, place, stillborn
 from raypipe.observe.run_log import METRICS
@@ -65,7 +65,9 @@ def saved_job(directory: Path) -> JobSpec:
     """
     path = directory / RECORD
     try:
-        return JobSpec.model_validate_json(read_regular(path))
+        record = read_regular(path)
+        parse_json(record)
+        return JobSpec.model_validate_json(record)
     except FileNotFoundError:
         raise SpecError(str(directory), "holds no run", "give the --run-dir of a `raypipe train`") from None
     except (OSError, ValueError, KeyError, TypeError, RaypipeError):

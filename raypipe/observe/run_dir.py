@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import NamedTuple, TextIO
 
 from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError
-from raypipe.files import expanded, is_url, read_regular
+from raypipe.files import expanded, is_url, read_json, read_regular
 from raypipe.observe.run_log import EVENTS, METRICS, aside, mend, read_rows
 
 CHECKPOINTS = "checkpoints"
@@ -24,6 +23,8 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 STOP, PAUSE = "stop", "pause"
 """The files that ask a run to end, and to end for now; they say why."""
+MOST_REASON = 4096
+"""Largest size of these files, in bytes."""
 
 RECORD = "job.json"
 """The job as it was given for the run."""
@@ -89,8 +90,8 @@ def is_run(directory: Path) -> bool:
     if (directory / LOCK).is_file():
         return True
     try:
-        job = json.loads(read_regular(directory / RECORD))
-    except (OSError, ValueError, RecursionError):
+        job = read_json(directory / RECORD)
+    except (OSError, ValueError):
         job = None
     if (isinstance(job, dict) and job.keys() >= SECTIONS) or read_rows(directory / EVENTS):
         return True
@@ -119,9 +120,12 @@ def asked_to_stop(directory: Path) -> Stop | None:
     """Return why the run was asked to end; None if it was not."""
     for name in (STOP, PAUSE):
         try:
-            return Stop((directory / name).read_text(encoding="utf-8").strip(), name == PAUSE)
+            why = read_regular(directory / name, MOST_REASON).decode(errors="replace").strip()
         except FileNotFoundError:
             continue
+        except OSError as error:
+            why = f"{name} {error.strerror}"
+        return Stop(why, name == PAUSE)
     return None
 
 

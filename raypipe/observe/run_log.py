@@ -6,7 +6,6 @@ this machine, in a Ray job or after a restart.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from raypipe.atomic_write import write_whole
+from raypipe.files import open_regular, parse_json
 from raypipe.observe.strict_json import strict_json
 
 METRICS = "metrics.jsonl"
@@ -112,8 +112,8 @@ def row_of(line: bytes, log: str) -> dict[str, Any] | None:
     all readers rely on, an event its name.
     """
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(row, dict):
         return None
@@ -141,7 +141,7 @@ class Follower:
     def new_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows appended since the last call."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 inode = os.fstat(file.fileno()).st_ino  # of the open file: the path may lead to another one by now
                 if inode != self._inode:
                     self._inode, self._offset = inode, 0

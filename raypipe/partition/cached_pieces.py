@@ -16,6 +16,7 @@ from raypipe.atomic_write import write_whole
 from raypipe.cost.layer_work import Effort, LayerWork
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import RequestError
+from raypipe.files import read_json
 from raypipe.graph.captured_files import Notify, cache_folder, to_stderr
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
 from raypipe.job import HfSpec, JobSpec
@@ -30,7 +31,7 @@ def pieces_key(job: JobSpec) -> str | None:
         return None
     config = Path(job.model.hf) / "config.json"
     try:
-        says = json.loads(config.read_bytes()) if config.is_file() else {"model_type": job.model.hf}
+        says = read_json(config) if config.is_file() else {"model_type": job.model.hf}
     except (OSError, ValueError):
         return None
     asked = {
@@ -52,7 +53,7 @@ def load_pieces(key: str, notify: Notify = to_stderr) -> Kept | None:
     """The pieces kept under a key, and their work; None if there are none."""
     path = cache_folder() / f"{key}.pieces.json"
     try:
-        pieces, tensor_ranks = json.loads(path.read_bytes())
+        pieces, tensor_ranks = read_json(path)
         return tuple(map(_piece, pieces)), tuple(map(_tensor_rank, tensor_ranks))
     except FileNotFoundError:
         return None

@@ -16,13 +16,13 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, field_validator
 
 from raypipe.errors import SpecError
-from raypipe.job.field_types import Positive, Spec
+from raypipe.job.field_types import MOST_DEVICES, Devices, Spec
 from raypipe.job.load import read_text
 from raypipe.job.validation_errors import checked
 from raypipe.job.yaml_text import parse_yaml
 
-Above = Annotated[float, Field(gt=0)]
-Efficiency = Annotated[float, Field(gt=0, le=1)]
+Above = Annotated[float, Field(gt=1e-12, le=1e12)]
+Efficiency = Annotated[float, Field(gt=1e-12, le=1)]
 EXAMPLE = "jobs/epochs-inception-v3.yaml"
 """A whole table, for whoever wonders how one looks."""
 
@@ -30,12 +30,12 @@ EXAMPLE = "jobs/epochs-inception-v3.yaml"
 class EpochsTable(Spec):
     """What is known about a model's convergence and about splitting it: the whole file of ``raypipe hybrid``."""
 
-    mp_speedup: Annotated[dict[Annotated[int, Field(ge=2)], Above], Field(min_length=1)]
+    mp_speedup: Annotated[dict[Annotated[int, Field(ge=2, le=MOST_DEVICES)], Above], Field(min_length=1)]
     """Speed-up of a step when M devices share one copy of the model, by M."""
-    epochs: Annotated[dict[Positive, Above], Field(min_length=1)]
+    epochs: Annotated[dict[Devices, Above], Field(min_length=1)]
     """Epochs until the target accuracy, by the number of data-parallel workers. Below the smallest number given, they
     are what they are there."""
-    scaling_efficiency: Efficiency | Annotated[dict[Positive, Efficiency], Field(min_length=1)] = 1.0
+    scaling_efficiency: Efficiency | Annotated[dict[Devices, Efficiency], Field(min_length=1)] = 1.0
     """T_1 / T_N, the share of the ideal throughput that N data-parallel workers reach: one number for all N, or a
     table by N as for ``epochs``. A single worker's is 1."""
     step_s: Above | None = None

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from raypipe.atomic_write import write_whole
 from raypipe.errors import ScheduleError
-from raypipe.job.field_types import Spec
+from raypipe.job.field_types import Devices, Spec
 from raypipe.job.json_file import load_json
 from raypipe.job.parallel_spec import JOBS_OWN, ParallelSpec, Shard
 from raypipe.job.recompute_layers import Cut, layers_to_recompute
@@ -47,7 +47,7 @@ class MadeFor(Spec):
     """The device whose costs it was planned with."""
     decision: str
     """Digest of the decision, so that an edited plan is recognised."""
-    hosts: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    hosts: Annotated[tuple[Devices, ...], Field(strict=False)] = ()
     """Ranks on each host, in the order of ranks, as they were costed; empty: not known. With several kinds of device,
     in the order of ``kinds``, from which each data-parallel copy takes its share (``cost.stages.Placed.device``)."""
     kinds: Annotated[tuple[str, ...], Field(strict=False)] = ()

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError
+from raypipe.files import parse_json, read_regular
 from raypipe.job import JobSpec
 
 Scaling = Literal["linear", "sqrt", "none"]
@@ -137,7 +138,7 @@ def _append(log: Path, key: str, run: Run) -> None:
 def _read(log: Path, key: str) -> list[Run]:
     fix = f"remove {log}, or give another file with -o"
     try:
-        lines = log.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(log).decode().splitlines()
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
@@ -145,7 +146,7 @@ def _read(log: Path, key: str) -> list[Run]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             own, run = row.pop("job"), Run(**row)
         except (ValueError, TypeError, KeyError, AttributeError):
             if number == len(lines):  # it was being written when the measurement was stopped

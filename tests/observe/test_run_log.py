@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypipe.files import open_regular
+from raypipe.observe import run_log
 from raypipe.observe.run_log import EVENTS, METRICS, Follower, RunLog, mend, read_rows, rewind
 
 
@@ -127,18 +129,16 @@ def test_a_log_replaced_while_it_is_opened(tmp_path, monkeypatch) -> None:
     path = tmp_path / METRICS
     path.write_text('{"step": 1}\n{"step": 2}\n')
     follower = Follower(path)
-    open_file = Path.open
 
-    def open_then_replace(self: Path, *args: object, **options: object):
-        file = open_file(self, *args, **options)
-        if self == path and "r" in str(args[:1]):
-            monkeypatch.undo()
-            new = tmp_path / "new"
-            new.write_text('{"step": 1}\n{"step": 9}\n')
-            new.replace(path)
+    def open_then_replace(path: Path) -> object:
+        file = open_regular(path)
+        monkeypatch.undo()
+        new = tmp_path / "new"
+        new.write_text('{"step": 1}\n{"step": 9}\n')
+        new.replace(path)
         return file
 
-    monkeypatch.setattr(Path, "open", open_then_replace)
+    monkeypatch.setattr(run_log, "open_regular", open_then_replace)
     seen = [row["step"] for row in follower.new_rows()]
     seen += [row["step"] for row in follower.new_rows()]
     assert seen == [1, 2, 1, 9]  # the new file from its start

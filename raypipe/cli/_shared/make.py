@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
 from raypipe.cli._shared.values import comma_list
 from raypipe.errors import RequestError, ScheduleError, nearest
+from raypipe.files import short
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import LONGEST, CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import shard
 from raypipe.schedule.passes.shard import Gather
+from raypipe.schedule.shape import MOST
 
 if TYPE_CHECKING:
     from raypipe.search import Found
@@ -148,8 +150,8 @@ def with_shards(made: list[Made], given: Mapping[str, str | None], unit: str | N
         return made
     levels = comma_list("--zero", texts["zero"], int)
     ahead = comma_list("--ahead", texts.get("ahead", "1"), int)
-    if len(ahead) != 1 or ahead[0] < 0:
-        raise RequestError("--ahead", f"{texts['ahead']} tasks", "use one whole number >= 0")
+    if len(ahead) != 1 or not 0 <= ahead[0] <= MOST:
+        raise RequestError("--ahead", f"{short(texts['ahead'])} tasks", f"use one whole number from 0 to {MOST}")
     units = [None] if unit is None else comma_list("--unit", unit, int)
     found = []
     for n, one in enumerate(made):

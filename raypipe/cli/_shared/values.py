@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from raypipe.errors import RequestError
+from raypipe.files import short
 
 STANDARD_OUTPUT = Path("-")
 """Value of an option with an optional FILE if the FILE is left out."""
@@ -31,7 +32,9 @@ def comma_list(option: str, text: str, kind: Callable[[str], Value]) -> list[Val
             values.append(kind(item.strip()))
         except ValueError as error:
             noun = NOUNS.get(kind, "valid")
-            raise RequestError(option, f'"{item.strip()}" is not {noun}', f"write for example {option} 1") from error
+            raise RequestError(
+                option, f'"{short(item.strip())}" is not {noun}', f"write for example {option} 1"
+            ) from error
     return values
 
 

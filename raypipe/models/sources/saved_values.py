@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from raypipe.capture.meta import build_without_memory, tied_names
 from raypipe.errors import SpecError
-from raypipe.files import read_regular
+from raypipe.files import read_json
 from raypipe.models.start_values import StartValues
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -76,7 +75,7 @@ def _files(directory: Path) -> dict[str, str]:
 
     try:
         if (directory / INDEX).is_file():
-            listed = dict(json.loads(read_regular(directory / INDEX))["weight_map"])
+            listed = dict(read_json(directory / INDEX)["weight_map"])
             if not all(isinstance(file, str) and Path(file).name == file for file in listed.values()):
                 raise ValueError(f"{INDEX} names a file outside the folder")
             return listed
@@ -85,5 +84,5 @@ def _files(directory: Path) -> dict[str, str]:
     except FileNotFoundError:
         why = f"{directory} holds no {ONE}"
         raise SpecError("model.hf", why, "save the model with transformers' save_pretrained") from None
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise SpecError("model.hf", f"{directory}'s weights can't be read: {error}", "save the model again") from None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raypipe.errors import SpecError
-from raypipe.files import read_regular
+from raypipe.files import read_json
 from raypipe.observe.run_dir import RECORD, is_run
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.observe.summary import STEP, Units, summarise
@@ -90,10 +89,10 @@ def read_run(directory: Path) -> RunRecord:
 
     def read(name: str) -> dict[str, Any]:
         try:
-            value = json.loads(read_regular(directory / name))
+            value = read_json(directory / name)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             damaged.append(f"{name}: {error}")
             return {}
         if not isinstance(value, dict):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ ANSWER_S = 10.0
 """Time that a cluster has to answer a connection."""
 SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """An empty HTTP/2 SETTINGS frame, which both sides send first."""
+MOST_PORT = 65535
 OTHER = "give the address of a running Ray of this version (ray start --head says it), or unset RAY_ADDRESS"
 NOT_STARTED = (
     "try again when the machine is less busy; else check for a full disk or too little memory, and read Ray's logs in "
@@ -114,7 +116,7 @@ def _started_here() -> str | None:
     try:
         address = (Path(folder) / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip()
         _check_reachable(address)
-    except (OSError, SpecError):  # there is none, or it was killed without `ray stop`
+    except (OSError, UnicodeError, SpecError):  # there is none, or it was killed without `ray stop`
         return None
     return address
 
@@ -126,13 +128,13 @@ def _check_reachable(address: str) -> None:
         SpecError: the address is malformed, nothing answers there, or what answers does not speak HTTP/2.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > MOST_PORT:
         raise SpecError("RAY_ADDRESS", f'"{address}" is not HOST:PORT', UNREACHABLE)
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as server:
             answers = os.environ.get("RAY_USE_TLS", "0") == "1" or _speaks_http2(server)
-    except OSError as error:
-        why = f"no Ray cluster answers at {address}: {error.strerror or error}"
+    except (OSError, UnicodeError) as error:  # a host's name may be one that cannot be encoded
+        why = f"no Ray cluster answers at {address}: {getattr(error, 'strerror', None) or error}"
         raise SpecError("RAY_ADDRESS", why, UNREACHABLE) from None
     if not answers:
         raise SpecError("RAY_ADDRESS", f"what answers at {address} is no Ray cluster", UNREACHABLE)
@@ -178,7 +180,7 @@ def _visible_gpus() -> int:
 
 
 def _check_port(port: int) -> None:
-    if not 1 <= port <= 65535:
+    if not 1 <= port <= MOST_PORT:
         raise SpecError("--dashboard-port", f"{port} is not a port", "use 1024 to 65535")
     with socket.socket() as probe:
         try:

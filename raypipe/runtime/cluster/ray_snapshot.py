@@ -6,12 +6,11 @@ is therefore renamed, so that Ray Train does not fail on it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from raypipe.files import read_regular
+from raypipe.files import read_json
 from raypipe.observe.run_dir import set_aside
 
 NAME = "checkpoint_manager_snapshot.json"
@@ -31,7 +30,7 @@ def check_snapshot(directory: Path, say: Callable[[str], None]) -> None:
 def _wrong(path: Path) -> str | None:
     """Say why Ray Train would reject the snapshot; None if it would accept it."""
     try:
-        snapshot = json.loads(read_regular(path))
+        snapshot = read_json(path)
         _validate_with_ray(snapshot)
         listed = [one["checkpoint_dir_name"] for one in snapshot["checkpoint_results"]]
         latest = snapshot.get("latest_checkpoint_result")

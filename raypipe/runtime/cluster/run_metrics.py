@@ -37,6 +37,9 @@ SHARE = 0.005
 LONG_RUN_S = 60.0
 """A run of that length may end some seconds later."""
 RAYS_INTERVAL = "RAY_metrics_report_interval_ms"
+USUAL_INTERVAL_S = 10.0
+LONGEST_INTERVAL_S = 600.0
+"""What is set above that is not waited for."""
 EXPORTING = "exporting metrics"
 BACKWARD = 2.0
 """Operations of a backward in those of its forward, as MFU counts them (Chowdhery et al. 2022, PaLM, appendix B)."""
@@ -191,6 +194,7 @@ class RunMetrics:
 def export_interval_s() -> float:
     """How often Ray exports what a process has set."""
     try:
-        return float(os.environ[RAYS_INTERVAL]) / 1000.0
+        given = float(os.environ[RAYS_INTERVAL]) / 1000.0
     except (KeyError, ValueError):
-        return 10.0
+        return USUAL_INTERVAL_S
+    return given if 0 <= given <= LONGEST_INTERVAL_S else USUAL_INTERVAL_S

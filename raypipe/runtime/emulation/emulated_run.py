@@ -41,6 +41,8 @@ PROCESS_BYTES = 10e6
 """Memory of a device's process that it does not share with the others: 6 MB, measured with 128 of them."""
 SHARED_BYTES = 400e6
 """Memory of a node's actor, and of what its devices' processes share."""
+LONGEST_S = 86400.0
+"""Longest emulation: a day."""
 MOST_TASKS = 5_000_000
 """Largest number of tasks over all steps; the prediction keeps every message in memory."""
 
@@ -192,7 +194,7 @@ def emulate(
         ClusterError: the nodes cannot work together.
     """
     what = rehearsal(base, costs, links, replicas, norm, clip_every)
-    _check_length(what.schedule, steps)
+    _check_length(what, steps)
     request = connect(what.schedule.devices, emulated=True)
     check_processes(what.schedule.devices, ray.cluster_resources().get("memory", math.inf))
     titles = [device_title(what.schedule, device, replicas) for device in range(what.schedule.devices)]
@@ -220,11 +222,19 @@ def check_processes(devices: int, memory_bytes: float) -> None:
         )
 
 
-def _check_length(schedule: Schedule, steps: int) -> None:
-    tasks = sum(map(len, schedule.orders))
+def _check_length(what: Rehearsal, steps: int) -> None:
+    """Check that the steps can be predicted, and take no longer than ``LONGEST_S``.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    tasks = sum(map(len, what.schedule.orders))
     most = max(1, MOST_TASKS // max(1, tasks))
     if steps > most:
         raise SpecError("steps", f"{steps} steps of {tasks} tasks are too many to predict", f"use at most {most}")
+    if not what.step_ends(1)[0] * steps <= LONGEST_S:  # a step's end may be infinite
+        why = f"{steps} steps would take longer than {LONGEST_S:g} s, and they really take that time"
+        raise SpecError("steps", why, "use shorter times, smaller messages or fewer steps")
 
 
 def run_rehearsal(what: Rehearsal, workers: WorkerGroup, steps: int) -> Emulated:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from raypipe.errors import ScheduleError
-from raypipe.files import read_regular
+from raypipe.files import parse_json, read_regular
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.json_form import from_json
 from raypipe.schedule.forms.text import from_text
@@ -29,14 +29,10 @@ def load(path: Path) -> tuple[Schedule, CostTable | None]:
     if not text.lstrip().startswith(("{", "[")):
         return from_text(text, source), None
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text)
+    except ValueError as error:
         place = f"{source}:{error.lineno}:{error.colno}" if isinstance(error, json.JSONDecodeError) else source
-        why = error.msg if isinstance(error, json.JSONDecodeError) else _why(error)
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise ScheduleError(place, f"not JSON: {why}", "correct the file at that place") from error
     schedule, costs = from_json(data, source)
     return schedule, costs
-
-
-def _why(error: Exception) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
