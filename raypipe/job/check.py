@@ -15,6 +15,7 @@ from raypipe.job.requested_schedule import checked_schedule, is_file
 from raypipe.job.size_limits import too_large, too_many
 from raypipe.job.train_spec import TrainSpec
 from raypipe.schedule import SCHEDULES
+from raypipe.schedule.passes.sync import BY_BUCKET
 from raypipe.schedule.shape import OPTIONS
 from raypipe.search.placements import placed
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from raypipe.schedule.ir import Schedule
 
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "sync": ("lazy", "eager", "eager-opt"),
+    "sync": ("lazy", "eager", "eager-opt", "wait-free"),
     "recompute": ("none", "full", "stage-aware", *PLANNED),
 }
 """Per key of ``parallel``, the available values; others are refused rather than ignored."""
@@ -187,6 +188,11 @@ def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Itera
             )  # fmt: skip
     if "shard" in parallel.given:
         yield from _shard(parallel)
+    if parallel.sync in BY_BUCKET and "sync" in parallel.given:
+        yield Problem(
+            "parallel.sync", f"{parallel.sync} cannot be given if the planner chooses the plan",
+            "use lazy, eager or eager-opt, or give schedule, stages and microbatch",
+        )  # fmt: skip
     if parallel.recompute not in ("none", "full", *PLANNED):
         what = "stage-aware" if isinstance(parallel.recompute, str) else "a list of layers"
         yield Problem(

@@ -96,6 +96,7 @@ WRONG = [  # override, key in `where`, words in the message
     ("parallel.keep=[0.5, 1.5]", "parallel.keep", "less than or equal to 1"),
     ("parallel.tensor_table=mine.yaml", "parallel.tensor_table", "no layer is divided"),
     ("parallel.sync=prioritised", "parallel.sync", "use lazy or eager or eager-opt"),
+    ("parallel={auto: true, sync: wait-free}", "parallel.sync", "give schedule, stages and microbatch"),
     ("parallel.pipelines=4", "parallel.pipelines", "1f1b has no use for pipelines"),
     ("parallel.unit=4", "parallel.unit", "leave unit out"),
     ("parallel=automatic", "parallel", "automatic"),

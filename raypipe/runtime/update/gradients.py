@@ -36,6 +36,8 @@ class TiedHolders:
     """Every device that holds a copy, in any replica."""
     layer: int
     """The layer of the first member: the stage that holds it saves the parameter."""
+    stage: int | None = None
+    """The stage that all its layers are in, if there is one: then it is one parameter there, like any other."""
 
 
 class Sharded(Protocol):
@@ -54,15 +56,20 @@ class Sharded(Protocol):
         """Drop all gradients, after the update."""
 
 
-def shared_groups(placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolders, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the process groups that a plan needs, by name, in the order in which every device creates them."""
+def shared_groups(
+    placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolders, ...], divided: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Return the process groups that a plan needs, by name, in the order in which every device creates them.
+
+    ``divided``: replicas divide stages, but not their tied parameters, which are then summed by themselves.
+    """
     wanted: dict[str, tuple[int, ...]] = {}
     for stage in range(len(placement[0])):
         ranks = tuple(sorted({held[stage] for held in placement}))
         if len(ranks) > 1:
             wanted[stage_group(stage)] = ranks
     for tie in tied:
-        if len(tie.ranks) > 1:
+        if len(tie.ranks) > 1 and (tie.stage is None or divided):
             wanted[f"tied {tie.name}"] = tie.ranks
     return wanted
 
@@ -106,14 +113,15 @@ class GradientSync:
         self.totals: dict[StageKey, Tensor] = {}
         """What ``launch`` was given beside the gradients, summed; whoever takes it takes it out."""
         self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
+        self._sharded = sharded = sharded or {}
         spread: set[str] = set()
         for tie in tied:
             copies = [m.trained[n] for m in modules.values() for n in tie.parameters if n in m.trained]
-            if len(tie.ranks) > 1 or len(copies) > 1:
+            inside = tie.stage is not None and not any(stage == tie.stage for stage, _ in sharded)
+            if not inside and (len(tie.ranks) > 1 or len(copies) > 1):
                 spread.update(tie.parameters)
                 if copies:
                     self._ties.append((tie, copies))
-        self._sharded = sharded = sharded or {}
         divided_over = {key: one.names for key, one in sharded.items()}
         self._own = {
             key: [
