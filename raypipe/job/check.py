@@ -15,6 +15,7 @@ from raypipe.job.requested_schedule import checked_schedule, is_file
 from raypipe.job.size_limits import too_large, too_many
 from raypipe.job.train_spec import TrainSpec
 from raypipe.schedule import SCHEDULES
+from raypipe.schedule.passes.sync import BY_BUCKET, BY_LAYER
 from raypipe.schedule.shape import OPTIONS
 from raypipe.search.placements import placed
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from raypipe.schedule.ir import Schedule
 
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "sync": ("lazy", "eager", "eager-opt"),
+    "sync": ("lazy", "eager", "eager-opt", "wait-free", "prioritised"),
     "recompute": ("none", "full", "stage-aware", *PLANNED),
 }
 """Per key of ``parallel``, the available values; others are refused rather than ignored."""
@@ -53,6 +54,7 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
     yield from _train(train)
     yield from _available(parallel)
     yield from _wire(train, parallel)
+    yield from _sync(train, parallel)
     if parallel.auto:
         yield from _wishes(model, train, parallel)
         return
@@ -130,6 +132,30 @@ def _available(parallel: ParallelSpec) -> Iterator[Problem]:
         if value not in values and not isinstance(value, tuple):
             allowed = " or ".join("null" if v is None else str(v) for v in values)
             yield Problem(f"parallel.{key}", f"{value} is not available yet", f"use {allowed}, or leave the key out")
+
+
+def _sync(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
+    """Keys that cannot be combined with a way to synchronise."""
+    sync, key, instead = parallel.sync, "parallel.sync", "use sync: wait-free, or"
+    if parallel.auto:
+        if sync in BY_BUCKET and "sync" in parallel.given:
+            yield Problem(
+                key, f"{sync} cannot be given if the planner chooses the plan",
+                "use lazy, eager or eager-opt, or give schedule, stages and microbatch",
+            )  # fmt: skip
+        return
+    if sync not in BY_LAYER:
+        return
+    if train.clip is not None:
+        why = f"{sync} updates each layer when its own sum is in, and clipping needs the norm of all gradients first"
+        yield Problem(key, why, f"{instead} set train.clip to null")
+    if parallel.shard != "none":
+        yield Problem(key, f"{sync} cannot be combined with shard: {parallel.shard}", f"{instead} shard: none")
+    if parallel.tensor > 1:
+        yield Problem(key, f"{sync} cannot be combined with tensor: {parallel.tensor}", f"{instead} tensor: 1")
+    if parallel.replans:
+        why = f"with {sync}, tasks wait for sums, so no order is chosen by their times while the job runs"
+        yield Problem(key, why, f"{instead} replan: false")
 
 
 def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
@@ -244,6 +270,9 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
         )
     if parallel.sub_pipelined:
         yield from _halves(parallel, schedule)
+    if schedule.versions != "flush" and parallel.sync in BY_LAYER:
+        why = f"{parallel.sync} needs a synchronous schedule, and {parallel.schedule} never flushes"
+        yield Problem("parallel.sync", why, "use sync: lazy")
     if schedule.versions == "stash":
         yield from stash(model, train, parallel)
 

@@ -68,7 +68,10 @@ class ParallelSpec(Spec):
     the same; a divisor of ``replicas``. null: all."""
     sync: Literal["lazy", "eager", "eager-opt", "wait-free", "prioritised", "reverse-first-k"] = "lazy"
     """When gradients are summed over replicas. ``lazy``: after the device's last backward;
-    ``eager``: as soon as the stage's own gradients are complete; ``eager-opt``: so where the device would idle."""
+    ``eager``: as soon as the stage's own gradients are complete; ``eager-opt``: so where the device would idle.
+    A sum right after a stage's last backward begins in it, bucket by bucket; ``wait-free`` has all of them there.
+    ``prioritised``: what the next forward needs first goes first, and each layer is updated when its own sum is in,
+    before the next step reads it; there is no barrier between steps, and so no ``train.clip``."""
     update: RequestedNormPolicy = "auto"
     """What a weight update does about ``train.clip``'s global norm. ``wait``: wait for it; ``optimistic``: made at
     once, and undone should the norm turn out too large; ``auto``: optimistic where steps follow one another

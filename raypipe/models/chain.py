@@ -21,6 +21,7 @@ class Chain(StageBody):
         super().__init__()
         bodies = [model.build_stage(part, seed, device) for part in parts]
         self.parts = nn.ModuleList(bodies)
+        self._bodies = tuple(bodies)
         named_parts = [(set(part), body.named()) for part, body in zip(parts, bodies, strict=True)]
         for group in model.tied:
             tied = [
@@ -52,6 +53,11 @@ class Chain(StageBody):
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters as a single body would: a tied one under its owner's name."""
         return dict(self._named)
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """Those of all parts."""
+        return tuple(block for part in self._bodies for block in part.blocks)
 
     @property
     def statistics(self) -> tuple[RunningStatistics, ...]:

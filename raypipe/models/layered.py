@@ -60,6 +60,11 @@ class StageBody(nn.Module, ABC):
         """Return every parameter once, by a name that does not depend on the plan; tied ones by their owner's."""
 
     @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """The modules that run one after the other, as finely as the stage was built; by default it is one."""
+        return (self,)
+
+    @property
     def statistics(self) -> tuple[RunningStatistics, ...]:
         """Running statistics of the stage's layers, which are learnt without gradients."""
         return ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, cast
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -32,7 +32,7 @@ from raypipe.schedule.passes import (
     shard,
 )
 from raypipe.schedule.passes.shard import Gather
-from raypipe.schedule.passes.sync import Sync
+from raypipe.schedule.passes.sync import placement_of
 from raypipe.schedule.verify import verify
 
 
@@ -143,7 +143,7 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
     """
     parallel = plan.parallel
     schedule = sharded(replicate(one_copy(plan, batch), parallel.replicas), parallel, parallel.replicas)
-    schedule = place_gradient_sync(schedule, cast(Sync, parallel.sync))  # raises on an unknown sync
+    schedule = place_gradient_sync(schedule, placement_of(parallel.sync))  # raises on an unknown sync
     schedule = add_updates(schedule)
     verify(schedule)
     each = parallel.microbatch * schedule.size

@@ -41,6 +41,7 @@ from raypipe.runtime.update.norm import clip_factor, norm_of
 from raypipe.runtime.update.optimizer import learning_rate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
+from raypipe.schedule.passes.sync import BY_LAYER
 
 QUEUED_STEPS = 2
 """Steps queued with the actors beyond the one being collected."""
@@ -264,7 +265,8 @@ class Driver:
             ticket = _Ticket("step", step + 1, workers.call("run_step", step, part), self.clock, part)
             self._pending.append(ticket)
             self._read(workers)
-            if any(at.peer.device != "cpu" for at in workers.locations):
+            by_layer = self.running.plan.parallel.sync in BY_LAYER
+            if by_layer or any(at.peer.device != "cpu" for at in workers.locations):
                 self._unread = ticket
             if evaluates or saves:
                 self._read(workers)
@@ -298,7 +300,8 @@ class Driver:
             self._pending.append(_Ticket("save", done, refs, self.clock, save=save))
 
     def _read(self, workers: WorkerGroup) -> None:
-        """Ask for the result of the newest step, which a GPU has only been given when ``run_step`` returns.
+        """Ask for the result of the newest step, which a GPU has only been given when ``run_step`` returns, and of
+        which a run without a barrier still makes the updates.
 
         That is done when the next step has been queued, so that the host's wait for one step falls into the next.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from raypipe.data.corpus import Split
 from raypipe.models import Inputs, Lengths, Task
 from raypipe.models.host_copies import runs_behind, to_host
-from raypipe.models.running_statistics import move_all, part_of_step
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes
 from raypipe.runtime.backward.segments import RecomputeBoundaries
@@ -26,12 +26,14 @@ from raypipe.runtime.stage.computation import Microbatches, StageComputation
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
+from raypipe.runtime.stage.summed_statistics import SummedStatistics
 from raypipe.runtime.started_step import StartedStep
 from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.update.layer_updates import LayerUpdates
 from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.updates import Updates
 from raypipe.runtime.update.weight_versions import Snapshot, WeightVersions
@@ -73,7 +75,13 @@ class Executor(ProgramRunner):
         self.shards = DeviceShards({}) if shards is None else shards
         self.casts = Casts(settings.device, settings.autocast, modules.values())
         self.computation = StageComputation(settings, modules, task, self.casts, lambda stage: stage in io_spec)
+        self.statistics = SummedStatistics(modules, sync, settings.microbatches)
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update)
+        self.by_layer: LayerUpdates | None = None
+        """Makes the updates instead, where each layer's is made when its own sum is in."""
+        if settings.by_layer:
+            push = lambda: self.outgoing.push()  # noqa: E731
+            self.by_layer = LayerUpdates(modules, optimizers, sync, push, self.clock, self.statistics.move)
         # The micro-batch ids in keys continue over the steps, as in ``p2p_buffers``.
         self._saved: dict[tuple[int, int], MicrobatchState] = {}
         self._fed: dict[int, Inputs] = {}
@@ -142,7 +150,8 @@ class Executor(ProgramRunner):
         elif kind == "AR":
             key = (task.stage, task.replica)
             self._collect(key)
-            self.sync.launch(key, self._seen(key))
+            self._complete_update(key)
+            self.sync.launch(key, self.statistics.seen(key, self.step))
         elif kind == "U":
             self.update_stage((task.stage, task.replica))
         elif kind == "AG":
@@ -193,6 +202,12 @@ class Executor(ProgramRunner):
         together = together and all(self._lengths(mb) == self._lengths(task.mbs[0]) for mb in task.mbs[1:])
         for mbs in (task.mbs,) if together else [(mb,) for mb in task.mbs]:
             self._forward_of(action, mbs)
+        self._complete_update((task.stage, task.replica))
+
+    def _complete_update(self, key: StageKey) -> None:
+        """Make what is left of the last step's update of a stage replica."""
+        if self.by_layer is not None:
+            self.by_layer.complete(key)
 
     def _keeps_nothing(self, task: PipelineTask) -> bool:
         """Return whether this forward keeps no graph for the backward, which would need one per micro-batch.
@@ -353,6 +368,9 @@ class Executor(ProgramRunner):
         """Wait for the gradient all-reduces; when clipping, ``updates`` decides whether to wait for the global norm."""
         if self._stashes:
             return
+        if self.by_layer is not None:
+            self.by_layer.begin()
+            return
         for key in self.modules:
             self._collect(key)
         self.shards.finish(self.outgoing.push)
@@ -375,35 +393,21 @@ class Executor(ProgramRunner):
         return total, self._counted.get(self.step, 0)
 
     def update_stage(self, key: StageKey) -> None:
-        """Update a stage replica, as the step's norm policy wants it."""
+        """Update a stage replica, as the step's norm policy wants it; layer by layer, only once the sums are in."""
+        if self.by_layer is not None:
+            self.by_layer.defer(key, self.step, self.lr)
+            return
         if self._stashes:
             self._collect(key)
             self._squares.append(self.sync.norm_squared())
         self.casts.drop()
         self.updates.make(key, self.lr)
-        self._move_statistics(key)
+        if self._stashes:
+            self.statistics.move_on(key)
+        else:
+            self.statistics.move(key, self.step)
         if self.ledger is not None:
             self.ledger.updated.add(key)
-
-    def _seen(self, key: StageKey) -> Tensor | None:
-        """Return this replica's share of the step's batch statistics (``running_statistics``); None without any."""
-        statistics = self.modules[key].statistics
-        return part_of_step(statistics, self.step, self.settings.microbatches) if statistics else None
-
-    def _move_statistics(self, key: StageKey) -> None:
-        """Update running statistics; called when the step's forwards are complete and final in all replicas."""
-        statistics = self.modules[key].statistics
-        if not statistics:
-            return
-        if self._stashes:
-            for one in statistics:
-                one.move_on()
-            return
-        total = self.sync.totals.pop(key, None)
-        if total is None:
-            total = self._seen(key)
-        assert total is not None
-        move_all(statistics, total, self.step, self.settings.microbatches)
 
     def update_pending(self) -> bool:
         """See ProgramRunner.update_pending."""
@@ -411,6 +415,8 @@ class Executor(ProgramRunner):
 
     def commit(self, wait: bool = True) -> bool | None:
         """See ProgramRunner.commit. Call it before anything but the next step reads weights or optimizer state."""
+        if self.by_layer is not None:
+            self.by_layer.complete_all()
         pending = self.updates.pending
         if pending and self.ledger is not None:
             if not wait and not self.ledger.heard():
@@ -452,7 +458,10 @@ class Executor(ProgramRunner):
         )  # fmt: skip
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
         squares = to_host(torch.stack(self._squares)) if self._squares else None
-        started = StartedStep(result, loss, targets, squares, self.clock.end(marks), self.times_of)
+        late = None
+        if self.by_layer is not None and self.training:
+            late = partial(self.by_layer.report, self.step, self.program)
+        started = StartedStep(result, loss, targets, squares, self.clock.end(marks), self.times_of, late)
         if self.training and runs_behind(self.settings.device):
             self.feed.prefetch(self.split, self.step + 1)  # the host is ahead: it reads while the device works
         return started

@@ -89,7 +89,8 @@ def setups_of(
             rendezvous=rendezvous_of(workers.locations),
             edges=tensor_rank_edges(edges(schedule), tensor),
             groups=tensor_rank_groups(
-                shared_groups(schedule.placement, tied) | shard_groups(schedule.sharding, schedule.placement),
+                shared_groups(schedule.placement, tied, schedule.sharding is not None)
+                | shard_groups(schedule.sharding, schedule.placement),
                 schedule.devices,
                 tensor,
             ),
@@ -160,14 +161,16 @@ def lower(running: Running, gpus: bool) -> tuple[dict[Part, list[Program]], list
 def tied_holders(plan: Plan, schedule: Schedule, model: LayeredModel) -> tuple[TiedHolders, ...]:
     """Return the model's groups of tied parameters with the devices that hold them under a plan."""
     stage_of = {layer: stage for stage, layers in enumerate(plan.cut) for layer in layers}
+    held_by = [{stage_of[layer] for layer, _ in group.parameters} for group in model.tied]
     return tuple(
         TiedHolders(
             name=group.name,
             parameters=tuple(dict.fromkeys(name for _, name in group.parameters)),
             layer=group.parameters[0][0],
+            stage=min(stages) if len(stages) == 1 else None,
             ranks=tuple(
                 sorted({devices[stage_of[layer]] for devices in schedule.placement for layer, _ in group.parameters})
             ),
         )
-        for group in model.tied
+        for group, stages in zip(model.tied, held_by, strict=True)
     )

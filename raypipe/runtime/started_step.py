@@ -28,6 +28,9 @@ class StartedStep:
     spans: Spans
     times_of: Callable[[Spans], NDArray[np.float64]]
     """Waits for the step's end."""
+    late: Callable[[NDArray[np.float64]], float] | None = None
+    """Where updates are made while the next step runs: completes them, sets when all-reduces ended, and returns this
+    device's share of the squared norm."""
 
     def result(self) -> StepResult:
         """Wait for the end of the step on the device, and return its result. Call it once, in the order of steps.
@@ -39,6 +42,5 @@ class StartedStep:
         loss = 0.0 if self.loss is None else float(self.loss) / self.targets
         # With several updates in a step (PipeDream), report the mean of their squared norms.
         squares = [] if self.squares is None else self.squares.tolist()
-        return replace(
-            self.partial, times=times, loss_sum=loss, norm_squared=sum(squares) / max(1, len(squares))
-        )  # fmt: skip
+        norm = sum(squares) / max(1, len(squares)) if self.late is None else self.late(times)
+        return replace(self.partial, times=times, loss_sum=loss, norm_squared=norm)

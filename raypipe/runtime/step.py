@@ -100,6 +100,8 @@ class StepSettings:
     device: torch.device
     message_cast: MessageCast | None = None
     """Cast of the messages between devices; None to send them as they are."""
+    by_layer: bool = False
+    """Whether layers are updated one by one as their sums come in (``update.layer_updates``)."""
     sub_pipelined: bool = False
     """Whether every micro-batch runs in two halves that alternate."""
     tensor_rank: int = 0

@@ -58,6 +58,7 @@ from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.passes.sync import BY_LAYER
 from raypipe.tensor import Alone, ProcessGroup, TensorGroup, set_group
 
 
@@ -177,6 +178,11 @@ class StageWorker:
                 receive_stage(world, one.sender, self.modules[one.target], self.optimizers[one.target])
         self._assemble(setup)
 
+    @staticmethod
+    def _by_layer(setup: Setup) -> bool:
+        """Return whether layers are updated one by one (``update.layer_updates``)."""
+        return setup.job.parallel.sync in BY_LAYER
+
     def _own_groups(self, setup: Setup) -> dict[str, dist.ProcessGroup]:
         """Return this process's groups by the names that its device has for them."""
         return own_groups(self.communicators.groups, setup.device, setup.tensor_rank, setup.tensor)
@@ -189,7 +195,13 @@ class StageWorker:
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): StageModule(
-                plan, setup.cut[stage], job.train.seed, self.device, split, setup.recomputed, setup.search_recompute
+                plan,
+                setup.cut[stage],
+                job.train.seed,
+                self.device,
+                split,
+                setup.recomputed,
+                setup.search_recompute or self._by_layer(setup),
             )
             for replica, devices in enumerate(setup.placement)
             for stage, device in enumerate(devices)
@@ -230,10 +242,17 @@ class StageWorker:
             samples_per_microbatch=setup.samples_per_microbatch,
             clip=job.train.clip, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, tensor_rank=setup.tensor_rank,
-            sub_pipelined=job.parallel.sub_pipelined, message_cast=message_cast_of(job),
+            by_layer=self._by_layer(setup), sub_pipelined=job.parallel.sub_pipelined, message_cast=message_cast_of(job),
         )  # fmt: skip
         sync = self.sync_class(
-            setup.device, self.modules, setup.placement, setup.tied, groups, setup.tensor_rank, shards.stages
+            setup.device,
+            self.modules,
+            setup.placement,
+            setup.tied,
+            groups,
+            setup.tensor_rank,
+            shards.stages,
+            by_layer=self._by_layer(setup),
         )
         self.executor = self.executor_class(
             settings, self.modules, self.optimizers, plan.task, feed, sync, self._shares(sync.complete, setup),
@@ -292,11 +311,12 @@ class StageWorker:
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult | None:
         """Run training step ``step``, counted from 0; the returned times are on the run's shared clock.
 
-        Returns None in a run on GPUs, where the step is only queued: ``result`` returns it later, best after the next
-        ``run_step``, so that the GPU has work while the host waits.
+        Returns None where layers are updated one by one, and in a run on GPUs, where the step is only queued:
+        ``result`` returns it later, best after the next ``run_step``, so that the GPU has work while the host waits.
         """
         started = self.executor.start(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
-        if all(peer.device == "cpu" for peer in self.setup_data.topology.peers):
+        later = self._by_layer(self.setup_data)  # some of the result is only known when the next step has begun
+        if not later and all(peer.device == "cpu" for peer in self.setup_data.topology.peers):
             return self._reported(started)
         self.started[step] = started
         return None

@@ -32,6 +32,13 @@ def test_a_good_file_with_defaults_filled_in(job_file):
     assert (job.microbatches, job.parallel.devices) == (4, 2)
 
 
+def test_without_a_barrier_nothing_is_clipped(job_file):
+    with pytest.raises(SpecError, match="needs the norm of all gradients first") as refused:
+        load_job(job_file, ["train.clip=1", "parallel.replicas=2", "parallel.sync=prioritised"])
+    assert "use sync: wait-free, or set train.clip to null" in str(refused.value)
+    assert load_job(job_file, ["train.clip=null", "parallel.replicas=2", "parallel.sync=prioritised"])
+
+
 def test_what_is_recorded_reads_back_the_same(job_file, tmp_path):
     job = load_job(job_file, ["train.betas=[0.8, 0.9]", "train.clip=1"])
     again = tmp_path / "again.yaml"
@@ -95,7 +102,10 @@ WRONG = [  # override, key in `where`, words in the message
     ("parallel.keep=[0.5, 0.5, 1.0]", "parallel.keep", "3 shares for 2 stages"),
     ("parallel.keep=[0.5, 1.5]", "parallel.keep", "less than or equal to 1"),
     ("parallel.tensor_table=mine.yaml", "parallel.tensor_table", "no layer is divided"),
-    ("parallel.sync=prioritised", "parallel.sync", "use lazy or eager or eager-opt"),
+    ("parallel.sync=reverse-first-k", "parallel.sync", "use lazy or eager or eager-opt"),
+    ("parallel={sync: prioritised, replicas: 2, shard: zero1}", "parallel.sync", "or shard: none"),
+    ("parallel={sync: prioritised, schedule: pipedream-2bw, stages: 2}", "parallel.sync", "use sync: lazy"),
+    ("parallel={auto: true, sync: wait-free}", "parallel.sync", "give schedule, stages and microbatch"),
     ("parallel.pipelines=4", "parallel.pipelines", "1f1b has no use for pipelines"),
     ("parallel.unit=4", "parallel.unit", "leave unit out"),
     ("parallel=automatic", "parallel", "automatic"),

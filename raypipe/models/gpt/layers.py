@@ -116,6 +116,11 @@ class GptStage(StageBody):
             x = layer(x)
         return (x,)
 
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """The layers."""
+        return tuple(self.layers)
+
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters as ``<layer>.<path>``; a tied one under its first name."""
         found: dict[str, nn.Parameter] = {}

@@ -23,7 +23,7 @@ from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import in_flight, peak_activations, recomputed_pairs
 from raypipe.schedule.lowering.norm_policy import resolve
 from raypipe.schedule.passes import insert_weights
-from raypipe.schedule.passes.sync import Sync
+from raypipe.schedule.passes.sync import BY_BUCKET, Sync
 from raypipe.search import Objective, search
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import gains_ahead, period
@@ -155,7 +155,7 @@ def _candidates(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Plan
     several = build_schedule(plan, batch).replicas > 1
     for order, change in [(None, ""), *_orders(plan, batch, costs)]:
         changed = plan if order is None else plan.model_copy(update={"order": to_text(order)})
-        for sync in SYNCS if several else (plan.parallel.sync,):
+        for sync in SYNCS if several and plan.parallel.sync not in BY_BUCKET else (plan.parallel.sync,):
             changes = [change] if change else []
             changes += [f"gradient all-reduce {sync}"] if sync != plan.parallel.sync else []
             parallel = plan.parallel.model_copy(update={"sync": sync})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.hosts import Hosts, words
@@ -19,7 +19,7 @@ from raypipe.plan.predict.orders import Order
 from raypipe.plan.predict.predictor import without_noise
 from raypipe.plan.predict.step_time import StepOverheads, step_time
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
-from raypipe.schedule.passes.sync import Sync
+from raypipe.schedule.passes.sync import placement_of
 
 
 class OtherHosts(NamedTuple):
@@ -120,4 +120,4 @@ def _step_s(plan: Plan, job: JobSpec, profile: Profile) -> float:
         norm_s = collective_seconds(profile, "all_reduce", 8.0, everyone)
         norm: RequestedNormPolicy = parallel.update if order.sharding is None else "wait"  # all that shards know
         overheads = StepOverheads(copies=parallel.replicas, norm=norm, norm_s=norm_s)
-    return step_time(Order(order), costs, cast(Sync, parallel.sync), overheads, parts=False).step
+    return step_time(Order(order), costs, placement_of(parallel.sync), overheads, parts=False).step

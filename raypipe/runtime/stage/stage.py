@@ -120,6 +120,12 @@ class StageModule(nn.Module):
         """Runs of layers that are either kept or recomputed, in order."""
 
     @property
+    def trained_by_block(self) -> list[list[nn.Parameter]]:
+        """The trained parameters of each of the body's ``blocks``; one that several hold is the first one's."""
+        left = {id(p): p for p in self.trained.values()}
+        return [[left.pop(id(p)) for p in block.parameters() if id(p) in left] for block in self.body.blocks]
+
+    @property
     def recomputes_whole(self) -> bool:
         """Whether an R task recomputes the whole stage."""
         return len(self.segments) == 1 and self.segments[0].recomputed

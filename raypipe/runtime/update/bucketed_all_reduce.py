@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,6 +44,14 @@ def buckets_of(parameters: Sequence[nn.Parameter], first_bytes: int, bytes_each:
     return [FlatGradients(one) for one in found]
 
 
+class Piece(NamedTuple):
+    """What one all-reduce sums: elements ``begin`` to ``end`` (exclusive) of a bucket."""
+
+    bucket: int
+    begin: int
+    end: int
+
+
 class BucketedAllReduce:
     """Sums the gradients of one stage replica over its holders.
 
@@ -54,7 +63,9 @@ class BucketedAllReduce:
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, what: str) -> None:
         self.group, self.what = group, what
-        self.buckets = buckets_of(parameters, FIRST_BUCKET_BYTES, BUCKET_BYTES)
+        self.buckets = self.divide(parameters)
+        self.order: Sequence[Piece] = [Piece(n, 0, bucket.size) for n, bucket in enumerate(self.buckets)]
+        """What is summed one after the other."""
         self._bucket_of: dict[Tensor, int] = {
             p: number for number, bucket in enumerate(self.buckets) for p in bucket.parameters
         }
@@ -66,6 +77,13 @@ class BucketedAllReduce:
         self._works: list[dist.Work] = []
         self._seen: list[Mark] = []
         self._started = 0
+
+    def divide(self, parameters: Sequence[nn.Parameter]) -> list[FlatGradients]:
+        """Divide the parameters into buckets."""
+        return buckets_of(parameters, FIRST_BUCKET_BYTES, BUCKET_BYTES)
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
 
     def open(self) -> None:
         """Let gradients accumulate in the buckets from now on; does nothing if they do already."""
@@ -121,30 +139,41 @@ class BucketedAllReduce:
                 self._complete(parameter)
 
     def _complete(self, parameter: Tensor) -> None:
-        self._missing[self._bucket_of[parameter]] -= 1
-        while self._started < len(self.buckets) and not self._missing[self._started]:
+        bucket = self._bucket_of[parameter]
+        self._missing[bucket] -= 1
+        if not self._missing[bucket]:
+            self.completed(bucket)
+        while self._started < len(self.order) and not self._missing[self.order[self._started].bucket]:
             self._start()
+
+    def completed(self, bucket: int) -> None:
+        """Note that all gradients of a bucket are complete."""
 
     def start(self, beside: Tensor | None = None) -> None:
         """Start the all-reduce of every bucket that has not been started yet, and that of ``beside``, in place."""
-        while self._started < len(self.buckets):
+        while self._started < len(self.order):
             self._start()
         if beside is not None:
             self._all_reduce(beside)
 
     def _start(self) -> None:
-        bucket = self.buckets[self._started]
+        piece = self.order[self._started]
         self._started += 1
+        bucket = self.buckets[piece.bucket]
         bucket.open()  # also takes in what was computed elsewhere
-        self._all_reduce(bucket.flat)
+        self.issued(piece, self._all_reduce(bucket.flat[piece.begin : piece.end]))
 
-    def _all_reduce(self, flat: Tensor) -> None:
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
+    def issued(self, piece: Piece, work: dist.Work) -> None:
+        """Note that the all-reduce of a piece has been issued."""
+
+    def _all_reduce(self, flat: Tensor) -> dist.Work:
+        work: dist.Work | None = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
         if flat.device.type == "cpu":  # the host's clock can say when, in the middle of whatever task
             seen = self._seen  # of this step: a callback may come when the next one has begun
             work.get_future().add_done_callback(lambda _: seen.append(time.monotonic()))
         self._works.append(work)
+        return work
 
     def finish(self, push: Push, clock: Clock) -> Mark:
         """Wait for every started all-reduce.

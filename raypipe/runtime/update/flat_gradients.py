@@ -24,6 +24,11 @@ class FlatGradients:
         self.flat = torch.empty(0)
 
     @property
+    def size(self) -> int:
+        """Elements of the flat tensor."""
+        return self._size
+
+    @property
     def opened(self) -> bool:
         """Whether gradients accumulate in the flat tensor now."""
         return bool(self._views)

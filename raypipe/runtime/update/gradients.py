@@ -7,7 +7,7 @@ over replicas is the mini-batch gradient whatever the plan.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
 from raypipe.runtime.update.collective import Push, wait_for
+from raypipe.runtime.update.prioritised_all_reduce import PrioritisedAllReduce
 
 StageKey = tuple[int, int]
 """(stage, replica)."""
@@ -36,6 +37,8 @@ class TiedHolders:
     """Every device that holds a copy, in any replica."""
     layer: int
     """The layer of the first member: the stage that holds it saves the parameter."""
+    stage: int | None = None
+    """The stage that all its layers are in, if there is one: then it is one parameter there, like any other."""
 
 
 class Sharded(Protocol):
@@ -54,15 +57,20 @@ class Sharded(Protocol):
         """Drop all gradients, after the update."""
 
 
-def shared_groups(placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolders, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the process groups that a plan needs, by name, in the order in which every device creates them."""
+def shared_groups(
+    placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolders, ...], divided: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Return the process groups that a plan needs, by name, in the order in which every device creates them.
+
+    ``divided``: replicas divide stages, but not their tied parameters, which are then summed by themselves.
+    """
     wanted: dict[str, tuple[int, ...]] = {}
     for stage in range(len(placement[0])):
         ranks = tuple(sorted({held[stage] for held in placement}))
         if len(ranks) > 1:
             wanted[stage_group(stage)] = ranks
     for tie in tied:
-        if len(tie.ranks) > 1:
+        if len(tie.ranks) > 1 and (tie.stage is None or divided):
             wanted[f"tied {tie.name}"] = tie.ranks
     return wanted
 
@@ -70,6 +78,27 @@ def shared_groups(placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolder
 def stage_group(stage: int) -> str:
     """Return the name of the group that all-reduces a stage's gradients."""
     return f"stage {stage}"
+
+
+@dataclass(slots=True)
+class TieSum:
+    """The sum of one parameter's gradients over all its copies, which may be under way."""
+
+    name: str
+    copies: Sequence[nn.Parameter]
+    """This device's."""
+    total: Tensor
+    work: dist.Work | None
+
+    def wait(self, push: Push) -> Tensor:
+        """Return the sum, once it is complete.
+
+        Raises:
+            TransportError: another holder did not join in time.
+        """
+        if self.work is not None:
+            wait_for(f"gradient sum of tied {self.name}", self.work, push)
+        return self.total
 
 
 class GradientSync:
@@ -84,6 +113,7 @@ class GradientSync:
         groups: Mapping[str, dist.ProcessGroup],
         member: int = 0,
         sharded: Mapping[StageKey, Sharded] | None = None,
+        by_layer: bool = False,
     ) -> None:
         """Take the stages of one device.
 
@@ -95,6 +125,7 @@ class GradientSync:
             groups: process groups, named by ``shared_groups``.
             member: which of its device's processes this one is; the others hold other shares of what is divided.
             sharded: those of its stage replicas whose gradients their copies divide.
+            by_layer: sum what the next forward needs first as early as the link allows (``prioritised``).
         """
         self.groups = groups
         self.all_reduces = 0.0
@@ -106,14 +137,15 @@ class GradientSync:
         self.totals: dict[StageKey, Tensor] = {}
         """What ``launch`` was given beside the gradients, summed; whoever takes it takes it out."""
         self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
+        self._sharded = sharded = sharded or {}
         spread: set[str] = set()
         for tie in tied:
             copies = [m.trained[n] for m in modules.values() for n in tie.parameters if n in m.trained]
-            if len(tie.ranks) > 1 or len(copies) > 1:
+            inside = tie.stage is not None and not any(stage == tie.stage for stage, _ in sharded)
+            if not inside and (len(tie.ranks) > 1 or len(copies) > 1):
                 spread.update(tie.parameters)
                 if copies:
                     self._ties.append((tie, copies))
-        self._sharded = sharded = sharded or {}
         divided_over = {key: one.names for key, one in sharded.items()}
         self._own = {
             key: [
@@ -121,11 +153,18 @@ class GradientSync:
             ]
             for key, module in modules.items()
         }
-        self._sums = {
-            key: BucketedAllReduce(parameters, groups[name], f"gradient sum of stage {key[0]}")
-            for key, parameters in self._own.items()
-            if (name := stage_group(key[0])) in groups
-        }
+        self._prioritised: dict[StageKey, PrioritisedAllReduce] = {}
+        self._sums: dict[StageKey, BucketedAllReduce] = {}
+        for key, parameters in self._own.items():
+            if (name := stage_group(key[0])) not in groups:
+                continue
+            what = f"gradient sum of stage {key[0]}"
+            if by_layer:
+                own = {id(p) for p in parameters}
+                blocks = [[p for p in block if id(p) in own] for block in modules[key].trained_by_block]
+                self._sums[key] = self._prioritised[key] = PrioritisedAllReduce(blocks, groups[name], what)
+            else:
+                self._sums[key] = BucketedAllReduce(parameters, groups[name], what)
         # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
         # every member has a share of it.
         divided = {id(m.named[name]) for m in modules.values() for name in m.shards}
@@ -151,6 +190,7 @@ class GradientSync:
         self._every += [copies[0] for _, copies in self._ties]
         if self.complete and self._counted:
             self._counted = self._every
+        self._counts = set(self._counted)
         self._trained = {
             key: [*module.trained.values(), *(sharded[key].pieces if key in sharded else ())]
             for key, module in modules.items()
@@ -166,6 +206,12 @@ class GradientSync:
     def begin_step(self, order: Iterable[StageKey]) -> None:
         """Announce the order in which this step will ``launch`` all-reduces."""
         self._turns = deque(key for key in order if key in self._sums)
+        for sum_ in self._sums.values():
+            sum_.begin_step()
+
+    def prioritised(self, key: StageKey) -> PrioritisedAllReduce | None:
+        """Return the all-reduce of a stage replica whose buckets can be waited for one by one; None if it has none."""
+        return self._prioritised.get(key)
 
     def early(self, key: StageKey) -> BucketedAllReduce | None:
         """Return the all-reduce of a stage replica if its buckets may be started before ``launch``.
@@ -200,32 +246,52 @@ class GradientSync:
             TransportError: another holder did not join in time.
         """
         completed: dict[StageKey, Mark] = {}
-        for key, beside in self._pending.items():
-            completed[key] = self._sums[key].finish(push, clock)
-            if beside is not None:
-                self.totals[key] = beside
-        self._pending.clear()
+        for key in list(self._pending):
+            at = self.settle(key, push, clock)
+            assert at is not None
+            completed[key] = at
+        for tie in self.start_ties():
+            total = tie.wait(push)
+            for copy in tie.copies:
+                copy.grad = total if copy is tie.copies[0] else total.clone()
+        return completed
+
+    def settle(self, key: StageKey, push: Push, clock: Clock) -> Mark | None:
+        """Wait for one stage replica's started sum; return when it was complete, None if none was started.
+
+        Raises:
+            TransportError: another holder did not join in time.
+        """
+        if key not in self._pending:
+            return None
+        beside = self._pending.pop(key)
+        at = self._sums[key].finish(push, clock)
+        if beside is not None:
+            self.totals[key] = beside
+        return at
+
+    def start_ties(self) -> list[TieSum]:
+        """Start to sum the parameters that several stages hold over all their copies."""
+        started = []
         for tie, copies in self._ties:
             total = _gradient(copies[0])
             for copy in copies[1:]:
                 total = total + _gradient(copy)
             group = self.groups.get(f"tied {tie.name}")
+            work = None
             if group is not None:
                 total = total.contiguous()
-                sum_ = dist.all_reduce(total, group=group, async_op=True)
-                assert sum_ is not None
-                wait_for(f"gradient sum of tied {tie.name}", sum_, push)
+                work = dist.all_reduce(total, group=group, async_op=True)
                 self.all_reduces += 1 / group.size()
-            for copy in copies:
-                copy.grad = total if copy is copies[0] else total.clone()
-        return completed
+            started.append(TieSum(tie.name, copies, total, work))
+        return started
 
-    def norm_squared(self) -> Tensor:
+    def norm_squared(self, of: Iterable[nn.Parameter] | None = None) -> Tensor:
         """This device's share of the squared global norm, float64 scalar; the shares of all devices add up to it.
 
-        It stays on the device, as does ``known_norm_squared``.
+        It stays on the device, as does ``known_norm_squared``. ``of``: the parameters that it is about; None for all.
         """
-        return self._squares(self._counted)
+        return self._squares(self._counted if of is None else (p for p in of if p in self._counts))
 
     def known_norm_squared(self, share: Tensor) -> Tensor:
         """What this device knows of the squared global norm: its ``share``, or where it is ``complete``, all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from raypipe.errors import ScheduleError, nearest
 from raypipe.schedule.costs import CostTable
@@ -15,6 +15,20 @@ from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.schedule.walk import NetworkLanes, walk
 
 Sync = Literal["lazy", "eager", "eager-opt"]
+"""Where a schedule has its all-reduces."""
+BY_LAYER = ("prioritised",)
+"""Ways to synchronise without a barrier: each layer is updated when its sum is in, before the next step reads it."""
+BY_BUCKET = ("wait-free", *BY_LAYER)
+"""Ways to synchronise that go by buckets of gradients, inside of tasks; their all-reduces are placed as ``eager``."""
+
+
+def placement_of(sync: str) -> Sync:
+    """Return where the all-reduces of a job's ``parallel.sync`` are placed.
+
+    >>> placement_of("lazy"), placement_of("wait-free")
+    ('lazy', 'eager')
+    """
+    return "eager" if sync in BY_BUCKET else cast(Sync, sync)
 
 
 def held(schedule: Schedule) -> list[list[tuple[int, int]]]:

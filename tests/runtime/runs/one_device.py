@@ -22,7 +22,7 @@ from raypipe.runtime.step import StepSettings
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders
 from raypipe.runtime.update.norm import Shares
 from raypipe.schedule.forms.text import from_text
-from raypipe.schedule.lowering.programs import programs
+from raypipe.schedule.lowering.programs import Program, programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync
 from raypipe.schedule.verify import verify
 
@@ -80,15 +80,26 @@ def order(stages: int, microbatches: int, split: bool, recompute: bool = False, 
     return "device 0: " + " ".join(tasks)
 
 
-def run_step(
+@dataclass
+class OneDevice:
+    """An executor with all stages, its program, and the stages."""
+
+    executor: Executor
+    program: Program
+    stages: list[StageModule]
+
+
+def one_device(
     model: LayeredModel, cut: list[range], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
-    *, split: bool = False, recompute: bool = False, pairs: bool = False, seed: int = 3, step: int = 5,
+    *, split: bool = False, recompute: bool = False, pairs: bool = False, seed: int = 3,
     autocast: torch.dtype | None = None, recomputed: set[int] | None = None, finest: bool = False,
     lengths: Mapping[str, NDArray[np.int64]] | None = None, groups: Mapping[str, Any] | None = None,
-) -> Outcome:  # fmt: skip
-    """One training step over all rows; gradients are read off a plain SGD update.
+    by_layer: bool = False,
+) -> OneDevice:  # fmt: skip
+    """An executor for steps over all rows, with plain SGD.
 
-    ``groups``: process groups over which stages all-reduce their gradients, as in a data-parallel copy.
+    ``groups``: process groups over which stages all-reduce their gradients, as in a data-parallel copy; ``by_layer``:
+    each layer is updated when its own sum is in.
     """
     device = torch.device("cpu")
     batch = len(next(iter(rows.values())))
@@ -112,15 +123,25 @@ def run_step(
     executor = Executor(
         StepSettings(
             seed=seed, microbatches=count, samples_per_microbatch=microbatch, clip=None, update="wait", timeout_s=10.0,
-            autocast=autocast, device=device,
+            autocast=autocast, device=device, by_layer=by_layer,
         ),
         modules, optimizers, model.task, feed,
-        GradientSync(0, modules, schedule.placement, tied, groups or {}), Shares(None),
+        GradientSync(0, modules, schedule.placement, tied, groups or {}, by_layer=by_layer), Shares(None),
         {}, {}, StageIOSpecs(model, cut, microbatch), {},
     )  # fmt: skip
     (program,) = programs(schedule)
+    return OneDevice(executor, program, stages)
+
+
+def run_step(
+    model: LayeredModel, cut: list[range], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
+    *, step: int = 5, **variant: Any,
+) -> Outcome:  # fmt: skip
+    """One training step over all rows; gradients are read off a plain SGD update. ``variant``: as ``one_device``'s."""
+    made = one_device(model, cut, rows, dtype, microbatch, **variant)
+    stages = made.stages
     before = {(s, n): p.detach().clone() for s, stage in enumerate(stages) for n, p in stage.named.items()}
-    result = executor.run(program, step, LR)
+    result = made.executor.run(made.program, step, LR)
     gradients: dict[str, Tensor] = {}
     for (s, name), old in before.items():
         moved = (old - stages[s].named[name].detach()) / LR

@@ -51,6 +51,7 @@ PLANS = [
     {"schedule": "1f1b", "stages": 1, "replicas": 2},
     {"schedule": "1f1b", "stages": 2},
     {"schedule": "1f1b", "stages": 4, "replicas": 2, "sync": "eager"},
+    {"schedule": "1f1b", "stages": 1, "replicas": 4, "microbatch": 2, "sync": "wait-free"},
     {"schedule": "gpipe", "stages": 2, "replicas": 2},
     {"schedule": "gpipe", "stages": 4},
     {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2},

@@ -11,8 +11,10 @@ from torch import nn
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
+from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update import bucketed_all_reduce
 from raypipe.runtime.update.bucketed_all_reduce import buckets_of
+from raypipe.runtime.update.gradients import GradientSync, TiedHolders, shared_groups
 from tests.runtime.runs.one_device import even_cut, run_step
 
 SPEC = GptSpec(type="gpt", layers=3, hidden=16, heads=2, sequence=8, vocabulary=64, dropout=0.1, tie_embeddings=True)
@@ -87,6 +89,25 @@ def test_gradients_are_complete_when_their_all_reduce_starts(stages, variant, mo
     assert summed.gradients.keys() == alone.gradients.keys()
     for name, gradient in alone.gradients.items():
         torch.testing.assert_close(summed.gradients[name], gradient, rtol=0, atol=1e-12)
+
+
+def test_a_parameter_tied_inside_a_stage_is_in_its_buckets() -> None:
+    model = GptLayers(SPEC, torch.float64)
+    name = "0.token.weight"
+    parameters = tuple(dict.fromkeys(n for _, n in model.tied[0].parameters))
+    placement = ((0,), (1,))
+    inside, across = (TiedHolders(name, parameters, (0, 1), 0, stage) for stage in (0, None))
+    assert "tied 0.token.weight" in shared_groups(placement, (across,))
+    assert list(shared_groups(placement, (inside,))) == ["stage 0"]
+    module = StageModule(model, range(model.count), 3, torch.device("cpu"), False)
+    sums = []
+    for tie in (inside, across):
+        sync = GradientSync(0, {(0, 0): module}, placement, (tie,), {"stage 0": Group()})
+        sync.begin_step([(0, 0)])
+        early = sync.early((0, 0))
+        assert early is not None
+        sums.append({id(p) for bucket in early.buckets for p in bucket.parameters})
+    assert sums[0] - sums[1] == {id(module.named[name])}
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -1,0 +1,128 @@
+"""Gradients summed in pieces, the ones that the next forward needs first as early as the link allows.
+
+A bucket holds parameters of one block of the stage, so that a block can be updated when its own sums are in. Large
+buckets are summed in pieces, so that a more urgent one need not wait for all of a large one. The pieces are issued in
+an order that all holders compute alike (``issue_order``): first the order in which a backward completes them, then the
+order of a priority queue, by what the holders have measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raypipe.runtime.clocks.clock import Clock, Mark
+from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce, Piece
+from raypipe.runtime.update.collective import Push, wait_for
+from raypipe.runtime.update.flat_gradients import FlatGradients
+from raypipe.runtime.update.issue_order import prioritised_order
+
+PIECE_BYTES = 4 << 20
+"""Of the order of ByteScheduler's partitions: large enough for a link's bandwidth, small enough to be waited for."""
+
+
+def pieces_of(buckets: Sequence[FlatGradients], most_bytes: int) -> list[Piece]:
+    """Divide buckets into pieces of at most ``most_bytes``, in order."""
+    found = []
+    for number, bucket in enumerate(buckets):
+        each = max(1, most_bytes // bucket.parameters[0].element_size())
+        found += [Piece(number, at, min(at + each, bucket.size)) for at in range(0, bucket.size, each)]
+    return found
+
+
+class PrioritisedAllReduce(BucketedAllReduce):
+    """Sums the gradients of one stage replica over its holders.
+
+    Args:
+        blocks: the parameters of each block of the stage, in the order of its forward; the same on every holder.
+        group: the process group of the holders.
+        what: names the all-reduce in errors.
+    """
+
+    def __init__(self, blocks: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup, what: str) -> None:
+        self._blocks = blocks
+        super().__init__([p for block in blocks for p in block], group, what)
+        self.pieces = pieces_of(self.buckets, PIECE_BYTES)
+        """In the order in which the next forward needs them."""
+        self.order = self.pieces[::-1]
+        self._bytes = [
+            (piece.end - piece.begin) * self.buckets[piece.bucket].parameters[0].element_size() for piece in self.pieces
+        ]
+        self._works_of = defaultdict[int, list[dist.Work]](list)
+        self._complete_at: dict[int, float] = {}
+        self._issued_at: list[float] = []
+        self._steps = 0
+        self._told: tuple[dist.Work, Tensor] | None = None
+
+    def divide(self, parameters: Sequence[nn.Parameter]) -> list[FlatGradients]:
+        """Divide the parameters into buckets of one dtype and one block each, in the order of the blocks."""
+        found = []
+        for block in self._blocks:
+            by_dtype = defaultdict[torch.dtype, list[nn.Parameter]](list)
+            for p in block:
+                by_dtype[p.dtype].append(p)
+            found += [FlatGradients(some) for some in by_dtype.values()]
+        return found
+
+    def begin_step(self) -> None:
+        """Take over the order that follows from what the holders told one another in the step before."""
+        if self._told is None:
+            return
+        (work, told), self._told = self._told, None
+        wait_for(self.what, work, lambda: False)
+        *ready, per_byte = told.tolist()
+        order = prioritised_order([ready[piece.bucket] for piece in self.pieces], [per_byte * n for n in self._bytes])
+        self.order = [self.pieces[n] for n in order]
+
+    def completed(self, bucket: int) -> None:
+        """See BucketedAllReduce.completed."""
+        self._complete_at[bucket] = time.monotonic()
+
+    def issued(self, piece: Piece, work: dist.Work) -> None:
+        """See BucketedAllReduce.issued."""
+        self._issued_at.append(time.monotonic())
+        self._works_of[piece.bucket].append(work)
+
+    def take(self, bucket: int, push: Push) -> FlatGradients:
+        """Wait for the sum of one bucket, and make it its parameters' gradients.
+
+        Raises:
+            TransportError: another holder did not join in time.
+        """
+        for work in self._works_of.pop(bucket, ()):
+            wait_for(self.what, work, push)
+        self.buckets[bucket].open()
+        return self.buckets[bucket]
+
+    def finish(self, push: Push, clock: Clock) -> Mark:
+        """See BucketedAllReduce.finish. Now and then the holders tell one another what they have measured."""
+        seen = self._seen
+        end = super().finish(push, clock)
+        self._steps += 1
+        # In steps 1, 2, 4, 8, ...: the first ones are slow, and later ones may change with the machine's load. The
+        # host's clock cannot say when a GPU has completed a gradient; there, pieces go in the order of the backward.
+        if self.buckets and self.buckets[0].parameters[0].device.type == "cpu" and not self._steps & (self._steps - 1):
+            first = min(self._complete_at.values(), default=0.0)
+            ready = [self._complete_at.get(n, first) - first for n in range(len(self.buckets))]
+            spent = _union(self._issued_at, sorted(seen)) / max(1, sum(self._bytes))
+            told = torch.tensor([*ready, spent], dtype=torch.float64)
+            work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            assert work is not None
+            self._told = work, told
+        self._works_of.clear()
+        self._complete_at, self._issued_at = {}, []
+        return end
+
+
+def _union(begins: Sequence[float], ends: Sequence[float]) -> float:
+    """Return how long at least one all-reduce was under way; both ascend, and no end comes before its begin."""
+    total, until = 0.0, float("-inf")
+    for begin, end in zip(begins, ends, strict=False):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

@@ -1,0 +1,57 @@
+"""Without a barrier at the optimizer, layer by layer: the losses of a plain PyTorch loop, float64, 1e-9."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypipe.data import prepare
+from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.small_runs import drive, small_job
+
+STEPS = 6
+PLANS: list[dict[str, Any]] = [
+    {"replicas": 2},
+    {"replicas": 4},
+    {"stages": 2, "replicas": 2},
+    {"stages": 2, "replicas": 4},
+    {"schedule": "zb-h1", "stages": 2, "replicas": 2},
+    {"schedule": "chimera", "stages": 2, "replicas": 2},
+    {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "replicas": 2, "recompute": "full"},
+]
+
+
+@pytest.fixture(scope="module")
+def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    job = small_job(text_folder, {}, steps=STEPS)
+    data = tmp_path_factory.mktemp("reference")
+    prepare(job.data, job.model.sequence, data)
+    return plain_losses(job, data, STEPS)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("sync", ["prioritised"])
+@pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
+def test_losses_of_plain_pytorch(parallel, sync, reference, stage_pool, text_folder, tmp_path) -> None:
+    job = small_job(text_folder, {"sync": sync, **parallel}, steps=STEPS)
+    done = drive(job, stage_pool, tmp_path)
+    assert done.losses == pytest.approx(reference, abs=1e-9, rel=0)
+    assert [row["step"] for row in done.rows] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("sync", ["prioritised"])
+def test_validation_checkpoints_and_norms_are_those_of_a_barrier(sync, stage_pool, text_folder, tmp_path) -> None:
+    """And a checkpoint between two steps holds all updates of the first: a run goes on from it."""
+    often = {"steps": STEPS, "eval_every": 2, "checkpoint_every": 2, "optimizer": "sgd", "momentum": 0.9}
+    usual = drive(small_job(text_folder, {"replicas": 2}, **often), stage_pool, tmp_path / "usual")
+    job = small_job(text_folder, {"replicas": 2, "sync": sync}, **often)
+    done = drive(job, stage_pool, tmp_path / "done")
+    assert done.val_losses == pytest.approx(usual.val_losses, abs=1e-9, rel=0)
+    norms, expected = ([row["grad_norm"] for row in one.rows] for one in (done, usual))
+    assert norms == pytest.approx(expected, rel=1e-9)
+    assert all(row["step_s"] > 0 for row in done.rows)
+    again = drive(job, stage_pool, tmp_path / "again", done.checkpoints[4], 4)
+    assert again.losses == pytest.approx(usual.losses[4:], abs=1e-9, rel=0)

@@ -1,0 +1,120 @@
+"""Layer by layer: a forward waits for the sums of the layers it has come to, and for no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from raypipe.job import GptSpec
+from raypipe.models import GptLayers
+from raypipe.runtime.update import bucketed_all_reduce, prioritised_all_reduce
+from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
+
+SPEC = GptSpec(type="gpt", layers=3, hidden=16, heads=2, sequence=8, vocabulary=64, dropout=0.1, tie_embeddings=False)
+ROWS = {"input_ids": torch.randint(64, (8, 8)), "shift_labels": torch.randint(64, (8, 8))}
+
+
+@dataclass
+class Work:
+    """A collective that nobody but ``wait`` completes."""
+
+    waited: Callable[[], None]
+
+    def wait(self) -> bool:
+        self.waited()
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+    def get_future(self) -> Any:
+        return self
+
+    def add_done_callback(self, call: Any) -> None:
+        pass
+
+
+class Group:
+    """A process group whose other member contributes nothing."""
+
+    def size(self) -> int:
+        return 2
+
+
+@dataclass
+class Log:
+    """What happens, in order: bytes of the sums that are waited for, numbers of the layers that run."""
+
+    events: list[tuple[str, int]] = field(default_factory=list)
+
+    def all_reduce(self, flat: torch.Tensor, group: Any, async_op: bool, op: Any = None) -> Work:
+        if op is not None:  # what the holders tell one another
+            return Work(lambda: None)
+        self.events.append(("issue", flat.numel()))
+        return Work(lambda: self.events.append(("wait", flat.numel())))
+
+
+def two_steps(log: Log, monkeypatch: pytest.MonkeyPatch, stages: int = 1, **variant: Any) -> OneDevice:
+    """Start two steps, and ask for no result."""
+    monkeypatch.setattr(bucketed_all_reduce.dist, "all_reduce", log.all_reduce)
+    model = GptLayers(SPEC, torch.float64)
+    groups = {f"stage {s}": Group() for s in range(stages)}
+    made = one_device(model, even_cut(model, stages), ROWS, torch.float64, 2, groups=groups, by_layer=True, **variant)
+    layers = [block for stage in made.stages for block in stage.body.blocks]
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, number=number: log.events.append(("forward", number)))
+    made.executor.start(made.program, 5, LR)
+    log.events.append(("step", 6))
+    made.executor.start(made.program, 6, LR)
+    return made
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_each_layer_waits_for_its_own_sum_only(split, monkeypatch) -> None:
+    log = Log()
+    made = two_steps(log, monkeypatch, split=split)
+    begin = log.events.index(("step", 6))
+    sizes = [sum(p.numel() for p in block.parameters()) for block in made.stages[0].body.blocks]
+    first = log.events[begin + 1 : begin + 1 + 2 * len(sizes)]
+    assert first == [event for n, size in enumerate(sizes) for event in (("wait", size), ("forward", n))]
+    issued = [size for what, size in log.events[:begin] if what == "issue"]
+    assert issued == sizes[::-1], "at first as the backward completes them"
+
+
+def test_updates_are_those_of_a_barrier(monkeypatch) -> None:
+    made = two_steps(Log(), monkeypatch, stages=2)
+    made.executor.commit()
+    model = GptLayers(SPEC, torch.float64)
+    usual = one_device(model, even_cut(model, 2), ROWS, torch.float64, 2)
+    for step in (5, 6):
+        usual.executor.run(usual.program, step, LR)
+    for own, other in zip(made.stages, usual.stages, strict=True):
+        for name, value in other.named.items():
+            assert torch.equal(own.named[name], value), name
+
+
+def test_large_buckets_are_summed_in_pieces(monkeypatch) -> None:
+    monkeypatch.setattr(prioritised_all_reduce, "PIECE_BYTES", 8 * 1000)
+    log = Log()
+    made = two_steps(log, monkeypatch)
+    begin = log.events.index(("step", 6))
+    issued = [size for what, size in log.events[:begin] if what == "issue"]
+    assert max(issued) == 1000
+    assert sum(issued) == sum(p.numel() for p in made.stages[0].parameters())
+
+
+def test_norms_are_reported_when_they_are_known(monkeypatch) -> None:
+    monkeypatch.setattr(bucketed_all_reduce.dist, "all_reduce", Log().all_reduce)
+    model = GptLayers(SPEC, torch.float64)
+    results = []
+    for variant in ({}, {"groups": {"stage 0": Group()}, "by_layer": True}):
+        made = one_device(model, even_cut(model, 1), ROWS, torch.float64, 2, **variant)
+        started = [made.executor.start(made.program, step, LR) for step in (5, 6)]
+        results.append([one.result() for one in started])
+    for usual, late in zip(*results, strict=True):
+        assert late.norm_squared == pytest.approx(usual.norm_squared, rel=1e-12)
+        assert late.loss_sum == usual.loss_sum
