@@ -86,8 +86,8 @@ class Driver:
         """What the newest validation has decided: number of steps, its loss, whether it is the best."""
         self._collected_at = 0.0
         """When the newest step was collected."""
-        self.paused = False
-        """Whether the run was asked to end for now."""
+        self.paused: dict[str, Any] | None = None
+        """Number of steps done and reason, where the run was asked to end for now."""
         self._pending: deque[_Ticket] = deque()
         self._unread: _Ticket | None = None
         """The newest step, where its result has to be asked for; see ``_read``."""
@@ -237,8 +237,11 @@ class Driver:
     def _stops(self, stop: Stop | None, done: int) -> bool:
         """Log that the run ends early, after ``done`` steps, if it was asked to; return whether it was."""
         if stop is not None and done < self.job.train.steps:
-            self.paused = stop.pauses
-            self.log.event("paused" if stop.pauses else "early_stop", step=done, message=stop.why)
+            fields = {"step": done, "message": stop.why}
+            if stop.pauses:
+                self.paused = fields
+            else:
+                self.log.event("early_stop", **fields)
         return stop is not None
 
     def _finish_step(self, workers: WorkerGroup, done: int) -> bool:

@@ -152,15 +152,17 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
             if not (elastic and (isinstance(error, DevicesError) or _breaks(reservation))):
                 raise
             cause = own_error(error)
-            log.event("failed", message=failure_message(cause, keep_traceback(directory, cause)))
-            log.event("devices_lost", message=str(cause))
+            message = failure_message(cause, keep_traceback(directory, cause))
+            log.event("failed", message=message)
+            log.event("devices_lost", message=message.partition("\n")[0])
             restarted = True
         else:
-            if not driver.paused:
+            if driver.paused is None:
                 prediction = driver.clock.prediction
                 save_timelines(directory, prediction.timeline if prediction else None, driver.clock.measured())
                 log.event("finished", counts=driver.counts, memory_bytes=driver.memory_bytes)
                 return
+            log.event("paused", **driver.paused)  # not before: the devices are given back then
             restarted = False
         while len(changed := devices_changed(directory)) == len(changes):
             time.sleep(LOOK_S)
