@@ -1,0 +1,37 @@
+"""Devices go and come while a pipeline trains over all of them: the losses stay those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raypipe.job.load import load_job
+from tests.runtime.runs.elastic_run import NODE, ElasticRun
+from tests.runtime.runs.killing import events
+from tests.runtime.runs.plain_training import plain_losses
+
+pytestmark = pytest.mark.runs
+
+
+def test_devices_go_and_come(text_folder: Path, tmp_path: Path) -> None:
+    run = ElasticRun(tmp_path, text_folder)
+    try:
+        run.wait(lambda: run.steps() > 60)
+        run.cluster.remove_node(run.node)
+        run.next_step_after_change(1)
+        run.cluster.add_node(**NODE)
+        run.next_step_after_change(2)
+        result, said = run.stop()
+    finally:
+        run.close()
+    assert result, said
+    plain = plain_losses(load_job(run.job), run.directory / "data", len(result["losses"]))
+    assert result["losses"] == pytest.approx(plain, rel=0, abs=1e-9)
+    lost, came = result["recovery"]
+    assert (lost["kind"], came["kind"], came["steps_repeated"]) == ("replan", "replan", 0)
+    assert [(e["was"], e["devices"], e["plan"]["stages"]) for e in events(run.directory, "resized")] == [
+        (4, 2, 2), (2, 4, 4)
+    ]  # fmt: skip
+    assert result["devices"] == 4
+    assert "going on with 2 devices instead of 4" in said
