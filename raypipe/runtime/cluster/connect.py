@@ -151,6 +151,8 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
     cores = os.cpu_count() or 1
     if dashboard_port is not None:
         _check_port(dashboard_port)
+    else:
+        os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")  # an actor for the page of a dashboard
     cpus = local_cpus(devices, cores) if not gpus else max(devices, cores)
     try:
         ray.init(
