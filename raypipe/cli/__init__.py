@@ -7,6 +7,7 @@ so that ``raypipe schedule --list`` is fast. A verb module may define ``prepare(
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pkgutil
@@ -24,10 +25,14 @@ from raypipe.files import short
 __all__ = ["main", "run", "verbs"]
 
 INTERRUPTED = InterruptionError.exit_status
+COLLECTED_AFTER = 50_000
+"""Allocations between two garbage collections. Python's 700 make importing torch and Ray a fifth slower: their classes
+are searched again and again, and nothing is found."""
 
 
 def main() -> NoReturn:
     """Run the command line of this process and exit with its status."""
+    gc.set_threshold(COLLECTED_AFTER)
     status = run(sys.argv[1:])
     if status == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ray shuts down at exit; a second Ctrl-C would interrupt that
