@@ -1,4 +1,4 @@
-"""Follow the cluster's devices: a run goes on with another plan when some are lost for good, or when more pay.
+"""Follow the cluster's devices: a run goes on with another plan when some are lost or will be, or when more pay.
 
 The plan is made from the profile that the run began with, so that no device has to be measured again. Losses stay those
 of the undisturbed run up to rounding: the order of the data and dropout depend on no plan, and checkpoints on none.
@@ -79,6 +79,7 @@ class Elastic:
             self._change(ended[-1])
         elif self._next is None and asked_to_stop(self.prepared.directory) is None:
             self._see_lost()
+            self._see_drained()
             self._see_more()
 
     def _change(self, ended: dict[str, Any]) -> None:
@@ -130,6 +131,14 @@ class Elastic:
             self._reservation.give_back()
             self._broken_since = None
 
+    def _see_drained(self) -> None:
+        """Ask the run to pause if nodes that it uses will go soon, so that no step is lost."""
+        from raypipe.runtime.cluster.autoscaler import drained_nodes
+
+        going = drained_nodes() & self._reservation.nodes()
+        if going:
+            ask_to_pause(self.prepared.directory, f"{len(going)} of its nodes will go: {', '.join(sorted(going))}")
+
     def _see_more(self) -> None:
         """Ask the run to pause if the cluster has had more devices for a while, and a plan for them pays."""
         used, now = _devices(self.prepared), time.monotonic()
@@ -137,6 +146,8 @@ class Elastic:
         if could != self._could:
             self._could, self._since = could, now
         if could <= used or could == self._judged or now - self._since < SETTLE_S:
+            return
+        if asked_to_stop(self.prepared.directory) is not None:
             return
         self._judged = could
         plan = self._plan(could)
@@ -170,11 +181,9 @@ class Elastic:
 
     def _free(self) -> int:
         """Return how many more workers the cluster has room for now."""
-        import ray
+        from raypipe.runtime.cluster.autoscaler import free_workers
 
-        request, free = self._reservation.request, ray.available_resources()
-        kind, each = ("GPU", request.gpus) if request.gpus else ("CPU", request.cpus)
-        return int(free.get(kind, 0.0) / each + 1e-6)
+        return free_workers(self._reservation.request)
 
 
 def _devices(prepared: Prepared) -> int:

@@ -20,6 +20,7 @@ from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.summary import summarise
 from raypipe.plan.choose import choose
 from raypipe.plan.plan import build_schedule, load_plan
+from raypipe.runtime.cluster import autoscaler
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.train import prepare_run
 from tests.plan.conftest import make_job, make_profile
@@ -31,6 +32,10 @@ class Devices:
     def __init__(self, number: int) -> None:
         self.run_id, self.request = f"{number:08x}", DeviceRequest(1.0, 0.0)
         self.broken = self.given_back = False
+        self.on = {f"node of {number}"}
+
+    def nodes(self) -> set[str]:
+        return self.on
 
     def is_broken(self) -> bool:
         return self.broken
@@ -60,6 +65,8 @@ class Run:
             return self.reserved[-1]
 
         self.elastic = Elastic(prepared, self.reserved[0], reserve)  # type: ignore[arg-type]
+        self.going: set[str] = set()
+        monkeypatch.setattr(autoscaler, "drained_nodes", lambda: self.going)
         monkeypatch.setattr(Elastic, "_free", lambda _: self.free)
         monkeypatch.setattr(module, "RELEASED_S", 0.0)
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
@@ -142,6 +149,23 @@ def test_lost_devices_make_another_plan(run: Run) -> None:
     (change,) = run.resized()
     assert (change["devices"], change["was"], change["plan"]["stages"]) == (1, 2, 1)
     assert run.reserved[0].given_back
+
+
+def test_devices_that_will_go_are_left_before_they_do(run: Run) -> None:
+    run.going = {"node of something else"}
+    run.look(2)
+    assert asked_to_stop(run.directory) is None
+    run.going = run.reserved[0].on
+    run.free = 1
+    run.look(1)
+    stop = asked_to_stop(run.directory)
+    assert stop is not None
+    assert stop.pauses
+    assert stop.why == "1 of its nodes will go: node of 0"
+    run.log.event("paused", step=9, message=stop.why)
+    run.look(5)
+    (change,) = run.resized()
+    assert (change["devices"], change["was"]) == (1, 2)
 
 
 def test_it_keeps_within_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""Find out whether an autoscaler may add nodes to the Ray cluster; a shortage of devices is then worth waiting for.
+"""Nodes that come and go: whether an autoscaler may add some, which ones will go, and what is free on the others.
 
-Ray has no public call for this, so it is read from what its autoscalers (v1 and v2) publish for ``ray status``. A
+Ray has no public call for the first, so it is read from what its autoscalers (v1 and v2) publish for ``ray status``. A
 cluster without an autoscaler has a v1 monitor too, but that one knows no node types and names each node by its id.
 """
 
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node, state
 from ray.autoscaler.sdk import request_resources
 
 from raypipe.runtime.cluster.devices import DeviceRequest
@@ -46,6 +47,21 @@ def requested(each: DeviceRequest, most: int | None) -> Iterator[None]:
     finally:
         if asks:
             request_resources(bundles=[])
+
+
+def drained_nodes() -> set[str]:
+    """Return the ids of nodes that will go soon: a cloud takes them back, or somebody called ``ray drain-node``.
+
+    Ray starts nothing on them any more. Its own training and serving libraries ask for them in the same way.
+    """
+    return set(state.get_draining_nodes())
+
+
+def free_workers(request: DeviceRequest) -> int:
+    """Return how many more workers there is room for now, on nodes that stay."""
+    kind, each = ("GPU", request.gpus) if request.gpus else ("CPU", request.cpus)
+    going, free = drained_nodes(), available_resources_per_node()
+    return sum(int(has.get(kind, 0.0) / each + 1e-6) for node, has in free.items() if node not in going)
 
 
 def knows_node_types(status: Mapping[str, Any]) -> bool:

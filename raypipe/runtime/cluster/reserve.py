@@ -90,9 +90,12 @@ class Reservation:
 
     def is_broken(self) -> bool:
         """Return whether some of the devices are on no living node now; Ray may find others for them."""
-        table = placement_group_table(self.group)
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return table["state"] != "CREATED" or not set(table["bundles_to_node_id"].values()) <= alive
+        return placement_group_table(self.group)["state"] != "CREATED" or not self.nodes() <= alive
+
+    def nodes(self) -> set[str]:
+        """Return the ids of the nodes on which the devices are."""
+        return set(placement_group_table(self.group)["bundles_to_node_id"].values())
 
     def give_back(self) -> None:
         """Release the devices; Ray ends the actors that still run there."""

@@ -64,6 +64,16 @@ class ElasticRun:
         step = self.steps()
         return changed + started + self.wait(lambda: self.steps() > step)
 
+    def drain(self, node: Any) -> None:
+        """Say that a node will go, as a cloud does before it takes one back."""
+        words = ["--address", self.cluster.address, "--node-id", node.node_id, "--reason-message", "taken back"]
+        reason = "DRAIN_NODE_REASON_PREEMPTION"
+        subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *words, "--reason", reason,
+             "--deadline-remaining-seconds", "600"],
+            env=environment(), check=True, capture_output=True,
+        )  # fmt: skip
+
     def stop(self) -> tuple[dict[str, Any], str]:
         """End the run; return its result and what it said."""
         if self.process.poll() is None and self.directory.is_dir():
