@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import RunError, SpecError
+from raypipe.launch.drained import DrainedNodes
 from raypipe.launch.elastic import Elastic
 from raypipe.launch.prepared import Prepared
 from raypipe.observe.run_dir import CHECKPOINTS, go_on, hold
@@ -102,21 +103,17 @@ def _on_devices(
     try:
         request = RunRequest(prepared.job, prepared.directory, prepared.resume, devices, hold_for(prepared))
         if prepared.job.train.elastic is None:
-            return prepared, _ended(request, watch)
+            drained = DrainedNodes(prepared.directory, request.reservation)
+            return prepared, _ended(request, [drained.look, watch])
         with Elastic(prepared, request.reservation, hold_for) as elastic:
-
-            def look() -> None:
-                elastic.look()
-                watch()
-
-            ended = _ended(request, look)
+            ended = _ended(request, [elastic.look, watch])
             return elastic.prepared, ended
     finally:
         for reservation in held:
             reservation.give_back()
 
 
-def _ended(request: RunRequest, watch: Callable[[], None]) -> Result | BaseException:
+def _ended(request: RunRequest, watch: Sequence[Callable[[], None]]) -> Result | BaseException:
     """Run Ray Train to the end and return its result or the exception that it raised."""
     from raypipe.runtime.cluster.ray_train import start_run
 
@@ -133,7 +130,8 @@ def _ended(request: RunRequest, watch: Callable[[], None]) -> Result | BaseExcep
     thread.start()
     while thread.is_alive():
         thread.join(0.5)
-        watch()
+        for look in watch:
+            look()
     return ended[0]
 
 

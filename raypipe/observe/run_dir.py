@@ -23,6 +23,8 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 STOP, PAUSE = "stop", "pause"
 """The files that ask a run to end, and to end for now; they say why."""
+SAVE = "save"
+"""The file that asks a run for a checkpoint."""
 MOST_REASON = 4096
 """Largest size of these files, in bytes."""
 
@@ -129,9 +131,23 @@ def asked_to_stop(directory: Path) -> Stop | None:
     return None
 
 
+def ask_to_save(directory: Path) -> None:
+    """Ask the run in a directory for a checkpoint after the steps that it has queued."""
+    write_whole(directory / SAVE, "")
+
+
+def asked_to_save(directory: Path) -> bool:
+    """Return whether the run was asked for a checkpoint since the last call."""
+    try:
+        (directory / SAVE).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def go_on(directory: Path) -> None:
-    """Forget that the run was asked to end."""
-    for name in (STOP, PAUSE):
+    """Forget what the run was asked for."""
+    for name in (STOP, PAUSE, SAVE):
         (directory / name).unlink(missing_ok=True)
 
 

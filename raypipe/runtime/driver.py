@@ -18,7 +18,7 @@ import ray
 from raypipe.data import tokens_per_sample
 from raypipe.errors import SampleCountError
 from raypipe.job.spec import JobSpec
-from raypipe.observe.run_dir import Stop, asked_to_stop
+from raypipe.observe.run_dir import Stop, asked_to_save, asked_to_stop
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.online.controller import MeasuredStep
@@ -230,7 +230,7 @@ class Driver:
         train = self.job.train
         last = done == train.steps or (stop is not None and not stop.pauses)
         evaluates = last or bool(train.eval_every and done % train.eval_every == 0)
-        forced = last or stop is not None or self.saves.overdue
+        forced = asked_to_save(self.directory) or last or stop is not None or self.saves.overdue
         saves = forced or bool(train.checkpoint_every and done % train.checkpoint_every == 0)
         return evaluates, saves
 

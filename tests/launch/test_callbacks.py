@@ -9,7 +9,7 @@ import pytest
 
 from raypipe.errors import RunError
 from raypipe.launch.callbacks import Callback, Callbacks
-from raypipe.observe.run_dir import ask_to_stop, asked_to_stop
+from raypipe.observe.run_dir import Stop, ask_to_stop, asked_to_stop
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 
 
@@ -56,7 +56,7 @@ def test_the_first_error_asks_the_run_to_end_and_names_its_callback(tmp_path: Pa
     log.metric({"step": 2, "loss": 1.0})
     callbacks.update()
     log.close()
-    assert asked_to_stop(tmp_path) == "Broken.on_evaluate failed"
+    assert asked_to_stop(tmp_path) == Stop("Broken.on_evaluate failed", pauses=False)
     assert broken.heard == after.heard == [("step", 1, 2.0)]
     with pytest.raises(RunError, match=r"callbacks: Broken\.on_evaluate: raised KeyError: 'bleu'"):
         callbacks.raise_error()
