@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,8 @@ START_S = 90.0
 class Head:
     """A running head."""
 
+    address: str
+    """Where drivers and nodes join."""
     dashboard: str
     """Where jobs are submitted."""
     metrics: str
@@ -62,8 +64,11 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def ray_head(cpus: int = 2, **settings: str) -> Iterator[Head]:
-    """A head of ``cpus`` for the block, in a process group of its own; ``settings`` are environment variables."""
+def ray_head(cpus: int = 2, options: Sequence[str] = (), **settings: str) -> Iterator[Head]:
+    """A head of ``cpus`` for the block, in a process group of its own.
+
+    ``options`` are further ones of ``ray start``, ``settings`` environment variables.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: sockets below it have names of at most 107 bytes
     gcs, dashboard, metrics, client, agent = free_ports(5)
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -74,12 +79,13 @@ def ray_head(cpus: int = 2, **settings: str) -> Iterator[Head]:
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
         f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}",
         f"--ray-client-server-port={client}", f"--num-cpus={cpus}",
-        f"--temp-dir={folder}", "--object-store-memory=100000000",
+        f"--temp-dir={folder}", "--object-store-memory=100000000", *options,
     ]  # fmt: skip
     log = (folder / "head.log").open("w")
     process = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
     try:
-        head = Head(f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{metrics}", folder, token)
+        address = f"127.0.0.1:{gcs}"
+        head = Head(address, f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{metrics}", folder, token)
         for url in (f"{head.dashboard}/api/version", head.metrics):
             _wait_for(url, process, folder / "head.log")
         yield head

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of its own whose nodes come and go (``train.elastic``)."""
+"""A run on a Ray cluster whose nodes come and go (``train.elastic``), and a cluster of two nodes for it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,57 @@ name: elastic
 model: {{type: gpt, layers: 6, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
 data: {{type: bytes, path: "{path}"}}
 train: {{steps: 5000, batch: 8, lr: 0.001, seed: 0, dtype: float64, clip: 1.0, eval_batches: 1, checkpoint_every: 50,
-  keep_checkpoints: 2, elastic: {{wait_s: {wait}}}}}
+  keep_checkpoints: 2, elastic: {elastic}}}
 parallel: {{auto: true, replicas: 1, microbatch: 1}}
 """
+
+
+class TwoNodes:
+    """A Ray cluster of this machine's, with two CPUs on each of two nodes."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(initialize_head=True, head_node_args=NODE)
+        self.node = self.cluster.add_node(**NODE)
+        """The one that is not the head."""
+        self.settings = {"RAY_ADDRESS": self.cluster.address}
+
+    def kill(self) -> None:
+        """Kill the other node with all of its processes."""
+        self.cluster.remove_node(self.node)
+
+    def add(self) -> None:
+        """Start another node in its place."""
+        self.node = self.cluster.add_node(**NODE)
+
+    def drain(self) -> None:
+        """Say that the other node will go, as a cloud does before it takes one back."""
+        words = ["--address", self.cluster.address, "--node-id", self.node.node_id, "--reason-message", "taken back"]
+        reason = "DRAIN_NODE_REASON_PREEMPTION"
+        subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *words, "--reason", reason,
+             "--deadline-remaining-seconds", "600"],
+            env=environment(), check=True, capture_output=True,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End both."""
+        self.cluster.shutdown()
 
 
 class ElasticRun:
     """A run on a cluster whose nodes come and go."""
 
-    def __init__(self, folder: Path, text: Path) -> None:
-        self.cluster = Cluster(initialize_head=True, head_node_args=NODE)
-        self.node = self.cluster.add_node(**NODE)
+    def __init__(self, folder: Path, text: Path, settings: dict[str, str], **elastic: float) -> None:
+        """Start the run; ``settings`` say where the cluster is, ``elastic`` are further keys of ``train.elastic``."""
         self.job, self.directory = folder / "job.yaml", folder / "run"
-        self.job.write_text(JOB.format(path=text, wait=WAIT_S))
+        self.job.write_text(JOB.format(path=text, elastic=json.dumps({"wait_s": WAIT_S, **elastic})))
         words = ["-m", "raypipe", "train", str(self.job), "--run-dir", str(self.directory), "--json"]
+        self.result: dict[str, Any] = {}
+        """Empty if it failed."""
+        self.said = ""
         self.process = subprocess.Popen(
             [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=environment() | {"RAY_ADDRESS": self.cluster.address}, start_new_session=True,
+            env=environment() | settings, start_new_session=True,
         )  # fmt: skip
 
     def steps(self) -> int:
@@ -53,7 +87,8 @@ class ElasticRun:
         begun = time.monotonic()
         while not until():
             if self.process.poll() is not None or time.monotonic() - begun > PATIENCE_S:
-                raise RuntimeError(f"the run does not go on: {self.stop()[1][-2000:]}")
+                self.finish()
+                raise RuntimeError(f"the run does not go on: {self.said[-2000:]}")
             time.sleep(0.05)
         return time.monotonic() - begun
 
@@ -64,18 +99,8 @@ class ElasticRun:
         step = self.steps()
         return changed + started + self.wait(lambda: self.steps() > step)
 
-    def drain(self, node: Any) -> None:
-        """Say that a node will go, as a cloud does before it takes one back."""
-        words = ["--address", self.cluster.address, "--node-id", node.node_id, "--reason-message", "taken back"]
-        reason = "DRAIN_NODE_REASON_PREEMPTION"
-        subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *words, "--reason", reason,
-             "--deadline-remaining-seconds", "600"],
-            env=environment(), check=True, capture_output=True,
-        )  # fmt: skip
-
-    def stop(self) -> tuple[dict[str, Any], str]:
-        """End the run; return its result and what it said."""
+    def finish(self) -> None:
+        """End the run, and keep its result and what it said."""
         if self.process.poll() is None and self.directory.is_dir():
             ask_to_stop(self.directory, "enough")
         try:
@@ -83,10 +108,9 @@ class ElasticRun:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             out, said = self.process.communicate()
-        return json.loads(out.splitlines()[0]) if self.process.returncode == 0 else {}, said
+        self.result, self.said = json.loads(out.splitlines()[0]) if self.process.returncode == 0 else {}, said
 
     def close(self) -> None:
-        """End everything."""
+        """End the run, whatever it does."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.cluster.shutdown()

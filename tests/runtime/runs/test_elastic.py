@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.job.load import load_job
-from tests.runtime.runs.elastic_run import NODE, ElasticRun
+from tests.runtime.runs.elastic_run import ElasticRun, TwoNodes
 from tests.runtime.runs.killing import events
 from tests.runtime.runs.plain_training import plain_losses
 
@@ -15,17 +15,22 @@ pytestmark = pytest.mark.runs
 
 
 def test_devices_go_and_come(text_folder: Path, tmp_path: Path) -> None:
-    run = ElasticRun(tmp_path, text_folder)
+    nodes = TwoNodes()
     try:
-        run.wait(lambda: run.steps() > 60)
-        run.cluster.remove_node(run.node)
-        run.next_step_after_change(1)
-        run.cluster.add_node(**NODE)
-        run.next_step_after_change(2)
-        result, said = run.stop()
+        run = ElasticRun(tmp_path, text_folder, nodes.settings)
+        try:
+            run.wait(lambda: run.steps() > 60)
+            nodes.kill()
+            run.next_step_after_change(1)
+            nodes.add()
+            run.next_step_after_change(2)
+            run.finish()
+        finally:
+            run.close()
     finally:
-        run.close()
-    assert result, said
+        nodes.close()
+    result = run.result
+    assert result, run.said
     plain = plain_losses(load_job(run.job), run.directory / "data", len(result["losses"]))
     assert result["losses"] == pytest.approx(plain, rel=0, abs=1e-9)
     lost, came = result["recovery"]
@@ -34,4 +39,4 @@ def test_devices_go_and_come(text_folder: Path, tmp_path: Path) -> None:
         (4, 2, 2), (2, 4, 4)
     ]  # fmt: skip
     assert result["devices"] == 4
-    assert "going on with 2 devices instead of 4" in said
+    assert "going on with 2 devices instead of 4" in run.said
