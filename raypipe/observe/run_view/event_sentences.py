@@ -56,6 +56,11 @@ def _sentences(row: dict[str, Any]) -> list[str]:
         repeated = "one step repeated" if row["steps_repeated"] else "no step repeated"
         who = ", ".join(row["devices"])
         return [f"{step}replaced {who} in {row['seconds']:.1f} s, {repeated}: {row['message']}"]
+    if kind == "skipped":
+        return [f"{step}no update was made: {row['message']}"]
+    if kind == "rewound":
+        what = f"step {row['from_step']}: {row['message']}"
+        return [f"{step}back to here from {what}; {row['left_out']} mini-batches are left out"]
     if kind == "notice":
         return [f"note: {row['message']}"]
     return []
