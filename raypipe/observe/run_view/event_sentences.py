@@ -50,6 +50,8 @@ def _sentences(row: dict[str, Any]) -> list[str]:
         return [f"{step}update undone and repeated with clipped gradients: their norm was {row['grad_norm']:.4g}"]
     if kind in ("failed", "error"):
         return [f"failed: {row['message']}"]
+    if kind == "out_of_memory":
+        return [f"out of memory, so it goes on with {row['change']}"]
     if kind == "restarted":
         return [f"restarting from {row['checkpoint'] or 'the start'}"]
     if kind == "recovered":
