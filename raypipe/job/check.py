@@ -55,6 +55,9 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
     yield from _available(parallel)
     yield from _wire(train, parallel)
     yield from _sync(train, parallel)
+    if train.on_nonfinite == "rewind" and parallel.transport == "ray-collective":
+        why = "rewind sets all workers up again, and ray-collective can be set up only once in a process"
+        yield Problem("train.on_nonfinite", why, "use skip or stop, or another transport")
     if parallel.auto:
         yield from _wishes(model, train, parallel)
         return
@@ -149,6 +152,9 @@ def _sync(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     if train.clip is not None:
         why = f"{sync} updates each layer when its own sum is in, and clipping needs the norm of all gradients first"
         yield Problem(key, why, f"{instead} set train.clip to null")
+    if train.on_nonfinite == "skip":
+        why = f"{sync} updates each layer when its own sum is in, before another device may find such a number"
+        yield Problem("train.on_nonfinite", why, "use rewind or stop, or sync: wait-free")
     if parallel.shard != "none":
         yield Problem(key, f"{sync} cannot be combined with shard: {parallel.shard}", f"{instead} shard: none")
     if parallel.tensor > 1:
@@ -356,6 +362,11 @@ def stash(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterato
         yield Problem(
             "train.clip", "pipedream never has the gradients of all stages at once, so there is no global norm",
             "set it to null, or use schedule: pipedream-2bw",
+        )  # fmt: skip
+    if train.on_nonfinite == "skip":
+        yield Problem(
+            "train.on_nonfinite", "pipedream never has the gradients of all stages at once, so some would make updates "
+            "before another finds such a number", "use rewind or stop, or schedule: pipedream-2bw",
         )  # fmt: skip
     if isinstance(model, GptSpec) and model.tie_embeddings and parallel.stages > 1:
         yield Problem(

@@ -70,6 +70,10 @@ class TrainSpec(Spec):
     """Learning rate at the last step with ``cosine`` and ``linear``."""
     clip: Annotated[float, Field(gt=0)] | None = None
     """Gradients are clipped to this global norm (L2, over all stages); null for no clipping."""
+    on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
+    """What happens when the loss, a gradient or the global norm of a step is infinite or not a number. ``stop``: the
+    run ends with an error. ``skip``: no device makes the update of that step. ``rewind``: the run goes back to its last
+    checkpoint and on with the data after that step's. No checkpoint ever holds such a number."""
     seed: Count = 0
     """Seed of the initial weights, the order of the data and dropout."""
     dtype: Literal["float32", "float64", "bfloat16", "bfloat16-true"] = "float32"
@@ -119,6 +123,11 @@ class TrainSpec(Spec):
     def crossing_dtype(self) -> str:
         """Dtype of floating-point tensors between stages: that of the weights, which autocast does not change."""
         return {"bfloat16": "float32", "bfloat16-true": "bfloat16"}.get(self.dtype, self.dtype)
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether every device needs the global gradient norm of each step."""
+        return self.clip is not None or self.on_nonfinite == "skip"
 
     @property
     def keeps_best(self) -> bool:

@@ -106,6 +106,10 @@ class RunningStatistics(nn.Module):
             held.mul_((1 - self.momentum) ** count).add_(change)
         if counter is not None:
             counter.add_(count)
+        self.forget(step)
+
+    def forget(self, step: int) -> None:
+        """Drop what was seen in the steps up to this one."""
         self._seen = {at: seen for at, seen in self._seen.items() if at[0] > step}
 
     def move_on(self) -> None:

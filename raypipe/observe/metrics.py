@@ -64,11 +64,16 @@ MEMORY_LIMIT = Metric(
 )
 RECOVERIES = Metric("raypipe_recoveries", "Restarts, and workers replaced in place, since the run began.")
 REPLANS = Metric("raypipe_replans", "Plans changed while the run went on, since it began.")
+SKIPPED = Metric("raypipe_skipped_steps", "Steps without an update, for a number that was not finite, in this run.")
+REWINDS = Metric("raypipe_rewinds", "Times the run went back to a checkpoint for a number that was not finite.")
+CHECKPOINT_STALL = Metric(
+    "raypipe_checkpoint_stall_seconds", "Time for which training waited for the newest checkpoint."
+)
 
 METRICS: Final = (
     STEP, STEP_SECONDS, STEP_PREDICTED, STEP_DURATION, TOKENS, SAMPLES, MFU, LOSS, VALIDATION_LOSS, GRAD_NORM,
     LEARNING_RATE, BUBBLE, BUBBLE_PREDICTED, TASK_SECONDS, WAIT, ALL_REDUCE_EXPOSED, MEMORY, MEMORY_PLANNED,
-    MEMORY_LIMIT, RECOVERIES, REPLANS,
+    MEMORY_LIMIT, RECOVERIES, REPLANS, SKIPPED, REWINDS, CHECKPOINT_STALL,
 )  # fmt: skip
 """All of them. Counts are gauges, too: a driver that is started again goes on with the run's counts, where a counter
 of its process would begin at zero."""

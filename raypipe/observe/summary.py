@@ -80,6 +80,9 @@ def summarise(
         "counts": finished[-1]["counts"] if finished else None,
         "recoveries": sum(e["event"] in ("restarted", "recovered", "paused") for e in this_run),
         "recovery": _recovery(this_run),
+        "skipped_steps": len({e["step"] for e in this_run if e["event"] == "skipped"}),
+        "rewinds": sum(e["event"] == "rewound" for e in this_run),
+        "checkpoint_stall_s": _stall_s(this_run),
         "run_dir": str(directory),
     }
 
@@ -115,6 +118,12 @@ def _recovery(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def _stall_s(events: list[dict[str, Any]]) -> float | None:
+    """Median time for which training waited for a checkpoint; None without any."""
+    stalls = [e["stall_s"] for e in events if e["event"] == "checkpoint" and "stall_s" in e]
+    return median(stalls) if stalls else None
+
+
 def _best(rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Step and validation loss of the best checkpoint, if one is kept."""
     losses = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
@@ -145,6 +154,9 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     ]
     if result["val_loss"] is not None:
         lines.append(f"validation loss  {result['val_loss']:.4f} {result['loss_unit']}")
+    for key, words in (("skipped_steps", "steps skipped   "), ("rewinds", "rewinds         ")):
+        if result.get(key):
+            lines.append(f"{words} {result[key]}: a loss or a gradient was not finite")
     if result["best"] is not None:
         lines.append(
             f"best checkpoint  step {result['best']['step']}, validation loss {result['best']['val_loss']:.4f}"

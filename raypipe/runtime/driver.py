@@ -6,8 +6,6 @@ Devices never wait for the driver inside a step: each of them has its whole step
 
 from __future__ import annotations
 
-import math
-import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from raypipe.data import tokens_per_sample
 from raypipe.errors import SampleCountError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import Stop, asked_to_save, asked_to_stop
-from raypipe.observe.run_log import RunLog
+from raypipe.observe.run_log import RunLog, rewind
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.online.controller import MeasuredStep
 from raypipe.plan.online.measured_steps import StepClock
@@ -30,15 +28,15 @@ from raypipe.runtime.cluster.sent_files import clear
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.nonfinite.found import NonFiniteError
+from raypipe.runtime.nonfinite.policy import NonFinitePolicy, left_out_before
 from raypipe.runtime.recovery.in_place import RECOVERABLE, InPlace, can_recover
 from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.standby import StandbyPool
-from raypipe.runtime.run_checkpoints import RunCheckpoints, Saved
+from raypipe.runtime.run_results import RunResults
+from raypipe.runtime.saving.run_checkpoints import RunCheckpoints, Saved
 from raypipe.runtime.saving.saves import Save, Saves
 from raypipe.runtime.set_up_workers import install, set_up
-from raypipe.runtime.step import StepResult, check_samples, communication_counts
-from raypipe.runtime.update.norm import clip_factor, norm_of
-from raypipe.runtime.update.optimizer import learning_rate
+from raypipe.runtime.step import StepResult
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.passes.sync import BY_LAYER
@@ -65,18 +63,17 @@ class Driver:
 
     def __init__(self, job: JobSpec, plan: Plan, directory: Path, log: RunLog, saved: Saved) -> None:
         self.job, self.directory, self.log = job, directory, log
-        batch, clips = job.train.batch, job.train.clip is not None
+        batch, clips = job.train.batch, job.train.needs_norm
         self.running = running_of(plan, batch, clips)
         self.clock = StepClock(self.schedule)
         self.controller = ControllerSequence(self.running, batch, clips, self._notice)
         self.checkpoints = RunCheckpoints(job, directory, log, saved)
         self.saves = Saves(self.checkpoints, log)
+        self.nonfinite = NonFinitePolicy(job.train.on_nonfinite)
+        self._rewinds = 0
         self.metrics = RunMetrics(job, plan, directory, self._notice)
-        self.patience: Patience | None = None
-        self.tokens_per_step = batch * tokens_per_sample(job, directory / "data")
-        self.last_metrics: dict[str, Any] = {}
-        self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0, "p2p_bytes": 0}
-        """Number of messages, their bytes and the collectives between devices in the newest step."""
+        tokens = batch * tokens_per_sample(job, directory / "data")
+        self.results = RunResults(job, tokens, log, self.metrics, self.nonfinite)
         self.memory_bytes: list[int] = []
         self.in_place: InPlace | None = None
         """Replaces workers that die; None where a run cannot go on without any of them."""
@@ -84,8 +81,6 @@ class Driver:
         """Number of steps done at the newest validation that was collected."""
         self._to_save: tuple[int, float, bool] | None = None
         """What the newest validation has decided: number of steps, its loss, whether it is the best."""
-        self._collected_at = 0.0
-        """When the newest step was collected."""
         self.paused: dict[str, Any] | None = None
         """Number of steps done and reason, where the run was asked to end for now."""
         self._pending: deque[_Ticket] = deque()
@@ -98,6 +93,16 @@ class Driver:
     def schedule(self) -> Schedule:
         """The schedule that newly queued steps run."""
         return self.running.schedule
+
+    @property
+    def patience(self) -> Patience | None:
+        """What decides when validation no longer improves; None if nothing does."""
+        return self.results.patience
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of messages, their bytes and the collectives between devices in the newest step."""
+        return self.results.counts
 
     def _notice(self, text: str) -> None:
         self.log.event("notice", message=text)
@@ -118,9 +123,7 @@ class Driver:
             RaypipeError: a worker raised it; Ray has wrapped it.
         """
         self._store_plan()
-        if self.job.train.early_stop is not None:
-            self.patience = patience_of(self.directory, self.job.train.early_stop, done)
-        self.checkpoints.resume(checkpoint, done)
+        self._begin(checkpoint, done, left_out_before(checkpoint))
         recovers = can_recover(
             self.job.model_copy(update={"parallel": self.running.plan.parallel}), self.schedule, workers
         )
@@ -140,9 +143,19 @@ class Driver:
         self.memory_bytes = ray.get(workers.call("memory_bytes"))
         clear(workers, workers.apart, self.directory)
 
+    def _begin(self, checkpoint: Path | None, done: int, left_out: int) -> None:
+        """Take up the state of a run at a checkpoint."""
+        if self.job.train.early_stop is not None:
+            self.results.patience = patience_of(self.directory, self.job.train.early_stop, done)
+        self.checkpoints.resume(checkpoint, done)
+        self.checkpoints.left_out = left_out
+
     def _setup(self, workers: WorkerGroup, checkpoint: Path | None, done: int, recovers: bool) -> None:
         self._measures = self.controller.measures_memory
-        per_rank = set_up(workers, self.job, self.running, self.directory, checkpoint, self._measures, done, recovers)
+        left_out = self.checkpoints.left_out
+        per_rank = set_up(
+            workers, self.job, self.running, self.directory, checkpoint, self._measures, done, recovers, left_out
+        )
         for message in workers.apart.values():
             self._notice(message)
         for name in sorted({name for _, joint in per_rank for name in joint}):
@@ -159,17 +172,46 @@ class Driver:
 
     def _loop(self, workers: WorkerGroup, done: int) -> int:
         """Queue and collect everything; return the number of steps done."""
-        try:
-            steps_done = self._steps(workers, done)
-        except (NonFiniteError, SampleCountError) as error:
-            self.saves.drain(workers, [(ticket.save, ticket.refs) for ticket in self._pending])
-            if isinstance(error, SampleCountError):
-                raise
-            self.metrics.diverged()
-            raise self.checkpoints.diverged(error.step, error.what) from None
+        while True:
+            try:
+                steps_done = self._steps(workers, done)
+                break
+            except (NonFiniteError, SampleCountError) as error:
+                self.saves.drain(workers, [(ticket.save, ticket.refs) for ticket in self._pending])
+                if isinstance(error, SampleCountError):
+                    raise
+                done = self._rewind(workers, error)
         if self.patience is not None and self.patience.exhausted and steps_done < self.job.train.steps:
             self.log.event("early_stop", step=steps_done, message=str(self.patience))
         return steps_done
+
+    def _rewind(self, workers: WorkerGroup, error: NonFiniteError) -> int:
+        """Go back to the last checkpoint; return its number of steps done.
+
+        Raises:
+            DivergenceError: the run is to stop.
+        """
+        try:
+            to = self.nonfinite.rewind(error, self.checkpoints.newest, self.checkpoints.root, self.checkpoints.left_out)
+        except NonFiniteError as final:
+            self.metrics.diverged()
+            raise self.checkpoints.diverged(final.step, final.what) from None
+        for message in to.notices:
+            self._notice(message)
+        self._pending.clear()
+        self._unread = self._to_save = None
+        self._validated, self.saves.newest = -1, to.done
+        rewind(self.directory, to.done)
+        self._begin(to.checkpoint, to.done, to.left_out)
+        self._rewinds += 1
+        workers.run_id = f"{workers.run_id.partition('.r')[0]}.r{self._rewinds}"
+        workers.locate()
+        self._setup(workers, to.checkpoint, to.done, self.in_place is not None)
+        self.clock.pause()
+        fields = {"from_step": error.step, "left_out": error.step - to.done, "message": error.what}
+        self.log.event("rewound", step=to.done, **fields)
+        self.metrics.event("rewound", fields)
+        return to.done
 
     def _steps(self, workers: WorkerGroup, done: int) -> int:
         """Run everything, replacing workers that die; return the number of steps done."""
@@ -190,7 +232,7 @@ class Driver:
 
     def _recover(self, workers: WorkerGroup, in_place: InPlace, error: Exception) -> int:
         """Replace the workers that died; return the number of steps done, all of them collected."""
-        recovered = in_place.recover(workers, self.running, error, self._measures)
+        recovered = in_place.recover(workers, self.running, error, self._measures, self.checkpoints.left_out)
         done = recovered.done
         while self._pending:
             ticket = self._pending[0]
@@ -203,7 +245,7 @@ class Driver:
             elif ticket.kind == "step" and ticket.step == done and recovered.facts is not None:
                 self._collect_step(ticket, completed(results, recovered.facts), timed=False)
             elif ticket.kind == "save" and not (ticket.save is None or ticket.save.best):
-                self.saves.uncollected(ticket.step)
+                self.saves.uncollected(ticket.step, done)
             elif ticket.step < done:  # nobody has the parameters of that step any more
                 raise error
             self._pending.popleft()
@@ -211,7 +253,7 @@ class Driver:
             raise error
         self._unread = None
         self.clock.pause()
-        self._collected_at = time.monotonic()
+        self.results.pause()
         fields = {
             "ranks": list(recovered.replaced),
             "devices": [workers.titles[rank] for rank in recovered.replaced],
@@ -293,7 +335,7 @@ class Driver:
             # nothing is queued until it is known. The devices wait for the driver once per validation.
             self._collect_all()
             if self._to_save is None or self._to_save[0] != done:
-                loss = self.last_metrics["val_loss"]
+                loss = self.results.newest["val_loss"]
                 self._to_save = (done, loss, self.checkpoints.improves(loss))
             _, val_loss, best = self._to_save
             saves = saves or best or (self.patience is not None and self.patience.exhausted)
@@ -329,57 +371,19 @@ class Driver:
             return
         ticket.clock.pause()
         if ticket.kind == "eval":
-            self._collect_validation(ticket.step, results)
+            self.results.validation(ticket.step, results)
             self._validated = ticket.step
         elif ticket.save is not None:
-            self.saves.begun(ticket.save, results, dict(self.last_metrics))
-
-    def _collect_validation(self, step: int, results: list[StepResult]) -> None:
-        batches = self.job.train.eval_batches
-        check_samples(f"validation after step {step}", results, self.job.train.batch * batches)
-        loss = math.fsum(r.loss_sum for r in results) / batches
-        if not math.isfinite(loss):
-            raise NonFiniteError(step, f"the validation loss is {loss}")
-        self.last_metrics["val_loss"] = loss
-        self.log.metric({"step": step, "val_loss": loss})
-        self.metrics.validation(loss)
-        if self.patience is not None:
-            self.patience.saw(step, loss)
+            self.saves.begun(ticket.save, results, dict(self.results.newest))
+            self.metrics.event("checkpoint_begun", {"stall_s": ticket.save.stall_s})
 
     def _collect_step(self, ticket: _Ticket, results: list[StepResult], timed: bool = True) -> None:
         """Take in a step; ``timed``: all devices have reported the times of their tasks."""
-        step, train, tensor = ticket.step, self.job.train, self.running.plan.parallel.tensor
-        check_samples(f"step {step}", results, train.batch)
-        loss = math.fsum(r.loss_sum for r in results)
-        if not math.isfinite(loss):
-            raise NonFiniteError(step, f"the training loss is {loss}")
-        norm = norm_of(r.norm_squared for r in results)
-        if not math.isfinite(norm):  # the loss may still be finite although the parameters no longer are
-            raise NonFiniteError(step, f"the gradient norm is {norm}, the training loss {loss:.4f}")
-        if results[0].optimistic and clip_factor(train.clip or math.inf, norm) < 1.0:
-            self.log.event("undone", step=step, grad_norm=norm)
-        # The tensor-parallel ranks of a device run in lockstep, so the times of the first one stand for all.
-        devices = results[::tensor]
-        if timed:
-            step_s, bubble_ratio = ticket.clock.add(ticket.part, [r.times for r in devices])
-            self.counts |= communication_counts(results, tensor)
-        else:  # all of it counts as idle, because nearly all of it was
-            step_s, bubble_ratio = max(1e-9, time.monotonic() - self._collected_at), 1.0
-        self._collected_at = time.monotonic()
-        self.last_metrics |= {"loss": loss}
-        row = {
-            "step": step,
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": learning_rate(train, step - 1),
-            "step_s": step_s,
-            "tokens_per_s": self.tokens_per_step / step_s,
-            "bubble_ratio": bubble_ratio,
-        }
-        self.log.metric(row)
-        self.metrics.step(row, ticket.clock, devices)
-        if timed and ticket.clock is self.clock:  # False for a step that was queued before the plan changed
-            self.controller.observe(MeasuredStep(step_s, [r.memory for r in devices], self.clock))
+        step, tensor = ticket.step, self.running.plan.parallel.tensor
+        step_s = self.results.step(step, ticket.part, ticket.clock, results, tensor, timed)
+        if step_s is not None and timed and ticket.clock is self.clock:  # not if it was queued before the plan changed
+            memory = [r.memory for r in results[::tensor]]
+            self.controller.observe(MeasuredStep(step_s, memory, self.clock))
             self._log_events(step)
 
     def _take_next_plan(self, workers: WorkerGroup, step: int) -> None:

@@ -76,7 +76,7 @@ class Executor(ProgramRunner):
         self.casts = Casts(settings.device, settings.autocast, modules.values())
         self.computation = StageComputation(settings, modules, task, self.casts, lambda stage: stage in io_spec)
         self.statistics = SummedStatistics(modules, sync, settings.microbatches)
-        self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update)
+        self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update, settings.skips)
         self.by_layer: LayerUpdates | None = None
         """Makes the updates instead, where each layer's is made when its own sum is in."""
         if settings.by_layer:
@@ -352,7 +352,9 @@ class Executor(ProgramRunner):
         at = self.base + mb
         arrived = [self.p2p_buffers.pop(("grad", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
         if not arrived:
-            return (self._scale(mb).to(saved.outputs[0].dtype),)
+            scale = self._scale(mb).to(saved.outputs[0].dtype)
+            # So that a loss that is not finite makes the norm so: 0 * inf is not a number, and all devices hear of it.
+            return (scale + 0.0 * saved.outputs[0].detach(),) if self.settings.skips else (scale,)
         if len(arrived) == 1:
             return arrived[0]
         # Several stages read this output, so their gradients are summed.
@@ -404,6 +406,8 @@ class Executor(ProgramRunner):
         self.updates.make(key, self.lr)
         if self._stashes:
             self.statistics.move_on(key)
+        elif self.updates.skipping:
+            self.statistics.forget(key, self.step)
         else:
             self.statistics.move(key, self.step)
         if self.ledger is not None:

@@ -32,7 +32,7 @@ from raypipe.schedule.sharding.members import shard_members
 
 def set_up(
     workers: WorkerGroup, job: JobSpec, running: Running, directory: Path, checkpoint: Path | None,
-    search_recompute: bool, done: int = 0, recovers: bool = False,
+    search_recompute: bool, done: int = 0, recovers: bool = False, left_out: int = 0,
 ) -> list[tuple[int, list[str]]]:  # fmt: skip
     """Set up every worker for the first step.
 
@@ -45,6 +45,7 @@ def set_up(
         search_recompute: whether the recomputed layers may change during the run; memory is then measured.
         done: number of steps that ``checkpoint`` was trained for.
         recovers: whether a device that dies is replaced in place.
+        left_out: number of mini-batches of training data that were left out before.
 
     Returns:
         Per rank, the number of parameters (elements) it holds, and the names of the parameters whose weight gradient
@@ -55,13 +56,13 @@ def set_up(
         ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
     workers.apart = check_hosts(workers, directory, job.train.message_timeout_s)
-    setups = setups_of(workers, job, running, directory, checkpoint, search_recompute, done, recovers)
+    setups = setups_of(workers, job, running, directory, checkpoint, search_recompute, done, recovers, left_out)
     return list(ray.get(workers.call_each("setup", [(one,) for one in setups])))
 
 
 def setups_of(
     workers: WorkerGroup, job: JobSpec, running: Running, directory: Path, checkpoint: Path | None,
-    search_recompute: bool, done: int, recovers: bool,
+    search_recompute: bool, done: int, recovers: bool, left_out: int,
 ) -> list[Setup]:  # fmt: skip
     """Return what every worker is sent, by rank; see ``set_up``."""
     sent = files_of_nodes(workers, workers.apart, directory, checkpoint)
@@ -74,6 +75,9 @@ def setups_of(
         raise SpecError(
             "parallel.shard", "the model's batch norm sums its statistics over whole replicas", "use shard: none"
         )
+    if job.train.on_nonfinite == "skip" and model.batch_statistics and _on_gpus(workers):
+        why = "on GPUs, a batch norm's statistics are moved before the host knows the norm of the gradients"
+        raise SpecError("train.on_nonfinite", why, "use rewind or stop")
     tied = tied_holders(plan, schedule, model)
     train, evaluate = lower(running, _on_gpus(workers))
     setup = Setup(
@@ -109,6 +113,7 @@ def setups_of(
         fields=fields,
         checkpoint=checkpoint,
         done=done,
+        left_out=left_out,
         recovers=recovers,
     )
     workers.process_groups = setup.topology.process_groups()

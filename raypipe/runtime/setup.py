@@ -51,6 +51,8 @@ class Setup:
     """What the data-parallel copies of a stage divide; None: nothing."""
     done: int = 0
     """Number of steps done before."""
+    left_out: int = 0
+    """Mini-batches of training data that were left out before."""
     recovers: bool = False
     """Whether a device that dies is replaced in place (``recovery``)."""
     search_recompute: bool = False

@@ -94,6 +94,8 @@ class StepSettings:
     """Micro-batch ids of a step, over all replicas."""
     samples_per_microbatch: int
     clip: float | None
+    skips: bool = False
+    """Whether a step whose loss or gradients are not finite makes no update."""
     update: RequestedNormPolicy
     timeout_s: float
     autocast: torch.dtype | None

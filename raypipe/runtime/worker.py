@@ -226,7 +226,7 @@ class StageWorker:
         feed = Feed(
             open_data(setup.data, plan.task, job.data.pad_to_multiple_of, reads), plan.task, reads,
             job.train.seed, job.train.batch, setup.samples_per_microbatch, self.device,
-            DTYPES[job.train.dtype],
+            DTYPES[job.train.dtype], setup.left_out,
         )  # fmt: skip
         senders, receivers = (
             own_channels(communicators.senders, setup.tensor),
@@ -235,12 +235,13 @@ class StageWorker:
         # An update that has to be undone is noticed by each process when it looks; members must do so in step.
         # The same holds for those that divide a stage: a step begun again gathers it again, on all of them.
         # And running statistics that an update has moved cannot be taken back.
-        together = setup.tensor > 1 or bool(shards.stages) or (setup.recovers and plan.batch_statistics)
+        skips = job.train.on_nonfinite == "skip"
+        together = setup.tensor > 1 or bool(shards.stages) or ((setup.recovers or skips) and plan.batch_statistics)
         update: RequestedNormPolicy = "wait" if together else job.parallel.update
         settings = StepSettings(
             seed=job.train.seed, microbatches=setup.microbatches,
             samples_per_microbatch=setup.samples_per_microbatch,
-            clip=job.train.clip, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
+            clip=job.train.clip, skips=skips, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, tensor_rank=setup.tensor_rank,
             by_layer=self._by_layer(setup), sub_pipelined=job.parallel.sub_pipelined, message_cast=message_cast_of(job),
         )  # fmt: skip
@@ -285,7 +286,7 @@ class StageWorker:
         world = None if alone else self.communicators.world
         if not runs_behind(self.device):
             return Shares(world)
-        if world is None or setup.job.train.clip is None:
+        if world is None or not setup.job.train.needs_norm:
             return DeviceShares(None)
         if self._backend(setup.topology) == "gloo":  # several workers share a GPU, so their hosts have to tell
             return Shares(world)

@@ -206,3 +206,20 @@ def test_a_run_of_warm_up_steps_alone_is_timed_all_the_same(log, tmp_path) -> No
     assert result["step_s_median"] == 0.4
     lines = summary_lines(result)
     assert not any("predicted" in line or "validation" in line for line in lines)
+
+
+def test_saves_and_numbers_that_are_not_finite_are_counted(log, tmp_path) -> None:
+    log.event("run", resume=False)
+    result = summarise(tmp_path, PLAN)
+    assert (result["skipped_steps"], result["rewinds"], result["checkpoint_stall_s"]) == (0, 0, None)
+    for number in (3, 4, 4):  # a restart skips one again
+        log.event("skipped", step=number, message="the training loss is nan")
+    log.event("rewound", step=2, from_step=5, left_out=3, message="the training loss is nan")
+    for stall_s in (0.1, 0.3, 0.2):
+        log.event("checkpoint", step=1, path="x", best=False, stall_s=stall_s, write_s=2.0)
+    step(log, 1)
+    result = summarise(tmp_path, PLAN)
+    assert (result["skipped_steps"], result["rewinds"], result["checkpoint_stall_s"]) == (2, 1, 0.2)
+    lines = summary_lines(result)
+    assert "steps skipped    2: a loss or a gradient was not finite" in lines
+    assert "rewinds          1: a loss or a gradient was not finite" in lines

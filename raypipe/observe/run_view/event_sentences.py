@@ -50,12 +50,19 @@ def _sentences(row: dict[str, Any]) -> list[str]:
         return [f"{step}update undone and repeated with clipped gradients: their norm was {row['grad_norm']:.4g}"]
     if kind in ("failed", "error"):
         return [f"failed: {row['message']}"]
+    if kind == "out_of_memory":
+        return [f"out of memory, so it goes on with {row['change']}"]
     if kind == "restarted":
         return [f"restarting from {row['checkpoint'] or 'the start'}"]
     if kind == "recovered":
         repeated = "one step repeated" if row["steps_repeated"] else "no step repeated"
         who = ", ".join(row["devices"])
         return [f"{step}replaced {who} in {row['seconds']:.1f} s, {repeated}: {row['message']}"]
+    if kind == "skipped":
+        return [f"{step}no update was made: {row['message']}"]
+    if kind == "rewound":
+        what = f"step {row['from_step']}: {row['message']}"
+        return [f"{step}back to here from {what}; {row['left_out']} mini-batches are left out"]
     if kind == "notice":
         return [f"note: {row['message']}"]
     return []

@@ -115,7 +115,7 @@ def _step_s(plan: Plan, job: JobSpec, profile: Profile) -> float:
     if order.sharding is not None:
         costs = with_sharding(costs, profile, plan.cut, copy.placement, order.sharding, parallel.replicas)
     overheads = StepOverheads(copies=parallel.replicas)
-    if job.train.clip is not None:
+    if job.train.needs_norm:
         everyone = Layout.of(range(copy.devices * parallel.replicas), profile.placed)
         norm_s = collective_seconds(profile, "all_reduce", 8.0, everyone)
         norm: RequestedNormPolicy = parallel.update if order.sharding is None else "wait"  # all that shards know

@@ -96,7 +96,7 @@ class OOMFallback:
         if (alive * (1 - 1e-9) <= left).all():
             return None
         oom_fallbacks = divided
-        if self.judge.train.clip is not None and c.update == "auto":
+        if self.judge.train.needs_norm and c.update == "auto":
             waiting = replace(c, update="wait")
             oom_fallbacks.append((self.judge.least(waiting), waiting))
         most = np.clip((left + _by_device(place, stage["kept"])) / np.maximum(alive, 1.0), 0.0, 1.0)

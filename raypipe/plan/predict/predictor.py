@@ -188,7 +188,7 @@ class Predictor:
 
     def overheads(self, c: Candidate) -> StepOverheads:
         """What its step has besides tasks."""
-        if self.train.clip is None:
+        if not self.train.needs_norm:
             return StepOverheads(copies=c.replicas)
         key = (c.stages, c.replicas)
         if key not in self._norms:
@@ -392,7 +392,7 @@ class Predictor:
     def _order_memory(
         self, c: Candidate, order: Order, cut: Cut, recomputed: frozenset[int] | None = None
     ) -> tuple[DeviceMemory, ...]:  # fmt: skip
-        ahead = self.train.clip is not None and not self.overheads(c).waits(order)
+        ahead = self.train.needs_norm and not self.overheads(c).waits(order)
         return device_memory(
             self.profile, cut, order.schedule, c.microbatch,
             copies=c.replicas, optimizer=self.train.optimizer, momentum=self.train.momentum, ahead=ahead,

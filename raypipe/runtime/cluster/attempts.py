@@ -33,6 +33,7 @@ from raypipe.runtime.cluster.rank_order import kinds_of, kinds_on_hosts
 from raypipe.runtime.cluster.reserve import Reservation, reserved_by
 from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
 from raypipe.runtime.driver import Driver
+from raypipe.runtime.recovery.out_of_memory import plan_with_less, ran_out
 
 DRIVER_DIED = "the driver's process died"
 ATTEMPTED = ".attempted"
@@ -120,6 +121,8 @@ def driver_loop(config: dict[str, Any]) -> None:
                 log.event("error", message=failure_message(cause, path), exit_status=getattr(cause, "exit_status", 1))
             else:
                 log.event("failed", message=failure_message(cause, path))
+                if ran_out(cause):
+                    plan_with_less(job, directory, log, cause)
                 raise
         finally:
             reporter.close()

@@ -45,6 +45,13 @@ BACKWARD = 2.0
 """Operations of a backward in those of its forward, as MFU counts them (Chowdhery et al. 2022, PaLM, appendix B)."""
 
 
+COUNTED = {
+    "restarted": declared.RECOVERIES, "recovered": declared.RECOVERIES, "replanned": declared.REPLANS,
+    "skipped": declared.SKIPPED, "rewound": declared.REWINDS,
+}  # fmt: skip
+"""Events of events.jsonl, and the metrics that count them."""
+
+
 class RunMetrics:
     """The metrics of one attempt at a run. Nothing that goes wrong here ends training: ``tell`` hears of it, once."""
 
@@ -58,7 +65,7 @@ class RunMetrics:
         """What does not come with every step, by metric and device."""
         self._newest: tuple[dict[str, Any], StepClock] | None = None
         """The newest step's row, and the clock that timed it."""
-        self._counts = dict.fromkeys((declared.RECOVERIES, declared.REPLANS), 0)
+        self._counts = dict.fromkeys(COUNTED.values(), 0)
         self._flops_per_peak_s: float | None = None
         """Operations of a step over the peak of all devices: the shortest time that a step could take."""
         self._per_host: list[int] = []
@@ -89,12 +96,11 @@ class RunMetrics:
         if name == "predicted":
             predicted = (declared.STEP_PREDICTED, "step_s"), (declared.BUBBLE_PREDICTED, "bubble_ratio")
             self._hold((metric, fields[key], {}) for metric, key in predicted)
-        elif name == "recovered":
-            self._counts[declared.RECOVERIES] += 1
-            self._hold([(declared.RECOVERIES, float(self._counts[declared.RECOVERIES]), {})])
-        elif name == "replanned":
-            self._counts[declared.REPLANS] += 1
-            self._hold([(declared.REPLANS, float(self._counts[declared.REPLANS]), {})])
+        elif name == "checkpoint_begun":
+            self._hold([(declared.CHECKPOINT_STALL, fields["stall_s"], {})])
+        elif (counted := COUNTED.get(name)) is not None:
+            self._counts[counted] += 1
+            self._hold([(counted, float(self._counts[counted]), {})])
 
     def close(self) -> None:
         """The run is over: what is newest is set once more, and then nothing any longer.
@@ -145,10 +151,9 @@ class RunMetrics:
         events = read_rows(self.directory / EVENTS)
         begun = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
         kinds = Counter(e["event"] for e in events[begun:])
-        self._counts = {
-            declared.RECOVERIES: kinds["restarted"] + kinds["recovered"],
-            declared.REPLANS: kinds["replanned"],
-        }
+        self._counts = dict.fromkeys(COUNTED.values(), 0)
+        for name, counted in COUNTED.items():
+            self._counts[counted] += kinds[name]
         yield from ((metric, float(count), {}) for metric, count in self._counts.items())
         if self._plan.predicted_step_s is not None:
             yield declared.STEP_PREDICTED, self._plan.predicted_step_s, {}

@@ -80,7 +80,9 @@ class InPlace:
         self._at: tuple[int, int] = (-1, 0)
         """The step after which the last recovery went on, and how many did so in a row."""
 
-    def recover(self, workers: WorkerGroup, running: Running, error: BaseException, measures: bool) -> Recovered:
+    def recover(
+        self, workers: WorkerGroup, running: Running, error: BaseException, measures: bool, left_out: int
+    ) -> Recovered:
         """Replace the workers that died, and bring all to the end of the same step.
 
         Args:
@@ -88,6 +90,7 @@ class InPlace:
             running: the plan that devices run from now on.
             error: the failure that was noticed.
             measures: whether the recomputed layers may change during the run.
+            left_out: number of mini-batches of training data that were left out before.
 
         Raises:
             BaseException: ``error`` or its cause, where nothing has died or a stage has no twin left.
@@ -112,7 +115,7 @@ class InPlace:
         heard = (one.facts for one in standings.values())
         facts = next((one for one in heard if one is not None and one.step == done - 1), None)
         from_pool = self._replace(workers, dead)
-        setups = setups_of(workers, self._job, running, self._directory, None, measures, done, recovers=True)
+        setups = setups_of(workers, self._job, running, self._directory, None, measures, done, True, left_out)
         workers.calls.clear()  # they failed because of what is mended now
         ray.get(workers.call_each("rejoin", [(one, moved, facts) for one in setups]))
         repeated = max(one.begun for one in standings.values()) - done

@@ -24,7 +24,7 @@ from raypipe.runtime.cluster.sent_files import received
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.nonfinite.found import NonFiniteError
 from raypipe.runtime.recovery.lost_results import outcomes
-from raypipe.runtime.run_checkpoints import RunCheckpoints
+from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
 from raypipe.runtime.saving.shard_writer import SaveBegun, Written
 from raypipe.runtime.step import StepResult
 
@@ -200,9 +200,11 @@ class Saves:
             self._lose(save, "a worker died while it wrote its shard")
         return any(save.best for save in gone)
 
-    def uncollected(self, step: int) -> None:
-        """Note that a save was lost before all workers had begun it."""
-        self._say_lost(step, "a worker died before it had copied its state")
+    def uncollected(self, step: int, done: int) -> None:
+        """Note that a save was lost before all workers had begun it; the run goes on after ``done`` steps."""
+        if step < done:
+            self._say_lost(step, "a worker died before it had copied its state")
+        self.overdue = True  # where nothing has been done since, the same save
 
     def _lose(self, save: Save, why: str) -> None:
         self._drop(save)

@@ -19,13 +19,14 @@ class Feed:
     Every device reads the inputs that its own stages need; a device whose stages read none reads nothing.
     Floating-point inputs are cast to ``dtype``, that of the parameters. ``samples`` is the size of a micro-batch.
     A GPU gets them through pinned memory on a stream of their own, and ``prefetch`` starts that a step ahead; their
-    targets are counted on the host before.
+    targets are counted on the host before. ``left_out`` mini-batches of the training data are not used.
     """
 
     def __init__(
         self, data: Dataset, task: Task, fields: Iterable[str], seed: int, batch: int, samples: int,
-        device: torch.device, dtype: torch.dtype,
+        device: torch.device, dtype: torch.dtype, left_out: int = 0,
     ) -> None:  # fmt: skip
+        self._left_out = left_out
         self.data, self.task, self.fields = data, task, frozenset(fields)
         self.seed, self.batch, self.samples, self.device, self.dtype = seed, batch, samples, device, dtype
         self._counts = task.reads <= self.fields
@@ -41,13 +42,17 @@ class Feed:
             # An asynchronous program also runs micro-batches of the next step, so at most two steps are in use.
             while len(self._steps) > 1:
                 self.drop(*next(iter(self._steps)))
-            read = self.data.batch(split, self.seed, step, self.batch)
+            read = self.data.batch(split, self.seed, self._at(split, step), self.batch)
             read = {name: self._cast(read[name]) for name in self.fields}
             if self._counts:
                 self._targets[(split, step)] = self.task.targets(read)
             samples = self._steps[(split, step)] = self._uploads.start(read)
             self._arriving.add((split, step))
         return samples
+
+    def _at(self, split: Split, step: int) -> int:
+        """Return which mini-batch of the data a step takes."""
+        return step + self._left_out if split == "train" else step
 
     def prefetch(self, split: Split, step: int) -> None:
         """Read a step's samples, and start copying them to the device."""
@@ -70,7 +75,7 @@ class Feed:
         if found is None:
             while len(self._lengths) > 1:
                 del self._lengths[next(iter(self._lengths))]
-            own = self.data.lengths(split, self.seed, step, self.batch)
+            own = self.data.lengths(split, self.seed, self._at(split, step), self.batch)
             firsts = range(0, self.batch, self.samples)
             found = [{name: int(n[i : i + self.samples].max()) for name, n in own.items()} for i in firsts]
             self._lengths[(split, step)] = found

@@ -36,6 +36,12 @@ class SummedStatistics:
         if total is not None:
             move_all(self._modules[key].statistics, total, step, self._microbatches)
 
+    def forget(self, key: StageKey, step: int) -> None:
+        """Leave a replica's as they are, after a step that makes no update."""
+        self._sync.totals.pop(key, None)
+        for one in self._modules[key].statistics:
+            one.forget(step)
+
     def move_on(self, key: StageKey) -> None:
         """Move a replica's on by itself, where it is updated after every micro-batch."""
         for one in self._modules[key].statistics:

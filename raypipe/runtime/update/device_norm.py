@@ -59,6 +59,10 @@ class DeviceShares:
         factor = limit / (self._shares.sum().sqrt() + 1e-6)
         return torch.where(factor < 1.0, factor, torch.ones_like(factor))
 
+    def not_finite(self) -> Tensor:
+        """Return 1 where the norm is infinite or not a number, else 0; float32 scalar on the device."""
+        return self._shares.sum().isfinite().logical_not().float()
+
     def ready(self) -> bool:
         """Whether ``wait`` would return at once."""
         return not self._on_host or bool(self._on_host[-1][1].query())

@@ -18,7 +18,9 @@ that run ahead have been queued.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,14 +89,33 @@ class Updates:
         shares: Shares | DeviceShares,
         clip: float | None,
         requested: RequestedNormPolicy,
+        skips: bool = False,
     ) -> None:
+        """Take what a device updates.
+
+        Args:
+            optimizers: by stage replica.
+            versions: the weight versions of the stage replicas, where the schedule keeps some.
+            sync: has the gradients.
+            shares: exchanges the shares of the norm.
+            clip: largest norm; None clips nothing.
+            requested: what the job asks for.
+            skips: whether there is no update where the norm is not finite. All devices see the same norm, so they
+                agree; where nothing is clipped, the norm is exchanged for that alone.
+        """
         self.optimizers, self.versions = optimizers, versions
-        self.sync, self.shares, self.limit = sync, shares, clip
-        self._forecast = Forecast(clip or 0.0, requested)
+        self.sync, self.shares = sync, shares
+        self.limit = math.inf if clip is None and skips else clip
+        self._skips = skips
+        self._no_update: Tensor | None = None
+        """On a GPU whose host does not read the norm: 1.0 if it is not finite, else 0.0."""
+        self._forecast = Forecast(self.limit or 0.0, requested)
         self._policy: NormPolicy = "none"
         self._snapshots: list[OptimizerSnapshot] = []
         self.pending = False
         """Whether the last updates are not final yet: see ``commit``."""
+        self.skipping = False
+        """Whether the newest step makes no update, as far as the host knows."""
 
     def begin(self, may_run_ahead: bool, push: Push) -> Tensor:
         """All this device's gradients are complete: choose how its updates are made, and clip if that is to wait.
@@ -106,7 +127,7 @@ class Updates:
             TransportError: a device did not hand in its share in time.
         """
         share = self.sync.norm_squared()
-        self._policy = "none"
+        self._policy, self.skipping, self._no_update = "none", False, None
         if self.limit is None:
             return share
         if isinstance(self.shares, DeviceShares):
@@ -142,9 +163,10 @@ class Updates:
             optimizer.step()
 
     def commit(self, push: Push, wait: bool = True) -> bool | None:
-        """Make the last updates final. Returns False if they had to be undone and made again, with clipped gradients.
+        """Make the last updates final. Returns False if they had to be undone, and made again with clipped gradients.
 
-        Returns None, and does nothing, if the norm is not known yet and the caller does not ``wait`` for it.
+        They are not made again where the norm is not finite (``skips``). Returns None, and does nothing, if the norm is
+        not known yet and the caller does not ``wait`` for it.
 
         Raises:
             TransportError: a device did not hand in its share in time.
@@ -159,14 +181,17 @@ class Updates:
             for key in self.optimizers:
                 self._step(key)
             return True
-        if clipped:
+        if clipped or self.skipping:
             for undo in self._snapshots:
                 undo.restore()
-                undo.optimizer.step()
+                if clipped:
+                    undo.optimizer.step()
+                else:
+                    round_all(undo.optimizer)
         for key in self.optimizers:
             self.sync.drop(key)
         self._snapshots.clear()
-        return not clipped
+        return not (clipped or self.skipping)
 
     def undo(self) -> None:
         """Take back the last updates where they are pending: the parameters are those before them."""
@@ -177,7 +202,13 @@ class Updates:
         self.pending = False
 
     def _step(self, key: StageKey) -> None:
-        self.optimizers[key].step()
+        optimizer: Any = self.optimizers[key]
+        if self._no_update is not None:  # as torch's GradScaler has it: a fused step does nothing where this is 1
+            optimizer.found_inf = self._no_update
+        if not self.skipping:
+            optimizer.step()
+        if self._no_update is not None:
+            del optimizer.found_inf
         self.sync.drop(key)
         if key in self.versions:
             self.versions[key].updated()
@@ -190,9 +221,13 @@ class Updates:
         """
         assert self.limit is not None
         if isinstance(self.shares, DeviceShares) and not decides:
-            self.sync.scale(self.shares.factor(self.limit))
+            if self._skips:
+                self._no_update = self.shares.not_finite()
+            if self.limit < math.inf:
+                self.sync.scale(self.shares.factor(self.limit))
             return False
         norm = norm_of(self.shares.wait(push))
+        self.skipping = self._skips and not math.isfinite(norm)
         factor: float | Tensor = clip_factor(self.limit, norm)
         too_large = bool(factor < 1.0)
         if isinstance(self.shares, DeviceShares):  # ``begin`` hands it to the forecast, in the same step on all devices

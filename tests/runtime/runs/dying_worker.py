@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,8 @@ class DyingExecutor(Executor):
     file: ClassVar[Path]
     rank = -1
     count = 0
+    newest: ClassVar[int] = -1
+    """The newest step of this process, from 0."""
 
     def _die(self) -> None:
         if self.file.exists():
@@ -46,6 +49,8 @@ class DyingExecutor(Executor):
             self._die()
 
     def start(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("split", "train") == "train":
+            DyingExecutor.newest = args[1]
         done = super().start(*args, **kwargs)
         if self._now("ended"):
             self._die()
@@ -72,9 +77,11 @@ def dying(file: Path) -> type[StageWorker]:
         @staticmethod
         def write_shard(folder: Path, name: str, snapshot: Snapshot) -> ShardInfo:
             if file.exists():
-                rank, _, moment, _ = file.read_text().split()
+                rank, step, moment, _ = file.read_text().split()
                 if (name, moment) == (f"rank-{int(rank):05d}", "write"):
                     (folder / f"{name}.safetensors.partial").write_bytes(b"the first bytes")
+                    while DyingExecutor.newest < int(step) + 2:  # all have begun the save, and two steps after it
+                        time.sleep(0.01)
                     file.unlink()
                     os.kill(os.getpid(), signal.SIGKILL)
             return write_snapshot(folder, name, snapshot)

@@ -12,7 +12,7 @@ import torch
 from raypipe.checkpoint import latest, open_checkpoint, write_shard
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.nonfinite.found import NonFiniteError
-from raypipe.runtime.run_checkpoints import RunCheckpoints
+from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
 from raypipe.runtime.saving.saves import Save, Saves
 from raypipe.runtime.saving.shard_writer import SaveBegun, Written
 from tests.runtime.runs.small_runs import small_job

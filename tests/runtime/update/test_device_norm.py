@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from raypipe.runtime.update import device_norm
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.norm import clip_factor, norm_of
+from raypipe.runtime.update.updates import Updates
 
 
 class Event:
@@ -95,3 +96,41 @@ def test_norms_come_back_a_step_later_without_a_wait(two: DeviceShares) -> None:
     assert not two.ready()
     assert norm_of(two.wait(lambda: False)) == 8.0
     assert Event.waits == 1
+
+
+class Sync:
+    """Gradients of which only the norm is asked for."""
+
+    square = 0.0
+
+    def norm_squared(self) -> torch.Tensor:
+        return torch.tensor(self.square, dtype=torch.float64)
+
+    def known_norm_squared(self, own: torch.Tensor) -> torch.Tensor:
+        return own
+
+    def drop(self, key: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("share", [math.nan, math.inf, 9.0])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_gpu_skips_an_update_that_its_host_does_not_know_of(
+    kind: type[torch.optim.Optimizer], share: float, two: DeviceShares
+) -> None:
+    """The fused step takes the flag from the device; a step later it goes on as if that one had not been."""
+    weights = [torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+    mine, plain = (kind([p], lr=0.1, fused=True) for p in weights)
+
+    sync = Sync()
+    updates = Updates({(0, 0): mine}, {}, sync, two, None, "wait", skips=True)  # type: ignore[dict-item, arg-type]
+    for step, square in enumerate((9.0, share, 9.0)):
+        sync.square = square
+        weights[0].grad = torch.full((3,), 1.0 if square == 9.0 else math.nan, dtype=torch.float64)
+        updates.begin(may_run_ahead=False, push=lambda: False)
+        updates.make((0, 0), 0.1)
+        if step != 1 or share == 9.0:
+            weights[1].grad = torch.ones(3, dtype=torch.float64)
+            plain.step()
+    assert torch.equal(weights[0], weights[1])
+    assert Event.waits == 0

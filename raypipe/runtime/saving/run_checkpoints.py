@@ -13,6 +13,7 @@ from raypipe.checkpoint.manifest import NAME
 from raypipe.errors import DivergenceError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
+from raypipe.runtime.nonfinite.policy import LEFT_OUT
 
 Saved = Callable[[int, Path, dict[str, Any]], None]
 """Called for every complete checkpoint with its step, directory and metrics."""
@@ -22,21 +23,29 @@ class RunCheckpoints:
     """Chooses where workers write their shards, and commits a checkpoint when all have been written."""
 
     def __init__(self, job: JobSpec, directory: Path, log: RunLog, saved: Saved) -> None:
-        self._job, self._root, self._log, self._saved = job, directory / "checkpoints", log, saved
+        self._job, self.root, self._log, self._saved = job, directory / "checkpoints", log, saved
         self._best_loss = math.inf
         """Validation loss of the best checkpoint."""
         self._committed: tuple[int, Path] | None = None
         """The newest complete checkpoint, which a resume would continue from: steps done, and its directory."""
+        self.left_out = 0
+        """Mini-batches of training data that were left out so far."""
 
     def resume(self, checkpoint: Path | None, done: int) -> None:
         """Start from ``checkpoint``, written after ``done`` steps; from no checkpoint if None."""
         self._committed = (done, checkpoint) if checkpoint is not None else None
+        self._best_loss = math.inf
         if self._job.train.keeps_best:
-            kept = best(self._root)
+            kept = best(self.root)
             if kept is not None and kept.step > done:  # its steps will be run again, perhaps by another job
-                forget_best(self._root)
+                forget_best(self.root)
             elif kept is not None:
                 self._best_loss = kept.meta[LOSS]
+
+    @property
+    def newest(self) -> tuple[int, Path | None]:
+        """The newest complete checkpoint: steps done, and its directory; None for the start."""
+        return (0, None) if self._committed is None else self._committed
 
     def improves(self, val_loss: float) -> bool:
         """Record a validation loss; return whether it is the best so far, so that its parameters must be saved."""
@@ -49,7 +58,7 @@ class RunCheckpoints:
 
         What is in those that this attempt has ``begun`` stays: a worker may still be writing there.
         """
-        path = step_directory(self._root, step)
+        path = step_directory(self.root, step)
         if path not in begun and path.exists() and not (path / NAME).exists():
             shutil.rmtree(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -67,7 +76,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it cannot be written to disk.
         """
-        path = step_directory(self._root, step)
+        path = step_directory(self.root, step)
         listed = {shard.file for shard in shards} | {NAME}
         for file in path.iterdir():  # what a worker left that died while it wrote
             if file.name not in listed:
@@ -75,9 +84,11 @@ class RunCheckpoints:
         meta: dict[str, Any] = {"job": self._job.name}
         if val_loss is not None:
             meta[LOSS] = val_loss
+        if self.left_out:
+            meta[LEFT_OUT] = self.left_out
         commit(path, step, shards, meta)
         if is_best:
-            keep_best(self._root, path)
+            keep_best(self.root, path)
 
     def committed(self, step: int, metrics: dict[str, Any], is_best: bool, stall_s: float, write_s: float) -> None:
         """Tell the log and the caller of a checkpoint that is complete.
@@ -89,7 +100,7 @@ class RunCheckpoints:
             stall_s: seconds in which training waited for it.
             write_s: seconds in which the slowest worker wrote.
         """
-        path = step_directory(self._root, step)
+        path = step_directory(self.root, step)
         self._committed = (step, path)
         self._log.event(
             "checkpoint", step=step, path=str(path), best=is_best, stall_s=stall_s, write_s=write_s

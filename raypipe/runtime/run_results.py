@@ -1,0 +1,126 @@
+"""What devices report of steps and validations: checked, put together and logged."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from raypipe.job.spec import JobSpec
+from raypipe.observe.run_log import RunLog
+from raypipe.plan.online.measured_steps import StepClock
+from raypipe.runtime.cluster.run_metrics import RunMetrics
+from raypipe.runtime.early_stop import Patience
+from raypipe.runtime.nonfinite.found import NonFiniteError
+from raypipe.runtime.nonfinite.policy import NonFinitePolicy
+from raypipe.runtime.step import StepResult, check_samples, communication_counts
+from raypipe.runtime.update.norm import clip_factor, norm_of
+from raypipe.runtime.update.optimizer import learning_rate
+from raypipe.schedule.lowering.asynchronous import Part
+
+
+class RunResults:
+    """The results of one attempt at a run, in the order of its steps.
+
+    Args:
+        job: the job.
+        tokens_per_step: tokens of a mini-batch, or its samples where these are no tokens.
+        log: gets a row for each step and validation.
+        metrics: hear of them as well.
+        nonfinite: what to do about a step whose loss or gradients are not finite.
+    """
+
+    def __init__(
+        self, job: JobSpec, tokens_per_step: float, log: RunLog, metrics: RunMetrics, nonfinite: NonFinitePolicy
+    ) -> None:
+        self._train, self._tokens_per_step = job.train, tokens_per_step
+        self._log, self._metrics, self._nonfinite = log, metrics, nonfinite
+        self.newest: dict[str, Any] = {}
+        """The newest losses."""
+        self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0, "p2p_bytes": 0}
+        """Number of messages, their bytes and the collectives between devices in the newest step."""
+        self.patience: Patience | None = None
+        """Told of every validation."""
+        self._at = 0.0
+        """When the newest step came."""
+
+    def pause(self) -> None:
+        """Note that the next step takes its time from now."""
+        self._at = time.monotonic()
+
+    def validation(self, step: int, results: Sequence[StepResult]) -> None:
+        """Take in a validation after ``step`` steps.
+
+        Raises:
+            NonFiniteError: its loss is not finite.
+            SampleCountError: it covers other samples than it should.
+        """
+        batches = self._train.eval_batches
+        check_samples(f"validation after step {step}", results, self._train.batch * batches)
+        loss = math.fsum(r.loss_sum for r in results) / batches
+        if not math.isfinite(loss):
+            raise NonFiniteError(step, f"the validation loss is {loss}")
+        self.newest["val_loss"] = loss
+        self._log.metric({"step": step, "val_loss": loss})
+        self._metrics.validation(loss)
+        if self.patience is not None:
+            self.patience.saw(step, loss)
+
+    def step(
+        self, step: int, part: Part, clock: StepClock, results: Sequence[StepResult], tensor: int, timed: bool = True
+    ) -> float | None:
+        """Take in a step; return its time in seconds, or None if no device has made its update.
+
+        Args:
+            step: its number, from 1.
+            part: how it began and ended.
+            clock: times it.
+            results: by rank.
+            tensor: number of ranks of a device.
+            timed: whether all devices have reported the times of their tasks.
+
+        Raises:
+            NonFiniteError: its loss or its gradients are not finite, and the run is not to go on with the next step.
+            SampleCountError: it covers other samples than it should.
+        """
+        check_samples(f"step {step}", results, self._train.batch)
+        loss = math.fsum(r.loss_sum for r in results)
+        norm = norm_of(r.norm_squared for r in results)
+        if not math.isfinite(norm):  # the loss may still be finite although the parameters no longer are
+            of_loss = f"the training loss is {loss}"
+            of_norm = f"the gradient norm is {norm}, the training loss {loss:.4f}"
+            self._skipped(step, of_norm if math.isfinite(loss) else of_loss, clock)
+            return None
+        if not math.isfinite(loss):
+            raise NonFiniteError(step, f"the training loss is {loss}")
+        if results[0].optimistic and clip_factor(self._train.clip or math.inf, norm) < 1.0:
+            self._log.event("undone", step=step, grad_norm=norm)
+        # The tensor-parallel ranks of a device run in lockstep, so the times of the first one stand for all.
+        devices = results[::tensor]
+        if timed:
+            step_s, bubble_ratio = clock.add(part, [r.times for r in devices])
+            self.counts |= communication_counts(results, tensor)
+        else:  # all of it counts as idle, because nearly all of it was
+            step_s, bubble_ratio = max(1e-9, time.monotonic() - self._at), 1.0
+        self.pause()
+        self.newest |= {"loss": loss}
+        row = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": learning_rate(self._train, step - 1),
+            "step_s": step_s,
+            "tokens_per_s": self._tokens_per_step / step_s,
+            "bubble_ratio": bubble_ratio,
+        }
+        self._log.metric(row)
+        self._metrics.step(row, clock, devices)
+        return step_s
+
+    def _skipped(self, step: int, what: str, clock: StepClock) -> None:
+        self._nonfinite.skip(step, what)
+        clock.pause()
+        self.pause()
+        self._log.event("skipped", step=step, message=what)
+        self._metrics.event("skipped", {})

@@ -1,0 +1,48 @@
+"""What a run does about memory that was not enough: recomputation first, then smaller micro-batches, then nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypipe.plan.less_memory import less_memory
+from raypipe.plan.plan import Plan, one_copy
+from raypipe.schedule.forms.text import to_text
+from raypipe.train import make_plan
+from tests.runtime.runs.small_runs import small_job
+
+
+def changes(plan: Plan, job: Any, **keys: Any) -> list[str]:
+    """One after another, until nothing is left."""
+    found = []
+    while (smaller := less_memory(job, plan, **keys)) is not None:
+        plan, words = smaller
+        assert (plan.predicted_step_s, plan.made_for) == (None, None)
+        found.append(words)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        ({"schedule": "1f1b", "stages": 2, "microbatch": 4}, ["full", "2 instead of 4", "1 instead of 2"]),
+        ({"schedule": "1f1b", "stages": 2, "recompute": "full"}, ["1 instead of 2"]),
+        ({"schedule": "1f1b", "stages": 2, "recompute": [0], "microbatch": 1}, ["full instead of some layers"]),
+        ({"schedule": "chimera", "stages": 2, "microbatch": 2, "replicas": 2}, ["full", "1 instead of 2"]),
+    ],
+)
+def test_what_is_given_up_one_after_another(parallel: dict[str, Any], expected: list[str], text_folder: Path) -> None:
+    job = small_job(text_folder, parallel)
+    found = changes(make_plan(job), job)
+    assert len(found) == len(expected)
+    assert all(words in line for words, line in zip(expected, found, strict=True))
+
+
+def test_batch_norm_and_a_stored_order_keep_their_micro_batches(text_folder: Path) -> None:
+    job = small_job(text_folder, {"schedule": "1f1b", "stages": 2})
+    plan = make_plan(job)
+    assert changes(plan, job, whole_minibatches=True) == ["recompute: full instead of none"]
+    stored = plan.model_copy(update={"order": to_text(one_copy(plan, job.train.batch))})
+    assert changes(stored, job) == ["recompute: full instead of none"]
