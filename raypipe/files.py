@@ -21,6 +21,7 @@ from raypipe.errors import CLONE
 MOST_BYTES = 256 << 20
 """Largest size of a schedule, plan, profile or manifest; a schedule of several million tasks fits."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -71,9 +72,12 @@ def parse_json(text: bytes | str) -> Any:
     """
     decoded = text if isinstance(text, str) else text.decode("utf-8")  # json would guess UTF-16 too
     try:
-        return json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_number)
+        found = json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_number)
+        if _SURROGATE.search(decoded):  # half a pair is no character: writing or printing it would fail
+            json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    return found
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:

@@ -50,6 +50,7 @@ def test_schemes_and_home_directories() -> None:
         ("1" * 5000, "digits"),
         (b"\xff\xfe", "decode"),
         ("", "Expecting value"),
+        ('["\\ud800"]', "surrogates not allowed"),
     ],
 )
 def test_json_that_is_not_exact_is_refused(text: str | bytes, words: str) -> None:

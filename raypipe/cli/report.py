@@ -22,13 +22,15 @@ def report(
     """Write a run as one HTML file: predicted beside measured, losses, plans compared, memory, events."""
     from raypipe.observe.report.page import report_page
     from raypipe.observe.run_view.predicted_measured import comparison_lines
-    from raypipe.observe.run_view.run_record import read_run
+    from raypipe.observe.run_view.run_record import as_runs_write, read_run
 
     target = file if file is not None else run_dir / "report.html"
     if file is not None:
         check_writable(file)
     run = read_run(run_dir)
-    write(target, report_page(run))
-    for line in comparison_lines(run):
+    with as_runs_write(run_dir):
+        page, lines = report_page(run), list(comparison_lines(run))
+    write(target, page)
+    for line in lines:
         print(line)
     print(f"report           {shortest(target)}")

@@ -19,14 +19,15 @@ def watch(
     from rich.live import Live
 
     from raypipe.observe.run_view.live_table import live_table
-    from raypipe.observe.run_view.run_record import read_run
+    from raypipe.observe.run_view.run_record import as_runs_write, read_run
 
     console = Console()
     run = read_run(run_dir)
     if once or not console.is_terminal:
-        console.print(live_table(run), highlight=False, soft_wrap=True)
+        with as_runs_write(run_dir):
+            console.print(live_table(run), highlight=False, soft_wrap=True)
         return
-    with Live(live_table(run), console=console, auto_refresh=False) as live:
+    with as_runs_write(run_dir), Live(live_table(run), console=console, auto_refresh=False) as live:
         while run.state() not in ("finished", "failed"):
             time.sleep(every)
             run = read_run(run_dir)

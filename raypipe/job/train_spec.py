@@ -45,7 +45,7 @@ class TrainSpec(Spec):
 
     steps: Positive
     """Optimizer steps of the run."""
-    batch: Positive
+    batch: Annotated[int, Field(ge=1, le=10_000_000)]
     """Mini-batch size: sequences per step, over all replicas."""
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     """Optimizer. ``adamw`` decouples weight decay from the gradient; ``adam`` and ``sgd`` add it to the gradient."""

@@ -70,7 +70,7 @@ def first_problem(
 
 def _explain(error: ErrorDetails, root: type[BaseModel], example: str, kinds: Kinds) -> tuple[str, str, str]:
     # For a union, pydantic adds the name of each member to the path, as in "literal['none', 'full']".
-    loc = tuple(part for part in map(str, error["loc"]) if part == "[key]" or not part.endswith("]"))
+    loc = tuple(short(part) for part in map(str, error["loc"]) if part == "[key]" or not part.endswith("]"))
     options = kinds.get(loc[0], {})
     chosen = loc[1] if options and len(loc) > 1 else None
     if chosen is not None:  # pydantic adds the kind of the section to the path; the file does not have it

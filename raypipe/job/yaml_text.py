@@ -83,6 +83,8 @@ def _check_size(root: yaml.Node) -> None:
                     _refuse("an alias refers to a value that contains it", child)
             continue
         todo.pop()
+        if isinstance(node, yaml.ScalarNode):
+            node.value.encode()  # half a pair of surrogates is no character: writing or printing it would fail
         if sizes[id(node)] is None:
             found = [sizes[id(child)] or (0, 0) for child in inner]
             size, levels = 1 + sum(s for s, _ in found), 1 + max((depth for _, depth in found), default=0)

@@ -23,7 +23,7 @@ from raypipe.cost.kinds import of_kinds
 from raypipe.cost.noise import LIMIT, Noise
 from raypipe.cost.profile import LinkFit, Profile, TakenFor
 from raypipe.data import declared_fields, prepare_data
-from raypipe.errors import RunError, SpecError
+from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.profiling.disturbances import to_repeat
@@ -34,6 +34,7 @@ from raypipe.profiling.link_times import LinkBench
 from raypipe.profiling.profiling_worker import DeviceFacts, ProfilingWorker
 from raypipe.runtime.cluster.connect import connect, connect_all
 from raypipe.runtime.cluster.devices import DeviceRequest
+from raypipe.runtime.cluster.failure import outside_a_run
 from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.rank_order import DeviceKinds, devices_of_kinds
 from raypipe.runtime.cluster.reserve import Reservation, reserve
@@ -70,7 +71,7 @@ def measure_profile(
             device.
         ClusterError: the nodes cannot work together.
         DevicesError: the devices were not free within ``train.wait_for_devices_s``.
-        RunError: a device died, for example because it ran out of memory.
+        RunError: a device died, for example because it ran out of memory, or the model or its data raised an error.
     """
     sizes = sorted(set(microbatches))
     if not sizes or sizes[0] < 1:
@@ -165,11 +166,8 @@ class _Measuring:
             if path is not None and profile.noise.warning() is None:
                 keep(path, profile)
             return profile
-        except ray.exceptions.RayActorError as error:
-            raise RunError(
-                "profile", f"a device died: {str(error).strip().splitlines()[0]}",
-                "if it ran out of memory: profile smaller micro-batches, or with fewer devices per host",
-            ) from None  # fmt: skip
+        except Exception as error:
+            raise outside_a_run(error, workers.calls, "profile") from None
         finally:
             with suppress(ray.exceptions.RayError):  # a worker may have died
                 ray.get(workers.call("clear"), timeout=CLEAR_S)

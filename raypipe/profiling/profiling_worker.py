@@ -24,6 +24,7 @@ from raypipe.models.build import Fields
 from raypipe.profiling.effort import Effort
 from raypipe.profiling.profiled_steps import Samples, middle_look
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes, host_memory_bytes, process_bytes
+from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.communicators import Communicators, Topology
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
@@ -101,6 +102,7 @@ class ProfilingWorker(StageWorker):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         """Folder of the prepared data, on a host that does not share the driver's."""
 
+    @raises_device_errors
     def facts(self, job: JobSpec, fields: Fields | None) -> DeviceFacts:
         """Return the device's name and memory; base memory includes the model's code and captured graph."""
         if self._base_bytes is None:  # at the first call, before any parameter is built
@@ -124,6 +126,7 @@ class ProfilingWorker(StageWorker):
         gc.collect()
         return max(0, allocated_bytes(self.device) - self._in_use)
 
+    @raises_device_errors
     def hold(self, setup: Setup) -> dict[str, int]:
         """Build the measured layers; the rest of the model is on a device that does not exist.
 
@@ -148,6 +151,7 @@ class ProfilingWorker(StageWorker):
             self._folder.cleanup()
             self._folder = None
 
+    @raises_device_errors
     def run_layers(self, program: Program, warm_up: int, effort: Effort, memory: bool) -> Samples:
         """Run a step repeatedly and time its tasks, after measuring its memory if ``memory`` is set.
 
@@ -204,11 +208,13 @@ class ProfilingWorker(StageWorker):
         order: tuple[Task, ...] = tuple(action.task for action in program.actions)
         return Samples(order, np.stack(times), np.array(ran).reshape(len(times), -1), middle_look(looks))
 
+    @raises_device_errors
     def connect(self, topology: Topology) -> None:
         """Join the process groups and open the channels that are to be measured."""
         self._leave()
         self.communicators = Communicators(self.rank, topology, self._backend(topology))
 
+    @raises_device_errors
     def message_seconds(self, other: int, first: bool, sizes: Sequence[int], repeats: int) -> list[list[float]]:
         """Measure half of the seconds that a message takes to ``other`` and back.
 
@@ -246,6 +252,7 @@ class ProfilingWorker(StageWorker):
             found.append(times)
         return found
 
+    @raises_device_errors
     def collective_seconds(self, kind: str, group: str, sizes: Sequence[int], repeats: int) -> list[list[float]]:
         """Measure the seconds of a collective, per size in bytes of its whole buffer and repeat.
 

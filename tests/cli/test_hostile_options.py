@@ -26,6 +26,10 @@ REQUESTS = [
     (["autoconfigure", JOB, "--cluster", "a100", "--devices", "9" * 30], "use at most 100000"),
     (["sample", LONG], "File name too long"),
     (["report", LONG], "File name too long"),
+    (
+        ["autoconfigure", JOB, "--cluster", "a100", "--set", "parallel=auto", "--set", f"train.batch={2**53}"],
+        "train.batch",
+    ),
     (["train", JOB, "--set", "train.standby=1e6"], "train.standby"),
     (["train", JOB, "--set", "train.eval_batches=1000000000"], "train.eval_batches"),
     (["train", JOB, "--set", "name=" + "a" * 300], "name"),

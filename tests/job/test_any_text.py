@@ -46,6 +46,7 @@ TEXTS = [
     ("a: !!bool maybe", "not what its tag says"),
     ("a: !!timestamp x", "not what its tag says"),
     ('a: !!int ""', "not valid YAML"),
+    ('a: "\\ud800"', "surrogates not allowed"),
     ("a: " + "9" * 5000, "not valid YAML"),
 ]
 

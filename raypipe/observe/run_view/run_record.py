@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raypipe.errors import SpecError
-from raypipe.files import read_json
+from raypipe.files import read_json, short
 from raypipe.observe.run_dir import RECORD, is_run
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.observe.summary import STEP, Units, summarise
@@ -69,6 +71,20 @@ class RunRecord:
         text = _section(self.job, "data").get("type") in (None, "bytes", "text")
         units = Units() if text else Units("", "tokens or samples")
         return summarise(self.directory, plan, self.plan.get("predicted_step_s"), made_for, units)
+
+
+@contextmanager
+def as_runs_write(directory: Path) -> Iterator[None]:
+    """Make one error of what a value of another kind causes in the block, which shows the files of a run directory.
+
+    Raises:
+        SpecError: the block raised such an exception.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f"its files hold a value that no run writes ({type(error).__name__}: {short(str(error))})"
+        raise SpecError(str(directory), why, "restore the file from a copy, or look at another run") from error
 
 
 def read_run(directory: Path) -> RunRecord:

@@ -16,13 +16,14 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raypipe.errors import DeviceError, RaypipeError, RunError, TransportError
 
@@ -40,20 +41,30 @@ _LOST = re.compile(
     r"unspecified launch failure",
     re.IGNORECASE,
 )
+_RAISES = re.compile(r"raise [\w.]+\(")
 _ASSERT = "device-side assert"
 """CUDA's message when a kernel rejects an index. It is a bug: unlike CUDA's other errors it would happen again."""
+
+
+_MISSING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 def kind_of(error: BaseException) -> str:
     """Return the kind of an exception that a device's code raised: ``bug``, ``memory`` or ``lost``.
 
-    The exceptions that it was raised from (``__cause__``) are considered as well.
+    The exceptions that it was raised from (``__cause__``) are considered as well. What the user's own line raises, with
+    whatever words, and a file that is not there for it, are bugs; errors of libraries that it calls are judged by what
+    they say.
     """
     cause: BaseException | None = error
     while cause is not None:
         text = str(cause)
         if isinstance(cause, MemoryError | torch.cuda.OutOfMemoryError):
             return "memory"
+        if isinstance(cause, _MISSING) and source_line(cause.__traceback__):
+            return "bug"
+        if isinstance(cause, RuntimeError) and _raised_by_user(cause):
+            return "bug"
         if isinstance(cause, OSError | EOFError | TransportError | torch.distributed.DistError):
             return "lost"
         if isinstance(cause, RuntimeError) and not isinstance(cause, NotImplementedError | RecursionError):
@@ -80,7 +91,7 @@ def raises_device_errors(method: Method[P, R]) -> Method[P, R]:
             return method(self, *args, **kwargs)
         except RaypipeError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a SystemExit would end the actor without a word
             why = summary(error)
             raise DeviceError(self.whereabouts(), why, "", traceback.format_exc(), kind_of(error)) from None
 
@@ -101,6 +112,12 @@ def source_line(trace: TracebackType | None) -> str:
         if _is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
     return ""
+
+
+def _raised_by_user(error: BaseException) -> bool:
+    """Return whether a line of the user's own code made and raised an exception, not a library that it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and _is_users(frames[-1].filename) and _RAISES.match(frames[-1].line or "") is not None
 
 
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -134,6 +151,8 @@ def is_final(error: BaseException) -> bool:
         return error.kind == "bug"
     if isinstance(error, RaypipeError):
         return not isinstance(error, TransportError)
+    if isinstance(error, RayTaskError):  # a call raised what nothing has made a DeviceError
+        return kind_of(error.cause) == "bug" if isinstance(error.cause, BaseException) else False
     return not isinstance(error, RayError) and kind_of(error) == "bug"
 
 
@@ -208,6 +227,30 @@ def failure_message(error: BaseException, traceback_file: Path) -> str:
     where = cause.where if isinstance(cause, DeviceError) else ""
     why = cause.why if isinstance(cause, DeviceError) else describe(cause)
     return str(RunError(where, why, fix))
+
+
+def outside_a_run(error: BaseException, calls: Sequence[Any], where: str) -> BaseException:
+    """Return the error to raise for a failure of workers that do not train, such as those of a profile.
+
+    Args:
+        error: the error that was noticed first.
+        calls: as for ``root_cause``.
+        where: what the workers were doing.
+    """
+    cause = root_cause(error, calls)
+    ready = ray.wait(list(calls), num_returns=len(calls), timeout=PEERS_S, fetch_local=False)[0] if calls else []
+    for ref in ready:
+        with suppress(Exception):  # Ray prints the tracebacks of errors that nobody has asked for
+            ray.get(ref)
+    if isinstance(cause, RaypipeError) and not isinstance(cause, DeviceError):
+        return cause
+    if isinstance(cause, RayActorError):
+        fix = "if it ran out of memory: profile smaller micro-batches, or with fewer devices per host"
+        return RunError(where, f"a device died: {describe(cause)}", fix)
+    if isinstance(cause, DeviceError | RayError):
+        at, why = (cause.where, cause.why) if isinstance(cause, DeviceError) else (where, describe(cause))
+        return RunError(at, why, "correct the model, its data or the job" if is_final(cause) else "try again")
+    return error
 
 
 def keep_traceback(directory: Path, error: BaseException) -> Path:

@@ -111,6 +111,7 @@ class _Row:
     def repeat(self, times: int, what: str) -> None:
         """Append the named tasks in sequence, ``times`` times; skip tasks that are used up or lack input."""
         for _ in range(times):
+            had = len(self.tasks)
             for name in what.split():
                 kind = next(k for k in KINDS if k == name[0])
                 stage = self.down if name[1] == "d" else self.up
@@ -119,3 +120,5 @@ class _Row:
                 if m < before[kind]:
                     self.done[kind, stage] += 1
                     self.tasks.append(Task(kind, stage, (m,)))
+            if len(self.tasks) == had:  # nor would any further time add one
+                return

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, NoReturn, TypeVar
 
 from raypipe.errors import ScheduleError, nearest
+from raypipe.files import short
 from raypipe.schedule.costs import LONGEST
 
 Word = TypeVar("Word", bound=str)
@@ -44,7 +45,7 @@ class Field:
         """Check that all keys are ``known``."""
         for key in self._object():
             if key not in known:
-                self.fail(f'unknown key "{key}"', nearest(key, known))
+                self.fail(f'unknown key "{short(key)}"', nearest(key, known))
 
     def get(self, key: str) -> Field | None:
         """Return the value of ``key``; None if it is missing or null."""

@@ -6,6 +6,7 @@ import importlib.util
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -18,6 +19,7 @@ from raypipe.runtime.cluster.failure import (
     is_final,
     keep_traceback,
     kind_of,
+    outside_a_run,
     own_error,
     raises_device_errors,
     root_cause,
@@ -183,6 +185,80 @@ def test_a_death_names_the_device() -> None:
         "Worker unexpectedly exits with a connection error code 2. End of file."
     )
     assert describe(ray.exceptions.RayActorError()).startswith("a device: its process died")
+
+
+USERS = """
+import torch
+
+def words():
+    raise RuntimeError("the timeout token is not in the vocabulary")
+
+def leaves():
+    raise SystemExit("bye")
+
+def row():
+    return open("/no/such/row").read()
+
+def label():
+    return torch.nn.functional.cross_entropy(torch.zeros(1, 3), torch.tensor([7]))
+
+def token():
+    return torch.nn.functional.embedding(torch.tensor([9]), torch.zeros(3, 2))
+
+def broken():
+    torch.zeros(1).view(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("words", "RuntimeError: the timeout token is not in the vocabulary"),
+        ("leaves", "SystemExit: bye"),
+        ("row", "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/row'"),
+        ("label", "IndexError: Target 7 is out of bounds."),
+        ("token", "IndexError: index out of range in self"),
+        ("broken", "RuntimeError: shape '[2]' is invalid"),
+    ],
+)
+def test_what_the_users_code_raises_ends_the_run_at_once(name: str, words: str, tmp_path: Path) -> None:
+    source = tmp_path / "users.py"
+    source.write_text(USERS)
+    space: dict[str, Any] = {}
+    exec(compile(USERS, str(source), "exec"), space)
+
+    class Calls(Device):
+        @raises_device_errors
+        def work(self) -> object:
+            return space[name]()
+
+    with pytest.raises(DeviceError) as caught:
+        Calls().work()
+    assert caught.value.why.startswith(words)
+    assert f"users.py:{USERS[: USERS.index(f'def {name}')].count(chr(10)) + 2} in {name}" in caught.value.why
+    assert is_final(own_error(through_ray(caught.value)))
+
+
+def test_a_call_that_tells_no_device_is_judged_by_its_cause() -> None:
+    final, passing = through_ray(ValueError("no such row")), through_ray(ConnectionResetError("peer"))
+    assert is_final(own_error(final))
+    assert not is_final(own_error(passing))
+    assert describe(final) == "ValueError: no such row"
+
+
+def test_outside_a_run_the_cause_is_told_without_rays_traceback() -> None:
+    bug = outside_a_run(through_ray(raised(IndexError("Target 7"))), [], "profile")
+    assert type(bug) is RunError
+    assert str(bug).startswith("stage 1 · replica 0 · device 1, 1F0 of step 3: IndexError: Target 7")
+    assert "fix: correct the model" in str(bug)
+    plain = outside_a_run(through_ray(ValueError("no such row")), [], "profile")
+    assert str(plain) == "profile: ValueError: no such row\n  fix: correct the model, its data or the job"
+    dead = outside_a_run(ray.exceptions.RayActorError("1d2c3b", DEATH), [], "profile")
+    assert "a device died: stage 1 · replica 0 · device 1: its process (pid 4711) died" in str(dead)
+    own = SpecError("model", "is wrong")
+    assert outside_a_run(through_ray(own), [], "profile").args == own.args
+    mine = KeyError("a defect of the driver")
+    assert outside_a_run(mine, [], "profile") is mine
 
 
 @pytest.mark.runs

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.runtime.runs.killing import events, run_killing
+from tests.runtime.runs.killing import environment, events, run_killing
 
 pytestmark = pytest.mark.runs
 JOB = """
@@ -19,12 +21,18 @@ parallel: {{schedule: 1f1b, stages: 2, microbatch: 2}}
 """
 
 
-def test_labels_that_no_class_has_end_the_run_at_once(tmp_path: Path) -> None:
+def wrong_job(folder: Path) -> Path:
+    """A job of three classes with labels of a further one."""
     labels = np.arange(40) % 3
     labels[::4] = 7
-    rows, job, run = tmp_path / "rows.npz", tmp_path / "wrong.yaml", tmp_path / "run"
+    rows, job = folder / "rows.npz", folder / "wrong.yaml"
     np.savez(rows, features=np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32), labels=labels)
     job.write_text(JOB.format(here="tests.runtime.runs.three_classes", path=rows))
+    return job
+
+
+def test_labels_that_no_class_has_end_the_run_at_once(tmp_path: Path) -> None:
+    job, run = wrong_job(tmp_path), tmp_path / "run"
     done = run_killing(None, job, run)
     assert done.status == 1, done.said
     assert "device 1, " in done.said, done.said
@@ -36,3 +44,13 @@ def test_labels_that_no_class_has_end_the_run_at_once(tmp_path: Path) -> None:
     assert not events(run, "restarted")
     assert str(run / "failure.txt") in error[1]
     assert "IndexError: Target 7 is out of bounds." in (run / "failure.txt").read_text()
+
+
+def test_labels_that_no_class_has_end_a_profile_at_once(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "tests.runtime.runs.killing", "profile", str(wrong_job(tmp_path)), "--quick"]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment(), timeout=240)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    error = done.stderr[done.stderr.index("profile · device ") :].splitlines()
+    assert "IndexError: Target 7 is out of bounds." in error[0]
+    assert error[1:] == ["  fix: correct the model, its data or the job"]

@@ -1,0 +1,50 @@
+"""A small share of what ``python -m tests.bench.safety.fuzz`` tries."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench.safety.fuzz import fuzz
+from tests.bench.safety.targets import Target, targets
+from tests.bench.safety.trial import DEFECTS, SilentError, attempt, expect
+
+KINDS = (
+    "job", "overrides", "job text", "plan", "schedule text", "schedule JSON", "manifest", "profile", "cluster",
+    "epochs",
+    "placement", "tensor table", "run directory", "options",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
+    return targets(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_input_ends_in_a_traceback_or_a_hang_or_is_wrong_and_taken(kind: str, known: dict[str, Target]) -> None:
+    assert set(known) == set(KINDS)
+    counts, defects = fuzz(known[kind], 15, 1)
+    assert not defects, defects[0]
+    assert not any(counts[verdict] for verdict in DEFECTS)
+    assert sum(counts.values()) >= 10
+
+
+def test_the_trial_tells_what_it_is_made_to_tell() -> None:
+    def hangs(_: object) -> None:
+        import time
+
+        from tests.bench.safety import trial
+
+        with trial.at_most(0.05):
+            time.sleep(5)
+
+    def fails(_: object) -> None:
+        raise KeyError("x")
+
+    assert attempt(lambda _: None, 0).verdict == "taken"
+    assert attempt(lambda _: expect(False, "wrong"), 0).verdict == "silent"
+    assert attempt(fails, 0).verdict == "traceback"
+    assert attempt(hangs, 0).verdict == "hang"
+    with pytest.raises(SilentError):
+        expect(False, "wrong")
