@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from raypipe.schedule.ir import Schedule
 
 AVAILABLE: dict[str, tuple[object, ...]] = {
-    "sync": ("lazy", "eager", "eager-opt", "wait-free", "prioritised"),
     "recompute": ("none", "full", "stage-aware", *PLANNED),
 }
 """Per key of ``parallel``, the available values; others are refused rather than ignored."""
@@ -140,6 +139,9 @@ def _available(parallel: ParallelSpec) -> Iterator[Problem]:
 def _sync(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     """Keys that cannot be combined with a way to synchronise."""
     sync, key, instead = parallel.sync, "parallel.sync", "use sync: wait-free, or"
+    if parallel.first_k is not None and not parallel.postpones:
+        why = f"has no effect with sync: {sync}"
+        yield Problem("parallel.first_k", why, "leave it out, or use sync: reverse-first-k")
     if parallel.auto:
         if sync in BY_BUCKET and "sync" in parallel.given:
             yield Problem(

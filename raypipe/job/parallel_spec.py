@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from raypipe.job.field_types import Positive, Spec, WireDtype
+from raypipe.job.field_types import Count, Positive, Spec, WireDtype
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.shape import Concat, ParallelShape, Shape, pipeline_shape
@@ -71,7 +71,12 @@ class ParallelSpec(Spec):
     ``eager``: as soon as the stage's own gradients are complete; ``eager-opt``: so where the device would idle.
     A sum right after a stage's last backward begins in it, bucket by bucket; ``wait-free`` has all of them there.
     ``prioritised``: what the next forward needs first goes first, and each layer is updated when its own sum is in,
-    before the next step reads it; there is no barrier between steps, and so no ``train.clip``."""
+    before the next step reads it; there is no barrier between steps, and so no ``train.clip``.
+    ``reverse-first-k``: so, and the weight gradients of a stage's first layers wait until its backward has ended; then
+    they are computed from the first layer on (``first_k``)."""
+    first_k: Count | None = None
+    """With ``sync: reverse-first-k``: how many layers' weight gradients wait, in each stage. null: each stage's is
+    chosen from measured times after 8 steps, and taken back after 16 where steps have not become shorter."""
     update: RequestedNormPolicy = "auto"
     """What a weight update does about ``train.clip``'s global norm. ``wait``: wait for it; ``optimistic``: made at
     once, and undone should the norm turn out too large; ``auto``: optimistic where steps follow one another
@@ -115,6 +120,11 @@ class ParallelSpec(Spec):
             ScheduleError: an impossible one.
         """
         return pipeline_shape(self, batch // (self.microbatch * self.replicas))
+
+    @property
+    def postpones(self) -> bool:
+        """Whether weight gradients of the first layers wait."""
+        return self.sync == "reverse-first-k"
 
     @property
     def replans(self) -> bool:

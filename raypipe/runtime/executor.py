@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -16,6 +16,7 @@ from raypipe.models import Inputs, Lengths, Task
 from raypipe.models.host_copies import runs_behind, to_host
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes
+from raypipe.runtime.backward.postponed import PostponedGradients
 from raypipe.runtime.backward.segments import RecomputeBoundaries
 from raypipe.runtime.backward.stack import stacked, unstacked
 from raypipe.runtime.backward.weight_casts import Casts
@@ -74,7 +75,10 @@ class Executor(ProgramRunner):
         self.versions = versions
         self.shards = DeviceShards({}) if shards is None else shards
         self.casts = Casts(settings.device, settings.autocast, modules.values())
-        self.computation = StageComputation(settings, modules, task, self.casts, lambda stage: stage in io_spec)
+        self.postponed = PostponedGradients(modules)
+        self.computation = StageComputation(
+            settings, modules, task, self.casts, lambda stage: stage in io_spec, self.postponed.forward
+        )
         self.statistics = SummedStatistics(modules, sync, settings.microbatches)
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update, settings.skips)
         self.by_layer: LayerUpdates | None = None
@@ -129,6 +133,7 @@ class Executor(ProgramRunner):
             if self.ledger is not None:
                 self.ledger.begun = step + 1
             self.sync.begin_step((a.task.stage, a.task.replica) for a in program.actions if a.task.kind == "AR")
+            self.postponed.begin_step(program, self._completes, self.sync.first_k)
         meter = PeakMeter(self.settings.device) if self.measures and self.training else None
         with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
             marks = self.issue(program, step)
@@ -279,20 +284,22 @@ class Executor(ProgramRunner):
         for mb in task.mbs:
             at = self.base + mb
             saved = self._saved[(stage, at)]
-            early = self._early_all_reduce(task, mb)
+            early, watched = self._early_all_reduce(task, mb), False
+            postponed = self.postponed.of((stage, task.replica), mb)
             self._wait_gathered((stage, task.replica))
             if also_weights and not self.versions:
                 self._open_gradients((stage, task.replica))
             if saved.back is None:
                 # With several backwards for one micro-batch, nobody knows which of them is a parameter's last.
-                single = saved.halves is None and saved.boundaries is None and not module.defers
-                with early.watch_backward() if early is not None and single else nullcontext():
+                single = saved.halves is None and saved.boundaries is None
+                watched = single and (not module.defers or postponed is not None)
+                with early.watch_backward(postponed or ()) if early is not None and watched else nullcontext():
                     back = module.run_backward(saved, self._gradients(action, saved, mb), self.computation.turns)
                 saved.ran = True
             else:  # out-of-order backprop: this micro-batch's W came first and has run the backward already
                 back = saved.back
             if also_weights:
-                self._finish_weights(module, saved, (stage, task.replica), early)
+                self._finish_weights(module, saved, (stage, task.replica), early, postponed if watched else None)
             if also_weights or saved.back is not None:
                 del self._saved[(stage, at)]
             for m in action.sends:
@@ -328,10 +335,13 @@ class Executor(ProgramRunner):
             self.shards.open_gradients(key, self.outgoing.push)
 
     def _finish_weights(
-        self, module: StageModule, saved: MicrobatchState, key: StageKey, early: BucketedAllReduce | None
-    ) -> None:
+        self, module: StageModule, saved: MicrobatchState, key: StageKey, early: BucketedAllReduce | None,
+        watched_but: Collection[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Compute deferred weight gradients; ``watched_but``: the backward was watched for all but these."""
+        self.postponed.sort(key, saved.closures)
         if early is not None and module.defers:
-            early.expect(p for closure in saved.closures for p in closure.parameters)
+            early.expect((p for closure in saved.closures for p in closure.parameters), watched_but)
             module.run_weight_gradients(saved, early.computed)
         else:
             module.run_weight_gradients(saved)

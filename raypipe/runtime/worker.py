@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from raypipe.data import open_data
 from raypipe.errors import TransportError
 from raypipe.models import DTYPES, build_model
 from raypipe.models.host_copies import runs_behind
+from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.allocated import MemoryReports
 from raypipe.runtime.cast_messages import message_cast_of
 from raypipe.runtime.cluster import node_files
@@ -193,6 +195,7 @@ class StageWorker:
         groups = self._own_groups(setup)
         self.plan = plan = build_model(job, setup.fields, setup.tensor_rank)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
+        split = split or job.parallel.postpones
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): StageModule(
                 plan,
@@ -254,6 +257,7 @@ class StageWorker:
             setup.tensor_rank,
             shards.stages,
             by_layer=self._by_layer(setup),
+            tuner=partial(FirstKTuner, fixed=job.parallel.first_k) if job.parallel.postpones else None,
         )
         self.executor = self.executor_class(
             settings, self.modules, self.optimizers, plan.task, feed, sync, self._shares(sync.complete, setup),

@@ -27,7 +27,13 @@ class WeightQueue:
 
     def __init__(self) -> None:
         self.current: list[Closure] = []
+        self.only: frozenset[Tensor] | None = None
+        """The parameters whose gradients are deferred; None for all that can be."""
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def defers(self, parameter: Tensor) -> bool:
+        """Return whether the gradient of a parameter is deferred in the graph that is being built."""
+        return self.only is None or parameter in self.only
 
     @contextmanager
     def collect(self, into: list[Closure]) -> Iterator[None]:
@@ -66,7 +72,7 @@ def accumulate(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
-def _accumulate_product(weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, gy: Tensor) -> None:
+def accumulate_product(weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, gy: Tensor) -> None:
     """Add ``a @ b`` to the weight's gradient, and the sum of the rows of ``gy`` to the bias's."""
     if weight.requires_grad:
         if weight.grad is not None and weight.grad.dtype == a.dtype == b.dtype:
@@ -79,7 +85,7 @@ def _accumulate_product(weight: Tensor, bias: Tensor | None, a: Tensor, b: Tenso
 
 def _linear_weight_grad(weight: Tensor, bias: Tensor | None, x: Tensor, gy: Tensor) -> None:
     gy2, x2 = gy.reshape(-1, gy.shape[-1]), x.reshape(-1, x.shape[-1])
-    _accumulate_product(weight, bias, gy2.t(), x2, gy2)
+    accumulate_product(weight, bias, gy2.t(), x2, gy2)
 
 
 def _keep(
@@ -165,7 +171,7 @@ class _DeferredProduct(torch.autograd.Function):
         (gy,) = grads
         weight, bias = ctx.weight, ctx.bias
         x, used = ctx.saved_tensors[0].detach(), ctx.saved_tensors[1]
-        _leave(ctx, lambda: _accumulate_product(weight, bias, x.t(), gy, gy))
+        _leave(ctx, lambda: accumulate_product(weight, bias, x.t(), gy, gy))
         gx = gy.mm(used.to(gy.dtype).t()).to(ctx.x_dtype) if ctx.needs_input_grad[1] else None
         return None, gx, None, None
 
@@ -217,17 +223,19 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
     """Compute ``F.linear(x, weight, bias)``; the gradients of weight and bias are deferred to ``queue``."""
-    return _apply(_DeferredLinear, x, weight, bias, queue)
+    return _apply(_DeferredLinear, x, weight, bias, queue) if queue.defers(weight) else F.linear(x, weight, bias)
 
 
 def deferred_embedding(ids: Tensor, weight: Tensor, padding: int | None, queue: WeightQueue) -> Tensor:
     """Compute ``F.embedding(ids, weight, padding)``; the weight's gradient is deferred to ``queue``."""
+    if not queue.defers(weight):
+        return F.embedding(ids, weight, padding)
     return _apply(_DeferredEmbedding, ids, weight, padding, queue)
 
 
 def deferred_product(bias: Tensor, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
     """Compute ``bias + x @ weight`` for a vector ``bias``; the gradients of both are deferred to ``queue``."""
-    return _apply(_DeferredProduct, bias, x, weight, queue)
+    return _apply(_DeferredProduct, bias, x, weight, queue) if queue.defers(weight) else torch.addmm(bias, x, weight)
 
 
 def deferred_convolution(
@@ -243,4 +251,7 @@ def deferred_convolution(
     """Compute ``F.conv1d``, ``conv2d`` or ``conv3d``; the gradients of weight and bias are deferred to ``queue``."""
     dims = weight.dim() - 2
     each = tuple([values[0]] * dims if len(values) == 1 else list(values) for values in (stride, padding, dilation))
+    if not queue.defers(weight):
+        convolve: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+        return convolve(x, weight, bias, *each, groups)
     return _apply(_DeferredConvolution, x, weight, bias, (*each, groups), queue)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,7 @@ class StageComputation:
         task: what the model is trained for; the end of the last stage is its loss.
         casts: casts to the autocast dtype.
         sends_on: whether a stage sends its outputs on; the last one gives the loss instead.
+        building: what surrounds the forward of a stage replica on a micro-batch (``backward.postponed``).
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class StageComputation:
         task: Task,
         casts: Casts,
         sends_on: Callable[[int], bool],
+        building: Callable[[tuple[int, int], int], AbstractContextManager[None]],
     ) -> None:
         self.settings, self.modules, self.task, self.casts = settings, modules, task, casts
-        self.sends_on = sends_on
+        self.sends_on, self.building = sends_on, building
         self.training = True
         """Whether dropout draws; validation does not."""
         self.turns = Alternation() if settings.sub_pipelined else None
@@ -76,7 +79,7 @@ class StageComputation:
 
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
             drawn = random_keys(self.settings.seed, microbatches.step, samples, self.training)
-            with drawn, self.casts.forward():
+            with drawn, self.casts.forward(), self.building(key, microbatches.ids[-1]):
                 outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
                 if not sends_on and (segment is None or not segment.gives):
                     outputs = (self.task.loss(outputs[0], inputs),)

@@ -121,9 +121,10 @@ class StageModule(nn.Module):
 
     @property
     def trained_by_block(self) -> list[list[nn.Parameter]]:
-        """The trained parameters of each of the body's ``blocks``; one that several hold is the first one's."""
+        """The trained parameters of each of the body's ``blocks`` that has any; one of several is the first one's."""
         left = {id(p): p for p in self.trained.values()}
-        return [[left.pop(id(p)) for p in block.parameters() if id(p) in left] for block in self.body.blocks]
+        found = [[left.pop(id(p)) for p in block.parameters() if id(p) in left] for block in self.body.blocks]
+        return [some for some in found if some]
 
     @property
     def recomputes_whole(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -106,29 +106,33 @@ class BucketedAllReduce:
             bucket.close()
 
     @contextmanager
-    def watch_backward(self) -> Iterator[None]:
+    def watch_backward(self, postponed: Collection[Tensor] = ()) -> Iterator[None]:
         """Start each bucket's all-reduce inside the block as soon as autograd has accumulated its last gradient.
 
-        The block must hold exactly one backward, the last one of the step for these parameters.
+        The block must hold exactly one backward, the last one of the step for these parameters. ``postponed``: the
+        parameters to which something may be added after it; see ``expect``.
         """
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        hooks = [p.register_post_accumulate_grad_hook(self._complete) for b in self.buckets for p in b.parameters]  # type: ignore[no-untyped-call]
+        watched = [p for bucket in self.buckets for p in bucket.parameters if p not in postponed]
+        hooks = [p.register_post_accumulate_grad_hook(self._complete) for p in watched]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def expect(self, parameters: Iterable[Tensor]) -> None:
+    def expect(self, parameters: Iterable[Tensor], among: Collection[Tensor] | None = None) -> None:
         """Announce the deferred gradients that ``computed`` will report; all others are complete now.
 
         Args:
             parameters: one entry for each deferred computation, so a parameter may be named several times.
+            among: the parameters that ``watch_backward`` has left out; None if it has watched nothing.
         """
         self._left = Counter(p for p in parameters if p in self._bucket_of)
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        if among is None:
+            self._missing = [len(bucket.parameters) for bucket in self.buckets]
         for p in self._bucket_of:
-            if p not in self._left:
+            if p not in self._left and (among is None or p in among):
                 self._complete(p)
 
     def computed(self, parameter: Tensor) -> None:

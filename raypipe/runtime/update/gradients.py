@@ -7,7 +7,7 @@ over replicas is the mini-batch gradient whatever the plan.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
@@ -114,6 +115,7 @@ class GradientSync:
         member: int = 0,
         sharded: Mapping[StageKey, Sharded] | None = None,
         by_layer: bool = False,
+        tuner: Callable[[int], FirstKTuner] | None = None,
     ) -> None:
         """Take the stages of one device.
 
@@ -126,6 +128,8 @@ class GradientSync:
             member: which of its device's processes this one is; the others hold other shares of what is divided.
             sharded: those of its stage replicas whose gradients their copies divide.
             by_layer: sum what the next forward needs first as early as the link allows (``prioritised``).
+            tuner: makes, for a stage of so many layers, what chooses how many layers' weight gradients are postponed;
+                None: none are.
         """
         self.groups = groups
         self.all_reduces = 0.0
@@ -162,7 +166,9 @@ class GradientSync:
             if by_layer:
                 own = {id(p) for p in parameters}
                 blocks = [[p for p in block if id(p) in own] for block in modules[key].trained_by_block]
-                self._sums[key] = self._prioritised[key] = PrioritisedAllReduce(blocks, groups[name], what)
+                self._sums[key] = self._prioritised[key] = PrioritisedAllReduce(
+                    blocks, groups[name], what, None if tuner is None else tuner(len(blocks))
+                )
             else:
                 self._sums[key] = BucketedAllReduce(parameters, groups[name], what)
         # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
@@ -208,6 +214,11 @@ class GradientSync:
         self._turns = deque(key for key in order if key in self._sums)
         for sum_ in self._sums.values():
             sum_.begin_step()
+
+    @property
+    def first_k(self) -> dict[StageKey, int]:
+        """How many of its layers' weight gradients each stage replica postpones; empty where none may be."""
+        return {key: sum_.tuner.k for key, sum_ in self._prioritised.items() if sum_.tuner is not None}
 
     def prioritised(self, key: StageKey) -> PrioritisedAllReduce | None:
         """Return the all-reduce of a stage replica whose buckets can be waited for one by one; None if it has none."""

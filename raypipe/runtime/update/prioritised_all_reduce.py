@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce, Piece
 from raypipe.runtime.update.collective import Push, wait_for
@@ -42,31 +46,44 @@ class PrioritisedAllReduce(BucketedAllReduce):
         blocks: the parameters of each block of the stage, in the order of its forward; the same on every holder.
         group: the process group of the holders.
         what: names the all-reduce in errors.
+        tuner: chooses how many blocks' weight gradients are postponed; None: none are.
     """
 
-    def __init__(self, blocks: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup, what: str) -> None:
-        self._blocks = blocks
+    def __init__(
+        self, blocks: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup, what: str,
+        tuner: FirstKTuner | None = None,
+    ) -> None:  # fmt: skip
+        self._blocks, self.tuner = blocks, tuner
+        self._block_of: list[int] = []
+        """Per bucket."""
         super().__init__([p for block in blocks for p in block], group, what)
         self.pieces = pieces_of(self.buckets, PIECE_BYTES)
         """In the order in which the next forward needs them."""
-        self.order = self.pieces[::-1]
+        k = tuner.k if tuner is not None else 0
+        late = [piece for piece in self.pieces if self._block_of[piece.bucket] < k]
+        self.order = [*self.pieces[len(late) :][::-1], *late]
         self._bytes = [
             (piece.end - piece.begin) * self.buckets[piece.bucket].parameters[0].element_size() for piece in self.pieces
         ]
         self._works_of = defaultdict[int, list[dist.Work]](list)
         self._complete_at: dict[int, float] = {}
         self._issued_at: list[float] = []
+        self._begun: float | None = None
+        """When the last backward of the step began."""
+        self._ends: list[float] = []
+        """Ends of the steps since the holders told one another."""
         self._steps = 0
         self._told: tuple[dist.Work, Tensor] | None = None
 
     def divide(self, parameters: Sequence[nn.Parameter]) -> list[FlatGradients]:
         """Divide the parameters into buckets of one dtype and one block each, in the order of the blocks."""
         found = []
-        for block in self._blocks:
+        for number, block in enumerate(self._blocks):
             by_dtype = defaultdict[torch.dtype, list[nn.Parameter]](list)
             for p in block:
                 by_dtype[p.dtype].append(p)
             found += [FlatGradients(some) for some in by_dtype.values()]
+            self._block_of += [number] * len(by_dtype)
         return found
 
     def begin_step(self) -> None:
@@ -75,9 +92,30 @@ class PrioritisedAllReduce(BucketedAllReduce):
             return
         (work, told), self._told = self._told, None
         wait_for(self.what, work, lambda: False)
-        *ready, per_byte = told.tolist()
+        *ready, per_byte, step_s = told.tolist()
+        if self.tuner is not None:
+            by_block, sums = [0.0] * len(self._blocks), [0.0] * len(self._blocks)
+            for bucket, at in enumerate(ready):
+                by_block[self._block_of[bucket]] = max(at, by_block[self._block_of[bucket]])
+            for piece, nbytes in zip(self.pieces, self._bytes, strict=True):
+                sums[self._block_of[piece.bucket]] += per_byte * nbytes
+            by_block = self.tuner.observe(self._steps, by_block, sums, step_s)
+            ready = [by_block[block] for block in self._block_of]
         order = prioritised_order([ready[piece.bucket] for piece in self.pieces], [per_byte * n for n in self._bytes])
         self.order = [self.pieces[n] for n in order]
+
+    @contextmanager
+    def watch_backward(self, postponed: Collection[Tensor] = ()) -> Iterator[None]:
+        """See BucketedAllReduce.watch_backward."""
+        self._begun = time.monotonic()
+        with super().watch_backward(postponed):
+            yield
+
+    def expect(self, parameters: Iterable[Tensor], among: Collection[Tensor] | None = None) -> None:
+        """See BucketedAllReduce.expect."""
+        if self._begun is None:
+            self._begun = time.monotonic()
+        super().expect(parameters, among)
 
     def completed(self, bucket: int) -> None:
         """See BucketedAllReduce.completed."""
@@ -104,18 +142,21 @@ class PrioritisedAllReduce(BucketedAllReduce):
         seen = self._seen
         end = super().finish(push, clock)
         self._steps += 1
+        self._ends.append(time.monotonic())
         # In steps 1, 2, 4, 8, ...: the first ones are slow, and later ones may change with the machine's load. The
         # host's clock cannot say when a GPU has completed a gradient; there, pieces go in the order of the backward.
         if self.buckets and self.buckets[0].parameters[0].device.type == "cpu" and not self._steps & (self._steps - 1):
-            first = min(self._complete_at.values(), default=0.0)
-            ready = [self._complete_at.get(n, first) - first for n in range(len(self.buckets))]
+            begun = self._ends[-1] if self._begun is None else self._begun
+            ready = [max(0.0, self._complete_at.get(n, begun) - begun) for n in range(len(self.buckets))]
             spent = _union(self._issued_at, sorted(seen)) / max(1, sum(self._bytes))
-            told = torch.tensor([*ready, spent], dtype=torch.float64)
+            steps_s = [after - before for before, after in pairwise(self._ends)]
+            told = torch.tensor([*ready, spent, median(steps_s) if steps_s else 0.0], dtype=torch.float64)
+            self._ends = self._ends[-1:]
             work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
             assert work is not None
             self._told = work, told
         self._works_of.clear()
-        self._complete_at, self._issued_at = {}, []
+        self._complete_at, self._issued_at, self._begun = {}, [], None
         return end
 
 

@@ -16,7 +16,7 @@ from raypipe.schedule.walk import NetworkLanes, walk
 
 Sync = Literal["lazy", "eager", "eager-opt"]
 """Where a schedule has its all-reduces."""
-BY_LAYER = ("prioritised",)
+BY_LAYER = ("prioritised", "reverse-first-k")
 """Ways to synchronise without a barrier: each layer is updated when its sum is in, before the next step reads it."""
 BY_BUCKET = ("wait-free", *BY_LAYER)
 """Ways to synchronise that go by buckets of gradients, inside of tasks; their all-reduces are placed as ``eager``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from raypipe.models import LayeredModel
 from raypipe.plan.cut.layers import cut_layers, line_of
+from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
@@ -94,12 +96,12 @@ def one_device(
     *, split: bool = False, recompute: bool = False, pairs: bool = False, seed: int = 3,
     autocast: torch.dtype | None = None, recomputed: set[int] | None = None, finest: bool = False,
     lengths: Mapping[str, NDArray[np.int64]] | None = None, groups: Mapping[str, Any] | None = None,
-    by_layer: bool = False,
+    by_layer: bool = False, first_k: int | None = None,
 ) -> OneDevice:  # fmt: skip
     """An executor for steps over all rows, with plain SGD.
 
     ``groups``: process groups over which stages all-reduce their gradients, as in a data-parallel copy; ``by_layer``:
-    each layer is updated when its own sum is in.
+    each layer is updated when its own sum is in; ``first_k``: layers whose weight gradients are postponed.
     """
     device = torch.device("cpu")
     batch = len(next(iter(rows.values())))
@@ -109,7 +111,7 @@ def one_device(
         schedule = place_gradient_sync(schedule, "eager", copies=2)
     schedule = add_updates(schedule)
     verify(schedule)
-    stages = [StageModule(model, part, seed, device, split, recomputed, finest) for part in cut]
+    stages = [StageModule(model, part, seed, device, split or first_k is not None, recomputed, finest) for part in cut]
     modules = {(s, 0): stage for s, stage in enumerate(stages)}
     optimizers: dict[Any, torch.optim.Optimizer] = {
         key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR) for key, m in modules.items()
@@ -126,7 +128,11 @@ def one_device(
             autocast=autocast, device=device, by_layer=by_layer,
         ),
         modules, optimizers, model.task, feed,
-        GradientSync(0, modules, schedule.placement, tied, groups or {}, by_layer=by_layer), Shares(None),
+        GradientSync(
+            0, modules, schedule.placement, tied, groups or {}, by_layer=by_layer,
+            tuner=None if first_k is None else partial(FirstKTuner, fixed=first_k),
+        ),
+        Shares(None),
         {}, {}, StageIOSpecs(model, cut, microbatch), {},
     )  # fmt: skip
     (program,) = programs(schedule)

@@ -32,17 +32,26 @@ def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("sync", ["prioritised"])
+@pytest.mark.parametrize("sync", ["prioritised", "reverse-first-k"])
 @pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
 def test_losses_of_plain_pytorch(parallel, sync, reference, stage_pool, text_folder, tmp_path) -> None:
-    job = small_job(text_folder, {"sync": sync, **parallel}, steps=STEPS)
+    first_k = {"first_k": 3} if sync == "reverse-first-k" else {}
+    job = small_job(text_folder, {"sync": sync, **first_k, **parallel}, steps=STEPS)
     done = drive(job, stage_pool, tmp_path)
     assert done.losses == pytest.approx(reference, abs=1e-9, rel=0)
     assert [row["step"] for row in done.rows] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("sync", ["prioritised"])
+def test_a_k_that_is_chosen_while_the_run_goes_on(stage_pool, text_folder, tmp_path) -> None:
+    """Whatever it is, and whether or not it is taken back, the losses stay."""
+    usual = drive(small_job(text_folder, {"replicas": 2}, steps=20), stage_pool, tmp_path / "usual")
+    job = small_job(text_folder, {"replicas": 2, "sync": "reverse-first-k"}, steps=20)
+    assert drive(job, stage_pool, tmp_path / "done").losses == pytest.approx(usual.losses, abs=1e-9, rel=0)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("sync", ["prioritised", "reverse-first-k"])
 def test_validation_checkpoints_and_norms_are_those_of_a_barrier(sync, stage_pool, text_folder, tmp_path) -> None:
     """And a checkpoint between two steps holds all updates of the first: a run goes on from it."""
     often = {"steps": STEPS, "eval_every": 2, "checkpoint_every": 2, "optimizer": "sgd", "momentum": 0.9}

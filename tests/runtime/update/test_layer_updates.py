@@ -11,6 +11,7 @@ import torch
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
+from raypipe.runtime.backward import deferred
 from raypipe.runtime.update import bucketed_all_reduce, prioritised_all_reduce
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
 
@@ -85,8 +86,33 @@ def test_each_layer_waits_for_its_own_sum_only(split, monkeypatch) -> None:
     assert issued == sizes[::-1], "at first as the backward completes them"
 
 
-def test_updates_are_those_of_a_barrier(monkeypatch) -> None:
-    made = two_steps(Log(), monkeypatch, stages=2)
+@pytest.mark.parametrize("variant", [{}, {"split": True}, {"recompute": True}], ids=str)
+@pytest.mark.parametrize("k", [0, 1, 3, 5])
+def test_the_first_layers_follow_from_the_first_on(k, variant, monkeypatch) -> None:
+    """Their sums start one by one while their weight gradients are computed, after all others."""
+    log = Log()
+    computed = deferred.accumulate_product
+
+    def accumulate(weight: torch.Tensor, *rest: Any) -> None:
+        log.events.append(("compute", weight.numel()))
+        computed(weight, *rest)
+
+    monkeypatch.setattr(deferred, "accumulate_product", accumulate)
+    made = two_steps(log, monkeypatch, first_k=k, **variant)
+    begin = log.events.index(("step", 6))
+    sizes = [sum(p.numel() for p in block.parameters()) for block in made.stages[0].body.blocks]
+    issued = [n for n, (what, _) in enumerate(log.events[:begin]) if what == "issue"]
+    assert [log.events[n][1] for n in issued] == [*sizes[k:][::-1], *sizes[:k]]
+    if k > 2:  # the second layer's products come between the sums of the first and the second
+        first, second = issued[-k], issued[-k + 1]
+        assert [what for what, _ in log.events[first + 1 : second]] == ["compute"] * 4
+    if not variant:
+        assert sum(what == "compute" for what, _ in log.events[:begin]) == 4 * max(0, min(k - 1, 3)) + (k == 5)
+
+
+@pytest.mark.parametrize("k", [None, 0, 2, 5])
+def test_updates_are_those_of_a_barrier(k, monkeypatch) -> None:
+    made = two_steps(Log(), monkeypatch, stages=2, first_k=k)
     made.executor.commit()
     model = GptLayers(SPEC, torch.float64)
     usual = one_device(model, even_cut(model, 2), ROWS, torch.float64, 2)
@@ -94,7 +120,7 @@ def test_updates_are_those_of_a_barrier(monkeypatch) -> None:
         usual.executor.run(usual.program, step, LR)
     for own, other in zip(made.stages, usual.stages, strict=True):
         for name, value in other.named.items():
-            assert torch.equal(own.named[name], value), name
+            torch.testing.assert_close(own.named[name], value, rtol=0, atol=1e-12, msg=name)
 
 
 def test_large_buckets_are_summed_in_pieces(monkeypatch) -> None:

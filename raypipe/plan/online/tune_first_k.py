@@ -1,0 +1,95 @@
+"""Chooses k of reverse first-k for one stage while it trains, from what its holders have measured.
+
+A stage's holders tell one another when each layer's gradient is complete, how fast the link is, and how long steps
+take; each feeds the same numbers to a tuner of its own, so all of them choose the same. The choice is the planner's:
+by the simulated steps of the k that are worth trying (``simulate.layer_sync``). Then steps with it are measured, and it
+is taken back where they are not shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.families.reverse_first_k import reverse_first_k
+from raypipe.search.first_k import tune_first_k
+from raypipe.simulate.layer_sync import layer_step_time
+
+TRY_AT, JUDGE_AT = 8, 16
+"""Numbers of steps after which a k is chosen, and after which it is judged: earlier steps are slow, and the order of
+sums settles in them."""
+GAIN = 0.01
+"""Share by which a simulated step must be shorter for any k above 0."""
+
+
+class FirstKTuner:
+    """Chooses k of one stage.
+
+    Args:
+        layers: layers with parameters.
+        fixed: what the job gives; None to choose it.
+    """
+
+    def __init__(self, layers: int, fixed: int | None = None) -> None:
+        self.layers = layers
+        self.k = min(fixed or 0, layers)
+        """How many layers' weight gradients are postponed."""
+        self._settled = fixed is not None or layers < 2
+        self._before: tuple[list[float], float] | None = None
+        """When gradients were complete with k = 0, and how long a step took."""
+
+    def observe(self, step: int, ready: Sequence[float], sums: Sequence[float], seconds: float) -> list[float]:
+        """Take in what was measured until a step; returns when gradients will be complete from now on.
+
+        Args:
+            step: its number, from 1; 1, 2, 4, 8, ...
+            ready: per layer, when its gradient was complete, in seconds since the last backward began.
+            sums: per layer, how long the link takes for its sum.
+            seconds: of a step, typically, since the last report.
+        """
+        if self._settled:
+            return list(ready)
+        if step >= JUDGE_AT:
+            self._settled = True
+            assert self._before is not None
+            usual, usual_s = self._before
+            if seconds < usual_s:
+                return list(ready)
+            self.k = 0
+            return usual
+        if step >= TRY_AT:
+            self._before = list(ready), seconds
+            costs = layer_costs(ready, sums)
+            found = tune_first_k(
+                lambda k: layer_step_time(reverse_first_k(self.layers, k), costs, "prioritised"), self.layers, gain=GAIN
+            )
+            self.k = found.k
+            self._settled = not found.k
+            return complete_at(costs, found.k) if found.k else list(ready)
+        return list(ready)
+
+
+def layer_costs(ready: Sequence[float], sums: Sequence[float]) -> CostTable:
+    """Return a layer's costs from when its usual backward was complete: the forward, the input gradient and the weight
+    gradient of a layer of matrix products take the same time each, about."""
+    after = [*ready[1:], 0.0]
+    each = tuple(max(1e-9, (at - before) / 2) for at, before in zip(ready, after, strict=True))
+    zeros = (0.0,) * len(each)
+    return CostTable(
+        forward=each, input_grad=each, weight_grad=each, recompute=each, all_reduce=tuple(sums), update=zeros
+    )  # fmt: skip
+
+
+def complete_at(costs: CostTable, k: int) -> list[float]:
+    """Return when each layer's gradient is complete with the first ``k`` postponed, from the backward's begin."""
+    now = 0.0
+    found = [0.0] * costs.stages
+    for layer in reversed(range(costs.stages)):
+        if layer >= k:
+            now += costs.weight_grad[layer]
+            found[layer] = now
+        now += costs.input_grad[layer]
+    for layer in range(k):
+        now += costs.weight_grad[layer]
+        found[layer] = now
+    return found
