@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from raypipe.runtime.communicators import own_address
+
 START_S = 90.0
 
 
@@ -84,7 +86,7 @@ def ray_head(cpus: int = 2, options: Sequence[str] = (), **settings: str) -> Ite
     log = (folder / "head.log").open("w")
     process = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
     try:
-        address = f"127.0.0.1:{gcs}"
+        address = f"{own_address()}:{gcs}"
         head = Head(address, f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{metrics}", folder, token)
         for url in (f"{head.dashboard}/api/version", head.metrics):
             _wait_for(url, process, folder / "head.log")
