@@ -46,7 +46,8 @@ BACKWARD = 2.0
 
 
 COUNTED = {
-    "restarted": declared.RECOVERIES, "recovered": declared.RECOVERIES, "replanned": declared.REPLANS,
+    "restarted": declared.RECOVERIES, "recovered": declared.RECOVERIES, "paused": declared.RECOVERIES,
+    "replanned": declared.REPLANS,
     "skipped": declared.SKIPPED, "rewound": declared.REWINDS,
 }  # fmt: skip
 """Events of events.jsonl, and the metrics that count them."""

@@ -115,8 +115,8 @@ def test_it_sets_all_again_for_no_more_than_its_share_of_the_time(job, tmp_path,
     monkeypatch.setattr(metrics._ends, "wait", wait)
     metrics._work()
     assert pauses[0] == 0.0
-    # Eight values of the step, the loss of the validation and two counts, 10 ms each.
-    assert pauses[1:] == pytest.approx([11 * 0.01 / run_metrics.SHARE] * 3)
+    # Eight values of the step, the loss of the validation and four counts, 10 ms each.
+    assert pauses[1:] == pytest.approx([13 * 0.01 / run_metrics.SHARE] * 3)
     metrics.close()
     assert recorded["raypipe_step",] == 5
     assert recorded["raypipe_validation_loss",] == 3.0
