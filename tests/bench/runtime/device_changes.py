@@ -40,6 +40,13 @@ AUTOSCALING = {
     "head_node_type": "head",
     "upscaling_speed": 1.0,
     "idle_timeout_minutes": 60,
+    "auth": {},
+    "file_mounts": {},
+    "file_mounts_sync_continuously": False,
+    **{key: [] for key in (
+        "cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands",
+        "head_setup_commands", "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands",
+    )},
 }  # fmt: skip
 """Ray's provider of nodes that are processes of this machine; ``train.elastic.max_devices`` asks for the second."""
 
