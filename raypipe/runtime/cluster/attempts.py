@@ -96,11 +96,14 @@ class _Reporter:
         except BaseException as error:
             self._error = error
 
-    def close(self) -> None:
-        """Wait until everything is copied and reported; raise the error of what failed."""
+    def __enter__(self) -> _Reporter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait until everything is copied and reported; raise the error of what failed, unless there is another one."""
         self._queue.put(None)
         self._thread.join()
-        if self._error is not None:
+        if self._error is not None and kind is None:
             raise self._error
 
 
@@ -110,10 +113,10 @@ def driver_loop(config: dict[str, Any]) -> None:
     job, directory = request.job, request.directory
     with _only_attempt(directory) as restarted:
         log = RunLog(directory)
-        uri = job.train.checkpoint_storage
-        reporter = _Reporter(None if uri is None else Storage(uri), job.train.keep_checkpoints)
         try:
-            _attempts(request, restarted, log, reporter)
+            uri = job.train.checkpoint_storage
+            with _Reporter(None if uri is None else Storage(uri), job.train.keep_checkpoints) as reporter:
+                _attempts(request, restarted, log, reporter)
         except Exception as error:
             cause = own_error(error)
             path = keep_traceback(directory, cause)
@@ -125,7 +128,6 @@ def driver_loop(config: dict[str, Any]) -> None:
                     plan_with_less(job, directory, log, cause)
                 raise
         finally:
-            reporter.close()
             log.close()
 
 
