@@ -142,6 +142,7 @@ def test_losses_statistics_and_evaluation_are_those_of_gradient_accumulation(sta
         "1f1b": {"schedule": "1f1b", "stages": 2, "recompute": "full"},
         "zb-h1": {"schedule": "zb-h1", "stages": 2},
         "chimera": {"schedule": "chimera", "stages": 2},
+        "by layer": {"schedule": "1f1b", "stages": 1, "replicas": 2, "sync": "reverse-first-k", "first_k": 4},
         "replicas": {"schedule": "1f1b", "stages": 2, "replicas": 2},
     }
     for name, parallel in plans.items():

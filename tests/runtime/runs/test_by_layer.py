@@ -43,6 +43,18 @@ def test_losses_of_plain_pytorch(parallel, sync, reference, stage_pool, text_fol
 
 
 @pytest.mark.runs
+@pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16-true"])
+def test_casts_and_master_weights_follow_each_layer(dtype, stage_pool, text_folder, tmp_path) -> None:
+    """Two replicas' sums are the same in any pieces, and so are all losses."""
+    kinds = {"usual": {}, "done": {"sync": "prioritised"}}
+    losses = [
+        drive(small_job(text_folder, {"replicas": 2, **sync}, dtype=dtype), stage_pool, tmp_path / name).losses
+        for name, sync in kinds.items()
+    ]
+    assert losses[1] == losses[0]
+
+
+@pytest.mark.runs
 def test_a_k_that_is_chosen_while_the_run_goes_on(stage_pool, text_folder, tmp_path) -> None:
     """Whatever it is, and whether or not it is taken back, the losses stay."""
     usual = drive(small_job(text_folder, {"replicas": 2}, steps=20), stage_pool, tmp_path / "usual")
