@@ -108,11 +108,21 @@ def not_finite(module: StageModule, pieces: Sequence[Piece]) -> str | None:
         if piece.tensor.is_floating_point() and piece.tensor.numel() and piece.key not in frozen:
             by_kind.setdefault((piece.tensor.device, piece.tensor.dtype), []).append(piece)
     for group in by_kind.values():
-        # The largest magnitude is exact in every dtype and propagates NaN; one host sync serves the whole group.
-        largest = torch.stack(torch._foreach_norm([piece.tensor for piece in group], math.inf))
+        largest = _largest([piece.tensor for piece in group])
         if not bool(torch.isfinite(largest).all()):
             return group[int(torch.isfinite(largest).logical_not().nonzero()[0])].key
     return None
+
+
+def _largest(tensors: list[Tensor]) -> Tensor:
+    """Return the largest magnitude in each tensor of one device and dtype, ``[tensors]``.
+
+    Largest and smallest values are exact in every dtype and propagate NaN. On a GPU one launch, and one wait of the
+    host, serve all tensors; on a CPU torch's norm takes ten times as long as these two.
+    """
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(tensors, math.inf))
+    return torch.stack([torch.stack(torch.aminmax(x)) for x in tensors]).abs().amax(1)
 
 
 def read_state(

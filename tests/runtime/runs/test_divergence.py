@@ -133,6 +133,8 @@ def test_what_is_not_finite_is_found_in_every_dtype_and_frozen_masks_are_left_al
         return not_finite(Held(), [Piece(key.replace("__", "/"), value, None) for key, value in values.items()])  # type: ignore[arg-type]
 
     big = torch.full((40,), 60000.0, dtype=torch.float16)  # finite, though the norm of it is not
+    far = torch.tensor([1.7e308, -1.7e308], dtype=torch.float64)  # finite, though their distance is not
+    assert found(far=far) is None
     assert found(a=big, b=torch.ones(3, dtype=torch.int64), c=torch.ones(0), d=torch.tensor(1.0)) is None
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for bad in (float("nan"), float("inf"), -float("inf")):
