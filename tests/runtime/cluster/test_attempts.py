@@ -27,9 +27,14 @@ def test_a_copy_that_fails_fails_the_attempt(tmp_path: Path) -> None:
 
 def test_what_failed_before_is_told_rather_than_the_copy(tmp_path: Path) -> None:
     storage: Any = FullStorage()
-    with pytest.raises(DevicesError, match="gone"), attempts._Reporter(storage, 1) as reporter:
-        reporter.saved(3, tmp_path, {})
-        raise DevicesError("devices", "gone", "wait")
+
+    def attempt() -> None:
+        with attempts._Reporter(storage, 1) as reporter:
+            reporter.saved(3, tmp_path, {})
+            raise DevicesError("devices", "gone", "wait")
+
+    with pytest.raises(DevicesError, match="gone"):
+        attempt()
 
 
 def test_only_changes_of_this_run_count(tmp_path: Path) -> None:
