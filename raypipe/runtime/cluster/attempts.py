@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -134,13 +134,15 @@ def driver_loop(config: dict[str, Any]) -> None:
 def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Reporter) -> None:
     """Run to the end, an elastic run on one set of devices after the other."""
     directory, elastic = request.directory, request.job.train.elastic is not None
+    resumes, reservation = request.resume or restarted, request.reservation
     changes = devices_changed(directory)
-    reservation = _newest(request, changes)
-    resumes = request.resume or restarted
     if restarted:
         if not failure_logged(directory):
             log.event("failed", message=DRIVER_DIED)
-        reservation.end_attempts()
+        with suppress(DevicesError):
+            _newest(request, changes).end_attempts()
+        if _awaits_devices(directory):
+            changes = _next_change(directory, changes)
     while True:
         # A restart continues from the newest checkpoint; a first attempt does so only when asked to resume.
         checkpoint, notices = latest(directory / "checkpoints") if resumes else (None, [])
@@ -152,6 +154,7 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
             where = str(checkpoint) if checkpoint else None
             log.event("restarted", checkpoint=where, step=done, steps_repeated=lost)
         try:
+            reservation = _newest(request, changes)
             driver = _attempt(request, reservation, checkpoint, done, log, reporter)
         except Exception as error:
             if not (elastic and (isinstance(error, DevicesError) or _breaks(reservation))):
@@ -169,10 +172,7 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
                 return
             log.event("paused", **driver.paused)  # not before: the devices are given back then
             restarted = False
-        while len(changed := devices_changed(directory)) == len(changes):
-            time.sleep(LOOK_S)
-        changes, resumes = changed, True
-        reservation = _newest(request, changes)
+        changes, resumes = _next_change(directory, changes), True
 
 
 def _attempt(
@@ -215,9 +215,26 @@ def _breaks(reservation: Reservation) -> bool:
 
 def devices_changed(directory: Path) -> list[dict[str, Any]]:
     """Return the changes of devices since the run was last started, oldest first."""
+    return [e for e in _of_this_run(directory) if e["event"] == "resized"]
+
+
+def _awaits_devices(directory: Path) -> bool:
+    """Return whether an attempt gave up its devices, and there are no others yet."""
+    marks = [e["event"] for e in _of_this_run(directory) if e["event"] in ("devices_lost", "paused", "resized")]
+    return bool(marks) and marks[-1] != "resized"
+
+
+def _of_this_run(directory: Path) -> list[dict[str, Any]]:
     events = read_rows(directory / EVENTS)
     begun = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
-    return [e for e in events[begun:] if e["event"] == "resized"]
+    return events[begun:]
+
+
+def _next_change(directory: Path, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Wait until there are other devices; return all changes. This process ends with the one that started the run."""
+    while len(found := devices_changed(directory)) == len(known):
+        time.sleep(LOOK_S)
+    return found
 
 
 def _newest(request: RunRequest, changes: list[dict[str, Any]]) -> Reservation:

@@ -48,3 +48,14 @@ def test_only_changes_of_this_run_count(tmp_path: Path) -> None:
     log.event("resized", reservation="b")
     log.close()
     assert [change["reservation"] for change in attempts.devices_changed(tmp_path)] == ["a", "b"]
+
+
+def test_a_driver_that_died_while_it_waited_for_devices_waits_again(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for event, awaits in (
+        ("paused", True), ("run", False), ("started", False), ("devices_lost", True), ("failed", True),
+        ("resized", False), ("paused", True),
+    ):  # fmt: skip
+        log.event(event)
+        assert attempts._awaits_devices(tmp_path) is awaits, event
+    log.close()
