@@ -84,8 +84,9 @@ class Executor(ProgramRunner):
         self.by_layer: LayerUpdates | None = None
         """Makes the updates instead, where each layer's is made when its own sum is in."""
         if settings.by_layer:
-            push = lambda: self.outgoing.push()  # noqa: E731
-            self.by_layer = LayerUpdates(modules, optimizers, sync, push, self.clock, self.statistics.move)
+            self.by_layer = LayerUpdates(
+                modules, optimizers, sync, self.outgoing.push, self.clock, self.statistics.move
+            )
         # The micro-batch ids in keys continue over the steps, as in ``p2p_buffers``.
         self._saved: dict[tuple[int, int], MicrobatchState] = {}
         self._fed: dict[int, Inputs] = {}
@@ -446,6 +447,11 @@ class Executor(ProgramRunner):
         self._saved.clear()
         self._losses.clear()
         self._counted.clear()
+
+    def close(self) -> None:
+        """Let go of what refers back to this, so that it ends when nobody uses it any more."""
+        if self.by_layer is not None:
+            self.by_layer.close()
 
     def _end(self, marks: NDArray[np.float64], memory: StepMemory) -> StartedStep:
         losses = self._losses.pop(self.step, [])

@@ -304,6 +304,8 @@ class StageWorker:
     def _leave(self) -> None:
         """Close what an earlier, perhaps failed, ``setup`` opened: a worker may serve several plans in turn."""
         self.shard_writer.drop()
+        if hasattr(self, "executor"):
+            self.executor.close()
         if hasattr(self, "communicators"):
             self.communicators.close()
         for module in getattr(self, "modules", {}).values():

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from raypipe.runtime.clocks.clock import Clock, HostClock, Mark
 from raypipe.runtime.stage.stage import StageModule
@@ -82,12 +83,14 @@ class LayerUpdates:
         self._open: dict[StageKey, Deferred] = {}
         self._late: dict[int, LateResult] = {}
         self._ties: list[TieSum] = []
+        self._hooks: list[RemovableHandle] = []
         self._reads: dict[tuple[StageKey, int], list[nn.Parameter]] = {}
         for key, module in modules.items():
             trained = {id(p): p for p in module.trained.values()}
             for number, block in enumerate(module.body.blocks):
                 self._reads[key, number] = [trained[id(p)] for p in block.parameters() if id(p) in trained]
-                block.register_forward_pre_hook(partial(self._before, key, number))
+                hook = block.register_forward_pre_hook(partial(self._before, key, number))
+                self._hooks.append(hook)
 
     def begin(self) -> None:
         """All sums of this device's step have been started: start those of parameters that several stages hold."""
@@ -137,6 +140,17 @@ class LayerUpdates:
         """Make what is left of all updates."""
         for key in list(self._open):
             self.complete(key)
+
+    def close(self) -> None:
+        """Give up what is left of the updates, and everything that this refers to.
+
+        A worker's objects are not looked through for reference cycles (``gc.freeze``), so none may be left behind:
+        with it, the process groups of the plan before would live on.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._open.clear()
+        self._late.clear()
 
     def report(self, step: int, program: Program, times: NDArray[np.float64]) -> float:
         """Return this device's share of a step's squared gradient norm; its updates are completed for that.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,3 +146,22 @@ def test_norms_are_reported_when_they_are_known(monkeypatch) -> None:
     for usual, late in zip(*results, strict=True):
         assert late.norm_squared == pytest.approx(usual.norm_squared, rel=1e-12)
         assert late.loss_sum == usual.loss_sum
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_an_executor_that_is_closed_leaves_no_cycles(by_layer, monkeypatch) -> None:
+    """Workers freeze their objects, so what a cycle holds would live on: the modules, and the groups of a plan."""
+    monkeypatch.setattr(bucketed_all_reduce.dist, "all_reduce", Log().all_reduce)
+    gc.collect()
+    gc.disable()
+    try:
+        groups = {"stage 0": Group()}
+        model = GptLayers(SPEC, torch.float64)
+        made = one_device(model, even_cut(model, 1), ROWS, torch.float64, 2, groups=groups, by_layer=by_layer)
+        made.executor.start(made.program, 0, LR)
+        left = weakref.ref(groups["stage 0"]), weakref.ref(made.stages[0]), weakref.ref(made.executor)
+        made.executor.close()
+        del made, groups, model
+        assert [what() for what in left] == [None, None, None]
+    finally:
+        gc.enable()
