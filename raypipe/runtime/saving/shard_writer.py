@@ -115,6 +115,7 @@ class ShardWriter:
         return written
 
     def drop(self) -> None:
-        """Wait for the write that is under way, and forget it."""
+        """Wait for the write that is under way, forget it, and free the copy."""
         with suppress(Exception):
             self.wait()
+        self._snapshot = Snapshot()

@@ -14,6 +14,14 @@ from raypipe.runtime.recovery.ledger import Ledger
 from raypipe.runtime.worker import StageWorker
 
 
+def orders(file: Path) -> list[str]:
+    """Rank, step, moment and count of the file; nothing if it is gone: another worker may just have died by it."""
+    try:
+        return file.read_text().split()
+    except FileNotFoundError:
+        return []
+
+
 class DyingExecutor(Executor):
     """Dies before the task of a kind, after as many of that kind in the step; or where it tells the others of it."""
 
@@ -29,9 +37,9 @@ class DyingExecutor(Executor):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _now(self, moment: str) -> bool:
-        if not self.file.exists():
+        if not (found := orders(self.file)):
             return False
-        rank, step, wanted, _ = self.file.read_text().split()
+        rank, step, wanted, _ = found
         return (self.rank, self.training and self.step, moment) == (int(rank), int(step), wanted)
 
     def run_task(self, action: Any) -> None:
@@ -76,8 +84,8 @@ def dying(file: Path) -> type[StageWorker]:
 
         @staticmethod
         def write_shard(folder: Path, name: str, snapshot: Snapshot) -> ShardInfo:
-            if file.exists():
-                rank, step, moment, _ = file.read_text().split()
+            if found := orders(file):
+                rank, step, moment, _ = found
                 if (name, moment) == (f"rank-{int(rank):05d}", "write"):
                     (folder / f"{name}.safetensors.partial").write_bytes(b"the first bytes")
                     while DyingExecutor.newest < int(step) + 2:  # all have begun the save, and two steps after it
