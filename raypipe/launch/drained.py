@@ -21,10 +21,15 @@ class DrainedNodes:
 
     def look(self) -> None:
         """See whether there are more of them; call it now and then."""
+        from ray.exceptions import RayError
+
         from raypipe.runtime.cluster.autoscaler import drained_nodes
 
-        found = drained_nodes()
-        new = found & self._reservation.nodes() - self._known if found else set()
+        try:
+            found = drained_nodes() - self._known
+            new = found & self._reservation.nodes() if found else found
+        except RayError:  # it does not answer now: the run need not end for that
+            return
         if not new:
             return
         self._known |= new

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +78,12 @@ class Elastic:
         if ended:
             self._change(ended[-1])
         elif self._next is None and asked_to_stop(self.prepared.directory) is None:
-            self._see_lost()
-            self._see_drained()
-            self._see_more()
+            from ray.exceptions import RayError
+
+            with suppress(RayError):  # Ray does not answer now: the run need not end for that
+                self._see_lost()
+                self._see_drained()
+                self._see_more()
 
     def _change(self, ended: dict[str, Any]) -> None:
         """Plan for the devices that there are, reserve them and let the driver go on."""

@@ -6,11 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from raypipe.launch.drained import DrainedNodes
 from raypipe.observe.run_dir import asked_to_save
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.cluster import autoscaler
+
+
+def unanswered() -> set[str]:
+    raise RaySystemError("GCS is not available")
 
 
 def test_a_node_that_will_go_asks_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,4 +32,6 @@ def test_a_node_that_will_go_asks_for_a_checkpoint(tmp_path: Path, monkeypatch: 
         assert asked_to_save(tmp_path)
         drained.look()
         assert not asked_to_save(tmp_path)
+    monkeypatch.setattr(autoscaler, "drained_nodes", unanswered)
+    drained.look()
     assert [row["message"][-1] for row in read_rows(tmp_path / EVENTS)] == ["a", "b"]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from raypipe.errors import RunError, SpecError
 from raypipe.job.load import job_from
@@ -166,6 +167,15 @@ def test_devices_that_will_go_are_left_before_they_do(run: Run) -> None:
     run.look(5)
     (change,) = run.resized()
     assert (change["devices"], change["was"]) == (1, 2)
+
+
+def test_a_ray_that_does_not_answer_ends_no_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unanswered() -> bool:
+        raise RaySystemError("GCS is not available")
+
+    monkeypatch.setattr(run.reserved[0], "is_broken", unanswered)
+    run.look(1)
+    assert asked_to_stop(run.directory) is None
 
 
 def test_it_keeps_within_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ def _sentences(row: dict[str, Any]) -> list[str]:
     if kind == "resized":
         p = row["plan"]
         shape = f"{p['schedule']}, {p['stages']} stages x {p['replicas']} replicas, micro-batches of {p['microbatch']}"
+        if row["devices"] == row["was"]:
+            return [f"going on with {row['devices']} devices, as before: {shape}"]
         return [f"going on with {row['devices']} devices instead of {row['was']}: {shape}"]
     if kind == "devices_lost":
         return [f"devices are lost: {row['message']}"]

@@ -42,11 +42,11 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _RAISES = re.compile(r"raise [\w.]+\(")
+"""A line that makes and raises an exception."""
+_MISSING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""What a file that is not there, or not for this user, causes however often it is asked for."""
 _ASSERT = "device-side assert"
 """CUDA's message when a kernel rejects an index. It is a bug: unlike CUDA's other errors it would happen again."""
-
-
-_MISSING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 def kind_of(error: BaseException) -> str:

@@ -102,9 +102,7 @@ class RunCheckpoints:
         """
         path = step_directory(self.root, step)
         self._committed = (step, path)
-        self._log.event(
-            "checkpoint", step=step, path=str(path), best=is_best, stall_s=stall_s, write_s=write_s
-        )  # fmt: skip
+        self._log.event("checkpoint", step=step, path=str(path), best=is_best, stall_s=stall_s, write_s=write_s)
         self._saved(step, path, {"step": step, **metrics})
 
     def delete(self, path: Path) -> None:

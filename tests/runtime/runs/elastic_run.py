@@ -82,22 +82,25 @@ class ElasticRun:
         """Steps logged by now."""
         return len(rows(self.directory / "metrics.jsonl"))
 
-    def wait(self, until: Callable[[], bool]) -> float:
-        """Wait, and return for how many seconds."""
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait until something holds.
+
+        Raises:
+            RuntimeError: the run has ended, or it takes too long.
+        """
         begun = time.monotonic()
         while not until():
             if self.process.poll() is not None or time.monotonic() - begun > PATIENCE_S:
                 self.finish()
                 raise RuntimeError(f"the run does not go on: {self.said[-2000:]}")
             time.sleep(0.05)
-        return time.monotonic() - begun
 
-    def next_step_after_change(self, number: int) -> float:
-        """Wait for the first step after the ``number``-th change of devices; return the seconds until then."""
-        changed = self.wait(lambda: len(events(self.directory, "resized")) >= number)
-        started = self.wait(lambda: len(events(self.directory, "started")) > number)
+    def next_step_after_change(self, number: int) -> None:
+        """Wait for the first step after the ``number``-th change of devices."""
+        self.wait(lambda: len(events(self.directory, "resized")) >= number)
+        self.wait(lambda: len(events(self.directory, "started")) > number)
         step = self.steps()
-        return changed + started + self.wait(lambda: self.steps() > step)
+        self.wait(lambda: self.steps() > step)
 
     def finish(self) -> None:
         """End the run, and keep its result and what it said."""
