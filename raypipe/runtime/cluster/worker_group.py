@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from raypipe.schedule.ir import Schedule
 
 START_S = 120.0
 """Time that the worker processes have to start, once their devices are reserved."""
+LOOK_S = 1.0
+"""Interval at which a group that waits for its workers looks whether their nodes are there."""
 CALLS = 64
 """Number of newest calls per worker whose references a group keeps, to find the cause of a failure among them. It is
 more than are ever queued, and few enough that a long run does not keep all results alive."""
@@ -104,17 +107,25 @@ class WorkerGroup:
         """Wait until all workers have started, and note where they are.
 
         Raises:
-            TransportError: some did not start within ``START_S``; the run may try again.
+            TransportError: some did not start within ``START_S``, or the node of one is gone; the run may try again.
         """
-        where = self.call("locate")
-        _, late = ray.wait(where, num_returns=len(where), timeout=START_S)
+        where = late = self.call("locate")
+        deadline = time.monotonic() + START_S
+        while late and time.monotonic() < deadline:
+            _, late = ray.wait(where, num_returns=len(where), timeout=LOOK_S)
+            if late and self.places is not None and self.places.place.is_broken():
+                first = self._first_of(where, late)
+                raise TransportError(first, "its node, or another of the run's, is gone", "bring it back, or resume")
         if late:
-            first = next(title for title, ref in zip(self.titles, where, strict=True) if ref in late)
             raise TransportError(
-                first, f"{len(late)} of {len(where)} workers, this one first, did not start within {START_S:g} s",
+                self._first_of(where, late),
+                f"{len(late)} of {len(where)} workers, this one first, did not start within {START_S:g} s",
                 "see whether its node is overloaded or out of memory, and Ray's logs there",
-            )  # fmt: skip
+            )
         self.locations[:] = ray.get(where)
+
+    def _first_of(self, asked: Sequence[Any], late: Sequence[Any]) -> str:
+        return next(title for title, ref in zip(self.titles, asked, strict=True) if ref in late)
 
     def first_ranks(self) -> dict[str, int]:
         """Return the first rank on each node, by Ray's id of the node."""

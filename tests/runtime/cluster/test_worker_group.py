@@ -9,8 +9,9 @@ import pytest
 import ray
 from ray.util import list_named_actors
 
-from raypipe.errors import RunError
+from raypipe.errors import RunError, TransportError
 from raypipe.runtime.cluster.devices import DeviceRequest
+from raypipe.runtime.cluster.reserve import Reservation
 from raypipe.runtime.cluster.worker_group import device_title, start_actors, start_worker_group
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
@@ -113,6 +114,29 @@ def test_actors_of_which_one_does_not_come_up_are_all_gone(local_ray) -> None:
     assert not [name for name in list_named_actors() if name.startswith(("sound one", "broken one"))]
     groups = ray.util.placement_group_table().values()
     assert all(group["state"] == "REMOVED" for group in groups if group["name"].startswith("raypipe "))
+
+
+@pytest.mark.runs
+def test_a_worker_whose_node_is_gone_is_not_waited_for(local_ray, monkeypatch) -> None:
+    group = start_actors(["here", "away"], DeviceRequest(cpus=0.01, gpus=0.0), Sound)
+    monkeypatch.setattr(Reservation, "is_broken", lambda self: True)
+    try:
+        group.locate()  # all are there, so whether a node is gone does not matter
+        group.actors[1] = ray.remote(Sound).options(resources={"of a lost node": 1}).remote(1, "away")
+        with pytest.raises(TransportError, match="away: its node, or another of the run's, is gone"):
+            group.locate()
+    finally:
+        group.stop()
+
+
+class Sound:
+    """An actor that comes up."""
+
+    def __init__(self, rank: int, title: str) -> None:
+        pass
+
+    def locate(self) -> None:
+        pass
 
 
 def _wait_until_gone(pids: list[int]) -> None:
