@@ -66,12 +66,10 @@ def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
     import uuid
 
     import ray
-    from ray.util.placement_group import placement_group
 
     from raypipe.runtime.cluster.worker_group import WorkerGroup
     from raypipe.runtime.worker import StageWorker
 
-    group = placement_group([{"CPU": 0.01}])
     actors: list[object] = []
 
     def take(devices: int) -> WorkerGroup:
@@ -84,7 +82,7 @@ def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
             )
         used = actors[:devices]
         locations = ray.get([actor.locate.remote() for actor in used], timeout=120)  # a fresh port for every use
-        return WorkerGroup(list(used), [x.peer.name for x in locations], locations, group, uuid.uuid4().hex[:8])
+        return WorkerGroup(list(used), [x.peer.name for x in locations], locations, uuid.uuid4().hex[:8])
 
     yield take
     for actor in actors:

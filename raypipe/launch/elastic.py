@@ -3,8 +3,9 @@
 The plan is made from the profile that the run began with, so that no device has to be measured again. Losses stay those
 of the undisturbed run up to rounding: the order of the data and dropout depend on no plan, and checkpoints on none.
 
-The driver ends its workers and logs ``devices_lost`` or ``paused``; then this reserves other devices and logs
-``resized``, and the driver goes on with them (``runtime/cluster/attempts.py``).
+The workers leave their plan and the driver logs ``devices_lost`` or ``paused``; then this gives back what is lost,
+reserves what is missing and logs ``resized``, and the driver goes on (``runtime/cluster/attempts.py``). Workers whose
+devices stay serve on, and processes for more devices start before the run pauses for them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from raypipe.plan.plan import Plan, build_schedule
 
 if TYPE_CHECKING:
     from raypipe.runtime.cluster.reserve import Reservation
+    from raypipe.runtime.recovery.standby import Warm
 
 SETTLE_S = 2.0
 """A number of free devices counts once it has stayed for so long: nodes come one by one, and other jobs come and go."""
@@ -39,9 +41,9 @@ class Elastic:
     """Looks after the devices of one run."""
 
     def __init__(
-        self, prepared: Prepared, reservation: Reservation, reserve: Callable[[Prepared], Reservation]
+        self, prepared: Prepared, reservation: Reservation, reserve: Callable[[Prepared, str], Reservation]
     ) -> None:
-        """Begin with a plan and its devices; ``reserve`` waits for those of another plan."""
+        """Begin with a plan and its devices; ``reserve`` waits for those of another plan, under the run's id."""
         from raypipe.runtime.cluster.autoscaler import requested
 
         spec = prepared.job.train.elastic
@@ -51,7 +53,13 @@ class Elastic:
         self._events = Follower(prepared.directory / EVENTS)
         self._asked: AbstractContextManager[None] = requested(reservation.request, spec.max_devices)
         self._next: Plan | None = None
-        """The plan for more devices, while the run is asked to pause for it."""
+        """The plan for more devices, until the run has paused for it."""
+        self._why = ""
+        """Why it will be asked to."""
+        self._more: Warm | None = None
+        """The processes that are started for it."""
+        self._released = False
+        """Whether devices on living nodes were given back just now."""
         self._could, self._since = 0, time.monotonic()
         """Number of devices that the run could use, and since when it is that."""
         self._judged = _devices(prepared)
@@ -66,6 +74,8 @@ class Elastic:
 
     def __exit__(self, *error: Any) -> None:
         self._asked.__exit__(*error)
+        self._take_more()
+        self._reservation.give_back()
 
     def look(self) -> None:
         """Change the devices where the run has ended for it, and else see whether to; call it now and then.
@@ -77,7 +87,12 @@ class Elastic:
         ended = [row for row in self._events.new_rows() if row["event"] in ("devices_lost", "paused")]
         if ended:
             self._change(ended[-1])
-        elif self._next is None and asked_to_stop(self.prepared.directory) is None:
+        elif asked_to_stop(self.prepared.directory) is not None:
+            pass
+        elif self._next is not None:
+            if self._more is None or self._more.ready():
+                ask_to_pause(self.prepared.directory, self._why)
+        else:
             from ray.exceptions import RayError
 
             with suppress(RayError):  # Ray does not answer now: the run need not end for that
@@ -88,37 +103,70 @@ class Elastic:
     def _change(self, ended: dict[str, Any]) -> None:
         """Plan for the devices that there are, reserve them and let the driver go on."""
         was, plan, directory = _devices(self.prepared), self._next, self.prepared.directory
+        self._take_more()
+        self._give_up(self._going())
         lost = ended["event"] == "devices_lost"
-        if lost and self._come_back():
+        if lost and self._come_back(was):
             plan = self.prepared.plan
-        else:
-            self._reservation.give_back()
-            if lost or plan is None:
-                plan = self._plan(self.spec.within(self._settled()))
-            plan.save(directory / "plan.json")
-            job = with_plan(self.prepared.job, plan)
-            self.prepared = replace(
-                self.prepared, job=job, plan=plan, schedule=build_schedule(plan, job.train.batch), resume=True
-            )
-            self._reservation = self._reserve(self.prepared)
+        elif lost or plan is None or plan.parallel.devices > self._could_use():
+            plan = self._plan(self.spec.within(self._could_use()))
+        plan.save(directory / "plan.json")
+        job = with_plan(self.prepared.job, plan)
+        self.prepared = replace(
+            self.prepared, job=job, plan=plan, schedule=build_schedule(plan, job.train.batch), resume=True
+        )
+        self._hold()
         self._next, self._judged, self._broken_since = None, _devices(self.prepared), None
         go_on(directory)
         keys = ("schedule", "stages", "replicas", "microbatch")
         log = RunLog(directory)
         log.event(
-            "resized", devices=_devices(self.prepared), was=was, reservation=self._reservation.run_id,
+            "resized", devices=_devices(self.prepared), was=was,
+            reservation=[part.name for part in self._reservation.parts],
             plan={key: getattr(plan.parallel, key) for key in keys}, message=ended["message"],
         )  # fmt: skip
         log.close()
 
-    def _come_back(self) -> bool:
-        """Wait ``wait_s`` for Ray to find other devices in place of the lost ones; return whether it did."""
+    def _take_more(self) -> None:
+        """Count the devices that are held for more workers as the run's."""
+        if self._more is not None:
+            self._reservation, self._more = self._more.reservation, None
+
+    def _going(self) -> set[str]:
+        from raypipe.runtime.cluster.autoscaler import drained_nodes
+
+        return drained_nodes()
+
+    def _give_up(self, going: set[str]) -> None:
+        """Give back what is lost or on nodes that go; whole reservations take a moment to be free again."""
+        before = self._reservation.devices
+        self._reservation = self._reservation.without(going)
+        self._released = self._released or (before > 0 and self._reservation.devices == 0)
+
+    def _come_back(self, devices: int) -> bool:
+        """Wait ``wait_s`` for as many devices as there were; return whether they came."""
         deadline = time.monotonic() + self.spec.wait_s
-        while self._reservation.is_broken():
+        while self._reservation.devices + self._free() < devices:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.1)
         return True
+
+    def _could_use(self) -> int:
+        """Return how many devices the run has or could have now."""
+        return self._settled() if self._released else self._reservation.devices + self._free()
+
+    def _hold(self) -> None:
+        """Hold the devices of the plan: those that the run has, and others beside them or in their place."""
+        devices, tensor = _devices(self.prepared), self.prepared.plan.parallel.tensor
+        if self._reservation.together == tensor and not self._reservation.kinds.bundles:
+            self._reservation = self._reservation.at_most(devices)
+            found = self._reservation.with_more(devices)
+            if found is not None:
+                self._reservation, self._released = found, False
+                return
+        self._reservation.give_back()
+        self._reservation, self._released = self._reserve(self.prepared, self._reservation.run_id), False
 
     def _see_lost(self) -> None:
         """Give the devices back if some have been lost for long and the driver does not see it.
@@ -131,14 +179,12 @@ class Elastic:
         elif self._broken_since is None:
             self._broken_since = now
         elif now - self._broken_since > self.spec.wait_s + MOST_S:
-            self._reservation.give_back()
+            self._give_up(set())
             self._broken_since = None
 
     def _see_drained(self) -> None:
         """Ask the run to pause if nodes that it uses will go soon, so that no step is lost."""
-        from raypipe.runtime.cluster.autoscaler import drained_nodes
-
-        going = drained_nodes() & self._reservation.nodes()
+        going = self._going() & self._reservation.nodes()
         if going:
             ask_to_pause(self.prepared.directory, f"{len(going)} of its nodes will go: {', '.join(sorted(going))}")
 
@@ -150,16 +196,24 @@ class Elastic:
             self._could, self._since = could, now
         if could <= used or could == self._judged or now - self._since < SETTLE_S:
             return
-        if asked_to_stop(self.prepared.directory) is not None:
-            return
         self._judged = could
         plan = self._plan(could)
         was, new = self.prepared.plan.predicted_step_s, plan.predicted_step_s
         if was is None or new is None or new > (1 - WORTH) * was:
             return
         self._next = plan
-        saves = f"a step of {new:.4f} s expected instead of {was:.4f}"
-        ask_to_pause(self.prepared.directory, f"{could - used} more devices: {saves}")
+        self._why = f"{could - used} more devices: a step of {new:.4f} s expected instead of {was:.4f}"
+        self._more = self._warm_up(plan)
+
+    def _warm_up(self, plan: Plan) -> Warm | None:
+        """Start the processes that a plan needs beside those there are; None where they start when the run pauses."""
+        from raypipe.runtime.recovery.standby import Warm
+
+        reservation = self._reservation
+        if reservation.together != plan.parallel.tensor or reservation.kinds.bundles:
+            return None
+        more = reservation.with_more(plan.parallel.devices)
+        return None if more is None else Warm(more, reservation)
 
     def _plan(self, devices: int) -> Plan:
         from raypipe.cost.profile import load_profile

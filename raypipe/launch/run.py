@@ -83,9 +83,7 @@ def _on_devices(
     from raypipe.runtime.cluster.rank_order import kinds_of
     from raypipe.runtime.cluster.reserve import reserve
 
-    held: list[Reservation] = []
-
-    def hold_for(prepared: Prepared) -> Reservation:
+    def hold_for(prepared: Prepared, run_id: str | None = None) -> Reservation:
         log, tensor = RunLog(prepared.directory), prepared.plan.parallel.tensor
 
         def waiting(message: str) -> None:
@@ -93,24 +91,23 @@ def _on_devices(
             watch()
 
         try:
-            wait_s = prepared.job.train.wait_for_devices_s
-            count = prepared.schedule.devices * tensor
-            held.append(reserve(count, devices, wait_s, waiting, tensor, kinds_of(prepared.plan)))
+            train, kinds = prepared.job.train, kinds_of(prepared.plan)
+            count, by_node = prepared.schedule.devices * tensor, train.elastic is not None
+            return reserve(count, devices, train.wait_for_devices_s, waiting, tensor, kinds, by_node, run_id)
         finally:
             log.close()
-        return held[-1]
 
-    try:
-        request = RunRequest(prepared.job, prepared.directory, prepared.resume, devices, hold_for(prepared))
-        if prepared.job.train.elastic is None:
-            drained = DrainedNodes(prepared.directory, request.reservation)
+    reservation = hold_for(prepared)
+    request = RunRequest(prepared.job, prepared.directory, prepared.resume, devices, reservation)
+    if prepared.job.train.elastic is None:
+        drained = DrainedNodes(prepared.directory, reservation)
+        try:
             return prepared, _ended(request, [drained.look, watch])
-        with Elastic(prepared, request.reservation, hold_for) as elastic:
-            ended = _ended(request, [elastic.look, watch])
-            return elastic.prepared, ended
-    finally:
-        for reservation in held:
+        finally:
             reservation.give_back()
+    with Elastic(prepared, reservation, hold_for) as elastic:
+        ended = _ended(request, [elastic.look, watch])
+        return elastic.prepared, ended
 
 
 def _ended(request: RunRequest, watch: Sequence[Callable[[], None]]) -> Result | BaseException:

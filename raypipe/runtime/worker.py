@@ -35,7 +35,7 @@ from raypipe.runtime.process import choose_precision, heap_bytes, set_up_cuda, s
 from raypipe.runtime.recovery.ledger import Ledger
 from raypipe.runtime.recovery.parting import parts_when_lost
 from raypipe.runtime.recovery.standing import Facts, Standing
-from raypipe.runtime.recovery.survivor import part, settle
+from raypipe.runtime.recovery.survivor import leave, part, settle
 from raypipe.runtime.recovery.transfer import receive_stage, send_stage
 from raypipe.runtime.recovery.twins import Transfer
 from raypipe.runtime.saving.shard_writer import SaveBegun, ShardWriter, Write, Written
@@ -78,11 +78,17 @@ class StageWorker:
         set_up_process(self.device)
         self.memory_reports = MemoryReports(self.device)
         self.shard_writer = ShardWriter(type(self).write_shard)
+        self.apart = False
+        """Whether this device has left the groups that it shared with others."""
         self.parted: Standing | None = None
-        """How far this device was when it left the groups that it had shared with one that died; None if it is in."""
+        """How far it was then, where it may go on with the same plan."""
 
     def __repr__(self) -> str:
         return self.title
+
+    def become(self, rank: int, title: str) -> None:
+        """Be the worker of another rank from the next ``setup`` on."""
+        self.rank, self.title = rank, title
 
     def whereabouts(self) -> str:
         """Name this device and the task it is running, for error messages."""
@@ -136,21 +142,28 @@ class StageWorker:
 
     def _begin(self, setup: Setup) -> None:
         """Join the other devices."""
-        self.setup_data, self.parted = setup, None
+        self.setup_data, self.apart, self.parted = setup, False, None
         self.started: dict[int, StartedStep] = {}
         choose_precision(self.device, setup.job.train.tf32)
         if setup.job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.communicators = Communicators(setup.rank, setup.topology, self._backend(setup.topology))
 
-    def part(self) -> Standing:
-        """Leave the channels and groups for good, because a device has died; say how far this one is.
+    def part(self) -> Standing | None:
+        """Leave the channels and groups for good, because a device has died or the devices change.
 
-        It does nothing more until ``rejoin``.
+        It does nothing more until ``rejoin`` or another ``setup``.
+
+        Returns:
+            How far this device is; None where the run does not recover in place.
         """
-        if self.parted is None:
+        if not self.apart:
+            self.apart = True
             set_group(Alone())
-            self.parted = part(self.executor, self.communicators)
+            if self.executor.ledger is None:
+                leave(self.executor, self.communicators)
+            else:
+                self.parted = part(self.executor, self.communicators)
         return self.parted
 
     @raises_device_errors
@@ -300,6 +313,12 @@ class StageWorker:
     def _backend(self, topology: Topology) -> str:
         own_gpus = len({p.device for p in topology.peers}) == len(topology.peers)
         return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
+
+    def leave(self) -> None:
+        """Leave the plan for good, whatever became of the others; the process waits for the next ``setup``."""
+        if hasattr(self, "executor"):
+            self.part()
+        self._leave()
 
     def _leave(self) -> None:
         """Close what an earlier, perhaps failed, ``setup`` opened: a worker may serve several plans in turn."""

@@ -23,33 +23,69 @@ from raypipe.plan.choose import choose
 from raypipe.plan.plan import build_schedule, load_plan
 from raypipe.runtime.cluster import autoscaler
 from raypipe.runtime.cluster.devices import DeviceRequest
+from raypipe.runtime.cluster.rank_order import ANY_KINDS
+from raypipe.runtime.recovery import standby
 from raypipe.train import prepare_run
 from tests.plan.conftest import make_job, make_profile
 
 
 class Devices:
-    """A reservation that nobody made."""
+    """Devices that nobody reserved, by the node they are on."""
 
-    def __init__(self, number: int) -> None:
-        self.run_id, self.request = f"{number:08x}", DeviceRequest(1.0, 0.0)
-        self.broken = self.given_back = False
-        self.on = {f"node of {number}"}
+    together, kinds, request, run_id = 1, ANY_KINDS, DeviceRequest(1.0, 0.0), "0" * 8
+
+    def __init__(self, ray: Run, on: dict[str, int]) -> None:
+        self.ray, self.on = ray, on
+
+    @property
+    def devices(self) -> int:
+        return sum(self.on.values())
+
+    @property
+    def parts(self) -> list[Any]:
+        return [SimpleNamespace(name=f"part on {node}") for node in self.on]
 
     def nodes(self) -> set[str]:
-        return self.on
+        return {*self.on}
 
     def is_broken(self) -> bool:
-        return self.broken
+        return not self.ray.lost.isdisjoint(self.on)
+
+    def without(self, going: set[str]) -> Devices:
+        return Devices(self.ray, {node: n for node, n in self.on.items() if node not in going | self.ray.lost})
+
+    def at_most(self, devices: int) -> Devices:
+        return self if self.devices <= devices else Devices(self.ray, {})
+
+    def with_more(self, devices: int) -> Devices | None:
+        needs = devices - self.devices
+        if needs > self.ray.free or self.ray.scattered:
+            return None
+        self.ray.free -= needs
+        return Devices(self.ray, {**self.on, **({f"node {len(self.on)}": needs} if needs else {})})
 
     def give_back(self) -> None:
-        self.given_back = True
+        self.ray.free += self.devices
+        self.on = {}
+
+
+class Started:
+    """Processes that are warm once somebody says so."""
+
+    warm = False
+
+    def __init__(self, reservation: Devices, among: Devices) -> None:
+        self.reservation = reservation
+
+    def ready(self) -> bool:
+        return self.warm
 
 
 class Run:
     """An elastic run on two devices of a cluster that has ``free`` more."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
-        self.free, self.reserved = 0, [Devices(0)]
+        self.free, self.scattered, self.lost, self.anew = 0, False, set[str](), 0
         self.now = 100.0
         asked = make_job(parallel={"auto": True, "schedule": "1f1b", "replicas": 1}, elastic={"wait_s": 0.0, **spec})
         (directory / PROFILE).write_text(make_profile(devices=2).model_dump_json())
@@ -60,18 +96,24 @@ class Run:
         prepared = Prepared(job, model, plan, build_schedule(plan, job.train.batch), directory, False, asked)
         self.directory, self.log = directory, RunLog(directory)
         self.log.event("run", devices=2)
-
-        def reserve(prepared: Prepared) -> Any:
-            self.reserved.append(Devices(len(self.reserved)))
-            return self.reserved[-1]
-
-        self.elastic = Elastic(prepared, self.reserved[0], reserve)  # type: ignore[arg-type]
+        self.elastic = Elastic(prepared, Devices(self, {"node 0": 2}), self._reserve)  # type: ignore[arg-type]
         self.going: set[str] = set()
         monkeypatch.setattr(autoscaler, "drained_nodes", lambda: self.going)
+        monkeypatch.setattr(standby, "Warm", Started)
+        monkeypatch.setattr(Started, "warm", True)
         monkeypatch.setattr(Elastic, "_free", lambda _: self.free)
         monkeypatch.setattr(module, "RELEASED_S", 0.0)
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(module.time, "sleep", self._sleep)
+
+    def _reserve(self, prepared: Prepared, run_id: str) -> Any:
+        self.anew += 1
+        return Devices(self, {"any node": prepared.schedule.devices})
+
+    @property
+    def devices(self) -> dict[str, int]:
+        """Devices that the run has, by node."""
+        return self.elastic._reservation.on  # type: ignore[attr-defined]
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -106,9 +148,9 @@ def test_more_devices_pause_the_run_once_they_stay(run: Run) -> None:
     run.log.event("paused", step=7, message=stop.why)
     run.look(1)
     (change,) = run.resized()
-    assert (change["devices"], change["was"], change["reservation"]) == (4, 2, run.reserved[1].run_id)
-    assert run.reserved[0].given_back
-    assert not run.reserved[1].given_back
+    assert (change["devices"], change["was"]) == (4, 2)
+    assert change["reservation"] == ["part on node 0", "part on node 1"]
+    assert (run.devices, run.anew) == ({"node 0": 2, "node 1": 2}, 0)
     assert load_plan(run.directory / "plan.json").parallel.stages == 4
     assert run.elastic.prepared.schedule.devices == 4
     assert run.elastic.prepared.resume
@@ -134,35 +176,87 @@ def test_a_run_that_is_asked_to_stop_is_not_paused(run: Run) -> None:
     assert not stop.pauses
 
 
-def test_lost_devices_that_come_back_keep_the_plan(run: Run) -> None:
+def test_the_run_goes_on_until_the_processes_for_more_devices_have_started(run: Run) -> None:
+    Started.warm = False
+    run.free = 2
+    run.look(30)
+    assert run.free == 0  # held for them
+    assert asked_to_stop(run.directory) is None
+    Started.warm = True
+    run.look(1)
+    stop = asked_to_stop(run.directory)
+    assert stop is not None
+    assert stop.pauses
+
+
+def test_devices_that_other_jobs_take_meanwhile_are_waited_for(run: Run) -> None:
+    run.free, run.scattered = 2, True
+    run.look(10)
+    stop = asked_to_stop(run.directory)
+    assert stop is not None
+    run.log.event("paused", step=7, message=stop.why)
+    run.look(1)
+    assert (run.devices, run.anew) == ({"any node": 4}, 1)
+
+
+def test_devices_that_go_while_the_run_pauses_for_more_are_not_planned_for(run: Run) -> None:
+    run.free = 2
+    run.look(10)
+    run.lost = {"node 1"}
+    run.log.event("paused", step=7, message="more")
+    run.look(1)
+    (change,) = run.resized()
+    assert change["devices"] == 2
+    assert run.devices == {"node 0": 2}
+
+
+def test_lost_devices_that_come_back_keep_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch, wait_s=5.0)
+    run.lost = {"node 0"}
+    monkeypatch.setattr(Elastic, "_free", lambda _: 2 if run.now > 103 else 0)
+    run.free = 2
     run.log.event("devices_lost", message="gone")
     run.look(0.5)
     (change,) = run.resized()
-    assert (change["devices"], change["reservation"]) == (2, run.reserved[0].run_id)
-    assert not run.reserved[0].given_back
+    assert change["devices"] == 2
+    assert run.devices == {"node 0": 2}
+    assert 103 < run.now < 105
+
+
+def test_lost_devices_make_another_plan_for_those_that_stay(run: Run) -> None:
+    run.free = 2
+    run.look(10)
+    run.log.event("paused", step=7, message="more")
+    run.look(1)
+    run.lost = {"node 0"}
+    run.log.event("devices_lost", message="gone")
+    run.look(0.5)
+    change = run.resized()[-1]
+    assert (change["devices"], change["was"], change["plan"]["stages"]) == (2, 4, 2)
+    assert run.devices == {"node 1": 2}
 
 
 def test_lost_devices_make_another_plan(run: Run) -> None:
-    run.reserved[0].broken = True
+    run.lost = {"node 0"}
     run.log.event("devices_lost", message="gone")
     run.free = 1
     run.look(0.5)
     (change,) = run.resized()
     assert (change["devices"], change["was"], change["plan"]["stages"]) == (1, 2, 1)
-    assert run.reserved[0].given_back
+    assert sum(run.devices.values()) == 1
 
 
 def test_devices_that_will_go_are_left_before_they_do(run: Run) -> None:
     run.going = {"node of something else"}
     run.look(2)
     assert asked_to_stop(run.directory) is None
-    run.going = run.reserved[0].on
+    run.going = {"node 0"}
     run.free = 1
     run.look(1)
     stop = asked_to_stop(run.directory)
     assert stop is not None
     assert stop.pauses
-    assert stop.why == "1 of its nodes will go: node of 0"
+    assert stop.why == "1 of its nodes will go: node 0"
     run.log.event("paused", step=9, message=stop.why)
     run.look(5)
     (change,) = run.resized()
@@ -170,21 +264,22 @@ def test_devices_that_will_go_are_left_before_they_do(run: Run) -> None:
 
 
 def test_a_ray_that_does_not_answer_ends_no_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unanswered() -> bool:
+    def unanswered(_devices: Devices) -> bool:
         raise RaySystemError("GCS is not available")
 
-    monkeypatch.setattr(run.reserved[0], "is_broken", unanswered)
+    monkeypatch.setattr(Devices, "is_broken", unanswered)
     run.look(1)
     assert asked_to_stop(run.directory) is None
 
 
 def test_it_keeps_within_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch, min_devices=2, max_devices=3)
-    run.reserved[0].broken = True
+    run.lost = {"node 0"}
     run.log.event("devices_lost", message="gone")
     run.free = 1
     run.look(0.5)
     assert run.resized()[-1]["devices"] == 2  # waited for
+    run.lost = set()
     run.free = 6
     run.look(5)
     run.log.event("paused", step=9, message="more")
@@ -194,7 +289,7 @@ def test_it_keeps_within_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_no_plan_for_the_devices_left_is_one_error(run: Run) -> None:
     (run.directory / PROFILE).write_text(make_profile(devices=2, memory_bytes=2**20).model_dump_json())
-    run.reserved[0].broken = True
+    run.lost = {"node 0"}
     run.log.event("devices_lost", message="gone")
     run.free = 1
     with pytest.raises(RunError, match="there is no plan for 1 devices"):
@@ -203,11 +298,11 @@ def test_no_plan_for_the_devices_left_is_one_error(run: Run) -> None:
 
 def test_devices_that_nobody_reports_lost_are_given_back(run: Run) -> None:
     """Where the driver was on the lost node too, Ray starts no other one before that."""
-    run.reserved[0].broken = True
+    run.lost = {"node 0"}
     run.look(5)
-    assert not run.reserved[0].given_back
+    assert run.devices
     run.look(8)
-    assert run.reserved[0].given_back
+    assert not run.devices
 
 
 def test_changes_are_recoveries(tmp_path: Path) -> None:

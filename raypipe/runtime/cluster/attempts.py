@@ -1,8 +1,8 @@
 """Run Ray Train's worker, the driver, through the attempts at a run.
 
-Ray Train restarts it after a failure. An elastic run (``train.elastic``) changes its devices without that: the driver
-ends its workers, the process that started the run makes another plan and reserves other devices, and the driver goes on
-with these from the newest checkpoint.
+Ray Train restarts it after a failure. An elastic run (``train.elastic``) changes its devices without that: the workers
+leave the plan, the process that started the run makes another one and reserves other devices, and the driver goes on
+with these from the newest checkpoint. Workers whose devices stay keep their processes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+
+import ray
 
 from raypipe.checkpoint import Storage, latest, open_checkpoint
 from raypipe.cost.hosts import devices_on_hosts
@@ -31,9 +33,10 @@ from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.failure import failure_message, is_final, keep_traceback, own_error, root_cause
 from raypipe.runtime.cluster.rank_order import kinds_of, kinds_on_hosts
 from raypipe.runtime.cluster.reserve import Reservation, reserved_by
-from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
+from raypipe.runtime.cluster.worker_group import Kept, WorkerGroup, start_worker_group
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.recovery.out_of_memory import plan_with_less, ran_out
+from raypipe.runtime.recovery.standby import warm_ones
 
 DRIVER_DIED = "the driver's process died"
 ATTEMPTED = ".attempted"
@@ -135,7 +138,7 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
     """Run to the end, an elastic run on one set of devices after the other."""
     directory, elastic = request.directory, request.job.train.elastic is not None
     resumes, reservation = request.resume or restarted, request.reservation
-    changes = devices_changed(directory)
+    changes, kept = devices_changed(directory), Kept()
     if restarted:
         if not failure_logged(directory):
             log.event("failed", message=DRIVER_DIED)
@@ -155,9 +158,11 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
             log.event("restarted", checkpoint=where, step=done, steps_repeated=lost)
         try:
             reservation = _newest(request, changes)
-            driver = _attempt(request, reservation, checkpoint, done, log, reporter)
+            driver = _attempt(request, reservation, checkpoint, done, log, reporter, kept)
         except Exception as error:
             if not (elastic and (isinstance(error, DevicesError) or _breaks(reservation))):
+                for actor in kept.values():
+                    ray.kill(actor)
                 raise
             cause = own_error(error)
             message = failure_message(cause, keep_traceback(directory, cause))
@@ -177,29 +182,39 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
 
 def _attempt(
     request: RunRequest, reservation: Reservation, checkpoint: Path | None, done: int, log: RunLog,
-    reporter: _Reporter,
+    reporter: _Reporter, kept: Kept,
 ) -> Driver:  # fmt: skip
-    """Run on reserved devices until the run ends or pauses."""
+    """Run on reserved devices until the run ends or pauses, with the processes in ``kept`` where they are of use.
+
+    Those of an elastic run that can serve another plan are in ``kept`` afterwards.
+    """
     job, directory = request.job, request.directory
     # Read the saved plan: an earlier attempt may have found a better order.
     plan = load_plan(directory / "plan.json")
     parallel, elastic = plan.parallel, job.train.elastic
     if elastic is not None:
         job = job.model_copy(update={"parallel": parallel})
+    if elastic is not None:
+        kept.update(warm_ones(reservation))
     workers = start_worker_group(
         build_schedule(plan, job.train.batch), parallel.replicas, request.devices, tensor=parallel.tensor,
         timeout_s=job.train.wait_for_devices_s if elastic is None else elastic.wait_s, reservation=reservation,
-        notify=lambda text: log.event("waiting", message=text),
+        notify=lambda text: log.event("waiting", message=text), kept=kept,
     )  # fmt: skip
+    ended = False
     try:
         plan = _on_these_hosts(plan, request, reservation, workers, log)
         driver = Driver(job, plan, directory, log, reporter.saved)
         driver.run(workers, checkpoint, done)
+        ended = driver.paused is None
     except Exception as error:
         # Look for the cause before the workers are stopped, while they can still report their errors.
         raise root_cause(error, workers.calls) from None
     finally:
-        workers.stop()
+        if elastic is None or ended:
+            workers.stop()
+        else:
+            kept.update(workers.leave())
     return driver
 
 
@@ -241,9 +256,11 @@ def _newest(request: RunRequest, changes: list[dict[str, Any]]) -> Reservation:
     """The devices to use: those of the newest change."""
     if not changes:
         return request.reservation
-    plan = load_plan(request.directory / "plan.json")
-    together = plan.parallel.tensor
-    return reserved_by(changes[-1]["reservation"], changes[-1]["devices"], request.devices, together, kinds_of(plan))
+    plan, newest = load_plan(request.directory / "plan.json"), changes[-1]
+    return reserved_by(
+        request.reservation.run_id, newest["reservation"], newest["devices"], request.devices, plan.parallel.tensor,
+        kinds_of(plan),
+    )  # fmt: skip
 
 
 def _on_these_hosts(

@@ -59,9 +59,17 @@ def drained_nodes() -> set[str]:
 
 def free_workers(request: DeviceRequest) -> int:
     """Return how many more workers there is room for now, on nodes that stay."""
-    kind, each = ("GPU", request.gpus) if request.gpus else ("CPU", request.cpus)
-    going, free = drained_nodes(), available_resources_per_node()
-    return sum(int(has.get(kind, 0.0) / each + 1e-6) for node, has in free.items() if node not in going)
+    kind = "GPU" if request.gpus else "CPU"
+    return sum(free_bundles({kind: request.bundle()[kind]}).values())
+
+
+def free_bundles(bundle: Mapping[str, float]) -> dict[str, int]:
+    """Return how many of a bundle there is room for now on each node that stays, by Ray's id of the node."""
+    stay = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - drained_nodes()
+    return {
+        node: min(int(has.get(kind, 0.0) / each + 1e-6) for kind, each in bundle.items() if each)
+        for node, has in available_resources_per_node().items() if node in stay
+    }  # fmt: skip
 
 
 def knows_node_types(status: Mapping[str, Any]) -> bool:

@@ -33,10 +33,10 @@ PROBE_S = 120.0
 
 
 class Bundle(NamedTuple):
-    """A bundle of a placement group, and where it is."""
+    """A bundle of a reservation, and where it is."""
 
     number: int
-    """Its index in the placement group."""
+    """Its index in the reservation."""
     node: str
     """Ray's id of its node."""
     address: str = ""
@@ -94,6 +94,7 @@ class DeviceKinds:
 
 
 ANY_KINDS = DeviceKinds()
+"""Any device will do."""
 
 
 def kinds_of(plan: Plan) -> DeviceKinds:
@@ -101,9 +102,6 @@ def kinds_of(plan: Plan) -> DeviceKinds:
     if plan.made_for is None:
         return ANY_KINDS
     return DeviceKinds(plan.made_for.bundle_kinds(plan.parallel.tensor), plan.parallel.replicas)
-
-
-"""Any device will do."""
 
 
 def resource_of(kind: str) -> str:
@@ -160,19 +158,22 @@ def check_kinds(kinds: DeviceKinds, bundle: DeviceRequest, nodes: Iterable[Mappi
             )  # fmt: skip
 
 
-def bundles_in_rank_order(group: PlacementGroup, gpus: float, kinds: DeviceKinds) -> list[Bundle]:
-    """Locate the bundles of a reserved placement group and return them in the order in which they get their ranks.
+def bundles_in_rank_order(groups: Iterable[PlacementGroup], gpus: float, kinds: DeviceKinds) -> list[Bundle]:
+    """Locate the bundles of reserved placement groups and return them in the order in which they get their ranks.
 
     Args:
-        group: the placement group, all of whose bundles are reserved.
+        groups: the placement groups, all of whose bundles are reserved; bundles are numbered from the first on.
         gpus: number of GPUs of each bundle. With GPUs, a task in each bundle reports their ids.
-        kinds: the kinds of device that its bundles ask for.
+        kinds: the kinds of device that the bundles ask for.
     """
-    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    places = []
+    for group in groups:
+        nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        places += [(group, index, nodes[index]) for index in sorted(nodes)]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    bundles = [Bundle(number, node, addresses.get(node, "")) for number, node in nodes.items()]
-    if gpus and len(set(nodes.values())) < len(bundles):
-        found = ray.get([_ask_gpus(group, bundle.number, gpus) for bundle in bundles], timeout=PROBE_S)
+    bundles = [Bundle(number, node, addresses.get(node, "")) for number, (_, _, node) in enumerate(places)]
+    if gpus and len({bundle.node for bundle in bundles}) < len(bundles):
+        found = ray.get([_ask_gpus(group, index, gpus) for group, index, _ in places], timeout=PROBE_S)
         bundles = [bundle._replace(gpus=tuple(ids)) for bundle, ids in zip(bundles, found, strict=True)]
     return kinds.in_rank_order(bundles)
 

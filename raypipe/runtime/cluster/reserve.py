@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import ray
 from ray.util import get_placement_group, list_named_actors, placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.errors import DevicesError
-from raypipe.runtime.cluster.autoscaler import autoscales
+from raypipe.runtime.cluster.autoscaler import autoscales, free_bundles
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.rank_order import ANY_KINDS, DeviceKinds, bundles_in_rank_order, check_kinds, resource_of
 
@@ -28,17 +30,41 @@ LITTLE = 0.001
 """Share of a node's ``accelerator_type`` that a bundle reserves: a mark, of which a node has 1."""
 POLL_S = 1
 """Ray's timeout for a placement group is in whole seconds."""
+SEEN_FREE_S = 5
+"""How long devices that were seen free may take to be reserved; another job may have come first."""
+NODE_ID = "ray.io/node-id"
+"""Label of a node with its id."""
 
 
 def silent(_message: str) -> None:
     """Ignore the message."""
 
 
+class Part(NamedTuple):
+    """A placement group of a reservation."""
+
+    name: str
+    group: PlacementGroup
+
+
+class Place(NamedTuple):
+    """One bundle of a reservation."""
+
+    part: str
+    """Name of its placement group."""
+    number: int
+    """Its index there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A placement group with one bundle per tensor-parallel group of devices."""
+    """Placement groups with one bundle per tensor-parallel group of devices.
 
-    group: PlacementGroup
+    It is one group, so that a run has all of its devices or none. An elastic run, which does with fewer, has one per
+    node where it can (``by_node``): giving back the devices of one node then leaves the processes on others alone.
+    """
+
+    parts: tuple[Part, ...]
     run_id: str
     """Eight hexadecimal digits; the id of an attempt appends ``-`` and four more."""
     devices: int
@@ -62,7 +88,7 @@ class Reservation:
         begun = time.monotonic()
         due = FIRST_S
         while True:
-            if self.group.wait(POLL_S):
+            if all(part.group.wait(POLL_S) for part in self.parts):
                 return
             waited = time.monotonic() - begun
             if timeout_s is not None and waited >= timeout_s:
@@ -78,8 +104,19 @@ class Reservation:
 
     def in_rank_order(self) -> list[int]:
         """Return the bundle of each rank: ranks follow one another on a host, and hosts after one another."""
-        bundles = bundles_in_rank_order(self.group, self.request.bundle(self.together).get("GPU", 0.0), self.kinds)
+        gpus = self.request.bundle(self.together).get("GPU", 0.0)
+        bundles = bundles_in_rank_order((part.group for part in self.parts), gpus, self.kinds)
         return [bundle.number for bundle in bundles for _ in range(self.together)]
+
+    def places(self) -> list[Place]:
+        """Return all bundles; ``in_rank_order`` numbers them so."""
+        return [Place(part.name, number) for part in self.parts for number in range(part.group.bundle_count)]
+
+    def strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        """Return how Ray places an actor in one of the bundles."""
+        name, number = self.places()[bundle]
+        group = next(part.group for part in self.parts if part.name == name)
+        return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
 
     def end_attempts(self) -> None:
         """Kill the workers of attempts whose driver was killed."""
@@ -90,21 +127,63 @@ class Reservation:
 
     def is_broken(self) -> bool:
         """Return whether some of the devices are on no living node now; Ray may find others for them."""
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return placement_group_table(self.group)["state"] != "CREATED" or not self.nodes() <= alive
+        return any(_nodes_of(part) is None for part in self.parts)
 
     def nodes(self) -> set[str]:
         """Return the ids of the nodes on which the devices are."""
-        return set(placement_group_table(self.group)["bundles_to_node_id"].values())
+        return {
+            node for part in self.parts for node in placement_group_table(part.group)["bundles_to_node_id"].values()
+        }
 
     def give_back(self) -> None:
         """Release the devices; Ray ends the actors that still run there."""
-        remove_placement_group(self.group)
+        for part in self.parts:
+            remove_placement_group(part.group)
+
+    def without(self, going: Collection[str]) -> Reservation:
+        """Give back the parts that are broken or have devices on the nodes ``going``; return what stays."""
+        stay = []
+        for part in self.parts:
+            on = _nodes_of(part)
+            if on is not None and on.isdisjoint(going):
+                stay.append(part)
+        return self._only(stay)
+
+    def at_most(self, devices: int) -> Reservation:
+        """Give back the parts that are too many for ``devices`` devices, the first ones last; return what stays."""
+        stay, room = [], devices // self.together
+        for part in self.parts:
+            if part.group.bundle_count <= room:
+                stay.append(part)
+                room -= part.group.bundle_count
+        return self._only(stay)
+
+    def _only(self, stay: Sequence[Part]) -> Reservation:
+        for part in self.parts:
+            if part not in stay:
+                remove_placement_group(part.group)
+        return replace(
+            self, parts=tuple(stay), devices=sum(part.group.bundle_count for part in stay) * self.together
+        )  # fmt: skip
+
+    def with_more(self, devices: int) -> Reservation | None:
+        """Reserve free devices of some nodes beside these, ``devices`` in all; None if there are too few now."""
+        bundles = (devices - self.devices) // self.together
+        more = _by_node(bundles, self.request.bundle(self.together), self.run_id)
+        return None if more is None else replace(self, parts=(*self.parts, *more), devices=devices)
+
+
+def _nodes_of(part: Part) -> set[str] | None:
+    """Return the nodes of a part; None if one is lost."""
+    table = placement_group_table(part.group)
+    on = set(table["bundles_to_node_id"].values())
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return on if table["state"] == "CREATED" and on <= alive else None
 
 
 def reserve(
     devices: int, request: DeviceRequest, timeout_s: float | None, notify: Notify = silent, together: int = 1,
-    kinds: DeviceKinds = ANY_KINDS,
+    kinds: DeviceKinds = ANY_KINDS, by_node: bool = False, run_id: str | None = None,
 ) -> Reservation:  # fmt: skip
     """Reserve ``devices`` devices, waiting for them as ``Reservation.wait`` does.
 
@@ -112,12 +191,19 @@ def reserve(
 
     Where ``kinds`` names kinds of device, each bundle is on a node of its kind.
 
+    With ``by_node`` and free devices of any kind, those of each node are reserved apart. ``run_id`` is that of the run,
+    where it has one.
+
     Raises:
         DevicesError: they were not free within ``timeout_s``.
         ClusterError: the cluster has no such kinds of device, and does not grow.
     """
-    run_id = uuid.uuid4().hex[:8]
+    run_id = run_id or uuid.uuid4().hex[:8]
     bundles = [request.bundle(together) for _ in range(devices // together)]
+    if by_node and not kinds.bundles:
+        parts = _by_node(len(bundles), bundles[0], run_id)
+        if parts is not None:
+            return Reservation(parts, run_id, devices, request, together)
     if kinds.bundles:
         each = DeviceRequest(bundles[0]["CPU"], bundles[0].get("GPU", 0.0))
         if not autoscales():
@@ -125,8 +211,7 @@ def reserve(
         for bundle, kind in zip(bundles, kinds.bundles, strict=True):
             if kind:
                 bundle[resource_of(kind)] = LITTLE
-    group = placement_group(bundles, strategy="PACK", name=_name(run_id))
-    reservation = Reservation(group, run_id, devices, request, together, kinds)
+    reservation = Reservation((_part(run_id, bundles, "PACK"),), run_id, devices, request, together, kinds)
     try:
         reservation.wait(timeout_s, notify)
     except BaseException:
@@ -135,21 +220,45 @@ def reserve(
     return reservation
 
 
-def reserved_by(run_id: str, devices: int, request: DeviceRequest, together: int, kinds: DeviceKinds) -> Reservation:
-    """Return what another process of this Ray job reserved under an id; the other arguments are those of ``reserve``.
+def reserved_by(
+    run_id: str, parts: Sequence[str], devices: int, request: DeviceRequest, together: int, kinds: DeviceKinds
+) -> Reservation:
+    """Return what another process of this Ray job reserved, by its parts' names; the rest is as for ``reserve``.
 
     Raises:
         DevicesError: it has given the devices back.
     """
     try:
-        group = get_placement_group(_name(run_id))
+        found = tuple(Part(name, get_placement_group(name)) for name in parts)
     except ValueError:
         raise DevicesError("devices", f"those reserved for run {run_id} were given back", "resume the run") from None
-    return Reservation(group, run_id, devices, request, together, kinds)
+    return Reservation(found, run_id, devices, request, together, kinds)
 
 
-def _name(run_id: str) -> str:
-    return f"raypipe {run_id}"
+def _by_node(bundles: int, bundle: dict[str, float], run_id: str) -> tuple[Part, ...] | None:
+    """Reserve free devices, with a placement group per node; None if there are too few, or another job takes them."""
+    free, takes, left = free_bundles(bundle), {}, bundles
+    while left and free:
+        # The smallest node that has room for all that is left, else the largest: as few nodes as possible.
+        node = min(free, key=lambda n: (free[n] < left, free[n] if free[n] >= left else -free[n], n))
+        takes[node] = min(free.pop(node), left)
+        left -= takes[node]
+    if left:
+        return None
+    parts = tuple(
+        _part(run_id, [bundle] * count, "STRICT_PACK", bundle_label_selector=[{NODE_ID: node}] * count)
+        for node, count in takes.items() if count
+    )  # fmt: skip
+    if all(part.group.wait(SEEN_FREE_S) for part in parts):
+        return parts
+    for part in parts:
+        remove_placement_group(part.group)
+    return None
+
+
+def _part(run_id: str, bundles: list[dict[str, float]], strategy: str, **options: Any) -> Part:
+    name = f"raypipe {run_id}-{uuid.uuid4().hex[:4]}"
+    return Part(name, placement_group(bundles, strategy=strategy, name=name, **options))
 
 
 def shortage(devices: int, request: DeviceRequest) -> str:

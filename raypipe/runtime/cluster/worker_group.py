@@ -1,4 +1,4 @@
-"""Start and stop a worker group: one placement group, and one actor per rank, named by what it runs."""
+"""Start and stop a worker group: one actor per rank on reserved devices, named by what it runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.errors import TransportError
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.reserve import Notify, Reservation, reserve, silent
+from raypipe.runtime.cluster.reserve import Notify, Place, Reservation, reserve, silent
 from raypipe.runtime.communicators import Location
 from raypipe.runtime.worker import StageWorker
 from raypipe.schedule.ir import Schedule
@@ -23,9 +21,15 @@ START_S = 120.0
 """Time that the worker processes have to start, once their devices are reserved."""
 LOOK_S = 1.0
 """Interval at which a group that waits for its workers looks whether their nodes are there."""
+LEAVE_S = 5.0
+"""Time that workers have to leave what they are in, before they are ended."""
 CALLS = 64
 """Number of newest calls per worker whose references a group keeps, to find the cause of a failure among them. It is
 more than are ever queued, and few enough that a long run does not keep all results alive."""
+
+
+Kept = dict[tuple[Place, int], Any]
+"""Actors that wait for a plan, by the bundle they run in and their number there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +54,17 @@ class Places:
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if request.gpus == 0 else {}
         return {
             "name": name,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.place.group, placement_group_bundle_index=self.bundles[rank]
-            ),
+            "scheduling_strategy": self.place.strategy(self.bundles[rank]),
             "num_cpus": request.cpus,
             "num_gpus": request.gpus,
             "runtime_env": {"env_vars": threads} if threads else {},
             "max_restarts": 0,
         }
+
+    def of_ranks(self) -> list[tuple[Place, int]]:
+        """Return each rank's bundle, and its number among the bundle's ranks."""
+        places, together = self.place.places(), self.place.together
+        return [(places[bundle], rank % together) for rank, bundle in enumerate(self.bundles)]
 
 
 @dataclass(slots=True)
@@ -67,10 +74,9 @@ class WorkerGroup:
     actors: list[Any]
     titles: list[str]
     locations: list[Location]
-    group: PlacementGroup
     run_id: str
-    keeps_devices: bool = False
-    """Whether the devices stay reserved for the run's next attempt."""
+    reservation: Reservation | None = None
+    """The devices that are released when the workers stop; None if they stay reserved."""
     places: Places | None = None
     """Where a worker that dies can be started again; None if nobody knows."""
     process_groups: int = 0
@@ -135,8 +141,26 @@ class WorkerGroup:
         """Kill all actors, and release their devices unless the run holds them for its next attempt."""
         for actor in self.processes():
             ray.kill(actor)
-        if not self.keeps_devices:
-            remove_placement_group(self.group)
+        if self.reservation is not None:
+            self.reservation.give_back()
+
+    def leave(self) -> Kept:
+        """Have all workers leave their plan; return those that did. The others are ended, or have been."""
+        assert self.places is not None
+        asked = {actor.leave.remote(): rank for rank, actor in enumerate(self.actors)}
+        left, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LEAVE_S)
+        kept: Kept = {}
+        where = self.places.of_ranks()
+        for ref, rank in asked.items():
+            try:
+                if ref in left:
+                    ray.get(ref)
+                    kept[where[rank]] = self.actors[rank]
+                    continue
+            except ray.exceptions.RayError:
+                pass  # it has died, or cannot leave
+            ray.kill(self.actors[rank])
+        return kept
 
 
 def device_title(schedule: Schedule, device: int, copies: int) -> str:
@@ -164,6 +188,7 @@ def start_worker_group(
     tensor: int = 1,
     reservation: Reservation | None = None,
     notify: Notify = silent,
+    kept: Kept | None = None,
 ) -> WorkerGroup:
     """Reserve the devices of a schedule and start ``tensor`` workers for each: ``actor_class(rank, title)``.
 
@@ -177,7 +202,7 @@ def start_worker_group(
         for d in range(schedule.devices)
         for m in range(tensor)
     ]
-    return start_actors(titles, request, actor_class, timeout_s, reservation, notify, tensor)
+    return start_actors(titles, request, actor_class, timeout_s, reservation, notify, tensor, kept)
 
 
 def start_actors(
@@ -188,6 +213,7 @@ def start_actors(
     reservation: Reservation | None = None,
     notify: Notify = silent,
     together: int = 1,
+    kept: Kept | None = None,
 ) -> WorkerGroup:
     """Reserve a device for each title and start ``actor_class(rank, title)`` on it, in the order of ``rank_order``.
 
@@ -199,6 +225,7 @@ def start_actors(
         reservation: devices that the run has reserved already; they stay reserved when the workers stop.
         notify: called with a sentence now and then while the devices are not free.
         together: number of consecutive ranks that must be on one node.
+        kept: actors that serve on where they are; those on no device of the new group are ended.
 
     Raises:
         DevicesError: the devices were not free within ``timeout_s``.
@@ -214,11 +241,30 @@ def start_actors(
         if reservation is None:
             place.give_back()
         raise
-    actors = [places.start(rank, title) for rank, title in enumerate(titles)]
-    workers = WorkerGroup(actors, titles, [], place.group, place.run_id, reservation is not None, places)
+    actors = _serving_on(places, kept or {}, titles)
+    for rank, title in enumerate(titles):
+        if rank not in actors:
+            actors[rank] = places.start(rank, title)
+    workers = WorkerGroup(
+        [actors[rank] for rank in range(len(titles))], titles, [], place.run_id,
+        place if reservation is None else None, places,
+    )  # fmt: skip
     try:
         workers.locate()
     except BaseException:
         workers.stop()  # the caller has no group yet that it could stop
         raise
     return workers
+
+
+def _serving_on(places: Places, kept: Kept, titles: Sequence[str]) -> dict[int, Any]:
+    """Give ranks to kept actors, and end those that have no place; return the former by rank."""
+    found = {}
+    for rank, (at, title) in enumerate(zip(places.of_ranks(), titles, strict=True)):
+        if (actor := kept.pop(at, None)) is not None:
+            actor.become.remote(rank, title)
+            found[rank] = actor
+    for actor in kept.values():
+        ray.kill(actor)
+    kept.clear()
+    return found

@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.rank_order import bundles_in_rank_order
@@ -63,9 +62,9 @@ def start_emulated_devices(
         DevicesError: the resources were not free within ``timeout_s``.
     """
     place = reserve(len(titles), request, timeout_s)
-    devices = EmulatedDevices([], titles, [], place.group, place.run_id)
+    devices = EmulatedDevices([], titles, [], place.run_id, place)
     try:
-        at = bundles_in_rank_order(place.group, 0.0, place.kinds)
+        at = bundles_in_rank_order((part.group for part in place.parts), 0.0, place.kinds)
         for _, found in groupby(range(len(titles)), key=lambda rank: at[rank].node):
             ranks = list(found)
             workers = [(rank, titles[rank], at[rank].node, at[rank].address) for rank in ranks]
@@ -73,9 +72,7 @@ def start_emulated_devices(
                 ray.remote(concurrency_groups={_group(number): 1 for number in range(len(ranks))})(DeviceProcesses)
                 .options(
                     name=f"{len(ranks)} emulated devices · {place.run_id}",
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        place.group, placement_group_bundle_index=at[ranks[0]].number
-                    ),
+                    scheduling_strategy=place.strategy(at[ranks[0]].number),
                     num_cpus=request.cpus,
                     max_restarts=0,
                 )

@@ -18,19 +18,20 @@ def parts_when_lost(
 ) -> Callable[Concatenate[Any, P], R]:
     """Wrap a worker's method: where a connection is lost, the worker parts, and calls that are queued behind fail.
 
-    That is so only where the run recovers in place (``Setup.recovers``).
+    That is so only where it can go on: the run recovers in place (``Setup.recovers``), or is elastic.
     """
 
     @functools.wraps(method)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.parted is not None:
+        if self.apart:
             raise TransportError(
                 self.whereabouts(), "does nothing until the lost device is replaced", "see the error that came before"
             )
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            if self.setup_data.recovers and kind_of(error) == "lost":
+            goes_on = self.setup_data.recovers or self.setup_data.job.train.elastic is not None
+            if goes_on and kind_of(error) == "lost":
                 self.part()
             raise
 

@@ -1,14 +1,17 @@
-"""Processes that wait to take the place of a worker that dies: they have imported torch and do nothing."""
+"""Processes that wait to be workers: in place of one that dies, or on more devices. They have imported torch."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import cycle, islice
 from typing import Any
 
 import ray
 import torch
+from ray.util import list_named_actors
 
-from raypipe.runtime.cluster.worker_group import WorkerGroup
+from raypipe.runtime.cluster.reserve import Place, Reservation
+from raypipe.runtime.cluster.worker_group import Kept, Places, WorkerGroup
 from raypipe.runtime.worker import StageWorker
 
 
@@ -20,7 +23,7 @@ class StageStandby(StageWorker):
 
     def __init__(self) -> None:
         self.title = "standby"
-        self.parted = None
+        self.apart, self.parted = False, None
 
     def warm(self) -> str:
         """Do what is slow for the first time; return the node."""
@@ -32,6 +35,49 @@ class StageStandby(StageWorker):
     def become(self, rank: int, title: str) -> None:
         """Be the worker of a rank from now on."""
         StageWorker.__init__(self, rank, title)
+
+
+class Warm:
+    """Processes that wait for another plan of an elastic run, on devices that are reserved for it already."""
+
+    def __init__(self, reservation: Reservation, among: Reservation) -> None:
+        """Start one on each device of ``reservation`` that ``among`` does not have."""
+        self.reservation = reservation
+        known = {*among.places()}
+        bundles = [number for number, place in enumerate(reservation.places()) if place not in known]
+        ranks = [bundle for bundle in bundles for _ in range(reservation.together)]
+        places = Places(reservation, ranks, StageStandby)
+        self._actors = [
+            ray.remote(StageStandby).options(**places.options(rank, _name(*at, reservation.run_id))).remote()
+            for rank, at in enumerate(places.of_ranks())
+        ]
+        self._warm = [actor.warm.remote() for actor in self._actors]
+
+    def ready(self) -> bool:
+        """Return whether all are warm, or cannot become so."""
+        return not ray.wait(self._warm, num_returns=len(self._warm), timeout=0)[1]
+
+    def stop(self) -> None:
+        """End all of them."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+def warm_ones(reservation: Reservation) -> Kept:
+    """Return the processes that ``Warm`` has started on devices of a reservation, and that nobody has taken yet."""
+    names = {*list_named_actors()}
+    found: Kept = {}
+    for place in reservation.places():
+        for number in range(reservation.together):
+            name = _name(place, number, reservation.run_id)
+            if name in names:
+                with suppress(ValueError):  # it has ended meanwhile
+                    found[place, number] = ray.get_actor(name)
+    return found
+
+
+def _name(place: Place, number: int, run_id: str) -> str:
+    return f"waits for a plan {run_id} · {place.part} · bundle {place.number}.{number}"
 
 
 class StandbyPool:

@@ -24,13 +24,18 @@ def part(executor: Executor, communicators: Communicators) -> Standing:
     assert executor.ledger is not None
     executor.ledger.leave()
     standing = executor.ledger.standing(executor.updates.pending)
-    held = communicators.leave()
-    held += executor.sync.leave()
+    leave(executor, communicators)
     if not executor.sync.complete:  # else this device knows the norm by itself, in no group
         executor.updates.shares = KnownShares([])
+    return standing
+
+
+def leave(executor: Executor, communicators: Communicators) -> None:
+    """Leave the channels and groups of a device for good, also while a collective is under way."""
+    held = communicators.leave()
+    held += executor.sync.leave()
     executor.senders, executor.receivers, executor.outgoing = {}, {}, Progress()
     threading.Thread(target=_drop, args=(held.clear,), name="raypipe-leave", daemon=True).start()
-    return standing
 
 
 def _drop(clear: Callable[[], Any]) -> None:

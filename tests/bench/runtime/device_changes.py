@@ -35,10 +35,10 @@ AUTOSCALING = {
         "disable_launch_config_check": True,
     },
     "available_node_types": {
-        "head": {"resources": {"CPU": 2}, "node_config": {}, "max_workers": 0},
+        "ray.head.default": {"resources": {"CPU": 2}, "node_config": {}, "max_workers": 0},
         "more": {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 1},
     },
-    "head_node_type": "head",
+    "head_node_type": "ray.head.default",
     "upscaling_speed": 1.0,
     "idle_timeout_minutes": 60,
     "auth": {},

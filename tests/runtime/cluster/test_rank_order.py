@@ -75,6 +75,7 @@ from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.rank_order import DeviceKinds, kind_of_node
 from raypipe.runtime.cluster.reserve import reserve
 from raypipe.runtime.cluster.worker_group import start_actors
+from ray.util import placement_group_table
 
 class Place:
     def __init__(self, rank, title):
@@ -114,6 +115,29 @@ try:
     reserve(3, cpu, 60.0, kinds=DeviceKinds(("old", "old", "old")))
 except ClusterError as error:
     found["too few"] = str(error)
+
+def by_node(held):
+    counts = [part.group.bundle_count for part in held.parts]
+    return [held.devices, counts, [len(placement_group_table(part.group)["bundles_to_node_id"]) for part in held.parts],
+            len(held.nodes())]
+
+held = reserve(6, cpu, 60.0, by_node=True)
+steps = [by_node(held)]
+first = {*placement_group_table(held.parts[0].group)["bundles_to_node_id"].values()}
+group = start_actors(["a"] * 6, cpu, Place, 60.0, reservation=held)
+kept = {at: actor for at, actor in zip(group.places.of_ranks(), group.actors)}
+alive = ray.get([actor.locate.remote() for (place, _), actor in kept.items() if place.part == held.parts[1].name])
+held = held.without(first)
+steps.append(by_node(held))
+again = ray.get([actor.locate.remote() for (place, _), actor in kept.items() if place.part == held.parts[0].name])
+assert again == alive  # the same processes
+held = held.with_more(4)
+steps.append(by_node(held))
+assert held.with_more(99) is None
+held = held.at_most(3)
+steps.append(by_node(held))
+held.give_back()
+found["by node"] = steps
 print(json.dumps(found))
 ray.shutdown()
 cluster.shutdown()
@@ -135,6 +159,8 @@ def test_ranks_of_five_nodes_lie_host_by_host() -> None:
     assert pairs[::2] == pairs[1::2]
     assert found["kinds"] == ["new", "old", "new", "old"]  # two copies, each with one of both kinds
     assert found["pairs, old first"] == ["old", "old", "new", "new"]
+    # The largest node and one of the smallest; what is given back is a whole node's.
+    assert found["by node"] == [[6, [5, 1], [5, 1], 2], [1, [1], [1], 1], [4, [1, 3], [1, 3], 2], [1, [1], [1], 1]]
     assert "is for 3 devices of accelerator type old" in found["too few"]
     assert "2 old" in found["too few"]
     for _, own in groupby(found["gpus"], lambda at: at[2]):

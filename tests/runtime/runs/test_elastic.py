@@ -33,10 +33,14 @@ def test_devices_go_and_come(text_folder: Path, tmp_path: Path) -> None:
     assert result, run.said
     plain = plain_losses(load_job(run.job), run.directory / "data", len(result["losses"]))
     assert result["losses"] == pytest.approx(plain, rel=0, abs=1e-9)
+    assert len(result["recovery"]) == 2, (result["recovery"], run.said)
     lost, came = result["recovery"]
     assert (lost["kind"], came["kind"], came["steps_repeated"]) == ("replan", "replan", 0)
     assert [(e["was"], e["devices"], e["plan"]["stages"]) for e in events(run.directory, "resized")] == [
         (4, 2, 2), (2, 4, 4)
     ]  # fmt: skip
+    four, two, again = [{at["pid"] for at in e["devices"]} for e in events(run.directory, "started")]
+    assert two < four  # those whose devices stay serve on
+    assert two < again
     assert result["devices"] == 4
     assert "going on with 2 devices instead of 4" in run.said
