@@ -13,6 +13,7 @@ from raypipe.job import GptSpec, JobSpec
 from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
 from raypipe.models.gpt.modules import make_layer
+from raypipe.models.unset import unset_parameters
 from raypipe.partition.report import Crossing, Piece
 
 
@@ -23,7 +24,7 @@ def pieces_of(model: LayeredModel, microbatch: int) -> tuple[Piece, ...]:
     assert isinstance(model, GptLayers)
     made = []
     for i, name in enumerate(model.names):
-        with torch.device("meta"):
+        with unset_parameters():
             layer = make_layer(model.model, i)
         values = tuple((model.owner(f"{i}.{path}"), p.numel()) for path, p in layer.named_parameters())
         behind = model.crossing(i, microbatch) if i < model.count - 1 else ()

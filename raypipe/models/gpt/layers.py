@@ -16,6 +16,7 @@ from raypipe.models.gpt import modules as gpt
 from raypipe.models.keyed_random import fold64
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
+from raypipe.models.unset import allocate, unset_parameters
 from raypipe.tensor import Division
 
 
@@ -35,7 +36,7 @@ class GptLayers(LayeredModel):
         self.flops = tuple(gpt.forward_flops(model, i) for i in range(self.count))
         self.task = NextToken()
         if division is not None:
-            with torch.device("meta"):
+            with unset_parameters():
                 whole = nn.ModuleList(gpt.make_layer(model, i) for i in range(self.count))
             self.shards = division.divide(whole, model.type, model, gather_logits=False)
             self.task.classes = model.vocabulary
@@ -52,7 +53,7 @@ class GptLayers(LayeredModel):
 
     def _empty(self, i: int) -> nn.Module:
         """Construct layer ``i`` on the meta device."""
-        with torch.device("meta"):
+        with unset_parameters():
             layer = gpt.make_layer(self.model, i)
         if self.division is not None:
             self.division.divide(layer, self.model.type, self.model, gather_logits=False, part=True)
@@ -72,7 +73,8 @@ class GptLayers(LayeredModel):
 
         Values are drawn in float32 on the CPU and then cast, so that they are the same for every dtype and device.
         """
-        layer = self._empty(i).to(self.dtype).to_empty(device=device)
+        layer = self._empty(i)
+        allocate(layer, self.dtype, device)
         with torch.no_grad():
             for path, parameter in layer.named_parameters():
                 std = gpt.init_std(self.model, path)

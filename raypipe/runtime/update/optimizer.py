@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from torch import nn
 
 from raypipe.job.train_spec import TrainSpec
 from raypipe.runtime.update.master_weights import master_groups, round_after_step
+
+MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+"""Methods of torch's optimizers that ``torch.compile`` is not to trace."""
 
 
 def make_optimizer(
@@ -36,9 +41,22 @@ def make_optimizer(
 
 def _optimizer(train: TrainSpec, held: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if train.optimizer == "sgd":
-        return torch.optim.SGD(held, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay, fused=True)
-    kind = torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam
+        sgd: type[torch.optim.SGD] = _untraced(torch.optim.SGD)
+        return sgd(held, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay, fused=True)
+    kind: type[torch.optim.Adam] = _untraced(torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam)
     return kind(held, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay, fused=True)
+
+
+@cache
+def _untraced(kind: type[torch.optim.Optimizer]) -> Any:
+    """Return a subclass without the marks that keep ``torch.compile`` out of an optimizer; its updates are the same.
+
+    To set them, the first call of a method imports the tracer (``torch._dynamo`` with SymPy): 1.9 s of processor time
+    in every worker, where nothing is traced.
+    """
+    methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in MARKED}
+    methods["step"] = torch.no_grad()(inspect.unwrap(kind.step))  # what marks ``step`` turns gradients off, too
+    return type(kind.__name__, (kind,), methods)
 
 
 def learning_rate(train: TrainSpec, step: int) -> float:
