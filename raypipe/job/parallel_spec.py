@@ -14,6 +14,8 @@ from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.shape import Concat, ParallelShape, Shape, pipeline_shape
 
 Shard = Literal["none", "zero1", "zero2", "zero3"]
+GatherKey = Gather | Literal["order"]
+"""A policy, or positions of the order's own."""
 Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]
 Layers = Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)]
 SHAPE = {f.name for f in fields(ParallelShape)} - {"microbatches", "memory_limit"}
@@ -60,9 +62,10 @@ class ParallelSpec(Spec):
     shard: Shard = "none"
     """What the replicas divide instead of each holding it whole: optimizer state (``zero1``), gradients too
     (``zero2``), weights too (``zero3``)."""
-    gather: Gather = "unit"
+    gather: GatherKey = "unit"
     """With ``shard: zero3``: which tasks of a stage share one gather of its weights. ``step``: all; ``unit``: the
-    forwards of a scheduling unit, and its backwards; ``microbatch``: one each."""
+    forwards of a scheduling unit, and its backwards; ``microbatch``: one each. ``order``: those that follow it in the
+    order of the plan, where the planner searched positions, or of the schedule file."""
     shard_replicas: Positive | None = None
     """With ``shard``: consecutive replicas that divide a stage, for instance those of one node, while further ones hold
     the same; a divisor of ``replicas``. null: all."""

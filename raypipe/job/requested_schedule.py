@@ -10,8 +10,8 @@ from raypipe.files import expanded
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.forms.schedule_file import load
-from raypipe.schedule.ir import Schedule, StageGraph
-from raypipe.schedule.kinds import BOOKKEEPING
+from raypipe.schedule.ir import Schedule, Sharding, StageGraph
+from raypipe.schedule.kinds import BOOKKEEPING, SHARDED
 from raypipe.schedule.live_activations import check_memory, peak_activations
 from raypipe.schedule.passes import add_recompute, keep_activations
 from raypipe.schedule.shape import Shape
@@ -40,6 +40,7 @@ def base_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
 def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str) -> Schedule:
     """Check a schedule that was read, not generated, against the job's shape; return it without AR and U tasks.
 
+    Gathers of its own (AG, FREE, RS) stay where the job says ``gather: order`` and has copies that divide anything.
     With fewer micro-batches than the job, it would train on only a part of each mini-batch but divide the loss by all.
 
     Args:
@@ -49,10 +50,18 @@ def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str)
         source: where the schedule was read from, for messages.
 
     Raises:
-        ScheduleError: the schedule cannot run, or its devices, micro-batches or stage graph differ from the job's.
+        ScheduleError: the schedule cannot run, or its devices, micro-batches, stage graph or shards differ from the
+            job's.
     """
     shape = parallel.shape(batch)
-    bare = schedule.with_orders([t for t in order if t.kind not in BOOKKEEPING] for order in schedule.orders)
+    dropped = BOOKKEEPING
+    if schedule.sharding is not None:
+        _check_shards(schedule.sharding, parallel, source)
+        if parallel.replicas > 1:
+            dropped = BOOKKEEPING - SHARDED
+        else:  # nobody to divide anything with
+            schedule = replace(schedule, sharding=None)
+    bare = schedule.with_orders([t for t in order if t.kind not in dropped] for order in schedule.orders)
     verify(bare)
     for what, have, want in (
         ("devices", schedule.devices, shape.devices),
@@ -65,6 +74,32 @@ def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str)
             "edges", f"{source} has edges that are not a chain, but a job's stages are one", "leave the edges out"
         )
     return bare
+
+
+def _check_shards(sharding: Sharding, parallel: ParallelSpec, source: str) -> None:
+    """Check that an order with gathers of its own divides what the job says.
+
+    Raises:
+        ScheduleError: it divides something else, or the job wants other gathers.
+    """
+    words = {f"zero{level}" if level else "none" for level in sharding.levels}
+    if sharding.copies != 1:
+        raise ScheduleError("copies", f"{source} holds {sharding.copies} copies", "give the order of one")
+    if words != {parallel.shard}:
+        raise ScheduleError(
+            "shard", f"{source} divides {', '.join(sorted(words))}, the job {parallel.shard}",
+            f"set parallel.shard to {words.pop()}" if len(words) == 1 else "give all stages one level",
+        )  # fmt: skip
+    if parallel.gather != "order":
+        raise ScheduleError(
+            "gather", f"{source} has gathers of its own, the job asks for one per {parallel.gather}",
+            "set parallel.gather to order, or leave AG, FREE, RS and zero out of the schedule",
+        )  # fmt: skip
+    if sharding.group != parallel.shard_replicas:
+        raise ScheduleError(
+            "shard_replicas", f"{source} has shard groups of {sharding.group or 'all copies'}, the job of "
+            f"{parallel.shard_replicas or 'all copies'}", "make them agree",
+        )  # fmt: skip
 
 
 LONG = 20_000

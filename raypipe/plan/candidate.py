@@ -14,13 +14,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from raypipe.errors import ScheduleError
-from raypipe.job.parallel_spec import ParallelSpec, Shard
+from raypipe.job.parallel_spec import GatherKey, ParallelSpec, Shard
 from raypipe.plan.cut.layers import Balance
 from raypipe.plan.plan import zero_level
 from raypipe.plan.predict.form import Form, form_of
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
-from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import MOST, NEUTRAL, OPTIONS, Concat, Grid, ParallelShape
 
@@ -35,8 +34,8 @@ PARTLY: Ways = ("microbatches", "layers")
 SYNCS: tuple[Sync, ...] = ("lazy", "eager-opt", "eager")
 """Placements of gradient sums, from the simplest."""
 CONCATS: tuple[Concat, ...] = ("direct", "doubling", "halving")
-GATHERS: tuple[Gather, ...] = ("unit", "microbatch", "step")
-"""Which tasks share a gather; the first is what a job has that says nothing of it."""
+GATHERS: tuple[GatherKey, ...] = ("unit", "microbatch", "step", "order")
+"""Which tasks share a gather, from the simplest; the first is what a job has that says nothing of it."""
 FEW = 4
 """Up to here every number of chunks is tried; above, only some (see ``chunk_counts``)."""
 
@@ -55,8 +54,8 @@ class Candidate(ParallelShape):
     """What the cut of the model balances. ``memory``: stages, each within its device's memory, where devices differ."""
     shard: Shard = "none"
     """What data-parallel copies divide."""
-    gather: Gather = "unit"
-    """With shards: which tasks share a gather."""
+    gather: GatherKey = "unit"
+    """With shards: which tasks share a gather; ``order``: positions that were searched (``plan.searched_gathers``)."""
     shard_replicas: int | None = None
     """With shards: consecutive copies that divide a stage; None: all."""
 

@@ -25,6 +25,7 @@ from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.plan.reasons import why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.remedies import remedies, used_up
+from raypipe.plan.searched_gathers import searched_gathers
 from raypipe.plan.searched_orders import searched_orders
 from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
 from raypipe.schedule import SCHEDULES
@@ -227,7 +228,7 @@ def plan_of(p: Prediction, job: JobSpec) -> Plan:
     return Plan.model_validate(
         {
             "parallel": parallel_of(p, job), "cut": tuple(map(tuple, p.cut)), "predicted_step_s": p.step_s,
-            "order": to_text(replace(p.order, name="auto")) if p.order is not None else None,
+            "order": to_text(replace(p.order, name=p.candidate.schedule)) if p.order is not None else None,
         }
     )  # fmt: skip
 
@@ -310,6 +311,8 @@ def choose(
     ranked = sorted((judge.time(p, final=True) for p in found.best + found.near), key=rank_key)
     ranked = [*(judge.with_shards(p) for p in ranked[:DIVIDED]), *ranked]
     ranked = sorted({id(p): p for p in ranked}.values(), key=rank_key)
+    if search_s > 0 and "gather" not in given and not greedy:
+        ranked = sorted([*ranked, *searched_gathers(judge, ranked, search_s)], key=rank_key)
     if search_s > 0 and given.get("schedule", "auto") == "auto":
         only = given.get("schedule") == "auto"
         orders = searched_orders(judge, ranked, search_s, better=not only)

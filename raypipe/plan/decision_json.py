@@ -60,7 +60,8 @@ def recompute_word(p: Prediction) -> Recompute:
     if p.recomputed is not None:
         return "layers" if len(p.recomputed) < sum(map(len, p.cut)) else "full"
     if p.candidate.recompute == "none":
-        return "full" if p.form.recomputes and p.order is None else "none"
+        named = p.order is None or p.candidate.gather == "order"  # the schedule, not a search, recomputes
+        return "full" if p.form.recomputes and named else "none"
     return "microbatches" if p.keep is not None and any(p.keep) else "full"
 
 

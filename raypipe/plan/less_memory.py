@@ -14,7 +14,8 @@ from raypipe.plan.plan import Plan, build_schedule
 def less_memory(job: JobSpec, plan: Plan, whole_minibatches: bool = False) -> tuple[Plan, str] | None:
     """Return the plan that gives up least time for memory, and what changes; None if there is none.
 
-    First all activations are recomputed, then micro-batches get smaller. Cut, stages and replicas stay, so that the
+    First all activations are recomputed, then micro-batches get smaller. Gathers of an order's own fill a device's
+    memory, so they give way to one every micro-batch. Cut, stages and replicas stay, so that the
     run's devices and its checkpoints serve. There is no prediction for the plan: it was made from what happened, which
     the plan before was predicted to fit.
 
@@ -23,9 +24,9 @@ def less_memory(job: JobSpec, plan: Plan, whole_minibatches: bool = False) -> tu
         plan: what ran out of memory.
         whole_minibatches: whether the loss depends on the size of micro-batches (batch norm), so that it must stay.
     """
-    for change, words in _changes(plan, whole_minibatches):
-        parallel = plan.parallel.model_copy(update=change)
-        found = plan.model_copy(update={"parallel": parallel, "predicted_step_s": None, "made_for": None})
+    for before, change, words in _changes(plan, whole_minibatches):
+        parallel = before.parallel.model_copy(update=change)
+        found = before.model_copy(update={"parallel": parallel, "predicted_step_s": None, "made_for": None})
         try:
             JobSpec.model_validate({**job.model_dump(), "parallel": parallel.model_dump()})
             build_schedule(found, job.train.batch)
@@ -35,14 +36,19 @@ def less_memory(job: JobSpec, plan: Plan, whole_minibatches: bool = False) -> tu
     return None
 
 
-def _changes(plan: Plan, whole_minibatches: bool) -> Iterator[tuple[dict[str, Any], str]]:
+def _changes(plan: Plan, whole_minibatches: bool) -> Iterator[tuple[Plan, dict[str, Any], str]]:
+    """Yield a plan, keys of ``parallel`` to change in it, and words for all that changes."""
     parallel = plan.parallel
+    if parallel.gather == "order":
+        plan = plan.model_copy(update={"order": None})
+        yield plan, {"gather": "microbatch"}, "gathers every micro-batch instead of the plan's own"
+        plan = plan.model_copy(update={"parallel": parallel.model_copy(update={"gather": "microbatch"})})
     if parallel.recompute != "full" or parallel.keep is not None:
         keys = {"recompute": "full", "keep": None, "alphas": None, "memory_cap_mb": None}
-        yield keys, f"recompute: full instead of {_said(parallel.recompute)}"
+        yield plan, keys, f"recompute: full instead of {_said(parallel.recompute)}"
     if not whole_minibatches and plan.order is None:  # an order of its own is for so many micro-batches
         for size in reversed(divisors(parallel.microbatch)[:-1]):
-            yield {"microbatch": size}, f"micro-batches of {size} instead of {parallel.microbatch}"
+            yield plan, {"microbatch": size}, f"micro-batches of {size} instead of {parallel.microbatch}"
 
 
 def _said(recompute: object) -> str:

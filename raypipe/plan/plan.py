@@ -16,9 +16,9 @@ from raypipe.atomic_write import write_whole
 from raypipe.errors import ScheduleError
 from raypipe.job.field_types import Devices, Spec
 from raypipe.job.json_file import load_json
-from raypipe.job.parallel_spec import JOBS_OWN, ParallelSpec, Shard
+from raypipe.job.parallel_spec import JOBS_OWN, GatherKey, ParallelSpec, Shard
 from raypipe.job.recompute_layers import Cut, layers_to_recompute
-from raypipe.job.requested_schedule import base_schedule, fitting
+from raypipe.job.requested_schedule import base_schedule, fitting, is_file
 from raypipe.job.spec import JobSpec
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import Schedule
@@ -31,7 +31,6 @@ from raypipe.schedule.passes import (
     replicate,
     shard,
 )
-from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.passes.sync import placement_of
 from raypipe.schedule.verify import verify
 
@@ -158,11 +157,21 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
 def one_copy(plan: Plan, batch: int) -> Schedule:
     """Build the compute tasks of one data-parallel copy, without all-reduces and updates.
 
+    An order with gathers of its own (``gather: order``) has them, and its recomputation, already.
+
     Raises:
         ScheduleError: as for ``build_schedule``.
     """
     schedule = base_schedule(plan.parallel, batch) if plan.order is None else _stored(plan, plan.order, batch)
-    return with_recompute(schedule, plan.parallel, plan.cut)
+    if schedule.sharding is None:
+        return with_recompute(schedule, plan.parallel, plan.cut)
+    written = is_file(plan.parallel.schedule) or not any(task.kind == "R" for task in schedule.tasks())
+    if written and plan.parallel.recompute != "none":
+        raise ScheduleError(
+            "recompute", "no R tasks can be added to an order that has gathers of its own",
+            "write them into the order, and use recompute: none",
+        )  # fmt: skip
+    return schedule
 
 
 class HasShards(Protocol):
@@ -181,7 +190,7 @@ class HasShards(Protocol):
         """What they divide."""
 
     @property
-    def gather(self) -> Gather:
+    def gather(self) -> GatherKey:
         """Which tasks share a gather."""
 
     @property
@@ -205,9 +214,17 @@ def sharded(schedule: Schedule, parallel: HasShards, copies: int) -> Schedule:
         schedule: of ``copies`` data-parallel copies: of all, or of one that stands for all.
         parallel: what they divide.
         copies: data-parallel copies that ``schedule`` holds.
+
+    Raises:
+        ScheduleError: ``gather: order``, and the order has none.
     """
-    if parallel.shard == "none" or parallel.replicas == 1:
+    if parallel.shard == "none" or parallel.replicas == 1 or schedule.sharding is not None:
         return schedule
+    if parallel.gather == "order":
+        raise ScheduleError(
+            "gather", "order, but the schedule's order has no gathers",
+            "use step, unit or microbatch; a plan of parallel: auto, or a schedule file, may have gathers",
+        )  # fmt: skip
     return shard(
         schedule, zero_level(parallel.shard), gather=parallel.gather, unit=parallel.unit, copies=copies,
         group=parallel.shard_replicas,

@@ -20,11 +20,10 @@ from dataclasses import replace
 
 from raypipe.cost.hosts import Hosts
 from raypipe.errors import ScheduleError
-from raypipe.job.parallel_spec import Shard
+from raypipe.job.parallel_spec import GatherKey, Shard
 from raypipe.plan.candidate import Asked, Candidate, chunk_counts, divisors
 from raypipe.plan.predict.form import form_of
 from raypipe.schedule.ir import ZERO_LEVELS
-from raypipe.schedule.passes.shard import Gather
 
 CHUNKED = ("interleaved-1f1b", "bfs")
 """Schedules of a model that one device holds in several stages: micro-batch by micro-batch, and stage by stage."""
@@ -68,7 +67,7 @@ def _cut_finer(c: Candidate, most_stages: int, asked: Asked) -> Iterator[Candida
                 yield from (one for one in made if not isinstance(form_of(one), ScheduleError))
 
 
-def _gathers(c: Candidate, level: int, asked: Asked) -> Iterator[Gather]:
+def _gathers(c: Candidate, level: int, asked: Asked) -> Iterator[GatherKey]:
     """Which tasks may share a gather; from level 2 on, as many share a reduce-scatter."""
     if "gather" in asked:
         yield asked["gather"]

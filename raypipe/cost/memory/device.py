@@ -42,6 +42,7 @@ def device_memory(
     momentum: float = 0.0,
     ahead: bool = False,
     recomputed: Collection[int] | None = None,
+    beside_shards: bool = False,
 ) -> tuple[DeviceMemory, ...]:
     """Memory of each device of a schedule, in bytes.
 
@@ -58,6 +59,8 @@ def device_memory(
         momentum: ``train.momentum``.
         ahead: devices run ahead of the global gradient norm (``train.clip``, ``parallel.update``) and can undo.
         recomputed: layers that an R computes again; all of its stage by default.
+        beside_shards: without what is gathered of stages of level 3 and their full gradients, whatever the order has of
+            AG, FREE and RS: what they may take is the rest of the device's memory.
 
     Raises:
         SpecError: the cut is not one of this model, or the optimizer is unknown.
@@ -80,6 +83,7 @@ def device_memory(
         holders=[copies * len({row[s] for row in schedule.placement}) for s in range(schedule.stages)],
         group=1 if schedule.sharding is None else schedule.sharding.group or schedule.sharding.copies * copies,
         recomputed=recomputed_pairs(schedule),
+        beside_shards=beside_shards,
     )
     heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
     messages = held_messages(schedule, [profile.layers[layers[-1]].sent_bytes * samples for layers in cut])
@@ -106,6 +110,8 @@ class _Setting:
     """Devices that share one set of shards."""
     recomputed: set[tuple[int, int]]
     """(stage, micro-batch) with an R."""
+    beside_shards: bool
+    """Gathered weights and full gradients count as nothing."""
 
     @cached_property
     def shares(self) -> list[StageMemory]:
@@ -182,9 +188,11 @@ class _Moments:
         self.reduced: set[tuple[int, int]] = set()
         self.cast: set[tuple[int, int]] = set()
         self.undo = 0.0
+        shown = 0.0 if setting.beside_shards else 1.0
         self.live = LiveShards(
-            setting.schedule, [stage.weights for stage in self.stages], [stage.gradients for stage in self.stages]
-        )
+            setting.schedule, [shown * stage.weights for stage in self.stages],
+            [shown * stage.gradients for stage in self.stages],
+        )  # fmt: skip
         self._most = 0.0
         self._terms: tuple[float, ...] = (0.0,) * 10
 
@@ -239,6 +247,8 @@ class _Moments:
 
     def narrow(self, stage: int, replica: int) -> None:
         """Autocast has made its copies of a stage replica's weights."""
+        if self.setting.beside_shards and self.setting.schedule.zero_level(stage) == 3:
+            return  # made of the gathered weights
         if (stage, replica) not in self.cast:
             self.cast.add((stage, replica))
             self.casts += self.stages[stage].casts * self.versions

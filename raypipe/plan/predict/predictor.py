@@ -328,6 +328,23 @@ class Predictor:
         )  # fmt: skip
         return self.time(found, final=True)
 
+    def predict_gathers(self, p: Prediction, schedule: Schedule) -> Prediction:
+        """Judge a plan of level 3 with gathers of its order's own: tasks of one data-parallel copy, AG, FREE and RS
+        among them."""
+        c = replace(p.candidate, gather="order")
+        memory = self._order_memory(c, Order(schedule), p.cut, p.recomputed)
+        return self.time(replace(p, candidate=c, memory=memory, order=schedule), final=True)
+
+    def beside_shards(self, p: Prediction, schedule: Schedule) -> list[float]:
+        """What each device holds at most without gathered weights and full gradients."""
+        memory = self._order_memory(p.candidate, Order(schedule), p.cut, p.recomputed, beside_shards=True)
+        return [device.total for device in memory]
+
+    def bare(self, p: Prediction) -> Schedule:
+        """Compute tasks of one data-parallel copy, recomputation included, without gathers."""
+        c = replace(p.candidate, shard="none", gather="unit", shard_replicas=None)
+        return self._orders.of(c, c.microbatches, p.keep, p.remade).schedule
+
     def time(self, p: Prediction, final: bool = False) -> Prediction:
         """The prediction with its step's time, gradient sums placed where it is shortest.
 
@@ -390,13 +407,14 @@ class Predictor:
         return at_scale(shorter, unit, turn, max(1, most // min(count // unit, 5)), known)
 
     def _order_memory(
-        self, c: Candidate, order: Order, cut: Cut, recomputed: frozenset[int] | None = None
+        self, c: Candidate, order: Order, cut: Cut, recomputed: frozenset[int] | None = None,
+        beside_shards: bool = False,
     ) -> tuple[DeviceMemory, ...]:  # fmt: skip
         ahead = self.train.needs_norm and not self.overheads(c).waits(order)
         return device_memory(
             self.profile, cut, order.schedule, c.microbatch,
             copies=c.replicas, optimizer=self.train.optimizer, momentum=self.train.momentum, ahead=ahead,
-            recomputed=recomputed,
+            recomputed=recomputed, beside_shards=beside_shards,
         )  # fmt: skip
 
     def memory_with(self, c: Candidate, cut: Cut) -> tuple[DeviceMemory, ...]:

@@ -31,7 +31,8 @@ NO_COLLECTIVES = Collectives(0, 0)
 def least_collectives(c: Candidate) -> Collectives:
     """Count those of a candidate with shards.
 
-    With ``gather: unit`` the windows of units that touch are one, and so may the reduce-scatters be.
+    With ``gather: unit`` the windows of units that touch are one, and so may the reduce-scatters be; in an order of
+    its own they are where it has them.
     """
     often = c.microbatches // c.form.replicas if c.gather == "microbatch" else 1
     return Collectives(often if c.level == 3 else 1, 1)

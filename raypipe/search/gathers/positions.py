@@ -20,6 +20,7 @@ from raypipe.schedule.ir import Schedule, Sharding
 from raypipe.schedule.passes.shard import Windows, place, policy_windows
 from raypipe.schedule.sharding.live import shard_peaks
 from raypipe.schedule.walk import walk
+from raypipe.search.budget import Budget
 from raypipe.search.gathers.windows import fewest_gathers, gathered_early, gradients_used, once_within
 
 AHEAD = (1_000_000, 4, 1, 0)
@@ -56,7 +57,7 @@ class _Choice(NamedTuple):
 @no_collection()
 def search_gathers(
     orders: Sequence[Schedule], rooms: Sequence[Sequence[float]], costs: CostTable, sizes: Sequence[float], *,
-    sharding: Sharding, units: Sequence[int] = (),
+    sharding: Sharding, units: Sequence[int] = (), budget: Budget | None = None,
 ) -> FoundGathers:  # fmt: skip
     """Find where to gather, reshard and reduce-scatter, and on which of several orders of one step.
 
@@ -67,6 +68,7 @@ def search_gathers(
         sizes: of each stage's weights (and gradients), in the unit of ``rooms``.
         sharding: levels, and groups of copies.
         units: micro-batches of scheduling units to try besides 1 and the whole step.
+        budget: ends the search once something was found, with the most promising placements timed; None: no end.
 
     Raises:
         ScheduleError: no placement fits.
@@ -77,6 +79,8 @@ def search_gathers(
     best, found, chosen = float("inf"), None, None
     tried = 0
     for choice in sorted(choices, key=lambda c: c.bound):
+        if found is not None and budget is not None and budget.left <= 0:
+            break
         order, room = bare[choice.order], rooms[choice.order]
         scattered = place(order, sharding, [{} for _ in room], choice.unit)
         used = [gradients_used(scattered, d, sizes) for d in range(order.devices)]

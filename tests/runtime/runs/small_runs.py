@@ -12,6 +12,7 @@ from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
+from raypipe.plan.plan import Plan
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.driver import Driver
 from raypipe.train import make_plan
@@ -48,16 +49,18 @@ class Done:
     driver: Driver
 
 
-def new_driver(job: JobSpec, directory: Path, saved: Callable[..., None] = lambda *_: None) -> Driver:
-    """A driver with its data prepared, whose log is in ``directory``."""
+def new_driver(
+    job: JobSpec, directory: Path, saved: Callable[..., None] = lambda *_: None, plan: Plan | None = None
+) -> Driver:  # fmt: skip
+    """A driver with its data prepared, whose log is in ``directory``; ``plan``: another than the job's own."""
     directory.mkdir(parents=True, exist_ok=True)
     prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
-    return Driver(job, make_plan(job), directory, RunLog(directory), saved)
+    return Driver(job, plan or make_plan(job), directory, RunLog(directory), saved)
 
 
 def drive(
     job: JobSpec, pool: Pool, directory: Path, checkpoint: Path | None = None, done: int = 0,
-    saved: Callable[[WorkerGroup, int], None] | None = None,
+    saved: Callable[[WorkerGroup, int], None] | None = None, plan: Plan | None = None,
 ) -> Done:  # fmt: skip
     """Run to the end. ``saved(fleet, step)`` is called at every checkpoint."""
     checkpoints: dict[int, Path] = {}
@@ -67,7 +70,7 @@ def drive(
         if saved is not None:
             saved(workers, step)
 
-    driver = new_driver(job, directory, keep)
+    driver = new_driver(job, directory, keep, plan)
     workers = pool(driver.schedule.devices * job.parallel.tensor)
     driver.run(workers, checkpoint, done)
     driver.log.close()

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raypipe.data import prepare
+from raypipe.plan.plan import one_copy
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.forms.text import to_text
+from raypipe.schedule.ir import Sharding
+from raypipe.search.gathers.positions import search_gathers
+from raypipe.train import make_plan
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, small_job
 
@@ -51,6 +58,28 @@ def test_loss_curve_is_that_of_plain_pytorch(parallel, shard, plain, stage_pool,
     counts = done.driver.counts
     assert counts["all_gather"] > 0
     assert counts["reduce_scatter"] > 0
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("parallel", [{}, {"shard_replicas": 2, "replicas": 4, "microbatch": 1}], ids=["all", "pairs"])
+def test_searched_gathers_change_no_loss(parallel, plain, stage_pool, text_folder, tmp_path) -> None:
+    """Room for four of gathered stages and full gradients: some stages are kept, others gathered several times."""
+    zeropp = {"schedule": "zeropp", "stages": 1, "chunks": 3, "unit": 1, "replicas": 2, "shard": "zero3", **parallel}
+    named = job(text_folder, zeropp)
+    plan = make_plan(named)
+    group = plan.parallel.shard_replicas
+    found = search_gathers(
+        [one_copy(plan, 8)], [[4.0]], replace(CostTable.even(3), gather=(2.0,) * 3, reduce_scatter=(1.0,) * 3),
+        [1.0] * 3, sharding=Sharding(levels=(3,) * 3, group=group),
+    ).schedule  # fmt: skip
+    gathers = [t.stage for t in found.orders[0] if t.kind == "AG"]
+    assert 3 < len(gathers) < 2 * 3 * found.microbatches
+    searched = {"parallel": plan.parallel.model_copy(update={"gather": "order"}), "order": to_text(found)}
+    own = job(text_folder, {**zeropp, "gather": "order"})
+    done = drive(own, stage_pool, tmp_path, plan=plan.model_copy(update=searched))
+    assert done.losses == pytest.approx(plain, abs=1e-9, rel=0)
+    shards = named.parallel.replicas // (group or named.parallel.replicas)
+    assert done.driver.counts["all_gather"] == shards * len(gathers)
 
 
 @pytest.mark.runs
