@@ -331,16 +331,17 @@ def _keep(parallel: ParallelSpec, placement: Sequence[Sequence[int]]) -> Iterato
 
 
 def _alphas(parallel: ParallelSpec) -> Iterator[Problem]:
-    """``alphas`` and ``memory_cap_mb`` belong to stage-aware recomputation, which needs one of them."""
+    """``alphas`` and ``memory_cap_mb`` belong to stage-aware recomputation, which needs one of them; ``memory_cap_mb``
+    limits reverse first-k as well."""
     if parallel.recompute != "stage-aware":
         for key in ("alphas", "memory_cap_mb"):
-            if getattr(parallel, key) is not None:
+            if getattr(parallel, key) is not None and not (key == "memory_cap_mb" and parallel.postpones):
                 why = f"has no effect with recompute: {parallel.recompute}"
                 yield Problem(f"parallel.{key}", why, "use recompute: stage-aware, or leave it out")
     elif parallel.alphas is None and parallel.memory_cap_mb is None:
         why = "missing; stage-aware recomputation needs to know how much memory it may use"
         yield Problem("parallel.memory_cap_mb", why, "add it, or give alphas")
-    elif parallel.alphas is not None and parallel.memory_cap_mb is not None:
+    elif parallel.alphas is not None and parallel.memory_cap_mb is not None and not parallel.postpones:
         yield Problem("parallel.memory_cap_mb", "has no effect if alphas are given", "leave one of them out")
 
 

@@ -78,8 +78,10 @@ class ParallelSpec(Spec):
     ``reverse-first-k``: so, and the weight gradients of a stage's first layers wait until its backward has ended; then
     they are computed from the first layer on (``first_k``)."""
     first_k: Count | None = None
-    """With ``sync: reverse-first-k``: how many layers' weight gradients wait, in each stage. null: each stage's is
-    chosen from measured times after 8 steps, and taken back after 16 where steps have not become shorter."""
+    """With ``sync: reverse-first-k``: how many layers' weight gradients wait, in each stage, from the third step on
+    where ``memory_cap_mb`` limits it. null: each stage's is chosen from measured times after 8 steps, among those that
+    fit ``memory_cap_mb``, or else the worker's share of its host's memory, and taken back after 16 where steps have not
+    become shorter."""
     update: RequestedNormPolicy = "auto"
     """What a weight update does about ``train.clip``'s global norm. ``wait``: wait for it; ``optimistic``: made at
     once, and undone should the norm turn out too large; ``auto``: optimistic where steps follow one another
@@ -105,8 +107,8 @@ class ParallelSpec(Spec):
     stage; a number is the first stage's, from which the others follow so that all use the same memory (Merak). null:
     the run raises it between steps as far as ``memory_cap_mb`` allows."""
     memory_cap_mb: Annotated[float, Field(gt=0)] | None = None
-    """MiB that a device may have allocated at its fullest moment, up to where a run raises ``alphas``: of its process's
-    heap, on GPUs of torch's allocator."""
+    """MiB that a device may have allocated at its fullest moment, up to where a run raises ``alphas``, or postpones
+    weight gradients (``first_k``, on CPUs): of its process's heap, on GPUs of torch's allocator."""
     keep: Shares | None = None
     """Where activations are recomputed: per stage, the share of its micro-batches that keep them all the same."""
     tensor: Positive = 1

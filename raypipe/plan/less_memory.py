@@ -44,7 +44,8 @@ def _changes(plan: Plan, whole_minibatches: bool) -> Iterator[tuple[Plan, dict[s
         yield plan, {"gather": "microbatch"}, "gathers every micro-batch instead of the plan's own"
         plan = plan.model_copy(update={"parallel": parallel.model_copy(update={"gather": "microbatch"})})
     if parallel.recompute != "full" or parallel.keep is not None:
-        keys = {"recompute": "full", "keep": None, "alphas": None, "memory_cap_mb": None}
+        keys: dict[str, Any] = {"recompute": "full", "keep": None, "alphas": None}
+        keys["memory_cap_mb"] = parallel.memory_cap_mb if parallel.postpones else None
         yield plan, keys, f"recompute: full instead of {_said(parallel.recompute)}"
     if not whole_minibatches and plan.order is None:  # an order of its own is for so many micro-batches
         for size in reversed(divisors(parallel.microbatch)[:-1]):

@@ -101,6 +101,7 @@ class Executor(ProgramRunner):
         self._scales: dict[int, Tensor] = {}
         self.measures = False
         """Whether to measure memory in every step."""
+        self._told_first_k: dict[StageKey, tuple[int, int]] = {}
         self.ledger: Ledger | None = None
         """What the devices tell one another of each step, where one that dies is replaced in place."""
 
@@ -453,6 +454,14 @@ class Executor(ProgramRunner):
         if self.by_layer is not None:
             self.by_layer.close()
 
+    def _changed_first_k(self) -> tuple[tuple[int, int, int], ...]:
+        """Return (stage, k, most that memory allows) of the stage replicas whose k, or limit, is new in this step."""
+        most = self.sync.most_first_k
+        now = {key: (k, most[key]) for key, k in self.sync.first_k.items()}
+        before = self._told_first_k or {key: (0, len(self.modules[key].trained_by_block)) for key in now}
+        self._told_first_k = now
+        return tuple((stage, *new) for (stage, _), new in now.items() if new != before.get((stage, _)))
+
     def _end(self, marks: NDArray[np.float64], memory: StepMemory) -> StartedStep:
         losses = self._losses.pop(self.step, [])
         targets = self.feed.targets(self.split, self.step) if losses else 1
@@ -474,7 +483,7 @@ class Executor(ProgramRunner):
             all_reduces, group.all_reduces = group.all_reduces, 0
         result = StepResult(
             0.0, samples, 0.0, marks, self.received, self.received_bytes, reduced + sums, all_reduces, memory,
-            self.updates.optimistic, gathers, scatters,
+            self.updates.optimistic, gathers, scatters, first_k=self._changed_first_k() if self.training else (),
         )  # fmt: skip
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
         squares = to_host(torch.stack(self._squares)) if self._squares else None

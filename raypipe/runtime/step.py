@@ -50,6 +50,8 @@ class StepResult:
     """Reduce-scatters of a stage's gradients, counted alike."""
     device_memory: DeviceMemory | None = None
     """Memory of the device's process, about once a second; None in between."""
+    first_k: tuple[tuple[int, int, int], ...] = ()
+    """With reverse first-k: (stage, k, the largest k that memory allows), once and whenever it has changed."""
     written: Written | None = None
     """The write of a checkpoint that has ended since the step before, if one has."""
 

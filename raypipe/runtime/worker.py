@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from raypipe.errors import TransportError
 from raypipe.models import DTYPES, build_model
 from raypipe.models.host_copies import runs_behind
 from raypipe.plan.online.tune_first_k import FirstKTuner
-from raypipe.runtime.allocated import MemoryReports
+from raypipe.runtime.allocated import MemoryReports, host_memory_bytes
 from raypipe.runtime.cast_messages import message_cast_of
 from raypipe.runtime.cluster import node_files
 from raypipe.runtime.cluster.failure import raises_device_errors
@@ -270,7 +270,7 @@ class StageWorker:
             setup.tensor_rank,
             shards.stages,
             by_layer=self._by_layer(setup),
-            tuner=partial(FirstKTuner, fixed=job.parallel.first_k) if job.parallel.postpones else None,
+            tuner=self._first_k(setup) if job.parallel.postpones else None,
         )
         self.executor = self.executor_class(
             settings, self.modules, self.optimizers, plan.task, feed, sync, self._shares(sync.complete, setup),
@@ -280,6 +280,18 @@ class StageWorker:
         self.group = self._tensor_group(groups)
         if setup.recovers and communicators.world is not None:
             self.executor.ledger = Ledger(communicators.world, self.modules, setup.done)
+
+    def _first_k(self, setup: Setup) -> Callable[[int], FirstKTuner]:
+        """Return what makes, for a stage of so many layers, the tuner of its k: within the memory that the job gives a
+        device, or where k is to be chosen, within its share of the host's."""
+        given = setup.job.parallel
+        memory = None
+        if given.memory_cap_mb is not None:
+            memory = given.memory_cap_mb * 2**20
+        elif given.first_k is None and self.device.type == "cpu":
+            node = setup.topology.peers[setup.rank].node
+            memory = host_memory_bytes() / sum(peer.node == node for peer in setup.topology.peers)
+        return partial(FirstKTuner, fixed=given.first_k, memory=memory)
 
     def _updated(self, key: StageKey) -> list[nn.Parameter]:
         """Return what the optimizer of a stage replica updates: whole parameters, and its pieces of divided ones."""

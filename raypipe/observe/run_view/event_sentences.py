@@ -36,6 +36,9 @@ def _sentences(row: dict[str, Any]) -> list[str]:
         return [f"{step}change restored: steps without it are now {row['gain']:.1%} slower"]
     if kind == "drifted":
         return [f"{step}step time drifted from {row['was_s']:.4f} to {row['now_s']:.4f} s: measuring again"]
+    if kind == "first_k":
+        waits = f"weight gradients of the first {row['k']} layers of stage {row['stage']} wait"
+        return [f"{step}{waits}; memory allows {row['most']}"]
     if kind == "early_stop":
         return [f"{step}stopped early: {row['message']}"]
     if kind == "paused":

@@ -2,8 +2,8 @@
 
 A stage's holders tell one another when each layer's gradient is complete, how fast the link is, and how long steps
 take; each feeds the same numbers to a tuner of its own, so all of them choose the same. The choice is the planner's:
-by the simulated steps of the k that are worth trying (``simulate.layer_sync``). Then steps with it are measured, and it
-is taken back where they are not shorter.
+by the simulated steps of the k that are worth trying (``simulate.layer_sync``), of those that the devices' memory
+allows (``most_postponed``). Then steps with it are measured, and it is taken back where they are not shorter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.reverse_first_k import reverse_first_k
+from raypipe.schedule.families.reverse_first_k import most_postponed, reverse_first_k
 from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.layer_sync import layer_step_time
 
@@ -28,17 +28,30 @@ class FirstKTuner:
     Args:
         layers: layers with parameters.
         fixed: what the job gives; None to choose it.
+        memory: bytes that the stage's holders may have allocated each, the least of them. With a ``fixed`` k,
+            nothing is postponed at first, and what is held then says how much of k fits. None: no limit.
     """
 
-    def __init__(self, layers: int, fixed: int | None = None) -> None:
-        self.layers = layers
-        self.k = min(fixed or 0, layers)
+    def __init__(self, layers: int, fixed: int | None = None, memory: float | None = None) -> None:
+        self.layers, self.memory = layers, memory
+        self._fixed = fixed
+        self.k = min(fixed or 0, layers) if memory is None else 0
         """How many layers' weight gradients are postponed."""
-        self._settled = fixed is not None or layers < 2
+        self.most = layers
+        """The largest k that memory allows, as far as that is known."""
+        self._settled = (fixed is not None and (memory is None or not fixed)) or (fixed is None and layers < 2)
         self._before: tuple[list[float], float] | None = None
         """When gradients were complete with k = 0, and how long a step took."""
 
-    def observe(self, step: int, ready: Sequence[float], sums: Sequence[float], seconds: float) -> list[float]:
+    @property
+    def wants_memory(self) -> bool:
+        """Whether ``observe`` has use for what is held in a step."""
+        return self.memory is not None and not self._settled and self.k == 0
+
+    def observe(
+        self, step: int, ready: Sequence[float], sums: Sequence[float], seconds: float, held: Sequence[float] = (),
+        waiting: Sequence[float] = (),
+    ) -> list[float]:  # fmt: skip
         """Take in what was measured until a step; returns when gradients will be complete from now on.
 
         Args:
@@ -46,9 +59,17 @@ class FirstKTuner:
             ready: per layer, when its gradient was complete, in seconds since the last backward began.
             sums: per layer, how long the link takes for its sum.
             seconds: of a step, typically, since the last report.
+            held: per layer, bytes allocated when its gradient was complete, the most of any holder; empty where they
+                were not measured.
+            waiting: per layer, bytes that its weight gradient waits for where it is postponed.
         """
         if self._settled:
             return list(ready)
+        if self.memory is not None and held and self.k == 0:
+            self.most = min(self.most, most_postponed(held, waiting, self.memory))
+        if self._fixed is not None:
+            self.k, self._settled = min(self._fixed, self.most), True
+            return complete_at(layer_costs(ready, sums), self.k) if self.k else list(ready)
         if step >= JUDGE_AT:
             self._settled = True
             assert self._before is not None
@@ -61,7 +82,7 @@ class FirstKTuner:
             self._before = list(ready), seconds
             costs = layer_costs(ready, sums)
             found = tune_first_k(
-                lambda k: layer_step_time(reverse_first_k(self.layers, k), costs, "prioritised"), self.layers, gain=GAIN
+                lambda k: layer_step_time(reverse_first_k(self.layers, k), costs, "prioritised"), self.most, gain=GAIN
             )
             self.k = found.k
             self._settled = not found.k

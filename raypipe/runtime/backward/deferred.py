@@ -29,11 +29,21 @@ class WeightQueue:
         self.current: list[Closure] = []
         self.only: frozenset[Tensor] | None = None
         """The parameters whose gradients are deferred; None for all that can be."""
+        self.waiting: dict[Tensor, int] | None = None
+        """Where somebody has use for it: weight -> bytes that its gradient waits for, or would: the input of its
+        product, and the gradient of the output."""
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def defers(self, parameter: Tensor) -> bool:
         """Return whether the gradient of a parameter is deferred in the graph that is being built."""
         return self.only is None or parameter in self.only
+
+    def note(self, weight: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Note what the gradient of a weight of ``y`` waits for; return ``y``."""
+        if self.waiting is not None:
+            input_bytes = x.numel() * (y.element_size() if x.is_floating_point() else x.element_size())
+            self.waiting[weight] = input_bytes + y.numel() * y.element_size()
+        return y
 
     @contextmanager
     def collect(self, into: list[Closure]) -> Iterator[None]:
@@ -223,19 +233,23 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
     """Compute ``F.linear(x, weight, bias)``; the gradients of weight and bias are deferred to ``queue``."""
-    return _apply(_DeferredLinear, x, weight, bias, queue) if queue.defers(weight) else F.linear(x, weight, bias)
+    y = _apply(_DeferredLinear, x, weight, bias, queue) if queue.defers(weight) else F.linear(x, weight, bias)
+    return queue.note(weight, x, y)
 
 
 def deferred_embedding(ids: Tensor, weight: Tensor, padding: int | None, queue: WeightQueue) -> Tensor:
     """Compute ``F.embedding(ids, weight, padding)``; the weight's gradient is deferred to ``queue``."""
-    if not queue.defers(weight):
-        return F.embedding(ids, weight, padding)
-    return _apply(_DeferredEmbedding, ids, weight, padding, queue)
+    if queue.defers(weight):
+        y = _apply(_DeferredEmbedding, ids, weight, padding, queue)
+    else:
+        y = F.embedding(ids, weight, padding)
+    return queue.note(weight, ids, y)
 
 
 def deferred_product(bias: Tensor, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
     """Compute ``bias + x @ weight`` for a vector ``bias``; the gradients of both are deferred to ``queue``."""
-    return _apply(_DeferredProduct, bias, x, weight, queue) if queue.defers(weight) else torch.addmm(bias, x, weight)
+    y = _apply(_DeferredProduct, bias, x, weight, queue) if queue.defers(weight) else torch.addmm(bias, x, weight)
+    return queue.note(weight, x, y)
 
 
 def deferred_convolution(
@@ -251,7 +265,9 @@ def deferred_convolution(
     """Compute ``F.conv1d``, ``conv2d`` or ``conv3d``; the gradients of weight and bias are deferred to ``queue``."""
     dims = weight.dim() - 2
     each = tuple([values[0]] * dims if len(values) == 1 else list(values) for values in (stride, padding, dilation))
-    if not queue.defers(weight):
+    if queue.defers(weight):
+        y = _apply(_DeferredConvolution, x, weight, bias, (*each, groups), queue)
+    else:
         convolve: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
-        return convolve(x, weight, bias, *each, groups)
-    return _apply(_DeferredConvolution, x, weight, bias, (*each, groups), queue)
+        y = convolve(x, weight, bias, *each, groups)
+    return queue.note(weight, x, y)

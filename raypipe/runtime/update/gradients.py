@@ -166,8 +166,10 @@ class GradientSync:
             if by_layer:
                 own = {id(p) for p in parameters}
                 blocks = [[p for p in block if id(p) in own] for block in modules[key].trained_by_block]
+                waiting: dict[Tensor, int] = {}
+                modules[key].queue.waiting = waiting if tuner is not None else None
                 self._sums[key] = self._prioritised[key] = PrioritisedAllReduce(
-                    blocks, groups[name], what, None if tuner is None else tuner(len(blocks))
+                    blocks, groups[name], what, None if tuner is None else tuner(len(blocks)), waiting
                 )
             else:
                 self._sums[key] = BucketedAllReduce(parameters, groups[name], what)
@@ -219,6 +221,11 @@ class GradientSync:
     def first_k(self) -> dict[StageKey, int]:
         """How many of its layers' weight gradients each stage replica postpones; empty where none may be."""
         return {key: sum_.tuner.k for key, sum_ in self._prioritised.items() if sum_.tuner is not None}
+
+    @property
+    def most_first_k(self) -> dict[StageKey, int]:
+        """What memory allows of ``first_k``, as far as that is known."""
+        return {key: sum_.tuner.most for key, sum_ in self._prioritised.items() if sum_.tuner is not None}
 
     def prioritised(self, key: StageKey) -> PrioritisedAllReduce | None:
         """Return the all-reduce of a stage replica whose buckets can be waited for one by one; None if it has none."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypipe.plan.online.tune_first_k import FirstKTuner
+from raypipe.runtime.allocated import allocated_bytes
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce, Piece
 from raypipe.runtime.update.collective import Push, wait_for
@@ -47,13 +48,14 @@ class PrioritisedAllReduce(BucketedAllReduce):
         group: the process group of the holders.
         what: names the all-reduce in errors.
         tuner: chooses how many blocks' weight gradients are postponed; None: none are.
+        waiting: will hold, per weight, the bytes that its gradient waits for where it is postponed.
     """
 
     def __init__(
         self, blocks: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup, what: str,
-        tuner: FirstKTuner | None = None,
+        tuner: FirstKTuner | None = None, waiting: Mapping[Tensor, int] | None = None,
     ) -> None:  # fmt: skip
-        self._blocks, self.tuner = blocks, tuner
+        self._blocks, self.tuner, self._waiting = blocks, tuner, {} if waiting is None else waiting
         self._block_of: list[int] = []
         """Per bucket."""
         super().__init__([p for block in blocks for p in block], group, what)
@@ -67,6 +69,8 @@ class PrioritisedAllReduce(BucketedAllReduce):
         ]
         self._works_of = defaultdict[int, list[dist.Work]](list)
         self._complete_at: dict[int, float] = {}
+        self._held: dict[int, int] = {}
+        """Bytes allocated when a bucket was complete, in steps whose report has use for it."""
         self._issued_at: list[float] = []
         self._begun: float | None = None
         """When the last backward of the step began."""
@@ -92,14 +96,16 @@ class PrioritisedAllReduce(BucketedAllReduce):
             return
         (work, told), self._told = self._told, None
         wait_for(self.what, work, lambda: False)
-        *ready, per_byte, step_s = told.tolist()
+        count = len(self.buckets)
+        ready, (per_byte, step_s) = told[:count].tolist(), told[count : count + 2].tolist()
         if self.tuner is not None:
+            held, waiting = self._take_memory(told[count + 2 :])
             by_block, sums = [0.0] * len(self._blocks), [0.0] * len(self._blocks)
             for bucket, at in enumerate(ready):
                 by_block[self._block_of[bucket]] = max(at, by_block[self._block_of[bucket]])
             for piece, nbytes in zip(self.pieces, self._bytes, strict=True):
                 sums[self._block_of[piece.bucket]] += per_byte * nbytes
-            by_block = self.tuner.observe(self._steps, by_block, sums, step_s)
+            by_block = self.tuner.observe(self._steps, by_block, sums, step_s, held, waiting)
             ready = [by_block[block] for block in self._block_of]
         order = prioritised_order([ready[piece.bucket] for piece in self.pieces], [per_byte * n for n in self._bytes])
         self.order = [self.pieces[n] for n in order]
@@ -120,6 +126,8 @@ class PrioritisedAllReduce(BucketedAllReduce):
     def completed(self, bucket: int) -> None:
         """See BucketedAllReduce.completed."""
         self._complete_at[bucket] = time.monotonic()
+        if self.tuner is not None and self.tuner.wants_memory and self._reports(self._steps + 1):
+            self._held[bucket] = allocated_bytes(self.buckets[bucket].flat.device)
 
     def issued(self, piece: Piece, work: dist.Work) -> None:
         """See BucketedAllReduce.issued."""
@@ -145,19 +153,43 @@ class PrioritisedAllReduce(BucketedAllReduce):
         self._ends.append(time.monotonic())
         # In steps 1, 2, 4, 8, ...: the first ones are slow, and later ones may change with the machine's load. The
         # host's clock cannot say when a GPU has completed a gradient; there, pieces go in the order of the backward.
-        if self.buckets and self.buckets[0].parameters[0].device.type == "cpu" and not self._steps & (self._steps - 1):
+        if self._reports(self._steps):
             begun = self._ends[-1] if self._begun is None else self._begun
             ready = [max(0.0, self._complete_at.get(n, begun) - begun) for n in range(len(self.buckets))]
             spent = _union(self._issued_at, sorted(seen)) / max(1, sum(self._bytes))
             steps_s = [after - before for before, after in pairwise(self._ends)]
-            told = torch.tensor([*ready, spent, median(steps_s) if steps_s else 0.0], dtype=torch.float64)
+            memory = self._tell_memory()
+            told = torch.tensor([*ready, spent, median(steps_s) if steps_s else 0.0, *memory], dtype=torch.float64)
             self._ends = self._ends[-1:]
             work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
             assert work is not None
             self._told = work, told
         self._works_of.clear()
-        self._complete_at, self._issued_at, self._begun = {}, [], None
+        self._complete_at, self._held, self._issued_at, self._begun = {}, {}, [], None
         return end
+
+    def _reports(self, step: int) -> bool:
+        """Whether the holders tell one another what they have measured until this step."""
+        return bool(self.buckets) and self.buckets[0].parameters[0].device.type == "cpu" and not step & (step - 1)
+
+    def _tell_memory(self) -> list[float]:
+        """Return what the holders tell one another of memory: what is allocated when each block's gradient is complete,
+        what each block's weight gradients wait for, and what this device has, as a number that is larger for less."""
+        if self.tuner is None or self.tuner.memory is None or not self.tuner.wants_memory:
+            return []
+        held = [0.0] * len(self._blocks)
+        for bucket, size in self._held.items():
+            held[self._block_of[bucket]] = max(size, held[self._block_of[bucket]])
+        waiting = [float(sum(self._waiting.get(p, 0) for p in block)) for block in self._blocks]
+        return [*held, *waiting, -self.tuner.memory]
+
+    def _take_memory(self, told: Tensor) -> tuple[list[float], list[float]]:
+        """Take in the most that any holder has told; return what is held and what waits, per block."""
+        if self.tuner is None or not len(told) or not told[: len(self._blocks)].any():
+            return [], []
+        *rows, less = told.tolist()
+        self.tuner.memory = -less
+        return rows[: len(self._blocks)], rows[len(self._blocks) :]
 
 
 def _union(begins: Sequence[float], ends: Sequence[float]) -> float:

@@ -37,31 +37,28 @@ def reverse_first_k(layers: int, k: int) -> Schedule:
     )  # fmt: skip
 
 
-def temporary_memory(kept: Sequence[float], gradients: Sequence[float], k: int) -> float:
-    """Return the most that activations and output gradients take during the backward, M() of Algorithm 2.
+def most_postponed(held: Sequence[float], waiting: Sequence[float], memory: float) -> int:
+    """Return the largest k with which a device keeps within ``memory``; 0 if not even the usual backward does.
+
+    While layer i has its gradient, the usual backward holds ``held[i]``. With k layers postponed, what the weight
+    gradients of layers i + 1 to k - 1 wait for is there as well. That only grows with k, so the first k that does not
+    fit ends the search.
 
     Args:
-        kept: per layer, what its backward needs of its forward; freed after its dW (and dO).
-        gradients: per layer, the gradient of its output; there from the dO of the next layer to its own dO and dW.
-        k: layers whose dW is postponed.
-    """
-    held = sum(kept) + gradients[-1]
-    most = held
-    for layer in reversed(range(len(kept))):
-        held += gradients[layer - 1] if layer else 0.0
-        most = max(most, held)
-        held -= kept[layer] + gradients[layer] if layer >= k else 0.0
-    return most
+        held: per layer, all that is allocated when its gradient is complete, without postponing.
+        waiting: per layer, inputs of products and gradients of their outputs (``LayerProfile.waiting``), for the
+            samples of a micro-batch.
+        memory: of the device.
 
-
-def most_postponed(kept: Sequence[float], gradients: Sequence[float], memory: float) -> int:
-    """Return the largest k whose temporary memory is within ``memory``; 0 if not even the usual backward is.
-
-    Postponing more never takes less, so the first k that does not fit ends the search.
+    Source: Oh et al. 2022 (OOO backprop), Algorithm 2: M().
     """
     fits = 0
-    for k in range(1, len(kept) + 1):
-        if temporary_memory(kept, gradients, k) > memory:
+    beside = [0.0] * len(held)
+    """Per layer, what waits at its moment."""
+    for k in range(1, len(held) + 1):
+        for layer in range(k - 1):
+            beside[layer] += waiting[k - 1]
+        if any(own + more > memory for own, more in zip(held[:k], beside[:k], strict=True)):
             break
         fits = k
-    return fits
+    return fits if max(held, default=0.0) <= memory else 0

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from raypipe.data import prepare
+from raypipe.observe.run_log import EVENTS, read_rows
+from raypipe.observe.run_view.event_sentences import event_sentences
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, small_job
 
@@ -60,6 +62,21 @@ def test_a_k_that_is_chosen_while_the_run_goes_on(stage_pool, text_folder, tmp_p
     usual = drive(small_job(text_folder, {"replicas": 2}, steps=20), stage_pool, tmp_path / "usual")
     job = small_job(text_folder, {"replicas": 2, "sync": "reverse-first-k"}, steps=20)
     assert drive(job, stage_pool, tmp_path / "done").losses == pytest.approx(usual.losses, abs=1e-9, rel=0)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(("cap_mb", "k"), [(1, 0), (1e6, 3)])
+def test_memory_limits_k(cap_mb, k, reference, stage_pool, text_folder, tmp_path) -> None:
+    """A worker's heap alone is above 1 MiB; the run says what became of its k."""
+    job = small_job(
+        text_folder, {"replicas": 2, "sync": "reverse-first-k", "first_k": 3, "memory_cap_mb": cap_mb}, steps=STEPS
+    )
+    done = drive(job, stage_pool, tmp_path)
+    assert done.losses == pytest.approx(reference, abs=1e-9, rel=0)
+    (told,) = (row for row in read_rows(tmp_path / EVENTS) if row["event"] == "first_k")
+    assert (told["step"], told["stage"], told["k"]) == (3, 0, k)
+    assert told["most"] == (0 if k == 0 else told["most"])
+    assert event_sentences(told)[0].endswith(f"the first {k} layers of stage 0 wait; memory allows {told['most']}")
 
 
 @pytest.mark.runs

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from raypipe.cost.gpt_work import gpt_work
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.backward import deferred
@@ -165,3 +166,14 @@ def test_an_executor_that_is_closed_leaves_no_cycles(by_layer, monkeypatch) -> N
         assert [what() for what in left] == [None, None, None]
     finally:
         gc.enable()
+
+
+def test_what_a_postponed_gradient_waits_for_is_what_the_memory_model_counts(monkeypatch) -> None:
+    """Both sides of every product of a GPT's layers, for the two samples of a micro-batch."""
+    (stage,) = two_steps(Log(), monkeypatch, first_k=2).stages
+    waiting = stage.queue.waiting
+    assert waiting is not None
+    found = [sum(waiting.get(p, 0) for p in layer) for layer in stage.trained_by_block]
+    counted = [work.waiting_bytes for work in gpt_work(SPEC, "float64")]
+    positions = 8 * SPEC.sequence * (1 + SPEC.hidden)  # one sequence of them for all samples, which is not counted
+    assert found == [2 * (each or 0.0) + (positions if n == 0 else 0) for n, each in enumerate(counted)]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule.families.reverse_first_k import most_postponed, reverse_first_k, temporary_memory
+from raypipe.schedule.families.reverse_first_k import most_postponed, reverse_first_k
 from raypipe.schedule.verify import verify
 
 
@@ -38,31 +38,36 @@ def test_no_such_k():
 
 
 def played(kept, gradients, k):
-    """The same by playing the order itself: what each layer holds from when to when."""
+    """What a device holds at each W, by playing the order: a layer's activations and its output's gradient until both
+    its dO and its dW have run."""
     order = [t for t in reverse_first_k(len(kept), k).orders[0] if t.kind in ("B", "W")]
     last = len(kept) - 1
-    most = 0.0
-    for now in range(len(order)):
-        held = 0.0
-        for layer in range(len(kept)):
-            own = [n for n, t in enumerate(order) if t.stage == layer]
-            made = 0 if layer == last else next(n for n, t in enumerate(order) if (t.kind, t.stage) == ("B", layer + 1))
-            held += kept[layer] * (now <= max(own)) + gradients[layer] * (made <= now <= max(own))
-        most = max(most, held)
-    return most
+    held = {}
+    for now, task in enumerate(order):
+        if task.kind == "W":
+            held[task.stage] = 0.0
+            for layer in range(len(kept)):
+                own = [n for n, t in enumerate(order) if t.stage == layer]
+                made = next((n for n, t in enumerate(order) if (t.kind, t.stage) == ("B", layer + 1)), 0)
+                made = 0 if layer == last else made
+                held[task.stage] += kept[layer] * (now <= max(own)) + gradients[layer] * (made <= now <= max(own))
+    return [held[layer] for layer in range(len(kept))]
 
 
-def test_memory_is_that_of_the_order():
+def test_memory_caps_k():
+    """By playing every k; where the cap stops, the next k would be too much by the same count."""
     rng = random.Random(2)
     for _ in range(50):
         n = rng.randint(1, 9)
         kept, gradients = ([float(rng.randint(1, 9)) for _ in range(n)] for _ in range(2))
-        found = [temporary_memory(kept, gradients, k) for k in range(n + 1)]
-        assert found == sorted(found)
-        # A dO and a dW of one layer count as one moment, so that the order between the two does not matter.
-        for k in range(n + 1):
-            assert found[k] >= played(kept, gradients, k)
-        cap = rng.choice(found)
-        fits = [k for k in range(n + 1) if found[k] <= cap]
-        assert most_postponed(kept, gradients, cap) == max(fits)
-        assert most_postponed(kept, gradients, 0.0) == 0
+        usual = played(kept, gradients, 0)
+        waiting = [a + b for a, b in zip(kept, gradients, strict=True)]
+        peaks = [max(played(kept, gradients, k)) for k in range(n + 1)]
+        cap = rng.choice([*peaks, 0.5 + rng.choice(peaks)])
+        found = most_postponed(usual, waiting, cap)
+        assert max(peaks[: found + 1]) <= cap or found == 0
+        # With k layers postponed, their own moments come after the backward, when less is left.
+        first_above = [usual[i] + sum(waiting[i + 1 : found + 1]) for i in range(min(found + 1, n))]
+        assert found == n or max(usual) > cap or max(first_above) > cap
+        assert most_postponed(usual, waiting, 0.0) == 0
+        assert most_postponed(usual, waiting, sum(kept) + sum(gradients)) == n
