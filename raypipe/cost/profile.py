@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from raypipe.cost.hosts import Hosts
 from raypipe.cost.noise import Noise
-from raypipe.job.field_types import Devices, Positive, Spec
+from raypipe.job.field_types import Devices, Positive, ReduceDtype, Spec
 from raypipe.job.json_file import load_json
 from raypipe.job.spec import JobSpec
 
@@ -150,6 +150,9 @@ class Profile(Spec):
     """Ray's ``accelerator_type`` of the device's node; empty: the node has none, or it is not known."""
     dtype: str
     """``train.dtype`` of the job for which the times are valid."""
+    reduce_dtype: ReduceDtype | None = None
+    """``parallel.reduce_dtype`` of the job that is planned, where it is not the gradients' own; see
+    ``cost.stages.with_reduce_dtype``."""
     taken_for: TakenFor | None = None
     """The job that it was measured for; None if computed."""
     devices: Devices

@@ -8,7 +8,7 @@ from functools import cache
 
 from raypipe.cost.collectives import Kind, Layout, collective_seconds
 from raypipe.cost.profile import Profile
-from raypipe.cost.stages import Cut, Placed, gradient_width, parameters
+from raypipe.cost.stages import Cut, Placed, gradient_width, parameters, reduced_width
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
 
@@ -23,9 +23,9 @@ def with_sharding(
 ) -> CostTable:
     """Return the costs of a schedule's stages with what sharding makes of them.
 
-    A gather or a reduce-scatter moves the weights or gradients of a whole stage, at their full width, over its shard
-    group. An AR of a sharded stage sums its shards over the groups that replicate them, and U updates a shard. Tied
-    matrices are summed apart, whatever the level.
+    A gather or a reduce-scatter moves the weights or gradients of a whole stage, over its shard group, gradients in the
+    dtype of their sums. An AR of a sharded stage sums its shards over the groups that replicate them, and U updates a
+    shard. Tied matrices are summed apart, whatever the level.
 
     Args:
         costs: of the same stages without sharding (``stage_costs``).
@@ -36,7 +36,7 @@ def with_sharding(
         copies: data-parallel copies in all.
     """
     group = sharding.group or copies
-    width = gradient_width(profile.dtype)
+    width, reduced = gradient_width(profile.dtype), reduced_width(profile)
     placed = Placed.of(placement, copies, profile.placed)
     inner = replace(placed, copies=group)
 
@@ -65,8 +65,8 @@ def with_sharding(
         if sharding.levels[stage]:
             values = parameters(profile, layers)
             gather[stage] = over_group("all_gather", stage, values * width)
-            scatter[stage] = over_group("reduce_scatter", stage, values * width)
-            all_reduce[stage] = between_groups(stage, values * width / group)
+            scatter[stage] = over_group("reduce_scatter", stage, values * reduced)
+            all_reduce[stage] = between_groups(stage, values * reduced / group)
             update[stage] -= profile.update_s_per_parameter * values * (1 - 1 / group)
     return replace(
         costs, gather=tuple(gather), reduce_scatter=tuple(scatter), all_reduce=tuple(all_reduce),

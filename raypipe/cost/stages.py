@@ -13,7 +13,7 @@ from raypipe.cost.hosts import Hosts
 from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.errors import SpecError
-from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH, WireDtype
+from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH, ReduceDtype, WireDtype
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import recomputed_pairs
@@ -25,6 +25,16 @@ Cut = Sequence[Sequence[int]]
 def gradient_width(dtype: str) -> int:
     """Return the bytes of a gradient value: as wide as the weights, which stay float32 under 16-bit autocast."""
     return WEIGHT_WIDTH[dtype]
+
+
+def reduced_width(profile: Profile) -> int:
+    """Return the bytes of a gradient value while it is summed over replicas."""
+    return gradient_width(profile.dtype) if profile.reduce_dtype is None else WIDTH[profile.reduce_dtype]
+
+
+def with_reduce_dtype(profile: Profile, dtype: ReduceDtype | None) -> Profile:
+    """The profile of a job that sums gradients in another dtype than their own (``parallel.reduce_dtype``)."""
+    return profile.each_kind(lambda kind: kind.model_copy(update={"reduce_dtype": dtype}))
 
 
 def stage_costs(
@@ -278,7 +288,7 @@ def parameters(profile: Profile, layers: Sequence[int]) -> int:
 
 def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...]:
     """Per stage, seconds of the all-reduce of its gradients over its holders, without tied gradients."""
-    width, known = gradient_width(profile.dtype), dict[tuple[int, frozenset[int]], float]()
+    width, known = reduced_width(profile), dict[tuple[int, frozenset[int]], float]()
     found = []
     for stage, layers in enumerate(cut):
         own = parameters(profile, layers)
@@ -298,7 +308,7 @@ def tied_seconds(profile: Profile, cut: Cut, placed: Placed) -> float:
     if not profile.tied_parameters:
         return 0.0
     holders = {row[stage] for row in placed.rows for stage in (0, len(cut) - 1)}
-    return group_seconds(profile, profile.tied_parameters * gradient_width(profile.dtype), holders, placed)
+    return group_seconds(profile, profile.tied_parameters * reduced_width(profile), holders, placed)
 
 
 def group_seconds(profile: Profile, size_bytes: float, holders: Collection[int], placed: Placed) -> float:

@@ -17,6 +17,8 @@ Devices = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 WireDtype = Literal["bfloat16", "float16", "float32"]
 """Dtypes that messages may be cast to."""
+ReduceDtype = Literal["float32", "bfloat16"]
+"""Dtypes in which gradients may be summed."""
 WIDTH = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bfloat16-true": 2}
 """Bytes of a value that products read and write, by dtype or ``train.dtype``."""
 WEIGHT_WIDTH = {**WIDTH, "bfloat16": 4, "float16": 4}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from raypipe.job.field_types import Count, Positive, Spec, WireDtype
+from raypipe.job.field_types import Count, Positive, ReduceDtype, Spec, WireDtype
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.shape import Concat, ParallelShape, Shape, pipeline_shape
@@ -23,7 +23,7 @@ SHAPE = {f.name for f in fields(ParallelShape)} - {"microbatches", "memory_limit
 from the batch, and what the planner sets by the memory of the devices."""
 SHARDING = ("shard", "gather", "shard_replicas")
 """Keys of ``parallel`` that say what replicas divide; they may be given to the planner too."""
-JOBS_OWN = ("transport", "wire_dtype", "replan")
+JOBS_OWN = ("transport", "wire_dtype", "reduce_dtype", "replan")
 """Keys of ``parallel`` that the job decides, whatever the plan."""
 SAME_AS = {"dapple": "1f1b"}
 """Another name of a schedule."""
@@ -95,6 +95,10 @@ class ParallelSpec(Spec):
     """What floating-point activations and gradients are cast to on their way between devices, and back on arrival:
     fewer bytes, rounded values. null: bfloat16 where ``train.dtype`` is, which float32 turns off; else they go as they
     are, and the plan does not change the result."""
+    reduce_dtype: ReduceDtype | None = None
+    """What gradients are cast to while they are summed over replicas, and back. ``bfloat16``: half the bytes of float32
+    sums, rounded to 8 bits before and in each addition. ``float32``: with ``train.dtype: bfloat16-true``, sums that
+    are rounded only at the end, for twice the bytes. null: their own dtype."""
     recompute: Literal["none", "full", "stage-aware", "layers", "microbatches", "auto"] | Layers = "none"
     """Activations to recompute instead of keeping, while the device waits for the gradient; beside what the schedule
     recomputes by itself. ``full``: all of them. ``stage-aware`` (Merak): those of a share of each stage's layers, which

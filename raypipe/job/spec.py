@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from raypipe.errors import SpecError
 from raypipe.job.check import problems
 from raypipe.job.data_spec import DataSpec
-from raypipe.job.field_types import WIDTH, Spec, WireDtype
+from raypipe.job.field_types import WIDTH, ReduceDtype, Spec, WireDtype
 from raypipe.job.model_spec import ModelSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.train_spec import TrainSpec
@@ -44,6 +44,12 @@ class JobSpec(Spec):
         for key, why, fix in problems(self.model, self.data, self.train, self.parallel):
             raise SpecError(key, why, fix)  # pydantic does not wrap this exception
         return self
+
+
+def reduce_dtype(train: TrainSpec, parallel: ParallelSpec) -> ReduceDtype | None:
+    """Return the dtype in which gradients are summed over replicas; None if it is their own."""
+    own = {"bfloat16-true": "bfloat16", "bfloat16": "float32"}.get(train.dtype, train.dtype)
+    return parallel.reduce_dtype if parallel.reduce_dtype != own else None
 
 
 def message_dtype(train: TrainSpec, parallel: ParallelSpec) -> WireDtype | None:

@@ -21,6 +21,7 @@ from torch import nn
 from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
 from raypipe.data import open_data
 from raypipe.errors import TransportError
+from raypipe.job.spec import JobSpec, reduce_dtype
 from raypipe.models import DTYPES, build_model
 from raypipe.models.host_copies import runs_behind
 from raypipe.plan.online.tune_first_k import FirstKTuner
@@ -223,7 +224,9 @@ class StageWorker:
             for stage, device in enumerate(devices)
             if device == setup.device
         }
-        self.shards = shards = divide(self.modules, setup.sharding, setup.placement, setup.tied, groups)
+        self.shards = shards = divide(
+            self.modules, setup.sharding, setup.placement, setup.tied, groups, self._reduce_dtype(job)
+        )
         pieces = {piece: dims for stage in shards.stages.values() for piece, dims in stage.dims.items()}
         self.optimizers = {
             key: make_optimizer(job.train, self._updated(key), lambda p: pieces.get(p, p.dim())) for key in self.modules
@@ -271,6 +274,7 @@ class StageWorker:
             shards.stages,
             by_layer=self._by_layer(setup),
             tuner=self._first_k(setup) if job.parallel.postpones else None,
+            dtype=self._reduce_dtype(job),
         )
         self.executor = self.executor_class(
             settings, self.modules, self.optimizers, plan.task, feed, sync, self._shares(sync.complete, setup),
@@ -280,6 +284,13 @@ class StageWorker:
         self.group = self._tensor_group(groups)
         if setup.recovers and communicators.world is not None:
             self.executor.ledger = Ledger(communicators.world, self.modules, setup.done)
+
+    @staticmethod
+    def _reduce_dtype(job: JobSpec) -> torch.dtype | None:
+        """Return the dtype in which gradients are summed; None for their own."""
+        name = reduce_dtype(job.train, job.parallel)
+        found: torch.dtype | None = None if name is None else getattr(torch, name)
+        return found
 
     def _first_k(self, setup: Setup) -> Callable[[int], FirstKTuner]:
         """Return what makes, for a stage of so many layers, the tuner of its k: within the memory that the job gives a

@@ -298,3 +298,19 @@ def test_bad_requests(profile):
         memory(profile, "1f1b", 8, cut=[(0,), (1,)])
     with pytest.raises(SpecError, match='did you mean "adamw"'):
         memory(profile, "1f1b", 8, optimizer="adamww")
+
+
+def test_gradients_summed_in_another_dtype_are_copied(profile):
+    """Half the bytes of a stage's gradients more, of what is summed there; ties are summed apart."""
+    schedule = add_updates(generate("1f1b", Shape(devices=4, microbatches=8)))
+    layers = tuple(one.model_copy(update={"parameters": 10**4 * one.parameters}) for one in profile.layers)
+    profile = profile.model_copy(update={"layers": layers})  # so that the end of the step is the fullest moment
+    narrow = profile.model_copy(update={"reduce_dtype": "bfloat16"})
+    own, cast, alone = (
+        device_memory(one, CUT, schedule, MB, copies=copies) for one, copies in ((profile, 2), (narrow, 2), (narrow, 1))
+    )
+    for one, other, single in zip(own, cast, alone, strict=True):
+        assert one.communication == single.communication == 0.0
+        assert 0.0 < other.communication <= 0.5 * one.gradients
+    for d in (1, 2):  # without ties
+        assert cast[d].communication == 0.5 * own[d].gradients

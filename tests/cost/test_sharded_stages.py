@@ -3,7 +3,7 @@
 import pytest
 
 from raypipe.cost.sharded_stages import with_sharding
-from raypipe.cost.stages import stage_costs
+from raypipe.cost.stages import stage_costs, with_reduce_dtype
 from raypipe.schedule.ir import Sharding
 
 CUT = [(0, 1, 2), (3, 4, 5)]
@@ -40,3 +40,19 @@ def test_shards_inside_a_host_are_replicated_between_hosts(profile):
     whole = with_sharding(plain, profile, layers, ((0,),), Sharding(levels=(3,)), 4)
     assert whole.gather[0] > found.gather[0]
     assert whole.all_reduce == (0.0,)
+
+
+def test_sums_in_half_the_bytes(profile):
+    """Reduce-scatters and sums between groups move half of it, gathers what they did."""
+    layers = [tuple(range(6))]
+    narrow = with_reduce_dtype(profile, "bfloat16")
+    both = [stage_costs(one, layers, 2, ((0,),), copies=4) for one in (profile, narrow)]
+    assert both[1].all_reduce[0] < both[0].all_reduce[0]
+    own, half = (
+        with_sharding(plain, one, layers, ((0,),), Sharding(levels=(3,), group=2), 4)
+        for plain, one in zip(both, (profile, narrow), strict=True)
+    )
+    size = (60 + 4 * 20 + 55 - 50) * 4
+    assert half.gather == own.gather
+    assert half.reduce_scatter == pytest.approx((1 + 0.01 * size / 4,))
+    assert half.all_reduce == pytest.approx((2 * 5 + 2 * 0.1 * (size / 8) * 2,))

@@ -5,8 +5,9 @@ full set of weights, gradients and optimizer state for every stage replica, what
 gradients keep of each micro-batch in flight. Messages count from the task that sends them to the task that uses them,
 at both ends, as long as no dependency rules that out (``held_messages``): a sender keeps a copy until the receiver has
 taken it, and which of the two has it depends on their speed. Gradients of a stage with several holders accumulate in
-the buckets that are reduced; only those of older weight versions are copied there, one flat vector per stage. Of a
-sharded stage (``Schedule.sharding``) a device holds its share, and the rest for as long as ``LiveShards`` says.
+the buckets that are reduced; only those of older weight versions are copied there, one flat vector per stage, and those
+that are summed in another dtype. Of a sharded stage (``Schedule.sharding``) a device holds its share, and the rest for
+as long as ``LiveShards`` says.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from raypipe.cost.memory.parameter import parameter_bytes
 from raypipe.cost.memory.stage import StageMemory, shares_input, stage_memory
 from raypipe.cost.memory.terms import DeviceMemory
 from raypipe.cost.profile import Profile
-from raypipe.cost.stages import Cut, check_cut
+from raypipe.cost.stages import Cut, check_cut, gradient_width, reduced_width
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import BACKWARD, SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.live_activations import recomputed_pairs
@@ -83,6 +84,7 @@ def device_memory(
         holders=[copies * len({row[s] for row in schedule.placement}) for s in range(schedule.stages)],
         group=1 if schedule.sharding is None else schedule.sharding.group or schedule.sharding.copies * copies,
         recomputed=recomputed_pairs(schedule),
+        cast_share=0.0 if profile.reduce_dtype is None else reduced_width(profile) / gradient_width(profile.dtype),
         beside_shards=beside_shards,
     )
     heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
@@ -110,6 +112,8 @@ class _Setting:
     """Devices that share one set of shards."""
     recomputed: set[tuple[int, int]]
     """(stage, micro-batch) with an R."""
+    cast_share: float
+    """Bytes of the copy in which gradients are summed, per byte of these; 0 if they are summed as they are."""
     beside_shards: bool
     """Gathered weights and full gradients count as nothing."""
 
@@ -241,9 +245,13 @@ class _Moments:
 
     def reduce(self, stage: int, replica: int) -> None:
         """The all-reduce of a stage replica's gradients is under way."""
-        if self.setting.schedule.versions != "flush" and (stage, replica) not in self.reduced:
-            self.reduced.add((stage, replica))
+        if (stage, replica) in self.reduced:
+            return
+        self.reduced.add((stage, replica))
+        if self.setting.schedule.versions != "flush":
             self.reducing += self.stages[stage].reduced
+        if not self.setting.schedule.zero_level(stage):  # of divided ones the copy takes the gradients' place
+            self.reducing += self.stages[stage].reduced * self.setting.cast_share
 
     def narrow(self, stage: int, replica: int) -> None:
         """Autocast has made its copies of a stage replica's weights."""

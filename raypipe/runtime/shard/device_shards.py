@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 
 from raypipe.runtime.shard.sharded_stage import ShardedStage
@@ -86,8 +87,12 @@ def divide(
     placement: tuple[tuple[int, ...], ...],
     tied: tuple[TiedHolders, ...],
     groups: Mapping[str, dist.ProcessGroup],
+    reduce_dtype: torch.dtype | None = None,
 ) -> DeviceShards:
-    """Divide a device's stages as the schedule says; their parameters become views of flat tensors."""
+    """Divide a device's stages as the schedule says; their parameters become views of flat tensors.
+
+    ``reduce_dtype``: in which gradients are summed; None for their own.
+    """
     if sharding is None:
         return DeviceShards({})
     undivided = {name for tie in tied for name in tie.parameters if len(tie.ranks) > 1}
@@ -101,5 +106,6 @@ def divide(
         found[key] = ShardedStage(
             module, stage, sharding.levels[stage], groups[dividing_group(stage, member)],
             groups.get(same_shard_group(stage, member)), undivided, counts=placement[0][stage] in member.group,
+            reduce_dtype=reduce_dtype,
         )  # fmt: skip
     return DeviceShards(found)

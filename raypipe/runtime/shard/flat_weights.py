@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypipe.runtime.shard.flat_layout import FlatLayout
+from raypipe.runtime.update.cast_sum import CastWork
+from raypipe.runtime.update.collective import Pending
 from raypipe.runtime.update.flat_collectives import start_all_gather, start_reduce_scatter
 from raypipe.runtime.update.flat_gradients import FlatGradients
 
@@ -32,9 +34,14 @@ class FlatWeights:
         parameters: by name, the same on all members; their values are moved into the flat tensor.
         group: the members. Each owns the shard whose number is its rank in the group.
         level: ZeRO level: 1 divides optimizer state, 2 gradients too, 3 weights too.
+        reduce_dtype: in which gradients are summed; None for their own.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, level: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, level: int,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.reduce_dtype = reduce_dtype
         self.parameters, self.group, self.level = dict(parameters), group, level
         self.layout = FlatLayout({name: p.numel() for name, p in parameters.items()}, group.size())
         first = next(iter(parameters.values()))
@@ -56,7 +63,7 @@ class FlatWeights:
         """Whether the parameters have their values, up to the last ``gather``."""
         self.gradients = FlatGradients(list(self.parameters.values()), self.layout.padded)
         self._gathering: dist.Work | None = None
-        self._scattering: list[tuple[dist.Work, Tensor]] = []
+        self._scattering: list[tuple[Pending, Tensor]] = []
         """Reduce-scatters that are under way, oldest first, each with its result: a part of the gradients, in place."""
         self._gradient_shard: Tensor | None = None
         if level == 3:
@@ -84,11 +91,24 @@ class FlatWeights:
         """Start to sum the gradients over the members; this member keeps its shard of the sum (``add_oldest``)."""
         self.gradients.open()
         gradients = self.gradients.close()
-        own = gradients[self.group.rank() * self.layout.shard :][: self.layout.shard]
-        self._scattering.append((start_reduce_scatter(own, gradients, self.group), own))
+        own = gradients[self._of_this_member]
+        if self.reduce_dtype in (None, gradients.dtype):
+            self._scattering.append((start_reduce_scatter(own, gradients, self.group), own))
+            return
+        result = torch.empty_like(own)  # so that the gradients, of which ``own`` is a view, are freed at once
+        self._scattering.append((CastWork(gradients, result, self.reduce_dtype, self._start_reduce_scatter), result))
 
     @property
-    def scattering(self) -> dist.Work:
+    def _of_this_member(self) -> slice:
+        first = self.group.rank() * self.layout.shard
+        return slice(first, first + self.layout.shard)
+
+    def _start_reduce_scatter(self, gradients: Tensor) -> tuple[dist.Work, Tensor]:
+        own = gradients[self._of_this_member]
+        return start_reduce_scatter(own, gradients, self.group), own
+
+    @property
+    def scattering(self) -> Pending:
         """The oldest reduce-scatter that is under way."""
         return self._scattering[0][0]
 

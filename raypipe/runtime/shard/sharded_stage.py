@@ -10,6 +10,7 @@ from torch import nn
 
 from raypipe.runtime.shard.flat_weights import FlatWeights
 from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.update.cast_sum import start_all_reduce
 from raypipe.runtime.update.collective import Push, wait_for
 
 
@@ -23,6 +24,7 @@ class ShardedStage:
         group: the data-parallel copies that divide it; the rank in it is the number of this device's shard.
         others: the devices that hold the same shard of other groups of copies or directions; None if there are none.
         undivided: names of parameters that stay whole, e.g. those tied to another stage.
+        reduce_dtype: in which gradients are summed; None for their own.
         counts: whether this shard counts in the global norm; the other holders of the same shard say no.
     """
 
@@ -35,13 +37,15 @@ class ShardedStage:
         others: dist.ProcessGroup | None,
         undivided: Collection[str] = (),
         counts: bool = True,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        self._reduce_dtype = reduce_dtype
         self.stage, self.level, self.group, self.others, self.counts = stage, level, group, others, counts
         by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
         for name, p in module.trained.items():
             if name not in undivided:
                 by_dtype.setdefault(p.dtype, {})[name] = p
-        self.flats = [FlatWeights(parameters, group, level) for parameters in by_dtype.values()]
+        self.flats = [FlatWeights(parameters, group, level, reduce_dtype) for parameters in by_dtype.values()]
         self.names = frozenset(name for flat in self.flats for name in flat.parameters)
         """The parameters that are divided."""
         self.all_gathers = self.reduce_scatters = self.all_reduces = 0.0
@@ -115,8 +119,7 @@ class ShardedStage:
             self.all_reduces += 1 / self.others.size()
         for flat in self.flats:
             if self.others is not None:
-                work = dist.all_reduce(flat.gradient_shard, group=self.others, async_op=True)
-                assert work is not None
+                work = start_all_reduce(flat.gradient_shard, self.others, self._reduce_dtype)
                 wait_for(f"gradient sum of stage {self.stage} over groups of copies", work, push)
             flat.set_gradients()
 

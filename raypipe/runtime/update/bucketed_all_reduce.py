@@ -17,11 +17,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypipe.runtime.clocks.clock import Clock, Mark
-from raypipe.runtime.update.collective import Push, wait_for
+from raypipe.runtime.update.cast_sum import start_all_reduce
+from raypipe.runtime.update.collective import PendingSum, Push, wait_for
 from raypipe.runtime.update.flat_gradients import FlatGradients
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -59,10 +61,13 @@ class BucketedAllReduce:
         parameters: the parameters whose gradients are summed, in the same order on every holder.
         group: the process group of the holders.
         what: names the all-reduce in errors.
+        dtype: of the sums; None for that of the gradients.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, what: str) -> None:
-        self.group, self.what = group, what
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, what: str, dtype: torch.dtype | None = None
+    ) -> None:
+        self.group, self.what, self.dtype = group, what, dtype
         self.buckets = self.divide(parameters)
         self.order: Sequence[Piece] = [Piece(n, 0, bucket.size) for n, bucket in enumerate(self.buckets)]
         """What is summed one after the other."""
@@ -74,7 +79,7 @@ class BucketedAllReduce:
         """Per bucket, how many of its gradients are not complete yet; empty while nobody watches."""
         self._left: Counter[Tensor] = Counter()
         """Deferred computations that are still to come, by parameter."""
-        self._works: list[dist.Work] = []
+        self._works: list[PendingSum] = []
         self._seen: list[Mark] = []
         self._started = 0
 
@@ -165,14 +170,13 @@ class BucketedAllReduce:
         self._started += 1
         bucket = self.buckets[piece.bucket]
         bucket.open()  # also takes in what was computed elsewhere
-        self.issued(piece, self._all_reduce(bucket.flat[piece.begin : piece.end]))
+        self.issued(piece, self._all_reduce(bucket.flat[piece.begin : piece.end], self.dtype))
 
-    def issued(self, piece: Piece, work: dist.Work) -> None:
+    def issued(self, piece: Piece, work: PendingSum) -> None:
         """Note that the all-reduce of a piece has been issued."""
 
-    def _all_reduce(self, flat: Tensor) -> dist.Work:
-        work: dist.Work | None = dist.all_reduce(flat, group=self.group, async_op=True)
-        assert work is not None
+    def _all_reduce(self, flat: Tensor, dtype: torch.dtype | None = None) -> PendingSum:
+        work = start_all_reduce(flat, self.group, dtype)
         if flat.device.type == "cpu":  # the host's clock can say when, in the middle of whatever task
             seen = self._seen  # of this step: a callback may come when the next one has begun
             work.get_future().add_done_callback(lambda _: seen.append(time.monotonic()))

@@ -23,6 +23,13 @@ class Pending(Protocol):
         """Wait; raise RuntimeError if it failed."""
 
 
+class PendingSum(Pending, Protocol):
+    """One that can call back."""
+
+    def get_future(self) -> Any:
+        """Return what calls back when it is complete."""
+
+
 def wait_for(what: str, work: Pending, push: Push) -> None:
     """Wait for a collective. A pending message of this device may be what the last member needs before it can join.
 

@@ -19,7 +19,8 @@ from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
-from raypipe.runtime.update.collective import Push, wait_for
+from raypipe.runtime.update.cast_sum import start_all_reduce
+from raypipe.runtime.update.collective import PendingSum, Push, wait_for
 from raypipe.runtime.update.prioritised_all_reduce import PrioritisedAllReduce
 
 StageKey = tuple[int, int]
@@ -89,7 +90,7 @@ class TieSum:
     copies: Sequence[nn.Parameter]
     """This device's."""
     total: Tensor
-    work: dist.Work | None
+    work: PendingSum | None
 
     def wait(self, push: Push) -> Tensor:
         """Return the sum, once it is complete.
@@ -116,6 +117,7 @@ class GradientSync:
         sharded: Mapping[StageKey, Sharded] | None = None,
         by_layer: bool = False,
         tuner: Callable[[int], FirstKTuner] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Take the stages of one device.
 
@@ -130,8 +132,9 @@ class GradientSync:
             by_layer: sum what the next forward needs first as early as the link allows (``prioritised``).
             tuner: makes, for a stage of so many layers, what chooses how many layers' weight gradients are postponed;
                 None: none are.
+            dtype: of the sums (``parallel.reduce_dtype``); None for that of the gradients.
         """
-        self.groups = groups
+        self.groups, self._dtype = groups, dtype
         self.all_reduces = 0.0
         """Gradient all-reduces since the last reset; each of a group's members counts its share of one."""
         self._pending: dict[StageKey, Tensor | None] = {}
@@ -169,10 +172,10 @@ class GradientSync:
                 waiting: dict[Tensor, int] = {}
                 modules[key].queue.waiting = waiting if tuner is not None else None
                 self._sums[key] = self._prioritised[key] = PrioritisedAllReduce(
-                    blocks, groups[name], what, None if tuner is None else tuner(len(blocks)), waiting
+                    blocks, groups[name], what, None if tuner is None else tuner(len(blocks)), dtype, waiting
                 )
             else:
-                self._sums[key] = BucketedAllReduce(parameters, groups[name], what)
+                self._sums[key] = BucketedAllReduce(parameters, groups[name], what, dtype)
         # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
         # every member has a share of it.
         divided = {id(m.named[name]) for m in modules.values() for name in m.shards}
@@ -299,7 +302,7 @@ class GradientSync:
             work = None
             if group is not None:
                 total = total.contiguous()
-                work = dist.all_reduce(total, group=group, async_op=True)
+                work = start_all_reduce(total, group, self._dtype)
                 self.all_reduces += 1 / group.size()
             started.append(TieSum(tie.name, copies, total, work))
         return started

@@ -23,7 +23,7 @@ from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.allocated import allocated_bytes
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce, Piece
-from raypipe.runtime.update.collective import Push, wait_for
+from raypipe.runtime.update.collective import PendingSum, Push, wait_for
 from raypipe.runtime.update.flat_gradients import FlatGradients
 from raypipe.runtime.update.issue_order import prioritised_order
 
@@ -48,17 +48,18 @@ class PrioritisedAllReduce(BucketedAllReduce):
         group: the process group of the holders.
         what: names the all-reduce in errors.
         tuner: chooses how many blocks' weight gradients are postponed; None: none are.
+        dtype: of the sums; None for that of the gradients.
         waiting: will hold, per weight, the bytes that its gradient waits for where it is postponed.
     """
 
     def __init__(
         self, blocks: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup, what: str,
-        tuner: FirstKTuner | None = None, waiting: Mapping[Tensor, int] | None = None,
+        tuner: FirstKTuner | None = None, dtype: torch.dtype | None = None, waiting: Mapping[Tensor, int] | None = None,
     ) -> None:  # fmt: skip
         self._blocks, self.tuner, self._waiting = blocks, tuner, {} if waiting is None else waiting
         self._block_of: list[int] = []
         """Per bucket."""
-        super().__init__([p for block in blocks for p in block], group, what)
+        super().__init__([p for block in blocks for p in block], group, what, dtype)
         self.pieces = pieces_of(self.buckets, PIECE_BYTES)
         """In the order in which the next forward needs them."""
         k = tuner.k if tuner is not None else 0
@@ -67,7 +68,7 @@ class PrioritisedAllReduce(BucketedAllReduce):
         self._bytes = [
             (piece.end - piece.begin) * self.buckets[piece.bucket].parameters[0].element_size() for piece in self.pieces
         ]
-        self._works_of = defaultdict[int, list[dist.Work]](list)
+        self._works_of = defaultdict[int, list[PendingSum]](list)
         self._complete_at: dict[int, float] = {}
         self._held: dict[int, int] = {}
         """Bytes allocated when a bucket was complete, in steps whose report has use for it."""
@@ -129,7 +130,7 @@ class PrioritisedAllReduce(BucketedAllReduce):
         if self.tuner is not None and self.tuner.wants_memory and self._reports(self._steps + 1):
             self._held[bucket] = allocated_bytes(self.buckets[bucket].flat.device)
 
-    def issued(self, piece: Piece, work: dist.Work) -> None:
+    def issued(self, piece: Piece, work: PendingSum) -> None:
         """See BucketedAllReduce.issued."""
         self._issued_at.append(time.monotonic())
         self._works_of[piece.bucket].append(work)
