@@ -474,7 +474,7 @@ class Executor(ProgramRunner):
             all_reduces, group.all_reduces = group.all_reduces, 0
         result = StepResult(
             0.0, samples, 0.0, marks, self.received, self.received_bytes, reduced + sums, all_reduces, memory,
-            self.updates.optimistic, gathers, scatters,
+            self.updates.optimistic, gathers, scatters, data_wait_s=self.feed.take_wait_s(),
         )  # fmt: skip
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
         squares = to_host(torch.stack(self._squares)) if self._squares else None

@@ -50,6 +50,8 @@ class StepResult:
     """Reduce-scatters of a stage's gradients, counted alike."""
     device_memory: DeviceMemory | None = None
     """Memory of the device's process, about once a second; None in between."""
+    data_wait_s: float = 0.0
+    """Seconds for which this device waited for its samples."""
     written: Written | None = None
     """The write of a checkpoint that has ended since the step before, if one has."""
 
