@@ -123,6 +123,9 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
             "train.checkpoint_storage", f"{train.checkpoint_storage} is not a URI",
             "write it with its scheme, such as s3://bucket/run or file:///mnt/runs/first",
         )  # fmt: skip
+    if train.profile is not None and train.profile.start_step > train.steps:
+        why = f"{train.profile.start_step}, but the run has {train.steps} steps"
+        yield Problem("train.profile.start_step", why, f"use {train.steps} or less")
     if train.keeps_best and not train.eval_every:
         key = "early_stop" if train.early_stop is not None else "load_best_at_end"
         yield Problem(f"train.{key}", "there is no validation before the end of the run", "set train.eval_every")

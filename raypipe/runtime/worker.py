@@ -27,6 +27,7 @@ from raypipe.models.host_copies import runs_behind
 from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.allocated import MemoryReports
 from raypipe.runtime.cast_messages import message_cast_of
+from raypipe.runtime.clocks.profiler_window import FOLDER, ProfilerWindow
 from raypipe.runtime.cluster import node_files
 from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
@@ -275,6 +276,7 @@ class StageWorker:
             senders, receivers, StageIOSpecs(plan, setup.cut, setup.samples_per_microbatch), versions, shards,
         )  # fmt: skip
         self.executor.measures = setup.search_recompute
+        self.profiler = ProfilerWindow(job.train.profile, setup.data.parent / FOLDER, self.rank, self.device)
         self.group = self._tensor_group(groups)
         if setup.recovers and communicators.world is not None:
             self.executor.ledger = Ledger(communicators.world, self.modules, setup.done)
@@ -359,7 +361,9 @@ class StageWorker:
         Returns None where layers are updated one by one, and in a run on GPUs, where the step is only queued:
         ``result`` returns it later, best after the next ``run_step``, so that the GPU has work while the host waits.
         """
+        self.profiler.begin(step + 1, self.executor)
         started = self.executor.start(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
+        self.profiler.end(step + 1, self.executor)
         later = self._by_layer(self.setup_data)  # some of the result is only known when the next step has begun
         if not later and all(peer.device == "cpu" for peer in self.setup_data.topology.peers):
             return self._reported(started)
