@@ -117,7 +117,9 @@ class Lines:
         return self.arrays.rows(split)
 
 
-def open_data(directory: Path, task: Task, multiple: int = 1, fields: Collection[str] | None = None) -> Dataset:
+def open_data(
+    directory: Path, task: Task, multiple: int = 1, fields: Collection[str] | None = None, whole: bool = True
+) -> Dataset:
     """Open the data that was prepared in a directory.
 
     Args:
@@ -125,6 +127,7 @@ def open_data(directory: Path, task: Task, multiple: int = 1, fields: Collection
         task: the task that reads it.
         multiple: ``data.pad_to_multiple_of``.
         fields: the raw inputs that are needed; others may be returned too. None for all.
+        whole: whether all of it may be read; else some samples do, where reading all would take long.
 
     Raises:
         SpecError: there is no prepared data.
@@ -136,7 +139,7 @@ def open_data(directory: Path, task: Task, multiple: int = 1, fields: Collection
     if (directory / DOCUMENTS).exists():
         from raypipe.data.documents.dataset import Documents  # it loads pyarrow
 
-        return Documents(directory, task)
+        return Documents(directory, task, whole)
     return Text(Corpus.open(directory), task)
 
 

@@ -72,6 +72,8 @@ class StageWorker:
 
     executor_class: ClassVar[type[Executor]] = Executor
     sync_class: ClassVar[type[GradientSync]] = GradientSync
+    reads_whole: ClassVar[bool] = True
+    """Whether steps have the samples that the job says, and not just any."""
     write_shard: ClassVar[Write] = staticmethod(write_snapshot)
 
     def __init__(self, rank: int, title: str) -> None:
@@ -290,9 +292,10 @@ class StageWorker:
                 "val": self._reads([setup.evaluate], setup.microbatches),
             }
             return StreamFeed(setup.samples, job, task, reads, samples, self.device, own, setup.left_out)
+        data = open_data(setup.data, task, job.data.pad_to_multiple_of, reads, self.reads_whole)
         return Feed(
-            open_data(setup.data, task, job.data.pad_to_multiple_of, reads), task, reads, job.train.seed,
-            job.train.batch, samples, self.device, DTYPES[job.train.dtype], setup.left_out,
+            data, task, reads, job.train.seed, job.train.batch, samples, self.device, DTYPES[job.train.dtype],
+            setup.left_out,
         )  # fmt: skip
 
     def _reads(self, programs: Iterable[Program], microbatches: int) -> set[int]:

@@ -18,6 +18,7 @@ from raypipe.data import is_prepared, open_data, prepare_data
 from raypipe.data.documents.blocks import blocks_of
 from raypipe.data.documents.dataset import Documents
 from raypipe.data.documents.order import BlockOrder
+from raypipe.data.documents.prepared import Blocks
 from raypipe.data.documents.sources import Part
 from raypipe.data.documents.windows import Windows, samples_in
 from raypipe.errors import SpecError
@@ -178,6 +179,19 @@ def test_token_numbers_are_taken_as_they_are(tmp_path: Path) -> None:
     assert rows <= set(rows_of(data, 0, data.samples("train")))
     with pytest.raises(SpecError, match="token 20, the model knows 20"):
         opened(job_of(tmp_path / "a.parquet", column="input_ids", vocabulary=20), tmp_path / "run2")
+
+
+def test_a_measurement_reads_one_block(tmp_path: Path, monkeypatch) -> None:
+    path = write_parquet(tmp_path / "a.parquet", some_documents(200))
+    opened(job_of(path), tmp_path / "run")
+    read: list[int] = []
+    monkeypatch.setattr(
+        Blocks, "packed", lambda self, number, of=Blocks.packed: read.append(number) or of(self, number)
+    )
+    data = open_data(tmp_path / "run", NextToken(), whole=False)
+    assert len(rows_of(data, 0, 2000)) == 2000
+    open_data(tmp_path / "run", NextToken(), whole=False).batch("train", 0, 5, 8)
+    assert read == [0]
 
 
 def test_masks_do_not_depend_on_which_rows_are_read(tmp_path: Path) -> None:

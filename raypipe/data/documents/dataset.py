@@ -6,7 +6,7 @@ A run reads them through Ray Data instead: ``runtime/samples``. Both give the sa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +16,23 @@ from torch import Tensor, from_numpy
 from raypipe.data.documents.order import BlockOrder
 from raypipe.data.documents.prepared import Prepared
 from raypipe.data.documents.tokens import Tokens
-from raypipe.data.documents.windows import Windows
+from raypipe.data.documents.windows import Windows, samples_in
 from raypipe.data.sample_order import Split, sample_keys
 from raypipe.models.task import Task
 
 
 class Documents:
-    """Packed documents as the raw inputs of a task."""
+    """Packed documents as the raw inputs of a task.
 
-    def __init__(self, directory: Path, task: Task) -> None:
-        self._directory, self._task = directory, task
+    Args:
+        directory: folder of the prepared data.
+        task: makes raw inputs of tokens.
+        whole: whether to read all blocks; else the first one alone, over and over, for measurements that need some
+            samples and not these.
+    """
+
+    def __init__(self, directory: Path, task: Task, whole: bool = True) -> None:
+        self._directory, self._task, self._whole = directory, task, whole
         self._windows: dict[tuple[Split, int], Windows] = {}
 
     @cached_property
@@ -51,8 +58,17 @@ class Documents:
             blocks = self._prepared.splits[split]
 
             def packed(numbers: Iterator[int]) -> Iterator[Tokens]:
-                return map(blocks.packed, numbers)
+                return map(blocks.packed, numbers) if self._whole else (_first(self._directory, split) for _ in numbers)
 
-            order = BlockOrder(split, seed, len(blocks.blocks), self._prepared.together)
+            order = BlockOrder(split, seed, len(blocks.blocks) if self._whole else 1, self._prepared.together)
             found = self._windows[split, seed] = Windows(order, self._prepared.window, {}, packed)
         return found
+
+
+@lru_cache(maxsize=2)
+def _first(directory: Path, split: Split) -> Tokens:
+    """Return the tokens of the first block that holds a sample; kept, because a measurement opens the data often."""
+    prepared = Prepared.open(directory)
+    blocks = prepared.splits[split]
+    packed = map(blocks.packed, range(len(blocks.blocks)))
+    return next(tokens for tokens in packed if samples_in(len(tokens), prepared.window))
