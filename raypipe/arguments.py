@@ -21,7 +21,7 @@ READ: dict[str, Any] = {
     "lr_scheduler_type": "linear", "optim": "adamw_torch", "seed": 42, "bf16": False, "eval_strategy": "no",
     "eval_steps": None, "logging_steps": 500, "save_strategy": "steps", "save_steps": 500, "save_total_limit": None,
     "activation_checkpointing": None, "gradient_checkpointing": None, "full_determinism": False,
-    "load_best_model_at_end": False, "metric_for_best_model": None, "greater_is_better": None,
+    "load_best_model_at_end": False, "metric_for_best_model": None, "greater_is_better": None, "report_to": "none",
 }  # fmt: skip
 """The arguments that are translated, with transformers' defaults. A dict may contain no others."""
 REFUSED = {
@@ -101,6 +101,7 @@ def train_keys(
         "checkpoint_every": _every(a, "save", a["save_steps"], steps, epoch),
         "keep_checkpoints": int(a["save_total_limit"] or 2), "deterministic": bool(a["full_determinism"]),
         "load_best_at_end": bool(a["load_best_model_at_end"]), "early_stop": early_stop,
+        "report_to": _loggers(a["report_to"]),
     }  # fmt: skip
     if held_out is not None:
         keys["eval_batches"] = math.ceil(held_out / batch)
@@ -110,6 +111,16 @@ def train_keys(
 def recomputes(a: Mapping[str, Any]) -> bool:
     """Return whether the arguments ask for activation recomputation."""
     return bool(a["activation_checkpointing"] or a["gradient_checkpointing"])
+
+
+def _loggers(asked: Any) -> list[str]:
+    """Return those of ``args.report_to`` that ``train.report_to`` has; the others are named in a warning."""
+    names = [asked] if isinstance(asked, str) else list(asked or ())
+    known = ("tensorboard", "mlflow", "wandb")
+    others = [name for name in names if name not in (*known, "none")]
+    if others:
+        warnings.warn(f"PipelineTrainer ignores args.report_to={', '.join(others)}", stacklevel=5)
+    return [name for name in known if name in names]
 
 
 def _check_others(args: Any) -> None:

@@ -10,8 +10,9 @@ import shutil
 from pathlib import Path
 
 from raypipe.atomic_write import whole
+from raypipe.data import reads_bytes
 from raypipe.errors import SpecError
-from raypipe.files import is_url
+from raypipe.files import expanded, is_url
 from raypipe.job import HfSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.trained import TOKENS, last_checkpoint, load_hugging_face
@@ -42,15 +43,15 @@ def export(directory: Path, out: Path) -> Path:
     source, module = load_hugging_face(directory, job, job.model)
     if hasattr(source.config, "use_cache"):
         source.config.use_cache = True  # switched off for training, needed for generation
-    setattr(source.config, TOKENS, None if job.data.type == "arrays" else "bytes")
+    setattr(source.config, TOKENS, "bytes" if reads_bytes(job, directory / "data") else None)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole(out, folder=True) as partial:
             module.save_pretrained(partial)  # type: ignore[operator]
-            initial = Path(job.model.hf)
-            if initial.is_dir():
-                for file in {path for pattern in BESIDE for path in initial.glob(pattern) if path.is_file()}:
-                    shutil.copy2(file, partial / file.name)
+            for folder in (Path(job.model.hf), expanded(Path(job.data.tokenizer or job.model.hf))):
+                if folder.is_dir():
+                    for file in {path for pattern in BESIDE for path in folder.glob(pattern) if path.is_file()}:
+                        shutil.copy2(file, partial / file.name)
     except OSError as error:
         raise SpecError("--output", f"{out} can't be written: {error.strerror}", "give another directory") from None
     return given

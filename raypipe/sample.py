@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.capture.transformers_models import configuration
-from raypipe.data import known_fields
+from raypipe.data import known_fields, reads_bytes
 from raypipe.errors import SpecError, install
+from raypipe.files import expanded
 from raypipe.job import GptSpec, HfSpec, JobSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.models import random_keys
@@ -56,7 +57,7 @@ class Writer:
             return
         job = saved_job(directory)
         self.tokenizer = _tokenizer(tokenizer or _of_run(job))
-        self.bytes = self.tokenizer is None and job.data.type != "arrays"
+        self.bytes = self.tokenizer is None and reads_bytes(job, directory / "data")
         """Whether tokens are bytes."""
         self._logits, self.window, self.vocabulary = self._load(job)
 
@@ -189,8 +190,12 @@ def _exported(directory: Path) -> Any:
 
 
 def _of_run(job: JobSpec) -> Path | None:
-    """The initial model's directory, if the run read arrays and the directory has a tokenizer."""
-    return _with_tokenizer(Path(job.model.hf)) if isinstance(job.model, HfSpec) and job.data.type == "arrays" else None
+    """The directory of the tokenizer that made the run's tokens, if it is known; None where they are bytes."""
+    if job.data.tokenizer is not None:
+        place = expanded(Path(job.data.tokenizer))
+        return place if place.is_dir() else place.parent
+    tokens = job.data.type == "arrays" or (job.data.type == "documents" and job.data.column != "text")
+    return _with_tokenizer(Path(job.model.hf)) if isinstance(job.model, HfSpec) and tokens else None
 
 
 def _with_tokenizer(directory: Path) -> Path | None:

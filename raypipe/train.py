@@ -19,6 +19,7 @@ from raypipe.launch.job_model import JobModel
 from raypipe.launch.plan_file import given_plan, kept_plan
 from raypipe.launch.plans import make_plan, planned_as_asked, planned_by_measuring, with_plan
 from raypipe.launch.prepared import Planned, Prepared, units_of
+from raypipe.launch.report_to.loggers import check_loggers
 from raypipe.launch.resume import check_resume, mend
 from raypipe.launch.run import execute, run
 from raypipe.launch.run_directory import claim, run_directory, saved_job, unusable
@@ -53,6 +54,7 @@ def prepare_run(
         CheckpointError: ``train.checkpoint_storage`` cannot be read.
         RunError: a device died while it was profiled.
     """
+    check_loggers(job)
     if directory is not None:
         directory = place(directory)
     empty = directory is not None and stillborn(directory)

@@ -81,7 +81,8 @@ class PipelineTrainer:
         eval_dataset: rows to validate on; by default a tenth of ``train_dataset``.
         data_collator: converts rows to the model's arguments. It is called in this process, once per row before
             training, so it is not sent to the workers; its padding is used.
-        callbacks: instances of ``raypipe.Callback``, and a ``transformers.EarlyStoppingCallback``; others are refused.
+        callbacks: instances of ``raypipe.Callback``; of ``ray.train.UserCallback``, which hear of every checkpoint and
+            failure in Ray Train's controller; and a ``transformers.EarlyStoppingCallback``. Others are refused.
         job: further keys of a job file by section, such as ``{"parallel": {"schedule": "zb-h1"}}``.
 
     Raises:
@@ -108,7 +109,9 @@ class PipelineTrainer:
         self.directory = place(output, "args.output_dir")
         self.degrees = _degrees
         self._callbacks = [callback for callback in callbacks if isinstance(callback, Callback)]
-        self._early_stop = _early_stop([callback for callback in callbacks if not isinstance(callback, Callback)])
+        others = [callback for callback in callbacks if not isinstance(callback, Callback)]
+        self._ray_callbacks = [callback for callback in others if _is_rays(callback)]
+        self._early_stop = _early_stop([callback for callback in others if not _is_rays(callback)])
         self._model, self._train, self._eval, self._more = model, train_dataset, eval_dataset, job or {}
         self._collator = data_collator
 
@@ -122,7 +125,7 @@ class PipelineTrainer:
         prepared = self.prepare()
         callbacks = Callbacks(self._callbacks, self.directory)
         try:
-            result, _ = run(prepared, None, callbacks.update)
+            result, _ = run(prepared, None, callbacks.update, self._ray_callbacks)
             callbacks.update()  # what was logged since the last call
         finally:
             callbacks.raise_error()
@@ -184,6 +187,13 @@ class PipelineTrainer:
         )  # fmt: skip
 
 
+def _is_rays(callback: Any) -> bool:
+    """Return whether a callback is one of Ray Train's."""
+    from ray.train import UserCallback
+
+    return isinstance(callback, UserCallback)
+
+
 def _early_stop(callbacks: Sequence[Any]) -> dict[str, Any] | None:
     """Translate transformers' callback to ``train.early_stop``, which also watches the validation loss."""
     found: dict[str, Any] | None = None
@@ -191,7 +201,7 @@ def _early_stop(callbacks: Sequence[Any]) -> dict[str, Any] | None:
         if not hasattr(callback, "early_stopping_patience"):
             raise SpecError(
                 "callbacks", f"a {type(callback).__name__} is not supported: training runs in other processes",
-                "derive it from raypipe.Callback; of transformers', only EarlyStoppingCallback is supported",
+                "derive it from raypipe.Callback or ray.train.UserCallback; EarlyStoppingCallback is supported too",
             )  # fmt: skip
         found = {
             "patience": int(callback.early_stopping_patience),

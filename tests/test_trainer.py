@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,8 +131,10 @@ def test_arguments_without_a_counterpart_are_named(tmp_path) -> None:
     with pytest.raises(SpecError, match="not supported") as caught:
         job_of(real(tmp_path, label_smoothing_factor=0.1, neftune_noise_alpha=5.0))
     assert caught.value.where == "args.label_smoothing_factor, args.neftune_noise_alpha"
-    with pytest.warns(UserWarning, match=r"args\.eval_on_start, args\.report_to$"):
-        job_of(real(tmp_path, report_to=["trackio"], eval_strategy="epoch", eval_on_start=True))
+    with pytest.warns(UserWarning, match=r"args\.eval_on_start$"):
+        job_of(real(tmp_path, eval_strategy="epoch", eval_on_start=True))
+    with pytest.warns(UserWarning, match=r"args\.report_to=trackio$"):
+        assert job_of(real(tmp_path, report_to=["trackio", "tensorboard"])).train.report_to == ("tensorboard",)
     with pytest.raises(SpecError, match="best is not available"):
         job_of(real(tmp_path, save_strategy="best"))
 
@@ -263,20 +266,32 @@ def test_a_collator_makes_the_rows_and_says_what_pads_them(tmp_path) -> None:
 
 @pytest.mark.runs
 def test_a_run_returns_ray_trains_result(local_ray, tmp_path) -> None:
-    from ray.train import Result
+    from ray.train import Result, UserCallback
 
     from raypipe.checkpoint import open_checkpoint
     from raypipe.observe.run_log import METRICS, read_rows
 
     args = real(
         tmp_path, max_steps=12, learning_rate=0.02, save_steps=4, eval_strategy="steps", eval_steps=4,
-        load_best_model_at_end=True,
+        load_best_model_at_end=True, report_to=["tensorboard"],
     )  # fmt: skip
+
+    class Reported(UserCallback):
+        def __init__(self, path: str) -> None:
+            self.path = path
+
+        def after_report(self, run_context, metrics, checkpoint) -> None:
+            with open(self.path, "a", encoding="utf-8") as told:
+                told.write(f"{metrics[0]['step']} {Path(checkpoint.path).name}\n")
+
     ids = [[(i + k) % 90 for k in range(12 - i % 4)] for i in range(20)]
     rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids]  # of four lengths
     given = {"model": {"hf": "gpt2", "config": SMALL}, "train_dataset": rows, "eval_dataset": Sums(6)}
-    result = raypipe.PipelineTrainer(args=args, **given).train()
+    told = tmp_path / "told"
+    result = raypipe.PipelineTrainer(args=args, callbacks=[Reported(str(told))], **given).train()
     assert isinstance(result, Result)
+    assert [line.split()[0] for line in told.read_text().splitlines()] == ["4", "8", "12"]
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
     assert result.metrics["step"] == 12
     assert result.metrics["val_loss"] < 4.0  # a uniform guess is 4.56
     assert result.checkpoint is not None

@@ -2,7 +2,15 @@
 
 from raypipe.data.arrays import Arrays, declared_fields, known_fields, prepare_arrays
 from raypipe.data.corpus import Corpus
-from raypipe.data.dataset import Dataset, counts_tokens, is_prepared, open_data, prepare_data, tokens_per_sample
+from raypipe.data.dataset import (
+    Dataset,
+    counts_tokens,
+    is_prepared,
+    open_data,
+    prepare_data,
+    reads_bytes,
+    tokens_per_sample,
+)
 from raypipe.data.prepare import prepare
 from raypipe.data.ragged import Ragged, flat
 from raypipe.data.rows import columns_of
@@ -22,5 +30,6 @@ __all__ = [
     "prepare",
     "prepare_arrays",
     "prepare_data",
+    "reads_bytes",
     "tokens_per_sample",
 ]

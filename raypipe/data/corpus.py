@@ -6,19 +6,19 @@ import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raypipe.data.sample_order import permuted
+from raypipe.data.sample_order import SPLITS, Split, permuted
 from raypipe.errors import SpecError
 from raypipe.files import read_json
 
-Split = Literal["train", "val"]
-SPLITS: tuple[Split, Split] = ("train", "val")
+__all__ = ["META", "SPLITS", "Corpus", "Split", "order_key"]
+
 META = "corpus.json"
 
 

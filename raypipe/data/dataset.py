@@ -15,12 +15,13 @@ from raypipe.data.arrays import META as ARRAYS
 from raypipe.data.arrays import Arrays, mask_of, mean_tokens, prepare_arrays
 from raypipe.data.corpus import META as CORPUS
 from raypipe.data.corpus import Corpus, Split
+from raypipe.data.documents import META as DOCUMENTS
 from raypipe.data.lines import LINE, prepare_lines
 from raypipe.data.lines import META as LINES
 from raypipe.data.prepare import END, prepare
 from raypipe.data.ragged import Ragged, fill_of
+from raypipe.data.sample_order import sample_keys
 from raypipe.job import JobSpec
-from raypipe.models.keyed_random import fold64
 from raypipe.models.task import MASK, Task
 
 
@@ -62,12 +63,6 @@ class Text:
     def samples(self, split: Split) -> int:
         """Return the number of windows."""
         return self.corpus.windows(split)
-
-
-def sample_keys(split: Split, seed: int, step: int, batch: int) -> list[int]:
-    """Return a 64-bit random key per sample, for tasks that draw random numbers."""
-    base = fold64(seed, 0, step) if split == "train" else fold64(0, 1, step)
-    return [fold64(base, row) for row in range(batch)]
 
 
 class Table:
@@ -122,7 +117,9 @@ class Lines:
         return self.arrays.rows(split)
 
 
-def open_data(directory: Path, task: Task, multiple: int = 1, fields: Collection[str] | None = None) -> Dataset:
+def open_data(
+    directory: Path, task: Task, multiple: int = 1, fields: Collection[str] | None = None, whole: bool = True
+) -> Dataset:
     """Open the data that was prepared in a directory.
 
     Args:
@@ -130,6 +127,7 @@ def open_data(directory: Path, task: Task, multiple: int = 1, fields: Collection
         task: the task that reads it.
         multiple: ``data.pad_to_multiple_of``.
         fields: the raw inputs that are needed; others may be returned too. None for all.
+        whole: whether all of it may be read; else some samples do, where reading all would take long.
 
     Raises:
         SpecError: there is no prepared data.
@@ -138,6 +136,10 @@ def open_data(directory: Path, task: Task, multiple: int = 1, fields: Collection
         return Table(Arrays.open(directory), task, multiple, fields)
     if (directory / LINES).exists():
         return Lines(Arrays.open(directory, LINES), task, multiple)
+    if (directory / DOCUMENTS).exists():
+        from raypipe.data.documents.dataset import Documents  # it loads pyarrow
+
+        return Documents(directory, task, whole)
     return Text(Corpus.open(directory), task)
 
 
@@ -153,6 +155,10 @@ def prepare_data(job: JobSpec, task: Task, directory: Path) -> None:
     assert job.model.sequence is not None, "checked with the job"
     if job.data.type == "lines":
         prepare_lines(job.data, job.model.sequence, directory)
+    elif job.data.type == "documents":
+        from raypipe.data.documents.prepared import prepare_documents
+
+        prepare_documents(job, task.window(job.model.sequence), directory)
     else:
         prepare(job.data, task.window(job.model.sequence), directory)
 
@@ -168,6 +174,20 @@ def counts_tokens(job: JobSpec, directory: Path) -> bool:
     return job.data.type != "arrays" or mean_tokens(directory) is not None
 
 
+def reads_bytes(job: JobSpec, directory: Path) -> bool:
+    """Return whether the tokens of prepared data are bytes of text.
+
+    Raises:
+        SpecError: the file that describes them is damaged.
+    """
+    if job.data.type != "documents":
+        return job.data.type != "arrays"
+    from raypipe.data.documents.prepared import Prepared
+
+    train = Prepared.open(directory, check=False).splits["train"]
+    return train.tokenizer is None and not train.is_tokens
+
+
 def is_prepared(directory: Path) -> bool:
     """Return whether ``prepare_data`` has finished in a directory."""
-    return any((directory / meta).exists() for meta in (ARRAYS, LINES, CORPUS))
+    return any((directory / meta).exists() for meta in (ARRAYS, LINES, DOCUMENTS, CORPUS))

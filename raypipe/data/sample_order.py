@@ -8,10 +8,15 @@ find any sample's place in constant memory, whatever the size of the corpus.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from raypipe.models.keyed_random import fold64
+
+Split = Literal["train", "val"]
+SPLITS: tuple[Split, Split] = ("train", "val")
 BLOCK = 4096
 """Number of places computed and cached together, because a step needs neighbouring ones."""
 ROUNDS = 4
@@ -19,6 +24,12 @@ _UINT = np.uint64
 _MASK64 = (1 << 64) - 1
 
 Numbers = npt.NDArray[np.uint64]
+
+
+def sample_keys(split: Split, seed: int, step: int, batch: int) -> list[int]:
+    """Return a 64-bit random key per sample, for tasks that draw random numbers."""
+    base = fold64(seed, 0, step) if split == "train" else fold64(0, 1, step)
+    return [fold64(base, row) for row in range(batch)]
 
 
 def permuted(key: int, size: int, position: int) -> int:

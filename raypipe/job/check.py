@@ -48,8 +48,7 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
         yield from _gpt(model, data)
     else:
         yield from _captured(model, data)
-    if data.held_out is not None and data.type != "arrays":
-        yield Problem("data.held_out", "text is split by file", "leave it out")
+    yield from _data(data)
     yield from _train(train)
     yield from _available(parallel)
     yield from _wire(train, parallel)
@@ -67,10 +66,22 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
     yield from _schedule(model, train, parallel)
 
 
+DOCUMENTS_OWN = ("column", "tokenizer", "block_mb", "shuffle_blocks", "num_workers")
+"""Keys of ``data`` that only documents have."""
+
+
+def _data(data: DataSpec) -> Iterator[Problem]:
+    if data.held_out is not None and data.type not in ("arrays", "documents"):
+        yield Problem("data.held_out", "text is split by file", "leave it out")
+    for key in DOCUMENTS_OWN if data.type != "documents" else ():
+        if getattr(data, key) != type(data).model_fields[key].default:
+            yield Problem(f"data.{key}", f"has no effect on {data.type}", "leave it out, or use data.type: documents")
+
+
 def _gpt(model: GptSpec, data: DataSpec) -> Iterator[Problem]:
     if data.type == "arrays":
         yield Problem("data.type", f"the built-in GPT reads bytes, not {data.type}", "use bytes, or another model")
-    if model.vocabulary < 256:
+    if model.vocabulary < 256 and data.type != "documents":
         yield Problem("model.vocabulary", f"{model.vocabulary}, but bytes take 256 values", "use 256")
     if model.positions is not None and model.positions < model.sequence:
         yield Problem(
@@ -112,6 +123,9 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
             "train.checkpoint_storage", f"{train.checkpoint_storage} is not a URI",
             "write it with its scheme, such as s3://bucket/run or file:///mnt/runs/first",
         )  # fmt: skip
+    if train.profile is not None and train.profile.start_step > train.steps:
+        why = f"{train.profile.start_step}, but the run has {train.steps} steps"
+        yield Problem("train.profile.start_step", why, f"use {train.steps} or less")
     if train.keeps_best and not train.eval_every:
         key = "early_stop" if train.early_stop is not None else "load_best_at_end"
         yield Problem(f"train.{key}", "there is no validation before the end of the run", "set train.eval_every")

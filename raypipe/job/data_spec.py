@@ -12,16 +12,30 @@ from raypipe.job.field_types import Positive, Spec
 class DataSpec(Spec):
     """The data to train on."""
 
-    type: Literal["bytes", "lines", "arrays"] = "bytes"
+    type: Literal["bytes", "lines", "arrays", "documents"] = "bytes"
     """``bytes``: text files are read as bytes, one token each, in windows of equal length. ``lines``: each line of such
     files (or ``text`` of each record of a ``.jsonl`` file) is a sample, and lengths differ. ``arrays``: a file of named
     arrays with one row per sample; rows may differ in length, and the names are the model's arguments and
-    ``labels``."""
+    ``labels``. ``documents``: a column of Parquet, JSONL, text or Hugging Face files, streamed through Ray Data,
+    tokenised while training goes on and packed into samples of ``model.sequence`` tokens."""
     path: Annotated[str, Field(min_length=1)]
     """``stdlib`` (the sources of Python's standard library), or a text file, a folder or a glob; for arrays, an
-    ``.npz`` or ``.safetensors`` file."""
+    ``.npz`` or ``.safetensors`` file; for documents, a file, a folder or a glob of ``.parquet``, ``.jsonl``, ``.txt``
+    or ``.arrow`` files, or a folder that ``save_to_disk`` of Hugging Face's datasets wrote."""
     held_out: Annotated[str, Field(min_length=1)] | None = None
-    """A second file of arrays to validate on; without it, a tenth of the samples is held out."""
+    """What to validate on instead: a second file of arrays, of which otherwise a tenth of the samples is held out; or a
+    second path of documents, of which otherwise every 32nd is."""
+    column: Annotated[str, Field(min_length=1)] = "text"
+    """The column, or the key of JSON objects, that holds a document: its text, or a list of token numbers."""
+    tokenizer: Annotated[str, Field(min_length=1)] | None = None
+    """Local folder with the ``tokenizer.json`` of Hugging Face's tokenizers; null: each byte of a document is a
+    token."""
+    block_mb: Annotated[float, Field(gt=0, le=1024)] = 8.0
+    """MiB of documents that are read, tokenised and packed at once."""
+    shuffle_blocks: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Blocks in memory whose samples are shuffled among one another; the order of the blocks is shuffled as a whole."""
+    num_workers: Annotated[int, Field(ge=1, le=256)] = 2
+    """Blocks of documents that are tokenised at the same time, by processes beside those that train."""
     pad_to_multiple_of: Positive = 8
     """If samples differ in length, a micro-batch is padded to its longest sample, rounded up to a multiple of this, so
     that there are few different shapes."""

@@ -55,6 +55,7 @@ JOB_SECTIONS: dict[str, type[Spec]] = {
     "train": TrainSpec,
     "train.early_stop": _optional(TrainSpec, "early_stop"),
     "train.elastic": _optional(TrainSpec, "elastic"),
+    "train.profile": _optional(TrainSpec, "profile"),
     "parallel": ParallelSpec,
 }
 CLUSTER_SECTIONS: dict[str, type[Spec]] = {

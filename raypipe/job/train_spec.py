@@ -40,6 +40,15 @@ class ElasticSpec(Spec):
         return max(most, self.min_devices)
 
 
+class ProfileSpec(Spec):
+    """Run torch's profiler for some steps."""
+
+    start_step: Positive = 10
+    """The first step that is profiled, from 1; best not one of the first few, which also warm up."""
+    steps: Annotated[int, Field(ge=1, le=100)] = 3
+    """Number of steps."""
+
+
 class TrainSpec(Spec):
     """Optimizer, length, precision, validation and checkpoints."""
 
@@ -118,6 +127,14 @@ class TrainSpec(Spec):
     message_timeout_s: float = 300.0
     """Seconds a device waits for another one, in set-up, for a message and in an all-reduce, before it fails with an
     error that names what it waited for; 1 s to one week."""
+
+    profile: ProfileSpec | None = None
+    """Run torch's profiler over a few steps: each worker writes a Chrome trace into ``profiles`` of the run directory,
+    in which every task of the schedule has its name. ``{}`` for the defaults; null: no profile."""
+    report_to: Annotated[tuple[Literal["tensorboard", "mlflow", "wandb"], ...], Field(strict=False)] = ()
+    """What gets the run's figures beside metrics.jsonl: ``tensorboard`` (event files in the run directory), ``mlflow``
+    (``MLFLOW_TRACKING_URI``, else the run directory), ``wandb`` (the run directory; offline unless ``WANDB_MODE`` says
+    otherwise)."""
 
     @property
     def crossing_dtype(self) -> str:

@@ -12,6 +12,7 @@ from raypipe.errors import RunError, SpecError
 from raypipe.launch.drained import DrainedNodes
 from raypipe.launch.elastic import Elastic
 from raypipe.launch.prepared import Prepared
+from raypipe.launch.report_to.reports import Reports
 from raypipe.observe.run_dir import CHECKPOINTS, go_on, hold
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.summary import summarise
@@ -29,13 +30,16 @@ def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], 
     return run(prepared, dashboard_port, watch)[1]
 
 
-def run(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]) -> tuple[Result, dict[str, Any]]:
+def run(
+    prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None], callbacks: Sequence[Any] = ()
+) -> tuple[Result, dict[str, Any]]:
     """Run to the end and return Ray Train's result and the summary that CONTRACT.md defines.
 
     Args:
         prepared: the job.
         dashboard_port: port of Ray's dashboard; None for none.
         watch: called twice a second during the run.
+        callbacks: Ray Train's, ``ray.train.UserCallback``; its controller calls them.
 
     Raises:
         SpecError: the cluster can never provide the devices that the plan needs.
@@ -44,11 +48,20 @@ def run(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None
     """
     with hold(prepared.directory):
         go_on(prepared.directory)  # it asked an earlier run to end
-        return _run_locked(prepared, dashboard_port, watch)
+        reports = Reports(prepared.job, prepared.directory)
+
+        def look() -> None:
+            watch()
+            reports.update()
+
+        try:
+            return _run_locked(prepared, dashboard_port, look, callbacks)
+        finally:
+            reports.close()
 
 
 def _run_locked(
-    prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]
+    prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None], callbacks: Sequence[Any]
 ) -> tuple[Result, dict[str, Any]]:
     from raypipe.runtime.cluster.connect import connect
     from raypipe.runtime.cluster.cores import cores_of_one_host, warning
@@ -63,7 +76,7 @@ def _run_locked(
     if (message := warning(count, cores)) is not None:
         log.event("notice", message=message)
     log.close()
-    prepared, ended = _on_devices(prepared, devices, watch)
+    prepared, ended = _on_devices(prepared, devices, watch, callbacks)
     result = _result(ended, directory)
     p = prepared.plan.parallel
     plan = {"schedule": p.schedule, "stages": p.stages, "replicas": p.replicas, "microbatch": p.microbatch}
@@ -73,7 +86,7 @@ def _run_locked(
 
 
 def _on_devices(
-    prepared: Prepared, devices: DeviceRequest, watch: Callable[[], None]
+    prepared: Prepared, devices: DeviceRequest, watch: Callable[[], None], callbacks: Sequence[Any]
 ) -> tuple[Prepared, Result | BaseException]:
     """Reserve the devices and run to the end, an elastic run on one set of devices after the other.
 
@@ -102,15 +115,17 @@ def _on_devices(
     if prepared.job.train.elastic is None:
         drained = DrainedNodes(prepared.directory, reservation)
         try:
-            return prepared, _ended(request, [drained.look, watch])
+            return prepared, _ended(request, [drained.look, watch], callbacks)
         finally:
             reservation.give_back()
     with Elastic(prepared, reservation, hold_for) as elastic:
-        ended = _ended(request, [elastic.look, watch])
+        ended = _ended(request, [elastic.look, watch], callbacks)
         return elastic.prepared, ended
 
 
-def _ended(request: RunRequest, watch: Sequence[Callable[[], None]]) -> Result | BaseException:
+def _ended(
+    request: RunRequest, watch: Sequence[Callable[[], None]], callbacks: Sequence[Any]
+) -> Result | BaseException:
     """Run Ray Train to the end and return its result or the exception that it raised."""
     from raypipe.runtime.cluster.ray_train import start_run
 
@@ -118,7 +133,7 @@ def _ended(request: RunRequest, watch: Sequence[Callable[[], None]]) -> Result |
 
     def work() -> None:
         try:
-            ended.append(start_run(request))
+            ended.append(start_run(request, callbacks))
         except BaseException as error:
             ended.append(error)
 

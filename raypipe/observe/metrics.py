@@ -62,6 +62,9 @@ MEMORY_PLANNED = Metric("raypipe_memory_planned_bytes", "Peak memory as planned;
 MEMORY_LIMIT = Metric(
     "raypipe_memory_limit_bytes", "A GPU's memory; of a host's CPU devices, an equal share of its memory.", ("device",)
 )
+DATA_WAIT = Metric(
+    "raypipe_data_wait_ratio", "Share of the newest step for which the device that waited longest waited for samples."
+)
 RECOVERIES = Metric("raypipe_recoveries", "Restarts, and workers replaced in place, since the run began.")
 REPLANS = Metric("raypipe_replans", "Plans changed while the run went on, since it began.")
 SKIPPED = Metric("raypipe_skipped_steps", "Steps without an update, for a number that was not finite, in this run.")
@@ -73,7 +76,7 @@ CHECKPOINT_STALL = Metric(
 METRICS: Final = (
     STEP, STEP_SECONDS, STEP_PREDICTED, STEP_DURATION, TOKENS, SAMPLES, MFU, LOSS, VALIDATION_LOSS, GRAD_NORM,
     LEARNING_RATE, BUBBLE, BUBBLE_PREDICTED, TASK_SECONDS, WAIT, ALL_REDUCE_EXPOSED, MEMORY, MEMORY_PLANNED,
-    MEMORY_LIMIT, RECOVERIES, REPLANS, SKIPPED, REWINDS, CHECKPOINT_STALL,
+    MEMORY_LIMIT, DATA_WAIT, RECOVERIES, REPLANS, SKIPPED, REWINDS, CHECKPOINT_STALL,
 )  # fmt: skip
 """All of them. Counts are gauges, too: a driver that is started again goes on with the run's counts, where a counter
 of its process would begin at zero."""
@@ -95,6 +98,7 @@ def step_readings(row: dict[str, Any], batch: int) -> Iterator[Reading]:
     yield GRAD_NORM, row["grad_norm"], {}
     yield LEARNING_RATE, row["lr"], {}
     yield BUBBLE, row["bubble_ratio"], {}
+    yield DATA_WAIT, row["data_wait_share"], {}
 
 
 def device_readings(timeline: Timeline, step_s: float, copies: int) -> Iterator[Reading]:

@@ -11,6 +11,10 @@ from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 
 STEP = {"loss", "step_s", "tokens_per_s", "bubble_ratio"}
 """Keys of a step's row; a row that lacks one is damaged."""
+STREAMED = Path("data", "documents.json")
+"""File of a run that streams its data."""
+WORTH_NAMING = 0.005
+"""Share of a step from which on a wait for data is named even where data are not streamed."""
 WARM_STEPS = 2
 """Steps at the start of an attempt that medians leave out."""
 
@@ -68,6 +72,8 @@ def summarise(
         "tokens_per_s": median(r["tokens_per_s"] for r in timed) if timed else None,
         "throughput_unit": units.throughput,
         "bubble_ratio": median(r["bubble_ratio"] for r in timed) if timed else None,
+        "data_wait_share": median(r.get("data_wait_share", 0.0) for r in timed) if timed else None,
+        "streams_data": (directory / STREAMED).exists(),
         "plan": plan,
         "planned": _planned(events),
         "predicted_step_s": planned_step_s if planned_step_s is not None else (predicted[-1] if predicted else None),
@@ -171,6 +177,9 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         where = f", for {result['planned_on']}" if result["planned_on"] is not None else ""
         lines.append(f"step planned     {result['predicted_step_s']:.4f} s ({error:+.1%}){where}")
     lines.append(f"step measured    {result['measured_step_s']:.4f} s (median), {result['bubble_ratio']:.1%} idle")
+    waited = result.get("data_wait_share") or 0.0
+    if result.get("streams_data") or waited >= WORTH_NAMING:
+        lines.append(f"data wait        {waited:.2%} of the step (median)")
     if result["calibrated_step_s"] is not None:
         error = result["calibrated_step_s"] / result["measured_step_s"] - 1
         lines.append(

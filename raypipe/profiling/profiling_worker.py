@@ -96,6 +96,8 @@ class FakeChannel:
 class ProfilingWorker(StageWorker):
     """A worker that measures its device."""
 
+    reads_whole = False
+
     def __init__(self, rank: int, title: str) -> None:
         super().__init__(rank, title)
         self._base_bytes: float | None = None

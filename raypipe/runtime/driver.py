@@ -33,6 +33,7 @@ from raypipe.runtime.recovery.in_place import RECOVERABLE, InPlace, can_recover
 from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.standby import StandbyPool
 from raypipe.runtime.run_results import RunResults
+from raypipe.runtime.samples.sample_stream import samples_streamed
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints, Saved
 from raypipe.runtime.saving.saves import Save, Saves
 from raypipe.runtime.set_up_workers import install, set_up
@@ -124,6 +125,13 @@ class Driver:
         """
         self._store_plan()
         self._begin(checkpoint, done, left_out_before(checkpoint))
+        first = done + self.checkpoints.left_out
+        with samples_streamed(self.job, self.directory, first, workers.run_id) as workers.samples:
+            self._run(workers, checkpoint, done)
+        self.memory_bytes = ray.get(workers.call("memory_bytes"))
+        clear(workers, workers.apart, self.directory)
+
+    def _run(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
         recovers = can_recover(
             self.job.model_copy(update={"parallel": self.running.plan.parallel}), self.schedule, workers
         )
@@ -140,8 +148,6 @@ class Driver:
             self.saves.close()
             pool.stop()
             self.metrics.close()
-        self.memory_bytes = ray.get(workers.call("memory_bytes"))
-        clear(workers, workers.apart, self.directory)
 
     def _begin(self, checkpoint: Path | None, done: int, left_out: int) -> None:
         """Take up the state of a run at a checkpoint."""

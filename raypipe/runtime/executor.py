@@ -484,6 +484,7 @@ class Executor(ProgramRunner):
         result = StepResult(
             0.0, samples, 0.0, marks, self.received, self.received_bytes, reduced + sums, all_reduces, memory,
             self.updates.optimistic, gathers, scatters, first_k=self._changed_first_k() if self.training else (),
+            data_wait_s=self.feed.take_wait_s(),
         )  # fmt: skip
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
         squares = to_host(torch.stack(self._squares)) if self._squares else None

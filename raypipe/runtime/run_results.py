@@ -115,7 +115,9 @@ class RunResults:
             "step_s": step_s,
             "tokens_per_s": self._tokens_per_step / step_s,
             "bubble_ratio": bubble_ratio,
+            "data_wait_share": max(r.data_wait_s for r in results) / step_s,
         }
+        row |= self._metrics.figures(step_s, devices)
         self._log.metric(row)
         self._metrics.step(row, clock, devices)
         return step_s

@@ -112,6 +112,7 @@ def setups_of(
         data=directory / "data",
         fields=fields,
         checkpoint=checkpoint,
+        samples=workers.samples,
         done=done,
         left_out=left_out,
         recovers=recovers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from raypipe.job.spec import JobSpec
 from raypipe.models.task import Field
@@ -49,6 +50,8 @@ class Setup:
     """Layers that an R task recomputes; None for all of its stage."""
     sharding: Sharding | None = None
     """What the data-parallel copies of a stage divide; None: nothing."""
+    samples: Any = None
+    """The actor that streams samples (``samples.sample_stream``); None where they are read from ``data``."""
     done: int = 0
     """Number of steps done before."""
     left_out: int = 0

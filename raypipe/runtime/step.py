@@ -52,6 +52,8 @@ class StepResult:
     """Memory of the device's process, about once a second; None in between."""
     first_k: tuple[tuple[int, int, int], ...] = ()
     """With reverse first-k: (stage, k, the largest k that memory allows), once and whenever it has changed."""
+    data_wait_s: float = 0.0
+    """Seconds for which this device waited for its samples."""
     written: Written | None = None
     """The write of a checkpoint that has ended since the step before, if one has."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,15 @@ from torch import nn
 
 from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
 from raypipe.data import open_data
+from raypipe.data.sample_order import Split
 from raypipe.errors import TransportError
 from raypipe.job.spec import JobSpec, reduce_dtype
-from raypipe.models import DTYPES, build_model
+from raypipe.models import DTYPES, Task, build_model
 from raypipe.models.host_copies import runs_behind
 from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.allocated import MemoryReports, host_memory_bytes
 from raypipe.runtime.cast_messages import message_cast_of
+from raypipe.runtime.clocks.profiler_window import FOLDER, ProfilerWindow
 from raypipe.runtime.cluster import node_files
 from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
@@ -39,6 +41,7 @@ from raypipe.runtime.recovery.standing import Facts, Standing
 from raypipe.runtime.recovery.survivor import leave, part, settle
 from raypipe.runtime.recovery.transfer import receive_stage, send_stage
 from raypipe.runtime.recovery.twins import Transfer
+from raypipe.runtime.samples.stream_feed import StreamFeed
 from raypipe.runtime.saving.shard_writer import SaveBegun, ShardWriter, Write, Written
 from raypipe.runtime.saving.state_to_save import state_to_save
 from raypipe.runtime.setup import Setup
@@ -70,6 +73,8 @@ class StageWorker:
 
     executor_class: ClassVar[type[Executor]] = Executor
     sync_class: ClassVar[type[GradientSync]] = GradientSync
+    reads_whole: ClassVar[bool] = True
+    """Whether steps have the samples that the job says, and not just any."""
     write_shard: ClassVar[Write] = staticmethod(write_snapshot)
 
     def __init__(self, rank: int, title: str) -> None:
@@ -242,11 +247,7 @@ class StageWorker:
             for key, kept in versions.items():
                 kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.tensor_rank))
         reads = {name for m in self.modules.values() for name in m.reads}
-        feed = Feed(
-            open_data(setup.data, plan.task, job.data.pad_to_multiple_of, reads), plan.task, reads,
-            job.train.seed, job.train.batch, setup.samples_per_microbatch, self.device,
-            DTYPES[job.train.dtype], setup.left_out,
-        )  # fmt: skip
+        feed = self._feed(setup, plan.task, reads)
         senders, receivers = (
             own_channels(communicators.senders, setup.tensor),
             own_channels(communicators.receivers, setup.tensor),
@@ -281,6 +282,7 @@ class StageWorker:
             senders, receivers, StageIOSpecs(plan, setup.cut, setup.samples_per_microbatch), versions, shards,
         )  # fmt: skip
         self.executor.measures = setup.search_recompute
+        self.profiler = ProfilerWindow(job.train.profile, setup.data.parent / FOLDER, self.rank, self.device)
         self.group = self._tensor_group(groups)
         if setup.recovers and communicators.world is not None:
             self.executor.ledger = Ledger(communicators.world, self.modules, setup.done)
@@ -303,6 +305,28 @@ class StageWorker:
             node = setup.topology.peers[setup.rank].node
             memory = host_memory_bytes() / sum(peer.node == node for peer in setup.topology.peers)
         return partial(FirstKTuner, fixed=given.first_k, memory=memory)
+
+    def _feed(self, setup: Setup, task: Task, reads: set[str]) -> Feed:
+        """Return what reads the raw inputs of this device's stages."""
+        job, samples = setup.job, setup.samples_per_microbatch
+        if setup.samples is not None:
+            own: dict[Split, set[int]] = {
+                "train": self._reads(setup.train.values(), setup.microbatches),
+                "val": self._reads([setup.evaluate], setup.microbatches),
+            }
+            return StreamFeed(setup.samples, job, task, reads, samples, self.device, own, setup.left_out)
+        data = open_data(setup.data, task, job.data.pad_to_multiple_of, reads, self.reads_whole)
+        return Feed(
+            data, task, reads, job.train.seed, job.train.batch, samples, self.device, DTYPES[job.train.dtype],
+            setup.left_out,
+        )  # fmt: skip
+
+    def _reads(self, programs: Iterable[Program], microbatches: int) -> set[int]:
+        """Return the micro-batches of which programs read raw inputs."""
+        tasks = [action.task for program in programs for action in program.actions]
+        held = [task for task in tasks if (task.stage, task.replica) in self.modules]
+        reading = [task for task in held if self.modules[task.stage, task.replica].reads]
+        return {mb % microbatches for task in reading for mb in task.mbs}
 
     def _updated(self, key: StageKey) -> list[nn.Parameter]:
         """Return what the optimizer of a stage replica updates: whole parameters, and its pieces of divided ones."""
@@ -363,7 +387,9 @@ class StageWorker:
         Returns None where layers are updated one by one, and in a run on GPUs, where the step is only queued:
         ``result`` returns it later, best after the next ``run_step``, so that the GPU has work while the host waits.
         """
+        self.profiler.begin(step + 1, self.executor)
         started = self.executor.start(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
+        self.profiler.end(step + 1, self.executor)
         later = self._by_layer(self.setup_data)  # some of the result is only known when the next step has begun
         if not later and all(peer.device == "cpu" for peer in self.setup_data.topology.peers):
             return self._reported(started)

@@ -65,12 +65,13 @@ def test_the_replica_tag_counts_copies_of_the_pipeline(timeline, name, copies, r
 
 def test_a_row_is_read_as_it_stands():
     row = {
-        "step": 7, "loss": 2.5, "grad_norm": 0.3, "lr": 1e-3, "step_s": 0.5, "tokens_per_s": 64.0, "bubble_ratio": 0.1
+        "step": 7, "loss": 2.5, "grad_norm": 0.3, "lr": 1e-3, "step_s": 0.5, "tokens_per_s": 64.0, "bubble_ratio": 0.1,
+        "data_wait_share": 0.02
     }  # fmt: skip
     found = {metric.name: value for metric, value, tags in step_readings(row, 16)}
     assert found[SAMPLES.name] == 32.0
     assert (found["raypipe_step"], found["raypipe_loss"], found["raypipe_bubble_ratio"]) == (7, 2.5, 0.1)
-    assert len(found) == 8
+    assert len(found) == 9
 
 
 def test_the_guide_lists_every_metric_as_it_is_declared():

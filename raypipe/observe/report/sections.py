@@ -30,7 +30,8 @@ def figures(run: RunRecord, summary: dict[str, Any]) -> Markup:
     shape = run.parallel
     plan = None
     if shape:
-        words = f"{shape.get('stages')} stages x {shape.get('replicas')} replicas, micro-batches of "
+        copies = shape.get("replicas")
+        words = f"{shape.get('stages')} stages x {copies} replica{'s' * (copies != 1)}, micro-batches of "
         plan = tag("p", f"Plan: {shape.get('schedule')}, {words}{shape.get('microbatch')}.")
     of = f" of {run.planned_steps}" if run.planned_steps is not None else ""
     boxes = [
@@ -42,6 +43,7 @@ def figures(run: RunRecord, summary: dict[str, Any]) -> Markup:
         figure("step planned, before the run", run.plan.get("predicted_step_s"), ".4f", " s"),
         figure("step predicted, from its first task times", summary["calibrated_step_s"], ".4f", " s"),
         figure("bubbles measured (median)", summary["bubble_ratio"], ".1%"),
+        figure("data wait (median)", summary["data_wait_share"] if summary["streams_data"] else None, ".2%"),
         figure("recoveries", summary["recoveries"], "d"),
     ]
     return joined(plan, tag("div", *boxes, class_="figures"))
@@ -137,7 +139,9 @@ def memory(run: RunRecord) -> Markup:
             row.name, _bar(planned, most, "second"), _bar(measured, most, "first"), error,
             gib(row.limit_bytes) if row.limit_bytes else "",
         ])  # fmt: skip
-    return table(["device", "planned", "measured (peak)", "planned against measured", "limit"], cells)
+    head = ["device", "planned", "measured (peak)", "planned against measured", "limit"]
+    used = [n for n in range(len(head)) if any(row[n] not in (None, "") for row in cells)]
+    return table([head[n] for n in used], [[row[n] for n in used] for row in cells])
 
 
 def _bar(value: float | None, most: float, style: str) -> Markup | None:

@@ -8,8 +8,9 @@ Workers write their shards into the run directory themselves; the driver only te
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
@@ -43,10 +44,11 @@ def this_node() -> dict[str, float]:
     return {name: 0.001} if name in ray.cluster_resources() else {}
 
 
-def start_run(request: RunRequest) -> Result:
+def start_run(request: RunRequest, callbacks: Sequence[Any] = ()) -> Result:
     """Run a job to its end through Ray Train; Ray must be initialised.
 
     Ray Train restarts the driver after a failure. If Ray Train's controller dies, it is started again here.
+    ``callbacks`` are ``ray.train.UserCallback``, which the controller calls.
 
     Raises:
         ray.train.TrainingFailedError: the run failed more often than ``train.max_failures`` allows.
@@ -57,7 +59,7 @@ def start_run(request: RunRequest) -> Result:
     restarts = allowed
     while True:
         try:
-            return _trainer(request, restarts).fit()
+            return _trainer(request, restarts, callbacks).fit()
         except RayActorError as error:
             message = "Ray Train's controller died"
             log = RunLog(request.directory)
@@ -68,7 +70,7 @@ def start_run(request: RunRequest) -> Result:
                 raise RunError("run", message, "continue from its newest checkpoint with --resume") from error
 
 
-def _trainer(request: RunRequest, restarts: int) -> TorchTrainer:
+def _trainer(request: RunRequest, restarts: int, callbacks: Sequence[Any]) -> TorchTrainer:
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", POLL_S)
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # else the dashboard's Train page stays empty
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor whose reports nothing here reads
@@ -86,6 +88,7 @@ def _trainer(request: RunRequest, restarts: int) -> TorchTrainer:
             name=request.directory.name,
             storage_path=str(request.directory.parent),
             failure_config=FailureConfig(max_failures=restarts),
+            callbacks=list(callbacks),
             checkpoint_config=CheckpointConfig(num_to_keep=request.job.train.keep_checkpoints),
         ),
     )

@@ -69,6 +69,7 @@ class RunMetrics:
         self._counts = dict.fromkeys(COUNTED.values(), 0)
         self._flops_per_peak_s: float | None = None
         """Operations of a step over the peak of all devices: the shortest time that a step could take."""
+        self._peak_bytes = 0
         self._per_host: list[int] = []
         self._lock = threading.Lock()
         self._ends = threading.Event()
@@ -82,6 +83,18 @@ class RunMetrics:
     def step(self, row: dict[str, Any], clock: StepClock, devices: Sequence[StepResult]) -> None:
         """A step is done: its row of metrics.jsonl, the clock that timed it, and what each device reports."""
         self._guard(EXPORTING, self._step, row, clock, devices)
+
+    def figures(self, step_s: float, devices: Sequence[StepResult]) -> dict[str, float]:
+        """What a step's row of metrics.jsonl has of the devices: MFU where their peak is known, and memory.
+
+        Memory is the largest peak of any device, as far as they have reported it.
+        """
+        reported = [one.device_memory.peak for one in devices if one.device_memory is not None]
+        self._peak_bytes = max([self._peak_bytes, *reported])
+        found = {"memory_bytes": float(self._peak_bytes)} if self._peak_bytes else {}
+        if self._flops_per_peak_s is not None:
+            found["mfu"] = self._flops_per_peak_s / step_s
+        return found
 
     def diverged(self) -> None:
         """Training has diverged: the loss is no longer a number."""

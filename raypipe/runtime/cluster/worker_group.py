@@ -83,6 +83,8 @@ class WorkerGroup:
     """Process groups that the newest set-up made."""
     apart: dict[str, str] = field(default_factory=dict)
     """By node, why it cannot use the run's directory (``host_check``)."""
+    samples: Any = None
+    """The actor that streams samples to the workers; None where they read files."""
     calls: deque[Any] = field(init=False)
     """References of the newest calls."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class Feed:
     """
 
     def __init__(
-        self, data: Dataset, task: Task, fields: Iterable[str], seed: int, batch: int, samples: int,
+        self, data: Dataset | None, task: Task, fields: Iterable[str], seed: int, batch: int, samples: int,
         device: torch.device, dtype: torch.dtype, left_out: int = 0,
     ) -> None:  # fmt: skip
         self._left_out = left_out
@@ -35,6 +36,7 @@ class Feed:
         self._targets: dict[tuple[Split, int], int] = {}
         self._arriving: set[tuple[Split, int]] = set()
         self._lengths: dict[tuple[Split, int], list[Lengths]] = {}
+        self._waited_s = 0.0
 
     def _step(self, split: Split, step: int) -> dict[str, Tensor]:
         samples = self._steps.get((split, step))
@@ -42,13 +44,33 @@ class Feed:
             # An asynchronous program also runs micro-batches of the next step, so at most two steps are in use.
             while len(self._steps) > 1:
                 self.drop(*next(iter(self._steps)))
-            read = self.data.batch(split, self.seed, self._at(split, step), self.batch)
-            read = {name: self._cast(read[name]) for name in self.fields}
+            began, at = time.perf_counter(), self._at(split, step)
+            found = self._read(split, at)
+            self._waited_s += time.perf_counter() - began
+            read = {name: self._cast(found[name]) for name in self.fields}
             if self._counts:
-                self._targets[(split, step)] = self.task.targets(read)
+                self._targets[(split, step)] = self._count(split, at, read)
             samples = self._steps[(split, step)] = self._uploads.start(read)
             self._arriving.add((split, step))
         return samples
+
+    def _read(self, split: Split, at: int) -> dict[str, Tensor]:
+        """Read mini-batch ``at`` of a split, or the rows of it that this device needs."""
+        assert self.data is not None
+        return self.data.batch(split, self.seed, at, self.batch)
+
+    def _rows_of(self, split: Split, mb: int) -> slice:
+        """Return where the rows of a micro-batch are in what ``_read`` returns."""
+        return slice(mb * self.samples, (mb + 1) * self.samples)
+
+    def _count(self, split: Split, at: int, read: Mapping[str, Tensor]) -> int:
+        """Count the targets of mini-batch ``at``, of which ``read`` has been read."""
+        return self.task.targets(read)
+
+    def take_wait_s(self) -> float:
+        """Return the seconds that reading has taken since the last call."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
 
     def _at(self, split: Split, step: int) -> int:
         """Return which mini-batch of the data a step takes."""
@@ -75,6 +97,7 @@ class Feed:
         if found is None:
             while len(self._lengths) > 1:
                 del self._lengths[next(iter(self._lengths))]
+            assert self.data is not None
             own = self.data.lengths(split, self.seed, self._at(split, step), self.batch)
             firsts = range(0, self.batch, self.samples)
             found = [{name: int(n[i : i + self.samples].max()) for name, n in own.items()} for i in firsts]
@@ -86,7 +109,7 @@ class Feed:
 
     def inputs(self, split: Split, step: int, mb: int) -> Inputs:
         """Return the raw inputs of micro-batch ``mb`` of a step, on the device."""
-        rows = slice(mb * self.samples, (mb + 1) * self.samples)
+        rows = self._rows_of(split, mb)
         lengths = self.lengths(split, step, mb)
         samples = self._step(split, step)
         if (split, step) in self._arriving:

@@ -18,15 +18,15 @@ torch.set_num_threads(1)  # tiny models: more threads only wait for each other, 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def plain_losses(job: JobSpec, data: Path, steps: int) -> list[float]:
-    """Mean token loss of each mini-batch, before its update."""
+def plain_losses(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = None) -> list[float]:
+    """Mean token loss of each mini-batch, before its update; of other samples where ``corpus`` has them."""
     model, _ = _model(job)
     kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     bare = [p for p in model.parameters() if p.dim() == 1 and job.train.decay == "matrices"]
     rest = [p for p in model.parameters() if all(p is not q for q in bare)]
     groups = [{"params": rest, "weight_decay": job.train.weight_decay}, {"params": bare, "weight_decay": 0.0}]
     optimizer = kinds[job.train.optimizer](groups, lr=job.train.lr)
-    corpus = Corpus.open(data)
+    corpus = Corpus.open(data) if corpus is None else corpus
     losses = []
     for step in range(steps):
         loss = _mean_loss(job, model, corpus, step, range(job.train.batch))

@@ -1,0 +1,168 @@
+"""Any samples of packed documents, by number, from a bounded number of blocks in memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raypipe.data.documents.order import BlockOrder
+from raypipe.data.documents.tokens import Tokens
+from raypipe.errors import SpecError
+
+Packed = Callable[[Iterator[int]], Iterator[Tokens]]
+"""Returns the tokens of blocks in the order of their numbers, which it may ask for ahead."""
+
+
+def samples_in(tokens: int, window: int) -> int:
+    """Return the number of samples of ``window`` tokens, and the one that follows, in a block of ``tokens``.
+
+    The last sample ends with the block, and so overlaps the one before it: no token is left out, and none is padding.
+
+    >>> [samples_in(tokens, 4) for tokens in (4, 5, 9, 10)]
+    [0, 1, 2, 3]
+    """
+    return -(-(tokens - 1) // window) if tokens > window else 0
+
+
+@dataclass(frozen=True)
+class Window:
+    """A run of samples that are shuffled among one another."""
+
+    epoch: int
+    number: int
+    begin: int
+    """Number of its first sample, counted over all epochs."""
+    tokens: tuple[Tokens, ...]
+    """Of its blocks."""
+    ends: npt.NDArray[np.int64]
+    """Per block, the number of samples in it and in those before it."""
+
+    @property
+    def end(self) -> int:
+        """Number of the sample after its last one."""
+        return self.begin + int(self.ends[-1])
+
+
+class Windows:
+    """Reads samples by number.
+
+    Args:
+        order: in which order blocks and samples come.
+        size: tokens of a sample, without the one that follows it.
+        counts: samples of each block that was read before; those that are read are added.
+        packed: reads blocks.
+        keep: samples before the newest that is asked for which may still be asked for.
+    """
+
+    def __init__(
+        self, order: BlockOrder, size: int, counts: MutableMapping[int, int], packed: Packed, keep: int = 0
+    ) -> None:
+        self._order, self._size, self._counts, self._packed, self._keep = order, size, counts, packed, keep
+        self._held: deque[Window] = deque()
+        self._next = (0, 0, 0)
+        """Epoch, number and first sample of the window that is read next."""
+        self._tokens: Iterator[Tokens] | None = None
+        self._all: dict[int, Tokens] = {}
+        """All blocks, where they fit a single window, and so are read once."""
+
+    def rows(self, numbers: Sequence[int]) -> Tokens:
+        """Return samples, ``[len(numbers), size + 1]``, at least one; numbers count over all epochs.
+
+        Raises:
+            SpecError: a file cannot be read, or all of them together hold no sample.
+        """
+        self._hold(min(numbers), max(numbers))
+        return np.stack([self._sample(number) for number in numbers])
+
+    def epoch(self) -> int:
+        """Return the number of samples of an epoch; reads the blocks that were never read."""
+        self._count([b for n in range(self._order.windows) for b in self._order.window(0, n)])
+        return sum(self._counts.values())
+
+    def _sample(self, number: int) -> Tokens:
+        window = next(one for one in self._held if one.begin <= number < one.end)
+        place = self._order.sample(window.epoch, window.number, int(window.ends[-1]), number - window.begin)
+        block = int(np.searchsorted(window.ends, place, side="right"))
+        within = place - (int(window.ends[block - 1]) if block else 0)
+        tokens = window.tokens[block]
+        start = min(within * self._size, len(tokens) - 1 - self._size)
+        return tokens[start : start + self._size + 1]
+
+    def _hold(self, first: int, last: int) -> None:
+        """Have the windows of samples ``first`` to ``last`` in memory."""
+        begin = self._held[0].begin if self._held else self._next[2]
+        if first < begin or not self._held:
+            self._seek(first)
+        while self._next[2] <= last:
+            self._read()
+            while len(self._held) > 1 and self._held[0].end <= min(first, last - self._keep):
+                self._held.popleft()
+
+    def _seek(self, sample: int) -> None:
+        """Begin to read at the window of a sample."""
+        self._held.clear()
+        self._close()
+        if len(self._counts) == self._order.blocks:  # else no epoch has been read to its end
+            epoch, _ = divmod(sample, self._whole())
+            begin = epoch * self._whole()
+        else:
+            epoch = begin = 0
+        number = 0
+        while (end := begin + self._count(self._order.window(epoch, number))) <= sample:
+            begin, number = end, number + 1
+            if number == self._order.windows:
+                epoch, number = epoch + 1, 0
+                self._whole()
+        self._next = (epoch, number, begin)
+
+    def _whole(self) -> int:
+        """Return the samples of an epoch, all of whose blocks are known."""
+        if total := sum(self._counts.values()):
+            return total
+        why = f"no block of the {self._order.split} split holds the {self._size + 1} tokens of a sample"
+        fix = "give more text, raise data.block_mb, or lower model.sequence"
+        raise SpecError("data.held_out" if self._order.split == "val" else "data.path", why, fix)
+
+    def _count(self, blocks: Sequence[int]) -> int:
+        unknown = [block for block in blocks if block not in self._counts]
+        for block, tokens in zip(unknown, self._packed(iter(unknown)), strict=True):
+            self._counts[block] = samples_in(len(tokens), self._size)
+        return sum(self._counts[block] for block in blocks)
+
+    def _read(self) -> None:
+        """Read the next window."""
+        epoch, number, begin = self._next
+        blocks = self._order.window(epoch, number)
+        if self._order.windows == 1:
+            self._all = self._all or dict(zip(blocks, self._packed(iter(blocks)), strict=True))
+            tokens = tuple(self._all[block] for block in blocks)
+        else:
+            if self._tokens is None:
+                self._tokens = self._packed(self._visits(epoch, number))
+            tokens = tuple(itertools.islice(self._tokens, len(blocks)))
+        counts = [samples_in(len(one), self._size) for one in tokens]
+        self._counts.update(zip(blocks, counts, strict=True))
+        self._held.append(Window(epoch, number, begin, tokens, np.cumsum(counts)))
+        end = begin + sum(counts)
+        self._next = (epoch, number + 1, end)
+        if number + 1 == self._order.windows:
+            self._next = (epoch + 1, 0, end)
+            self._whole()
+
+    def _visits(self, epoch: int, number: int) -> Iterator[int]:
+        """Yield the blocks from a window on, epoch after epoch."""
+        while True:
+            yield from self._order.window(epoch, number)
+            epoch, number = (epoch, number + 1) if number + 1 < self._order.windows else (epoch + 1, 0)
+
+    def _close(self) -> None:
+        """Stop reading ahead."""
+        close = getattr(self._tokens, "close", None)
+        self._tokens = None
+        if close is not None:
+            close()

@@ -1,0 +1,1 @@
+"""What a run tells TensorBoard, MLflow and Weights & Biases, from the process that started it."""
