@@ -15,9 +15,16 @@ from raypipe.capture.blame import StoppedError, blame
 from raypipe.capture.captured import Captured
 from raypipe.capture.encode import encode
 from raypipe.capture.meta import tied_names
+from raypipe.capture.opaque import WHOLE, CannotRunAloneError
 from raypipe.capture.torch_export import export
 from raypipe.errors import CaptureError, nearest
 from raypipe.graph.captured_files import Notify, to_stderr
+
+AS_A_WHOLE = (
+    "the model runs as it is, as one stage: it cannot be captured, so it is not cut into several, and B computes all "
+    "weight gradients"
+)
+NO_VALUE = "this buffer has no value, because it was computed from a parameter or from uninitialised memory"
 
 
 def capture(
@@ -50,6 +57,7 @@ def capture(
         dynamic = {
             n: (0, 1) if t.dim() > 1 and not t.is_floating_point() else (0,) for n, t in tensors.items() if t.dim()
         }
+    _check_buffers(module)
     ties = tied_names(module)
     classes = {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in module.named_modules()}
     opaque: list[str] = []
@@ -58,15 +66,24 @@ def capture(
             program = export(module, inputs, dynamic, opaque)
             encoded = encode(program, ties, _wanted(program, outputs), classes)
             break
+        except CannotRunAloneError as error:
+            if opaque == [WHOLE]:
+                raise
+            notify(f"{AS_A_WHOLE}: {error.where}: {error.why}")
+            opaque = [WHOLE]
         except CaptureError:
-            raise
+            raise  # of an output that is not there
         except Exception as error:  # a model's own code may raise anything when it is traced
             found = error.blame if isinstance(error, StoppedError) else blame(module, error)
+            if opaque == [WHOLE]:
+                raise found.error from error
             siblings = _siblings(module, found.module)
             if not found.module or any(
                 path == done or path.startswith(f"{done}.") for path in siblings for done in opaque
             ):
-                raise found.error from error
+                notify(f"{AS_A_WHOLE}: {found.error.where}: {found.error.why}")
+                opaque = [WHOLE]
+                continue
             notify(f"{_listed(siblings)} as it is, for it cannot be captured: {found.error.where}: {found.error.why}")
             opaque = [done for done in opaque if not any(done.startswith(f"{path}.") for path in siblings)] + siblings
     _check_ties(ties, opaque)
@@ -78,6 +95,21 @@ def capture(
     plain = replace_masks(encoded, values, notify)
     read = plain.graph.sources.keys()
     return Captured(plain.graph, plain.calls, {name: value for name, value in values.items() if name in read})
+
+
+def _check_buffers(module: nn.Module) -> None:
+    """Check that every buffer has a value.
+
+    Raises:
+        CaptureError: one was computed from parameters, which have none yet.
+    """
+    for path, part in module.named_modules():
+        if "SpectralNorm" in type(part).__name__:
+            why = "spectral_norm writes its estimate in every forward, so results would depend on the plan"
+            raise CaptureError(f"module {path}", why, "use weight_norm or orthogonal, or normalise in the constructor")
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise CaptureError(name, NO_VALUE, "give the buffer its value in the constructor")
 
 
 def _siblings(module: nn.Module, path: str) -> list[str]:
@@ -109,8 +141,7 @@ def _check_ties(ties: Sequence[tuple[str, ...]], opaque: Sequence[str]) -> None:
 def _real(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     value = tensors[name]
     if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
-        why = "this buffer has no value, because it was computed from a parameter or from uninitialised memory"
-        raise CaptureError(name, why, "give the buffer its value in the constructor")
+        raise CaptureError(name, NO_VALUE, "give the buffer its value in the constructor")
     return value.detach().clone()
 
 

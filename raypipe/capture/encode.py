@@ -44,6 +44,10 @@ _DROPOUT = "aten.dropout.default"
 _BATCH_NORM = "aten.batch_norm.default"
 
 
+_RECURRENT = {f"aten.{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")}
+"""Operations that torch marks as drawing random numbers, although they do so only with dropout."""
+
+
 @dataclass
 class Encoded:
     """The operations of a program with their arguments."""
@@ -158,18 +162,31 @@ class _Encoder:
         if name == "aten._native_batch_norm_legit_functional.default":
             out = self.emit(node, _BATCH_NORM, [*args, False], {}, self.type(_items(value)[0]))
             return [out, None, None, {"updated": 3}, {"updated": 4}]
+        if name == "aten.copy.default":
+            return self.copied(node, args)
         name = _VIEWS.get(name, name)
         return self.emit(node, name, args, kwargs, self.type(value) if isinstance(value, Tensor) else None)
 
     def changes_nothing(self, name: str, node: fx.Node, args: list[Plain]) -> bool:
         if name in _COPIES_OF_CONSTANTS:
             return True
-        if name == _DROPOUT or name == "aten.native_dropout.default":
+        if name in (_DROPOUT, "aten.native_dropout.default", "aten.feature_dropout.default"):
             return args[1] == 0.0 or not args[2]
         if name in _CONVERSIONS:
             before, after = node.args[0], node.meta["val"]
             return isinstance(before, fx.Node) and before.meta["val"].dtype == after.dtype
         return False
+
+    def copied(self, node: fx.Node, args: list[Plain]) -> Plain:
+        """Emit what ``a.copy_(b)`` leaves in ``a``: b in a's shape and dtype. autograd does not know the operation."""
+        into, value = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
+        found = args[1]
+        if value.dtype != into.dtype:
+            kind = TensorType(tuple(self.dim(d) for d in value.shape), _word(into.dtype))
+            found = self.emit(node, "aten.to.dtype", [found, {"dtype": _word(into.dtype)}], {}, kind, suffix="_cast")
+        if value.shape != into.shape:
+            found = self.emit(node, "aten.expand_as.default", [found, args[0]], {}, self.type(into), suffix="_expanded")
+        return found
 
     def item(self, node: fx.Node) -> Plain:
         whole, index = self.values[node.args[0]], node.args[1]  # type: ignore[index]
@@ -324,6 +341,11 @@ def _draws(target: str, call: Call) -> bool:
         return bool(dropout_of(call))
     if target == OPAQUE:
         return bool(json.loads(call.args[1])["draws"])
+    if target in _RECURRENT:
+        _, layers, dropout, train = call.args[-6:-2] if target.endswith("input") else call.args[-5:-1]
+        return bool(dropout and train and layers > 1)
+    if target == "aten.rrelu.default":
+        return len(call.args) > 3 and bool(call.args[3])
     called = resolve(target)
     return isinstance(called, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in called.tags
 

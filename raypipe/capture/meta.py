@@ -29,11 +29,35 @@ def build_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
     """Run a constructor so that its parameters are on the meta device, whatever device it asks for.
 
     Uninitialised tensors, which parameters usually begin as, are created on the meta device. Other tensors are moved
-    there when they are registered as parameters, so at most one parameter is allocated at a time. The state of torch's
-    global random generator is restored.
+    there when they are registered as parameters, so at most one parameter is allocated at a time. If the constructor
+    computes something from parameters that needs their values, it runs with memory, and the parameters are moved
+    afterwards. The state of torch's global random generator is restored.
     """
+    try:
+        return build_on_meta(build)
+    except Exception as error:  # also one that a source of models has made of torch's
+        if not needs_values(error):
+            raise
+    with torch.random.fork_rng(devices=[]):
+        module = build()
+    moved: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                on_meta = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                part._parameters[name] = moved.setdefault(id(parameter), on_meta)
+    return module
+
+
+def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """Run a constructor with parameters on the meta device; it fails if it needs their values (``needs_values``)."""
     with _patching, torch.random.fork_rng(devices=[]), _meta_parameters(), _MetaForUninitialised():  # type: ignore[no-untyped-call]
         return build()
+
+
+def needs_values(error: BaseException) -> bool:
+    """Return whether a constructor failed because a parameter was on the meta device."""
+    return "meta" in str(error) and "tensor" in str(error).lower()
 
 
 class _MetaForUninitialised(TorchDispatchMode):  # type: ignore[no-untyped-call]

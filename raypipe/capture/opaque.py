@@ -7,6 +7,7 @@ come from trial runs of the module alone. In a stage, the module itself is calle
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,13 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from raypipe.errors import CaptureError
 from raypipe.graph.calls import Call
 
 TARGET = "raypipe.module.default"
+WHOLE = ""
+"""Path of the whole model, where it is one opaque module."""
 PLAIN = (bool, int, float, str, type(None))
+
+
+class CannotRunAloneError(CaptureError):
+    """A module that cannot be captured cannot be run alone either, to learn the shapes of its results."""
 
 
 class _Result(NamedTuple):
@@ -81,28 +88,37 @@ def _real_copy(part: nn.Module) -> nn.Module:
 
 
 def _traced(path: str, part: nn.Module, real: nn.Module) -> Any:
+    signature = inspect.signature(part.forward)
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         bad = next((leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))), None)
         if bad is not None or not tensors:
             what = f"a {type(bad).__name__}" if bad is not None else "no tensor at all"
-            raise CaptureError(f"module {path}", f"cannot be captured, and is called with {what}", "pass it tensors")
-        results, returned = _trial(path, real, leaves, structure, tensors)
+            raise CannotRunAloneError(
+                f"module {path}", f"cannot be captured, and is called with {what}", "pass it tensors"
+            )
+        noticed = _Draws()  # type: ignore[no-untyped-call]
+        results, returned = _trial(path, real, leaves, structure, tensors, noticed)
         _results[path] = results
-        call = {"args": _written(args, tensors), "kwargs": _written(kwargs, tensors), "draws": _draws(part),
+        call = {"args": _written(args, tensors), "kwargs": _written(kwargs, tensors), "draws": noticed.found,
                 "learns": _learns(part)}  # fmt: skip
         found = torch.ops.raypipe.module(path, json.dumps(call), tensors, list(part.parameters()))
         return pytree.tree_unflatten(list(found), returned)
 
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward
 
 
-def _draws(part: nn.Module) -> bool:
-    """Return whether the module has active dropout."""
-    return any(
-        isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0 and inner.training for inner in part.modules()
-    )
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices whether a module draws random numbers."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _learns(part: nn.Module) -> bool:
@@ -118,7 +134,7 @@ def learns(call: Call) -> bool:
 
 
 def _trial(
-    path: str, real: nn.Module, leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor]
+    path: str, real: nn.Module, leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor], noticed: _Draws
 ) -> tuple[list[_Result], Any]:
     """Find the module's results and their structure, by running its real copy on random inputs of two sizes.
 
@@ -136,14 +152,17 @@ def _trial(
                 [next(given) if isinstance(x, Tensor) else x for x in leaves], structure
             )
             try:
-                found, returned = pytree.tree_flatten(type(real).forward(real, *args, **kwargs))
+                with noticed:
+                    found, returned = pytree.tree_flatten(type(real).forward(real, *args, **kwargs))
             except Exception as error:
-                raise CaptureError(
+                raise CannotRunAloneError(
                     f"module {path}", f"cannot be captured, nor run alone on random numbers: {error}",
                     "write its forward with operations on tensors only",
                 ) from error  # fmt: skip
         if not all(isinstance(x, Tensor) for x in found):
-            raise CaptureError(f"module {path}", "cannot be captured, and returns more than tensors", "return tensors")
+            raise CannotRunAloneError(
+                f"module {path}", "cannot be captured, and returns more than tensors", "return tensors"
+            )
         runs.append((sizes, [(tuple(x.shape), x.dtype) for x in found]))
     (sizes, one), (other_sizes, two) = runs
     places = [(k, d) for k, size in enumerate(sizes) for d in range(len(size))]
@@ -154,7 +173,7 @@ def _trial(
             same = [(k, d) for k, d in places if (sizes[k][d], other_sizes[k][d]) == (a, b)]
             if a != b and not same:
                 why = f"cannot be captured, and its result's size {a} equals no size of its inputs"
-                raise CaptureError(f"module {path}", why, "write its forward with operations on tensors only")
+                raise CannotRunAloneError(f"module {path}", why, "write its forward with operations on tensors only")
             dims.append(a if a == b else same[0])
         results.append(_Result(tuple(dims), dtype))
     return results, returned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -11,11 +12,14 @@ from torch import fx, nn
 from raypipe.capture.captured import Captured
 from raypipe.capture.decode import decode, resolve
 from raypipe.capture.meta import build_without_memory
-from raypipe.capture.opaque import TARGET, arguments, flat_results
+from raypipe.capture.opaque import TARGET, WHOLE, arguments, flat_results
 from raypipe.errors import CaptureError
 from raypipe.graph.calls import Call
 from raypipe.graph.liveness import crossing, inputs_read, runs_in
 from raypipe.graph.operations import Operation
+
+AS_IT_IS = "_as_it_is"
+"""Path of the module that calls a whole model, where that cannot be captured."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,11 @@ def build_subgraph(
         kwargs = {key: decode(arg, nodes, device) for key, arg in call.kwargs.items()}
         nodes[number] = made.create_node("call_function", resolve(operation.target), args, kwargs, operation.name)
     made.output(tuple(nodes[n] for n in leaving))
+    module = fx.GraphModule(root, made)
+    if WHOLE in (call.args[0] for call in opaque_calls):
+        _adopt(module, root.get_submodule(AS_IT_IS))
     return Subgraph(
-        fx.GraphModule(root, made),
+        module,
         tuple(graph.operations[n] for n in arriving),
         inputs,
         tuple(graph.operations[n] for n in leaving),
@@ -100,15 +107,40 @@ def _hold_opaque(
         for buffer in part.buffers():
             buffer.data = buffer.data.to(device)
         parent, _, leaf = path.rpartition(".")
-        _container(root, parent).add_module(leaf, part)
-        names |= {f"{path}.{name}" for name, _ in part.named_parameters()}
+        _container(root, parent).add_module(leaf or AS_IT_IS, part if path != WHOLE else _AsItIs(part))
+        names |= {f"{path}.{name}".removeprefix(".") for name, _ in part.named_parameters()}
     return names
+
+
+class _AsItIs(nn.Module):
+    """Calls the whole model, whose parameters the graph holds under the model's own names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.held = (model,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.held[0](*args, **kwargs)
+
+
+def _adopt(module: fx.GraphModule, caller: nn.Module) -> None:
+    """Give a graph's module the parameters and submodules of the whole model that it calls, under the same names."""
+    assert isinstance(caller, _AsItIs)
+    (model,) = caller.held
+    for name, child in model.named_children():
+        if hasattr(type(module), name):
+            why = f'the model cannot be captured, and its submodule "{name}" has the name of an attribute of torch.fx'
+            raise CaptureError(f"module {name}", why, "rename it")
+        module.add_module(name, child)
+    module.__dict__["_parameters"] = model._parameters
+    module.__dict__["_buffers"] = model._buffers
 
 
 def _call_opaque(made: fx.Graph, call: Call, nodes: dict[int | str, fx.Node], name: str) -> fx.Node:
     path, written, inputs, _ = call.args
     args, kwargs = arguments(written, [decode(item, nodes, "cpu") for item in inputs])
-    returned = made.create_node("call_module", path, args, kwargs, f"{name}_called")
+    returned = made.create_node("call_module", path or AS_IT_IS, args, kwargs, f"{name}_called")
     return made.create_node("call_function", flat_results, (returned,), {}, name)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import fields, is_dataclass
 from io import StringIO
 from typing import Any
 
@@ -14,7 +16,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
+from raypipe.capture.alpha_dropout import as_one_operation
 from raypipe.capture.opaque import opaque_modules
 
 
@@ -33,7 +37,14 @@ def export(
         opaque: paths of submodules that are not traced.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with opaque_modules(module, opaque), _fake_parameters(module, fake), _quiet():
+    with (
+        opaque_modules(module, opaque),
+        _plain_outputs(module),
+        _fake_parameters(module, fake),
+        as_one_operation(),
+        _undecided_masks(),
+        _quiet(),
+    ):
         arguments = {
             k: fake.from_tensor(v, static_shapes=True) if isinstance(v, Tensor) else v for k, v in inputs.items()
         }
@@ -45,6 +56,48 @@ def export(
         if any(_writes(node) for graph in _graphs(program.graph_module) for node in graph.nodes):
             program = program.run_decompositions({})
     return program
+
+
+@contextmanager
+def _plain_outputs(module: nn.Module) -> Iterator[None]:
+    """Make a forward return a dict where it returns a structure that torch's pytrees do not know (diffusers')."""
+    forward, own = module.forward, "forward" in module.__dict__
+
+    @functools.wraps(forward)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        made = forward(*args, **kwargs)
+        if type(made) in pytree.SUPPORTED_NODES or isinstance(made, Tensor):
+            return made
+        if isinstance(made, Mapping):
+            return dict(made)
+        if is_dataclass(made) and not isinstance(made, type):
+            return {field.name: getattr(made, field.name) for field in fields(made)}
+        return made
+
+    module.forward = plain
+    try:
+        yield
+    finally:
+        if own:
+            module.forward = forward
+        else:
+            del module.forward
+
+
+@contextmanager
+def _undecided_masks() -> Iterator[None]:
+    """Stop ``nn.TransformerEncoder`` and ``Decoder`` from looking at a mask's values to learn whether it is causal.
+
+    They only pass the answer on as a hint beside the mask; ``attention_masks`` decides it after the capture.
+    """
+    from torch.nn.modules import transformer
+
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
 
 
 @contextmanager

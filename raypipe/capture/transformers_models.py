@@ -34,6 +34,7 @@ def configuration(model: str, changes: Mapping[str, Any] | None = None) -> Any:
         raise SpecError("model.hf", why, nearest(model, CONFIG_MAPPING_NAMES))
     config = _made(make, model)
     known = {key for key in config.to_dict() if not key.startswith("_")} | set(config.attribute_map)
+    known |= {"num_labels"} if hasattr(config, "id2label") else set()  # kept as a table of names
     for key in changes or {}:
         if key not in known:
             raise SpecError(f"model.config.{key}", f"{model} has no such key", nearest(key, known))

@@ -45,6 +45,8 @@ def matrix_flops(graph: OperationGraph, operation: Operation, sizes: Sizes) -> f
             prod(s) for o, s in zip(operation.operands, shapes, strict=True) if isinstance(o, str) and len(s) > 1
         ]
         return 2.0 * sum(matrices) * prod(shapes[0][:-1])
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # each step multiplies by every matrix once
+        return 2.0 * prod(shapes[0][:-1]) * sum(prod(s) for s in shapes[1:] if len(s) == 2)
     if operation.type is None:
         return None
     written = prod(evaluate_all(operation.type.shape, sizes))

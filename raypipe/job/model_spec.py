@@ -11,7 +11,9 @@ from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, field_vali
 from raypipe.files import expanded
 from raypipe.job.field_types import Positive, Share, Spec
 
-TaskName = Literal["causal-lm", "masked-lm", "seq2seq", "classification", "regression"]
+TaskName = Literal[
+    "causal-lm", "masked-lm", "seq2seq", "classification", "regression", "segmentation", "ctc", "contrastive"
+]
 
 
 class GptSpec(Spec):

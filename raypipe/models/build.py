@@ -22,6 +22,7 @@ from raypipe.graph.operations import OperationGraph
 from raypipe.graph.subgraphs import shard
 from raypipe.job import CapturedSpec, GptSpec, HfSpec, ImportSpec, JobSpec
 from raypipe.models.captured import CapturedModel, Share
+from raypipe.models.dict_argument import feed_as_dict
 from raypipe.models.gpt.layers import GptLayers
 from raypipe.models.layered import LayeredModel
 from raypipe.models.own_loss import LOSS, OwnLoss
@@ -79,7 +80,7 @@ def _captured(
     arrays = None if given is None else dict(given)
     source: ModelSource = HuggingFace(spec) if isinstance(spec, HfSpec) else Imported(spec)
     task = source.task(arrays, mask)
-    own = spec.loss == "model"
+    own = spec.loss == "model" or source.own_loss
     if own:
         task = OwnLoss(task, arrays if arrays is not None else ("labels",))
     fields = dict(arrays) if arrays is not None else task.text_fields(_sequence(spec))
@@ -100,8 +101,10 @@ def _captured(
         from raypipe.capture.capture import capture  # with torch.export and SymPy, which workers need not import
 
         skeleton = build_without_memory(build)
+        feed_as_dict(skeleton, [name for name in fields if name not in LABELS])
         arguments = _arguments(skeleton, fields, task)
-        example = {name: _example(fields[field], DTYPES[dtype]) for name, field in arguments.items()}
+        example: dict[str, object] = {n: _example(fields[field], DTYPES[dtype]) for n, field in arguments.items()}
+        example |= source.constants
         found = capture(skeleton, example, outputs=(LOSS,) if own and source.outputs is not None else source.outputs)
         wanted = LOSS if own else "logits"
         if len(found.graph.outputs) > 1:

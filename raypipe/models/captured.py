@@ -199,11 +199,15 @@ class CapturedStage(StageBody):
         for one in self.statistics:
             buffers |= one.buffers_by_name
         start = values.read(parameters, buffers, seed)
+        aliases: dict[int, list[str]] = {}  # of parameters that are tied within a module that runs as it is
+        for name, parameter in self.graph.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
         for name, parameter in parameters.items():
-            parent, _, leaf = name.rpartition(".")
             value = cut(name, start[name]).to(device, parameter.dtype, copy=True)
-            owner = self.graph.get_submodule(parent)
-            owner._parameters[leaf] = nn.Parameter(value, parameter.requires_grad)
+            filled = nn.Parameter(value, parameter.requires_grad)
+            for alias in aliases[id(parameter)]:
+                parent, _, leaf = alias.rpartition(".")
+                self.graph.get_submodule(parent)._parameters[leaf] = filled
         for name, buffer in buffers.items():
             if name in start:
                 buffer.copy_(start[name])

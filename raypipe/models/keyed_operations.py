@@ -1,47 +1,38 @@
-"""Replace the random operations of a captured model, dropout and dropout inside attention, by keyed ones.
+"""Replace the random operations of a captured model by keyed ones: dropout, attention with dropout, and all draws.
 
-A site is numbered by the position of its operation among the random operations of the whole model, so that masks do
-not depend on the cut. Other random operations are rejected, because their results would depend on the process.
+A site is numbered by the position of its operation among the random operations of the whole model, so that draws do
+not depend on the cut. Random operations without a keyed counterpart (``multinomial``, ``randperm``) are rejected,
+because their results would depend on the process.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from raypipe.capture.decode import resolve
+from raypipe.capture.opaque import TARGET as OPAQUE
+from raypipe.capture.opaque import flat_results
 from raypipe.errors import CaptureError
 from raypipe.graph.attention import ATTENTION
 from raypipe.graph.dims import Dim, Sizes, evaluate_all
-from raypipe.graph.operations import Operation, OperationGraph, TensorType
+from raypipe.graph.operations import Operation, OperationGraph
+from raypipe.models.keyed_draws import KEYED, Site, keep_mask, of_channels
 from raypipe.models.keyed_random import in_training, keyed_dropout
+from raypipe.models.seeded_modules import SeededModule
 
 DROPOUT = "aten.dropout.default"
-
-
-class Site(NamedTuple):
-    """The place of a random operation, and the layout of the tensor it drops values of."""
-
-    number: int
-    batch_dim: int | None
-    """Dimension that holds the samples; None if there is none."""
-    divided_dim: int | None = None
-    """Dimension that is divided over tensor ranks; None if every rank has the whole tensor."""
-    longest: tuple[int, ...] | None = None
-    """Shape for one of the longest samples."""
+CHANNELS = "aten.feature_dropout.default"
+"""Drops whole channels."""
 
 
 def random_shapes(graph: OperationGraph, sizes: Sizes) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors that a model's random operations drop values of, in order."""
-    return [
-        evaluate_all(_dropped_from(graph, o, o.type), sizes)
-        for o in graph.operations
-        if o.random and o.type is not None and o.target in (DROPOUT, ATTENTION)
-    ]
+    """Return the shapes of the tensors that a model's random operations draw, in order."""
+    return [evaluate_all(_drawn(graph, o), sizes) for o in graph.operations if o.random]
 
 
 def find_sites(
@@ -63,11 +54,7 @@ def find_sites(
     for operation in graph.operations:
         if not operation.random:
             continue
-        if operation.target not in (DROPOUT, ATTENTION) or operation.type is None:
-            where = ", ".join(p for p in (f"operation {operation.name}", operation.module, operation.source) if p)
-            why = f"{operation.target} draws random numbers that would depend on the process that runs it"
-            raise CaptureError(where, why, "use torch.nn.Dropout, or switch it off in the model's configuration")
-        few, many = (evaluate_all(_dropped_from(graph, operation, operation.type), sizes) for sizes in (small, large))
+        few, many = (evaluate_all(_drawn(graph, operation), sizes) for sizes in (small, large))
         dims = [d for d, (a, b) in enumerate(zip(few, many, strict=True)) if b == 2 * a]
         undivided = few if whole is None else whole[len(found)]
         shares = [d for d, (a, b) in enumerate(zip(few, undivided, strict=True)) if a != b]
@@ -77,13 +64,33 @@ def find_sites(
     return found
 
 
-def _dropped_from(graph: OperationGraph, operation: Operation, made: TensorType) -> tuple[Dim, ...]:
-    """Return the shape of the tensor whose values it drops: its result, or the attention weights."""
-    if operation.target == DROPOUT:
-        return made.shape
+def _drawn(graph: OperationGraph, operation: Operation) -> tuple[Dim, ...]:
+    """Return the shape of the tensor that an operation draws: its result's, the attention weights', or a mask's.
+
+    Raises:
+        CaptureError: the operation has no keyed counterpart.
+    """
+    if operation.target == OPAQUE:
+        return ()
+    known = operation.target in (DROPOUT, ATTENTION) or resolve(operation.target) in KEYED
+    if not known:
+        where = ", ".join(p for p in (f"operation {operation.name}", operation.module, operation.source) if p)
+        why = f"{operation.target} draws random numbers that would depend on the process that runs it"
+        fix = "use dropout, torch.rand, randn, bernoulli, normal or randint, or switch it off in the configuration"
+        raise CaptureError(where, why, fix)
+    if operation.type is None:  # a recurrent operation, with dropout of all layers' results but the last's
+        given = operation.operands[0]
+        of = graph.operations[given].type if isinstance(given, int) else graph.sources[given].type
+        assert of is not None, "recurrent operations read a tensor"
+        return of.shape
+    made = operation.type.shape
+    if operation.target == CHANNELS:
+        return of_channels(made)
+    if operation.target != ATTENTION:
+        return made
     key = graph.operations[operation.inputs[1]].type
     assert key is not None, "attention reads tensors"
-    return (*made.shape[:-1], key.shape[-2])
+    return (*made[:-1], key.shape[-2])
 
 
 def key_random_operations(module: fx.GraphModule, sites: dict[str, Site]) -> None:
@@ -92,12 +99,31 @@ def key_random_operations(module: fx.GraphModule, sites: dict[str, Site]) -> Non
         site = sites.get(node.name) if node.op == "call_function" else None
         if site is None:
             continue
+        if node.target is flat_results:
+            called, path = node.args[0], f"_seeded_{site.number}"
+            module.add_submodule(path, SeededModule(module.get_submodule(str(called.target)), site.number))
+            called.target = path
+            continue
         if node.target is torch.ops.aten.dropout.default:
             x, p = node.args[:2]
             node.target, node.args, node.kwargs = keyed_dropout, (x, p, *site), {}
-        else:
+        elif node.target in KEYED:
+            for floor, share in _kept_by(node):
+                floor.target, floor.args = keep_mask, (*floor.args, share)
+            node.target, node.args = KEYED[node.target], (site, *node.args)
+        elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
             node.target, node.kwargs = keyed_attention, {**node.kwargs, "site": site}
     module.recompile()
+
+
+def _kept_by(node: fx.Node) -> list[tuple[fx.Node, float]]:
+    """Find ``floor(share + rand)``, as in transformers' drop path: the floors with their shares."""
+    found = []
+    for add in node.users if "rand" in str(node.target) else ():
+        share = next((arg for arg in add.args if isinstance(arg, float)), None)
+        if add.target in (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar) and share is not None:
+            found += [(user, share) for user in add.users if user.target is torch.ops.aten.floor.default]
+    return found
 
 
 def keyed_attention(

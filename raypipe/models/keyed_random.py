@@ -222,39 +222,55 @@ def keyed_dropout(
     Raises:
         RunError: there are no keys in training, or keys for another number of samples.
     """
-    keys = _current
-    if not p or (keys is not None and not keys.training):
+    if not p or (_current is not None and not _current.training):
         return x
-    if keys is None:
-        raise RunError(f"dropout site {site}", "no random keys are set", "run it within random_keys(...)")
     keep = round((1 - p) * _LEVELS)
+    halves = halves_at(x.shape, site, batch_dim, divided_dim, longest, x.device)
+    y = x.movedim(batch_dim, 0) if batch_dim else x
+    # The lowest int16 values are dropped; keep / 65536 is the exact probability, so the mean is exact too. The mask is
+    # numeric: autograd saves more bytes than for a boolean mask, but a step takes a third less time.
+    mask = halves.ge(_LEVELS // 2 - keep).to(x.dtype).mul_(_LEVELS / keep)
+    return y.mul(mask).movedim(0, batch_dim) if batch_dim else y * mask
+
+
+def halves_at(
+    size: Sequence[int], site: int, batch_dim: int | None, divided_dim: int | None, longest: Sequence[int] | None,
+    device: torch.device, each: int = 1,
+) -> Tensor:  # fmt: skip
+    """Return the random numbers of a place in the model: int16, of this size with the samples' dimension moved first.
+
+    With ``each`` above 1, a last dimension of so many numbers for every element. The other arguments are those of
+    ``keyed_dropout``; so are the errors.
+    """
+    keys = _current
+    if keys is None:
+        raise RunError(f"random site {site}", "no random keys are set", "run it within random_keys(...)")
     seeds: Keys
     samples = len(keys.samples)
     if batch_dim is None:
         seeds = [fold64(keys.shared, site)]
-    elif not samples or x.shape[batch_dim] % samples:
-        rows = x.shape[batch_dim]
-        raise RunError(f"dropout site {site}", f"{rows} rows for {samples} samples", "give one key per sample")
+    elif not samples or size[batch_dim] % samples:
+        rows = size[batch_dim]
+        raise RunError(f"random site {site}", f"{rows} rows for {samples} samples", "give one key per sample")
     else:
-        seeds = [fold64(keys.samples[0], site)] if samples == 1 else keys.of_site(site, x.device)
-    y = x.movedim(batch_dim, 0) if batch_dim else x
-    shape = list(y.shape)
+        seeds = [fold64(keys.samples[0], site)] if samples == 1 else keys.of_site(site, device)
+    shape = list(size)
+    if batch_dim:
+        shape.insert(0, shape.pop(batch_dim))
     part = shape if batch_dim is None else [shape[0] // samples, *shape[1:]]
     whole = list(part if longest is None else longest)
     if longest is not None and batch_dim:
         whole.insert(0, whole.pop(batch_dim))
     if divided_dim is not None:
-        group, length = current_group(), x.shape[divided_dim]
+        group, length = current_group(), size[divided_dim]
         moved = divided_dim + 1 if batch_dim is not None and divided_dim < batch_dim else divided_dim
         for sizes in (shape, part, whole):
             sizes[moved] = length * group.size
-    halves = halves_of_part(seeds, part, whole, x.device).reshape(shape)
+    last = [each] if each > 1 else []
+    halves = halves_of_part(seeds, [*part, *last], [*whole, *last], device).reshape([*shape, *last])
     if divided_dim is not None:
         halves = halves.narrow(moved, group.rank * length, length)
-    # The lowest int16 values are dropped; keep / 65536 is the exact probability, so the mean is exact too. The mask is
-    # numeric: autograd saves more bytes than for a boolean mask, but a step takes a third less time.
-    mask = halves.ge(_LEVELS // 2 - keep).to(x.dtype).mul_(_LEVELS / keep)
-    return y.mul(mask).movedim(0, batch_dim) if batch_dim else y * mask
+    return halves
 
 
 class KeyedDropout(nn.Module):

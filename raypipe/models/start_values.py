@@ -12,13 +12,14 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raypipe.capture.meta import build_without_memory
+from raypipe.capture.meta import build_on_meta, needs_values
+from raypipe.errors import SpecError
 from raypipe.models.keyed_random import fold64
 
 _patching = threading.RLock()
@@ -40,36 +41,98 @@ class Constructed:
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         self.build = build
-        self._order: dict[str, int] | None = None
+        self._skeleton: _Skeleton | None = None
 
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
-        """Return the values on the CPU in the constructor's dtype; at most one other parameter is allocated."""
-        if self._order is None:
-            with _registrations(None) as made:
-                skeleton = build_without_memory(self.build)
-            self._order = _order(skeleton, made)
-        wanted = frozenset(self._order[name] for name in parameters)
-        with _registrations(wanted), torch.random.fork_rng(devices=[]), _one_draw_each(), _KeyedDraws(seed):
+        """Return the values on the CPU in the constructor's dtype.
+
+        At most one other parameter is allocated, and the original of each that is a copy (as ``nn.TransformerEncoder``
+        makes its layers). If a value is computed from a parameter that the constructor discards (parametrizations),
+        those are allocated too; if it is computed from one that another stage holds, all are.
+        """
+        known = self._skeleton = self._skeleton or _learn(self.build)
+        wanted = known.originals(frozenset(known.numbers[name] for name in parameters))
+        for kept in (wanted, wanted | known.discarded, None):
+            try:
+                values = self._values(parameters, kept, seed)
+            except Exception as error:  # also one that a source of models has made of torch's
+                if kept is None or not needs_values(error):
+                    raise
+                continue
+            if not any(value.is_meta for value in values.values()):
+                return values
+        name = next(name for name, value in values.items() if value.is_meta)
+        raise SpecError("model", f"its constructor gives {name} no value: it is on the meta device",
+                        "construct it on the CPU")  # fmt: skip
+
+    def _values(self, parameters: Collection[str], kept: frozenset[int] | None, seed: int) -> dict[str, Tensor]:
+        with _registrations(kept), torch.random.fork_rng(devices=[]), _one_draw_each(), _KeyedDraws(seed):
             module = self.build()
         made_parameters = dict(module.named_parameters(remove_duplicate=False))
         return {name: made_parameters[name].detach() for name in parameters}
 
 
-def _order(module: nn.Module, made: list[nn.Parameter]) -> dict[str, int]:
-    """Return, per parameter name, the number of the registration that first made it; tied names share one."""
-    first = {id(parameter): number for number, parameter in reversed(list(enumerate(made)))}
-    return {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+class _Made(NamedTuple):
+    """The parameters that a constructor makes, in order."""
+
+    parameters: list[nn.Parameter]
+    copied_from: dict[int, int]
+    """Per parameter that was made by copying another one, the number of that."""
+
+
+class _Skeleton(NamedTuple):
+    """What a constructor does with parameters, learnt from running it without memory."""
+
+    numbers: dict[str, int]
+    """Per parameter name, the number of the registration that first made it; tied names share one."""
+    copied_from: dict[int, int]
+    discarded: frozenset[int]
+    """Parameters that are made, but are not the finished module's."""
+
+    def originals(self, wanted: frozenset[int]) -> frozenset[int]:
+        """Add the parameters that the wanted ones are copies of."""
+        found = set(wanted)
+        for number in wanted:
+            while number in self.copied_from:
+                number = self.copied_from[number]
+                found.add(number)
+        return frozenset(found)
+
+
+def _learn(build: Callable[[], nn.Module]) -> _Skeleton:
+    """Run a constructor without keeping what it makes.
+
+    Raises:
+        SpecError: it makes parameters that no start value can be drawn for.
+    """
+    try:
+        with _registrations(None) as made:
+            module = build_on_meta(build)
+    except Exception as error:  # also one that a source of models has made of torch's
+        if not needs_values(error):
+            raise
+        with _registrations(None) as made, torch.random.fork_rng(devices=[]):
+            module = build()
+    first = {id(parameter): number for number, parameter in reversed(list(enumerate(made.parameters)))}
+    numbers = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in first:
+            why = f"its constructor makes {name} without registering it, so its start value cannot be drawn by key"
+            raise SpecError("model", why, "assign it as an attribute, or call register_parameter")
+        numbers[name] = first[id(parameter)]
+    return _Skeleton(numbers, made.copied_from, frozenset(range(len(made.parameters))) - set(numbers.values()))
 
 
 @contextmanager
-def _registrations(wanted: frozenset[int] | None) -> Iterator[list[nn.Parameter]]:
-    """Collect each parameter as it is registered, and move all but the ``wanted`` numbers to the meta device.
+def _registrations(wanted: frozenset[int] | None) -> Iterator[_Made]:
+    """Collect each parameter as it is registered or copied, and move all but the ``wanted`` to the meta device.
 
     None moves none. A parameter that is registered again, because it is tied, is left as it is.
     """
     made: list[nn.Parameter] = []
-    known: set[int] = set()
-    register = nn.Module.register_parameter
+    copied_from: dict[int, int] = {}
+    known: dict[int, int] = {}
+    register, copy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
 
     def noting(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is None or id(param) in known:
@@ -79,15 +142,32 @@ def _registrations(wanted: frozenset[int] | None) -> Iterator[list[nn.Parameter]
             param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
         register(module, name, param)
         # A patch of register_parameter below this one may have replaced it.
-        made.append(module._parameters[name])  # type: ignore[arg-type]
-        known.add(id(made[-1]))
+        note(module._parameters[name])  # type: ignore[arg-type]
+
+    def copying(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        if id(param) in memo:
+            found: nn.Parameter = memo[id(param)]
+            return found
+        copied: nn.Parameter = copy(param, memo)  # type: ignore[no-untyped-call]
+        if wanted is not None and len(made) not in wanted and not copied.is_meta:
+            copied = memo[id(param)] = nn.Parameter(copied.detach().to("meta"), copied.requires_grad)
+        if id(param) in known:
+            copied_from[len(made)] = known[id(param)]
+        note(copied)
+        return copied
+
+    def note(param: nn.Parameter) -> None:
+        known[id(param)] = len(made)
+        made.append(param)
 
     with _patching:
         nn.Module.register_parameter = noting  # type: ignore[method-assign,assignment]
+        nn.Parameter.__deepcopy__ = copying  # type: ignore[method-assign,assignment]
         try:
-            yield made
+            yield _Made(made, copied_from)
         finally:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
+            nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def partition_view(found: dict[str, Any], name: str) -> RenderableType:
 
     The two assignments of sub-graphs to stages are the even one and the balanced one.
     """
-    return Group(_head(found, name), _strip(found), Text(), _stages(found), *_balance(found))
+    return Group(_head(found, name), _strip(found), Text(), _stages(found), *_balance(found), _weights(found))
 
 
 def _head(found: dict[str, Any], name: str) -> Text:
@@ -93,6 +93,12 @@ def _balance(found: dict[str, Any]) -> list[Text]:
     where = f"times of a micro-batch of {found['microbatch']} on {found['device']} ({found['seconds_from']})"
     lines.append(Text(f"{where}; a step is {found['schedule']} of {found['microbatches']}", "dim"))
     return lines
+
+
+def _weights(found: dict[str, Any]) -> Text:
+    share = found["weight_gradients_in_b"]
+    words = f"of the weight gradients' FLOPs, {share:.1%} cannot wait for W where a schedule splits the backward"
+    return Text(words, "dim" if share <= 0.02 else "yellow")
 
 
 def _time(seconds: float) -> str:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from raypipe.capture.weight_gradients import split_flops
 from raypipe.cost.gpt_work import gpt_work
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.graph.subgraph_work import captured_work
@@ -29,12 +30,14 @@ def pieces_of(model: LayeredModel, microbatch: int) -> tuple[Piece, ...]:
         values = tuple((model.owner(f"{i}.{path}"), p.numel()) for path, p in layer.named_parameters())
         behind = model.crossing(i, microbatch) if i < model.count - 1 else ()
         crossing = tuple(_crossing("residual stream", tensor) for tensor in behind)
-        made.append(Piece(name.partition(".")[0], name if "." in name else "", values, model.flops[i], crossing))
+        made.append(
+            Piece(name.partition(".")[0], name if "." in name else "", values, model.flops[i], crossing, model.flops[i])
+        )
     return tuple(made)
 
 
 def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
-    graph, sharding = model.graph, model.sharding
+    graph, sharding, one = model.graph, model.sharding, model.sizes(1)
     made = []
     for i, (a, b) in enumerate(pairwise([*sharding.starts, sharding.end])):
         names = graph.parameters_of(graph.operations[a:b])
@@ -44,7 +47,8 @@ def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
             for n, tensor in zip(sharding.cuts[i], model.crossing(i, microbatch), strict=True)
         )  # fmt: skip
         values = tuple((name, graph.parameters[name]) for name in names)
-        made.append(Piece(sharding.labels[i], sharding.blocks[i], values, model.flops[i], behind))
+        waits = split_flops(graph, range(a, b), one)
+        made.append(Piece(sharding.labels[i], sharding.blocks[i], values, model.flops[i], behind, *waits))
     return tuple(made)
 
 

@@ -44,6 +44,10 @@ class Piece:
     """Of the forward, for one sample."""
     behind: tuple[Crossing, ...]
     """What crosses a cut behind it, for one micro-batch; nothing behind the last."""
+    weight_flops: float = 0.0
+    """Of its weight gradients, for one sample."""
+    weight_flops_in_b: float = 0.0
+    """Those of them that cannot wait for W where backwards are split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +197,7 @@ def report(partition: Partition) -> dict[str, Any]:
             for i, p in enumerate(pieces)
         ],
         "parameters": sum(_values(pieces).values()),
+        "weight_gradients_in_b": _share_in_b(pieces),
         "most_tensors_across_any_cut": max((len(p.behind) for p in pieces[:-1]), default=0),
         "stages": [_stage(partition, s, part) for s, part in enumerate(partition.balanced.stages)],
         "cuts": [
@@ -214,6 +219,12 @@ def report(partition: Partition) -> dict[str, Any]:
         "placement": [list(row) for row in partition.schedule.placement],
         "seconds_from": partition.profile.source, "device": partition.profile.device,
     }  # fmt: skip
+
+
+def _share_in_b(pieces: Sequence[Piece]) -> float:
+    """Share of the weight gradients' FLOPs that B computes even where backwards are split, 0..1."""
+    total = sum(piece.weight_flops for piece in pieces)
+    return sum(piece.weight_flops_in_b for piece in pieces) / total if total else 0.0
 
 
 def _stage(partition: Partition, number: int, part: range) -> dict[str, Any]:

@@ -159,10 +159,33 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Root, "depends on the values of a tensor: if y.sum() > 0:"),
+        (Stray, "module odd: cannot be captured, and its result's size 6 equals no size of its inputs"),
+    ],
+)
+def test_a_model_that_cannot_be_captured_runs_as_it_is(kind, why):
+    """One notice says what it costs; parameters keep their names, and results are the model's own."""
+    said: list[str] = []
+    module = kind()
+    one = capture(module, {"x": torch.randn(3, 4)}, notify=said.append)
+    assert len([words for words in said if "as one stage" in words and why in words]) == 1
+    part = build_subgraph(one, range(len(one.graph.operations)), "cpu", kind)
+    names = dict(module.named_parameters())
+    assert dict(part.module.named_parameters()).keys() == names.keys() == one.graph.parameters.keys()
+    for name, value in names.items():
+        parent, _, leaf = name.rpartition(".")
+        part.module.get_submodule(parent)._parameters[leaf] = value
+    x = torch.randn(5, 4)
+    (found,) = part.module(x)
+    assert torch.equal(found, module(x))
+
+
+@pytest.mark.parametrize(
     ("kind", "where", "why", "fix"),
     [
-        (Root, "test_fallback.py:", "depends on the values of a tensor: if y.sum() > 0:", "use torch.where"),
-        (Stray, "module odd", "result's size 6 equals no size of its inputs", "operations on tensors"),
+        (Chosen, "module ", "result's size 6 equals no size of its inputs", "operations on tensors"),
         (Tied, "module first", "shares first.layer.weight with layer.weight", "untie"),
     ],
 )

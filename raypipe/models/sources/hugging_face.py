@@ -13,15 +13,16 @@ from raypipe.errors import SpecError, install
 from raypipe.graph.fingerprint import transformers_code
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
+from raypipe.models.more_tasks import Pixels, Transcript
 from raypipe.models.sources.saved_values import Saved
 from raypipe.models.sources.source import Identity
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import BYTES, Field, Labels, MaskedToken, NextToken, Sequences, Task, Values
 
 CLASSES: dict[TaskName, tuple[str, ...]] = {
-    "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
+    "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
     "masked-lm": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES",),
-    "causal-lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
+    "causal-lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
     "classification": (
         "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
@@ -31,6 +32,9 @@ CLASSES: dict[TaskName, tuple[str, ...]] = {
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
         "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     ),
+    "segmentation": ("MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",),
+    "ctc": ("MODEL_FOR_CTC_MAPPING_NAMES",),
+    "contrastive": ("MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",),
 }
 """transformers' tables of classes by model type. A model is trained for the first task whose tables contain it."""
 
@@ -54,6 +58,8 @@ class HuggingFace:
             raise SpecError("model.hf", "needs transformers, which is not installed", install("hf")) from None
         self.spec = spec
         self.kind, self.task_name = _class_and_task(self.config, spec)
+        self.own_loss = self.task_name == "contrastive"
+        self.constants: Mapping[str, object] = {"return_loss": True} if self.own_loss else {}
 
     def build(self) -> nn.Module:
         """Construct the model with random weights."""
@@ -89,6 +95,11 @@ class HuggingFace:
             return MaskedToken(BYTES, mask)
         if self.task_name == "seq2seq":
             return Sequences(config.decoder_start_token_id, config.pad_token_id)
+        if self.task_name == "ctc":
+            layers = zip(getattr(config, "conv_kernel", ()), getattr(config, "conv_stride", ()), strict=False)
+            return Transcript(config.pad_token_id, bool(config.ctc_zero_infinity), tuple(layers), arrays or ())
+        if self.task_name == "segmentation":
+            return Pixels(int(getattr(config, "semantic_loss_ignore_index", 255)))
         return Values() if self.task_name == "regression" else Labels()
 
     def _check_bytes(self) -> None:
@@ -106,7 +117,7 @@ class HuggingFace:
     def _check_positions(self, where: str, what: str, tokens: int, fix: str) -> None:
         text = self.config.get_text_config()
         positions = getattr(text, "max_position_embeddings", None)
-        if positions is None:
+        if positions is None or positions < 0:  # XLNet's are relative, which it says with -1
             return
         if "roberta" in text.model_type:  # its positions begin after the padding token's index
             positions -= text.pad_token_id + 1

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from raypipe.errors import RaypipeError, SpecError, nearest
 from raypipe.files import short
 from raypipe.graph.fingerprint import module_code, structure
 from raypipe.job import ImportSpec
+from raypipe.models.more_tasks import Pixels
 from raypipe.models.sources.source import Identity
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import Field, Labels, NextToken, Task, Values
@@ -36,6 +38,8 @@ class Imported:
     """
 
     outputs: Sequence[str] | None = None
+    own_loss = False
+    constants: Mapping[str, object] = MappingProxyType({})
 
     def __init__(self, spec: ImportSpec) -> None:
         self.spec = spec
@@ -78,6 +82,11 @@ class Imported:
             return NextToken(arrays if arrays is not None else ("shift_labels",))
         if name == "regression":
             return Values()
+        if name in ("ctc", "contrastive"):
+            why = f"{name} is a task of transformers' models, and this one is a function's"
+            raise SpecError("model.task", why, "return the loss from the forward, and set model.loss: model")
+        if name == "segmentation":
+            return Pixels(255)
         if name == "classification" or arrays is not None:
             return Labels()
         why = f"{name} on text needs special tokens, which only a Hugging Face configuration defines"

@@ -28,6 +28,10 @@ class ModelSource(Protocol):
 
     outputs: Sequence[str] | None
     """Names of the outputs to capture; None for all that the model returns."""
+    own_loss: bool
+    """Whether the task has no loss but the model's own."""
+    constants: Mapping[str, object]
+    """Arguments of the forward that are not data."""
 
     def build(self) -> nn.Module:
         """Construct the module, in the precision and on the device that it chooses itself."""

@@ -8,7 +8,8 @@ layers are among them on purpose: one kernel computes both of a norm's gradients
 its weight gradient.
 
 In a captured graph, operations are deferred in the same way: ``linear``, ``addmm`` (transformers' Conv1D),
-``embedding`` and convolutions, where weight and bias are themselves parameters.
+``embedding`` and convolutions, where weight and bias are themselves parameters; other products, and weights that are
+made of parameters, by ``deferred_operations``.
 
 Source: zero-bubble pipeline parallelism (the split) and out-of-order backprop section 3 (why dW may be deferred).
 """
@@ -29,6 +30,8 @@ from raypipe.runtime.backward.deferred import (
     deferred_linear,
     deferred_product,
 )
+from raypipe.runtime.backward.deferred_operations import deferred_operation
+from raypipe.runtime.backward.weights_in_graph import find_weights
 from raypipe.tensor.divided_layers import Row, Vocabulary, plain_product
 
 __all__ = ["Closure", "WeightQueue", "defer_weight_gradients"]
@@ -116,25 +119,27 @@ def _defer_in_graph(module: fx.GraphModule, queue: WeightQueue) -> set[nn.Parame
     """Defer the operations of a graph that support it; return the parameters whose gradients are all deferred."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     read = {n: parameters[str(n.target)] for n in module.graph.nodes if n.op == "get_attr" and n.target in parameters}
+    weights = find_weights(module.graph, read)
     setattr(module, QUEUE, queue)
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
         queue_node = module.graph.create_node("get_attr", QUEUE)
-    joint: set[nn.Parameter] = set()
-    for node in module.graph.nodes:
-        used = [read[n] for n in node.all_input_nodes if n in read]
-        if node.op != "call_function" or not used:
-            continue
+    waiting: set[fx.Node] = set()
+    for node, places in weights.places.items():
+        waiting.add(node)
         function = _deferred(node, read)
-        if function is None:
-            joint.update(used)
-        else:
+        if function is not None:
             node.target, node.args = function, (queue_node, *node.args)
+        else:
+            roots = tuple(dict.fromkeys(r for place in places for r in weights.roots[weights.leaf(node, place)]))
+            node.args = (queue_node, node.target, places, roots, node.args, dict(node.kwargs))  # type: ignore[assignment]
+            node.target, node.kwargs = deferred_operation, {}
     module.recompile()
+    joint = {read[n] for n in read if any(u not in waiting and u not in weights.roots for u in n.users)}
     return set(read.values()) - joint
 
 
 def _deferred(node: fx.Node, read: dict[fx.Node, nn.Parameter]) -> Callable[..., Tensor] | None:
-    """Return the function that runs this operation deferred; None if it cannot be deferred."""
+    """Return the function of its own that runs this operation deferred; None if ``deferred_operation`` has to."""
     if node.target not in OPERATIONS or node.kwargs:
         return None
     function, places = OPERATIONS[node.target]

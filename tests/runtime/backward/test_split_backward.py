@@ -246,3 +246,42 @@ def test_a_stage_that_is_given_up_keeps_neither_parameters_nor_gradients() -> No
     del stage
     assert [parameter.numel() for parameter in parameters] == [0] * len(parameters)
     assert [gradient() for gradient in gradients] == [None] * len(gradients)
+
+
+class Products(nn.Module):
+    """Products that no layer of torch's makes, and weights that are made of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(2, 5, 4))
+        self.scale, self.bias = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(4))
+        self.tied = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ (self.a * self.scale)  # an expression of two parameters
+        y = torch.bmm(y, self.b) + torch.einsum("bsd,bdf->bsf", y, self.b[[1, 0]])
+        y = F.linear(y, self.tied.t(), self.bias) + y @ self.tied.t()  # one expression, two products
+        return y.tanh()
+
+
+def test_any_product_waits_and_so_does_what_weights_are_made_of() -> None:
+    """Nothing is in a gradient before W, and all is after it; a second micro-batch adds to it."""
+    torch.manual_seed(0)
+    plain, split, queue = Products().double(), Products().double(), WeightQueue()
+    split.load_state_dict(plain.state_dict())
+    module = torch.export.export(split, (torch.randn(2, 3, 6, dtype=torch.float64),)).module(check_guards=False)
+    assert defer_weight_gradients(module, queue) == []
+    found = dict(module.named_parameters())
+    for _ in range(2):
+        x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+        x2 = x.detach().clone().requires_grad_()
+        grad = torch.randn(2, 3, 4, dtype=torch.float64)
+        plain(x).backward(grad)
+        before = {n: None if p.grad is None else p.grad.clone() for n, p in found.items()}
+        closures = backward(module(x2), grad, queue)
+        for name, p in found.items():
+            assert (p.grad is None) if before[name] is None else torch.equal(p.grad, before[name]), name
+        weight_step(closures)
+        torch.testing.assert_close(x2.grad, x.grad, rtol=0, atol=1e-12)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(found[name].grad, p.grad, rtol=0, atol=1e-12, msg=name)

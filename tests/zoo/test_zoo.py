@@ -1,0 +1,31 @@
+"""One family of each mechanism trains exactly as eager PyTorch does; ``python -m tests.bench.zoo`` takes all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.zoo.compare import compare
+from tests.zoo.families import FAMILIES
+
+SUITE = (
+    "nn.TransformerEncoder causal", "nn.Transformer", "nn.MultiheadAttention", "nn.LSTM dropout", "nn.GRU",
+    "stochastic depth", "noise", "weight_norm", "orthogonal", "spectral_norm", "nn.EmbeddingBag", "expert tensors",
+    "U-Net", "a dict", "a part that branches", "a model that branches",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUITE)
+def test_a_family_is_exact_or_refused(name: str) -> None:
+    family = FAMILIES[name]
+    row = compare(family)
+    if family.refused:
+        assert family.refused in row.refused
+        return
+    assert not row.refused
+    assert max(row.loss, row.gradient) <= family.tolerance
+    assert row.left <= family.left
+
+
+def test_all_families_are_named_once() -> None:
+    assert len(FAMILIES) >= 60
