@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import DTYPES, Lengths, Task
 from raypipe.runtime.stage.inputs import Feed
 
+AGAIN_S = 0.2
+"""Pause before samples are asked for again."""
 AHEAD = 2
 """Steps whose samples are on their way while a device computes another one."""
 
@@ -73,7 +76,7 @@ class StreamFeed(Feed):
         ref = self._asked.pop((split, at))
         where = f"the samples of {'step' if split == 'train' else 'validation batch'} {at + 1}"
         try:
-            return ray.get(ref, timeout=self._timeout_s)
+            return self._until_it_lives(ref, split, at)
         except ray.exceptions.GetTimeoutError:
             fix = "see whether its node is overloaded; raise data.num_workers, or train.message_timeout_s"
             raise TransportError(where, f"did not come within {self._timeout_s:g} s", fix) from None
@@ -81,6 +84,18 @@ class StreamFeed(Feed):
             if isinstance(error.cause, RaypipeError):
                 raise error.cause from None
             raise
+
+    def _until_it_lives(self, ref: Any, split: Split, at: int) -> Any:
+        """Wait for samples; ask again while the actor's process is being started anew."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+            except ray.exceptions.RayActorError:  # Ray does not repeat every call that was under way
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(AGAIN_S)
+                ref = self._stream.rows.remote(split, at, self._rows_at(split))
 
     def _count(self, split: Split, at: int, read: Mapping[str, Tensor]) -> int:
         """Count the targets of the whole mini-batch, which is read in part: no token decides what is a target."""
