@@ -66,7 +66,7 @@ class Constructed:
                         "construct it on the CPU")  # fmt: skip
 
     def _values(self, parameters: Collection[str], kept: frozenset[int] | None, seed: int) -> dict[str, Tensor]:
-        with _registrations(kept), torch.random.fork_rng(devices=[]), _one_draw_each(), _KeyedDraws(seed):
+        with _registrations(kept), torch.random.fork_rng(devices=[]), _same_draws(), _KeyedDraws(seed):
             module = self.build()
         made_parameters = dict(module.named_parameters(remove_duplicate=False))
         return {name: made_parameters[name].detach() for name in parameters}
@@ -171,14 +171,19 @@ def _registrations(wanted: frozenset[int] | None) -> Iterator[_Made]:
 
 
 @contextmanager
-def _one_draw_each() -> Iterator[None]:
-    """Make ``trunc_normal_`` use exactly one draw, by inverting the distribution.
+def _same_draws() -> Iterator[None]:
+    """Make the functions of ``torch.nn.init`` draw alike on every device.
 
-    torch redraws until all values are within the bounds. The number of draws would then depend on the values, which
-    the meta device does not have, and so the start values of later parameters would depend on the stage.
+    ``orthogonal_`` and ``sparse_`` draw nothing on the meta device, and ``trunc_normal_`` redraws until all values are
+    within the bounds, which depends on values that the meta device does not have. Start values of later parameters
+    would then depend on what the stage holds. So ``trunc_normal_`` inverts the distribution with one draw, and the
+    other two get code that draws before it asks for the device. Their code is replaced rather than their names, under
+    which other modules may have imported them.
     """
     owner: Any = nn.init
     rejecting = owner._no_grad_trunc_normal_
+    replaced = [(owner.orthogonal_, _orthogonal), (owner.sparse_, _sparse)]
+    codes = [function.__code__ for function, _ in replaced]
 
     def inverted(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
         low, high = (math.erf((bound - mean) / (std * math.sqrt(2.0))) for bound in (a, b))
@@ -188,10 +193,45 @@ def _one_draw_each() -> Iterator[None]:
 
     with _patching:
         owner._no_grad_trunc_normal_ = inverted
+        for function, drawing in replaced:
+            function.__code__ = drawing.__code__
         try:
             yield
         finally:
             owner._no_grad_trunc_normal_ = rejecting
+            for (function, _), code in zip(replaced, codes, strict=True):
+                function.__code__ = code
+
+
+def _orthogonal(tensor: Tensor, gain: float = 1, generator: torch.Generator | None = None) -> Tensor:
+    """Do as ``torch.nn.init.orthogonal_``. Only this function's code is used, with torch's own globals."""
+    if tensor.ndimension() < 2:
+        raise ValueError("Only tensors with 2 or more dimensions are supported")
+    if tensor.numel() == 0:
+        return tensor
+    rows = tensor.size(0)
+    flat = tensor.new_empty((rows, tensor.numel() // rows)).normal_(0, 1, generator=generator)
+    if tensor.is_meta:
+        return tensor
+    wide = flat.size(1) > rows
+    q, r = torch.linalg.qr(flat.t() if wide else flat)
+    q = q * torch.diag(r, 0).sign()  # else not all orthogonal matrices are equally likely
+    with torch.no_grad():
+        return tensor.copy_((q.t() if wide else q).reshape(tensor.shape)).mul_(gain)
+
+
+def _sparse(tensor: Tensor, sparsity: float, std: float = 0.01, generator: torch.Generator | None = None) -> Tensor:
+    """Do as ``torch.nn.init.sparse_``; see ``_orthogonal``."""
+    if tensor.ndimension() != 2:
+        raise ValueError("Only tensors with 2 dimensions are supported")
+    rows, columns = tensor.shape
+    with torch.no_grad():
+        tensor.normal_(0, std, generator=generator)
+        for column in range(columns):
+            zeros = torch.randperm(rows)[: math.ceil(sparsity * rows)]
+            if not tensor.is_meta:
+                tensor[zeros, column] = 0
+    return tensor
 
 
 class _KeyedDraws(TorchDispatchMode):

@@ -14,7 +14,7 @@ from raypipe.job import GptSpec, JobSpec
 from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
 from raypipe.models.gpt.modules import make_layer
-from raypipe.models.unset import unset_parameters
+from raypipe.models.gpt.unset import unset_parameters
 from raypipe.partition.report import Crossing, Piece
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from raypipe.job import GptSpec
 from raypipe.models.gpt import modules as gpt
+from raypipe.models.gpt.unset import allocate, unset_parameters
 from raypipe.models.keyed_random import fold64
 from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
-from raypipe.models.unset import allocate, unset_parameters
 from raypipe.tensor import Division
 
 
