@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.runtime.process import heap_bytes
+from raypipe.runtime.update.optimizer import untraced
 
 
 def allocated_bytes(device: torch.device) -> int:
@@ -64,16 +65,16 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def process_bytes(device: torch.device) -> float:
     """Measure the memory that a training process needs without its model: resident, or on a GPU the GPU's.
 
-    It trains a tiny model first, because the first backward and optimizer step load about 100 MB of code.
+    It trains a tiny model first, because the first backward and optimizer step load code.
     """
     layer = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()).to(device)
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    optimizer = untraced(torch.optim.AdamW)(layer.parameters(), fused=True)
     for bfloat16 in (False, False, True):  # bfloat16 matrix products load code of their own
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
             q = layer(torch.ones(2, 4, 16, 64, device=device))
             y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
             loss = F.cross_entropy(y.flatten(0, 2), torch.zeros(128, dtype=torch.long, device=device))
-        torch.autograd.backward(loss)
+        torch.autograd.backward([loss], [torch.ones_like(loss)])  # with gradients, as a stage: that imports SymPy
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     if device.type == "cuda":

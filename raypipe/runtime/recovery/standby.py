@@ -12,6 +12,7 @@ from ray.util import list_named_actors
 
 from raypipe.runtime.cluster.reserve import Place, Reservation
 from raypipe.runtime.cluster.worker_group import Kept, Places, WorkerGroup
+from raypipe.runtime.update.optimizer import untraced
 from raypipe.runtime.worker import StageWorker
 
 
@@ -28,8 +29,8 @@ class StageStandby(StageWorker):
     def warm(self) -> str:
         """Do what is slow for the first time; return the node."""
         layer = torch.nn.Linear(4, 4)
-        layer(torch.ones(2, 4)).sum().backward()
-        torch.optim.AdamW(layer.parameters(), fused=True).step()
+        torch.autograd.backward([layer(torch.ones(2, 4))], [torch.ones(2, 4)])
+        untraced(torch.optim.AdamW)(layer.parameters(), fused=True).step()
         return str(ray.get_runtime_context().get_node_id())
 
     def become(self, rank: int, title: str) -> None:

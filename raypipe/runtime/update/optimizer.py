@@ -41,15 +41,15 @@ def make_optimizer(
 
 def _optimizer(train: TrainSpec, held: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if train.optimizer == "sgd":
-        sgd: type[torch.optim.SGD] = _untraced(torch.optim.SGD)
+        sgd: type[torch.optim.SGD] = untraced(torch.optim.SGD)
         return sgd(held, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay, fused=True)
-    kind: type[torch.optim.Adam] = _untraced(torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam)
+    kind: type[torch.optim.Adam] = untraced(torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam)
     return kind(held, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay, fused=True)
 
 
 @cache
-def _untraced(kind: type[torch.optim.Optimizer]) -> Any:
-    """Return a subclass without the marks that keep ``torch.compile`` out of an optimizer; its updates are the same.
+def untraced(kind: type[torch.optim.Optimizer]) -> Any:
+    """Return a subclass of an optimizer without the marks that keep ``torch.compile`` out; its updates are the same.
 
     To set them, the first call of a method imports the tracer (``torch._dynamo`` with SymPy): 1.9 s of processor time
     in every worker, where nothing is traced.
