@@ -58,7 +58,7 @@ Seconds = dict[str, tuple[float, float]]
 
 
 def stood_still(run: ElasticRun) -> float:
-    """Return the seconds since the run paused for its newest change of devices; call it at the first step after that."""
+    """Return the seconds since the run paused for its newest change; call it at the first step after that."""
     return time.time() - float(events(run.directory, "paused")[-1]["time"])
 
 
@@ -133,7 +133,8 @@ def main() -> int:
             f"{still:.1f} s of it without training"
         )
     print(
-        f"limit {LIMIT_S:g} s without training; {len(losses)} losses, at most {difference:.1e} from a plain loop ({LOSS_LIMIT:g})"
+        f"limit {LIMIT_S:g} s without training; {len(losses)} losses, at most {difference:.1e} from a plain loop "
+        f"({LOSS_LIMIT:g})"
     )
     return 0 if max(still for _, still in seconds.values()) <= LIMIT_S and difference <= LOSS_LIMIT else 1
 

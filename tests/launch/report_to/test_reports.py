@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,7 +94,11 @@ def test_wandb_writes_every_figure_offline(tmp_path: Path, monkeypatch) -> None:
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    told(tmp_path, "wandb")
+    # In a process of its own, because wandb replaces sys.exit for good.
+    code = "import sys; from pathlib import Path; from tests.launch.report_to.test_reports import told; "
+    command = [sys.executable, "-c", code + "told(Path(sys.argv[1]), 'wandb')", str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     steps = {}
     for data in leveldb_records(file.read_bytes()):
