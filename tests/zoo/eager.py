@@ -73,7 +73,10 @@ class Keyed:
         return torch.erfinv(2 * self.uniform(shape) - 1) * math.sqrt(2)
 
     def of_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        return self._drop(input, p) if training and p else NotImplemented
+        if not training or not p:
+            return NotImplemented
+        # In place, torch itself multiplies by bernoulli_(1 - p), and that is what is captured.
+        return input * self._kept(p, input.shape) / (1 - p) if inplace else self._drop(input, p)
 
     def _drop(self, x: Tensor, p: float) -> Tensor:
         place = next(self.places)

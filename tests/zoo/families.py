@@ -110,6 +110,7 @@ HEAD = {**GROUPED, "head_dim": 8}
 BART = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
         "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 40,
         "max_position_embeddings": 32, **PAD, "decoder_start_token_id": 1}  # fmt: skip
+WHISPER = {key: value for key, value in BART.items() if key != "max_position_embeddings"}
 VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
        "image_size": 16, "patch_size": 4}  # fmt: skip
 VIT_WITHOUT_MLP = {key: value for key, value in VIT.items() if key != "intermediate_size"}
@@ -206,7 +207,7 @@ TEXT: dict[str, Family] = {
     "deberta_v2": _hf("deberta-v2", {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
                        tolerance=FLOAT32),
     "modernbert": _hf("modernbert", {**SMALL, **PAD, "cls_token_id": 1, "sep_token_id": 2}),
-    "longformer": _hf("longformer", {**SMALL, **PAD, "attention_window": [2, 2]}),
+    "longformer": _hf("longformer", {**SMALL, **PAD, "attention_window": [2, 2]}, refused="cannot be captured"),
     "xlnet": _hf("xlnet", {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 40}),
     "funnel": _hf("funnel", {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "block_sizes": [1, 1],
                              "vocab_size": 40}),
@@ -218,7 +219,8 @@ TEXT: dict[str, Family] = {
     "pegasus": _hf("pegasus", {k: v for k, v in BART.items() if k != "bos_token_id"}, partial(tokens, decoder=True)),
     "switch": _hf("switch_transformers", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2,
                                           "vocab_size": 40, "num_experts": 4, "num_sparse_encoder_layers": 1,
-                                          "num_sparse_decoder_layers": 1}, partial(tokens, decoder=True)),
+                                          "num_sparse_decoder_layers": 1}, partial(tokens, decoder=True),
+                  refused="cannot be captured"),
     "classification": _hf("llama", {**GROUPED, **PAD}, partial(tokens, classes=2),
                           task="classification"),
 }  # fmt: skip
@@ -253,17 +255,17 @@ SEEN: dict[str, Family] = {
                       partial(images, size=64)),
 }  # fmt: skip
 HEARD: dict[str, Family] = {
-    "whisper": _hf("whisper", {**BART, "num_mel_bins": 16, "max_source_positions": 15, "max_target_positions": 16},
+    "whisper": _hf("whisper", {**WHISPER, "num_mel_bins": 16, "max_source_positions": 15, "max_target_positions": 16},
                    spectrograms),
     "wav2vec2": _hf("wav2vec2", SPEECH, waveforms, task="ctc"),
     "hubert": _hf("hubert", SPEECH, waveforms, task="ctc"),
     "clip": _hf("clip", TOWERS, lambda: {"input_ids": tokens()["input_ids"], "pixel_values": images()["pixel_values"]},
-                task="contrastive"),
+                task="contrastive", refused="the model was captured for"),
     "blip": _hf("blip", {"text_config": {**SMALL, **PAD, "encoder_hidden_size": 16}, "vision_config": VIT,
                          "projection_dim": 8}, lambda: {**tokens(), "pixel_values": images()["pixel_values"]}),
     "llava": _hf("llava", {"text_config": {"model_type": "llama", **GROUPED}, "image_token_id": 39,
                            "vision_config": {"model_type": "clip_vision_model", **VIT},
-                           "image_seq_length": 16}, lambda: _with_images()),
+                           "image_seq_length": 16}, lambda: _with_images(), refused="cannot be captured"),
 }  # fmt: skip
 
 
