@@ -98,7 +98,8 @@ def step_readings(row: dict[str, Any], batch: int) -> Iterator[Reading]:
     yield GRAD_NORM, row["grad_norm"], {}
     yield LEARNING_RATE, row["lr"], {}
     yield BUBBLE, row["bubble_ratio"], {}
-    yield DATA_WAIT, row["data_wait_share"], {}
+    if "data_wait_share" in row:
+        yield DATA_WAIT, row["data_wait_share"], {}
 
 
 def device_readings(timeline: Timeline, step_s: float, copies: int) -> Iterator[Reading]:

@@ -35,6 +35,7 @@ class RunResults:
         self, job: JobSpec, tokens_per_step: float, log: RunLog, metrics: RunMetrics, nonfinite: NonFinitePolicy
     ) -> None:
         self._train, self._tokens_per_step = job.train, tokens_per_step
+        self._streams = job.data.type == "documents"
         self._log, self._metrics, self._nonfinite = log, metrics, nonfinite
         self.newest: dict[str, Any] = {}
         """The newest losses."""
@@ -115,9 +116,11 @@ class RunResults:
             "step_s": step_s,
             "tokens_per_s": self._tokens_per_step / step_s,
             "bubble_ratio": bubble_ratio,
-            "data_wait_share": max(r.data_wait_s for r in results) / step_s,
         }
-        row |= self._metrics.figures(step_s, devices)
+        if self._streams:
+            row["data_wait_share"] = max(r.data_wait_s for r in results) / step_s
+        if self._train.report_to:
+            row |= self._metrics.figures(step_s, devices)
         self._log.metric(row)
         self._metrics.step(row, clock, devices)
         return step_s

@@ -85,7 +85,7 @@ class RunMetrics:
         self._guard(EXPORTING, self._step, row, clock, devices)
 
     def figures(self, step_s: float, devices: Sequence[StepResult]) -> dict[str, float]:
-        """What a step's row of metrics.jsonl has of the devices: MFU where their peak is known, and memory.
+        """What loggers are told of the devices beside a step's row: MFU where their peak is known, and memory.
 
         Memory is the largest peak of any device, as far as they have reported it.
         """

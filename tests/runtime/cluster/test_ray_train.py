@@ -52,7 +52,7 @@ class Trainers:
     deaths: int
     allowed: list[int] = field(default_factory=list)
 
-    def make(self, _request: Any, restarts: int) -> Any:
+    def make(self, _request: Any, restarts: int, _callbacks: Any) -> Any:
         self.allowed.append(restarts)
         return self
 
