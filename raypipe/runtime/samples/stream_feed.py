@@ -21,6 +21,8 @@ AGAIN_S = 0.2
 """Pause before samples are asked for again."""
 AHEAD = 2
 """Steps whose samples are on their way while a device computes another one."""
+TRIES = 3
+"""How often to ask again; a process that is being started anew answers the first time, or the second."""
 
 
 class StreamFeed(Feed):
@@ -86,13 +88,15 @@ class StreamFeed(Feed):
             raise
 
     def _until_it_lives(self, ref: Any, split: Split, at: int) -> Any:
-        """Wait for samples; ask again while the actor's process is being started anew."""
+        """Wait for samples; ask again where the actor's process is being started anew, which such a call waits for."""
         deadline = time.monotonic() + self._timeout_s
+        tries = 0
         while True:
             try:
                 return ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
             except ray.exceptions.RayActorError:  # Ray does not repeat every call that was under way
-                if time.monotonic() > deadline:
+                tries += 1
+                if tries > TRIES or time.monotonic() > deadline:  # the run has ended, and its stream with it
                     raise
                 time.sleep(AGAIN_S)
                 ref = self._stream.rows.remote(split, at, self._rows_at(split))
