@@ -90,7 +90,9 @@ def test_a_stream_whose_process_dies_goes_on_where_it_was(parquet, reference, st
 @pytest.mark.runs
 def test_a_file_that_is_damaged_later_on_is_one_error(stage_pool, tmp_path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", some_documents(40))
-    driver = new_driver(documents_job(path, {"schedule": "1f1b", "stages": 2}), tmp_path / "run")
+    # A short timeout, because the second device waits for the first one's messages after the run has failed.
+    job = documents_job(path, {"schedule": "1f1b", "stages": 2}, message_timeout_s=20.0)
+    driver = new_driver(job, tmp_path / "run")
     path.write_bytes(path.read_bytes().replace(b'": "', b'": {'))  # of the same size
     with pytest.raises(SpecError, match=r"can't read .*a\.jsonl"):
         driver.run(stage_pool(2), None, 0)
