@@ -87,18 +87,14 @@ class Elastic:
         ended = [row for row in self._events.new_rows() if row["event"] in ("devices_lost", "paused")]
         if ended:
             self._change(ended[-1])
-        elif asked_to_stop(self.prepared.directory) is not None:
-            pass
-        elif self._next is not None:
-            if self._more is None or self._more.ready():
-                ask_to_pause(self.prepared.directory, self._why)
-        else:
-            from ray.exceptions import RayError
+            return
+        from ray.exceptions import RayError
 
-            with suppress(RayError):  # Ray does not answer now: the run need not end for that
-                self._see_lost()
-                self._see_drained()
-                self._see_more()
+        with suppress(RayError):  # Ray does not answer now: the run need not end for that
+            self._see_lost()
+            for see in (self._see_drained, self._see_more if self._next is None else self._see_started):
+                if asked_to_stop(self.prepared.directory) is None:
+                    see()
 
     def _change(self, ended: dict[str, Any]) -> None:
         """Plan for the devices that there are, reserve them and let the driver go on."""
@@ -107,14 +103,15 @@ class Elastic:
         self._give_up(self._going())
         lost = ended["event"] == "devices_lost"
         if lost and self._come_back(was):
-            plan = self.prepared.plan
-        elif lost or plan is None or plan.parallel.devices > self._could_use():
-            plan = self._plan(self.spec.within(self._could_use()))
-        plan.save(directory / "plan.json")
-        job = with_plan(self.prepared.job, plan)
-        self.prepared = replace(
-            self.prepared, job=job, plan=plan, schedule=build_schedule(plan, job.train.batch), resume=True
-        )
+            plan = self.prepared.plan  # plan.json has it, or a better order that the run has found since
+        else:
+            if lost or plan is None or plan.parallel.devices > self._could_use():
+                plan = self._plan(self.spec.within(self._could_use()))
+            plan.save(directory / "plan.json")
+            job = with_plan(self.prepared.job, plan)
+            self.prepared = replace(
+                self.prepared, job=job, plan=plan, schedule=build_schedule(plan, job.train.batch), resume=True
+            )
         self._hold()
         self._next, self._judged, self._broken_since = None, _devices(self.prepared), None
         go_on(directory)
@@ -204,6 +201,11 @@ class Elastic:
         self._next = plan
         self._why = f"{could - used} more devices: a step of {new:.4f} s expected instead of {was:.4f}"
         self._more = self._warm_up(plan)
+
+    def _see_started(self) -> None:
+        """Ask the run to pause for more devices once their processes have started."""
+        if self._more is None or self._more.ready():
+            ask_to_pause(self.prepared.directory, self._why)
 
     def _warm_up(self, plan: Plan) -> Warm | None:
         """Start the processes that a plan needs beside those there are; None where they start when the run pauses."""

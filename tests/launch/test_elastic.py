@@ -189,6 +189,31 @@ def test_the_run_goes_on_until_the_processes_for_more_devices_have_started(run: 
     assert stop.pauses
 
 
+def test_nodes_that_will_go_are_left_also_while_processes_start(run: Run) -> None:
+    Started.warm = False
+    run.free = 2
+    run.look(10)
+    run.going = {"node 0"}
+    run.look(1)
+    stop = asked_to_stop(run.directory)
+    assert stop is not None
+    assert stop.why == "1 of its nodes will go: node 0"
+    run.log.event("paused", step=7, message=stop.why)
+    run.look(0.5)
+    (change,) = run.resized()
+    assert change["devices"] == 2
+    assert run.devices == {"node 1": 2}
+
+
+def test_a_lost_driver_is_noticed_also_while_processes_start(run: Run) -> None:
+    Started.warm = False
+    run.free = 2
+    run.look(10)
+    run.lost = {"node 0"}
+    run.look(13)
+    assert not run.devices
+
+
 def test_devices_that_other_jobs_take_meanwhile_are_waited_for(run: Run) -> None:
     run.free, run.scattered = 2, True
     run.look(10)
@@ -215,12 +240,15 @@ def test_lost_devices_that_come_back_keep_the_plan(tmp_path: Path, monkeypatch: 
     run.lost = {"node 0"}
     monkeypatch.setattr(Elastic, "_free", lambda _: 2 if run.now > 103 else 0)
     run.free = 2
+    better = load_plan(run.directory / "plan.json").model_copy(update={"predicted_step_s": 0.125})
+    better.save(run.directory / "plan.json")  # the run has found a better order since it began
     run.log.event("devices_lost", message="gone")
     run.look(0.5)
     (change,) = run.resized()
     assert change["devices"] == 2
     assert run.devices == {"node 0": 2}
     assert 103 < run.now < 105
+    assert load_plan(run.directory / "plan.json") == better
 
 
 def test_lost_devices_make_another_plan_for_those_that_stay(run: Run) -> None:
