@@ -14,6 +14,9 @@ from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.errors import SpecError
 from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH, ReduceDtype, WireDtype
+from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.spec import message_dtype, reduce_dtype
+from raypipe.job.train_spec import TrainSpec
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import recomputed_pairs
@@ -334,6 +337,12 @@ def _messages(profile: Profile, cut: Cut, placed: Placed, samples: float) -> tup
         )
         for part, found in zip(cut, seen, strict=False)
     )  # fmt: skip
+
+
+def as_exchanged(profile: Profile, train: TrainSpec, parallel: ParallelSpec) -> Profile:
+    """The profile with messages and gradient sums in the dtypes that a job asks for."""
+    cast = with_cast_messages(profile, message_dtype(train, parallel))
+    return with_reduce_dtype(cast, reduce_dtype(train, parallel))
 
 
 def with_cast_messages(profile: Profile, wire_dtype: WireDtype | None) -> Profile:

@@ -7,10 +7,10 @@ from pathlib import Path
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.profile import load_profile
 from raypipe.cost.profile_check import check_profile
-from raypipe.cost.stages import with_cast_messages, with_reduce_dtype
+from raypipe.cost.stages import as_exchanged
 from raypipe.job.cluster import load_cluster
 from raypipe.job.requested_schedule import base_schedule
-from raypipe.job.spec import JobSpec, message_dtype, reduce_dtype
+from raypipe.job.spec import JobSpec
 from raypipe.partition.cached_pieces import Kept, load_pieces, pieces_key, save_pieces
 from raypipe.partition.report import Partition, make_partition
 from raypipe.partition.this_machine import this_machine
@@ -43,8 +43,7 @@ def partition_job(
         measured = analytic_profile(works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer,
             job.train.momentum > 0,
         )  # fmt: skip
-    measured = with_cast_messages(measured, message_dtype(job.train, job.parallel))
-    measured = with_reduce_dtype(measured, reduce_dtype(job.train, job.parallel))
+    measured = as_exchanged(measured, job.train, job.parallel)
     return make_partition(
         pieces, measured, schedule, job.parallel.microbatch, memory_bytes, job.train.optimizer, job.train.momentum
     )

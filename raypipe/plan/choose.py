@@ -10,12 +10,12 @@ from typing import Literal
 
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
-from raypipe.cost.stages import with_cast_messages, with_reduce_dtype
+from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS, SHARDING
-from raypipe.job.spec import JobSpec, message_dtype, reduce_dtype
+from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids
 from raypipe.plan.plan import Plan
@@ -233,12 +233,6 @@ def plan_of(p: Prediction, job: JobSpec) -> Plan:
     )  # fmt: skip
 
 
-def as_exchanged(profile: Profile, job: JobSpec) -> Profile:
-    """The profile with messages and gradient sums in the dtypes that the job asks for."""
-    cast = with_cast_messages(profile, message_dtype(job.train, job.parallel))
-    return with_reduce_dtype(cast, reduce_dtype(job.train, job.parallel))
-
-
 def deepest(job: JobSpec, profile: Profile) -> int:
     """Stages that the model can be cut into."""
     return job.model.layers if isinstance(job.model, GptSpec) else len(profile.layers)
@@ -283,7 +277,7 @@ def choose(
     orders_made = Orders()
     judge = Judges({
         sharing: Predictor(
-            as_exchanged(without_noise(own), job), train, deepest(job, own),
+            as_exchanged(without_noise(own), train, parallel), train, deepest(job, own),
             syncs=syncs, recompute=ways_to_recompute(given.get("recompute"), greedy), asked=asked,
             divides=sharing == ALONE and not parallel.replan and (not greedy or "shard" in given), _orders=orders_made,
         )

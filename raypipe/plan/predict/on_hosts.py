@@ -10,10 +10,10 @@ from raypipe.cost.hosts import Hosts, words
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.sharded_stages import with_sharding
-from raypipe.cost.stages import costs_of, with_cast_messages, with_reduce_dtype
+from raypipe.cost.stages import as_exchanged, costs_of
 from raypipe.errors import ClusterError, SpecError
 from raypipe.job.recompute_layers import layers_to_recompute
-from raypipe.job.spec import JobSpec, reduce_dtype
+from raypipe.job.spec import JobSpec
 from raypipe.plan.plan import Plan, one_copy, sharded
 from raypipe.plan.predict.orders import Order
 from raypipe.plan.predict.predictor import without_noise
@@ -107,9 +107,7 @@ def _step_s(plan: Plan, job: JobSpec, profile: Profile) -> float:
     """Predict the steady time of a step as the planner does."""
     parallel = plan.parallel
     copy = one_copy(plan, job.train.batch)
-    profile = with_reduce_dtype(
-        with_cast_messages(without_noise(profile), parallel.wire_dtype), reduce_dtype(job.train, parallel)
-    )
+    profile = as_exchanged(without_noise(profile), job.train, parallel)
     costs = costs_of(
         profile, plan.cut, parallel.microbatch, copy,
         parallel.replicas, layers_to_recompute(parallel, plan.cut),
