@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
-from raypipe.data import open_data
-from raypipe.data.sample_order import Split
 from raypipe.errors import TransportError
 from raypipe.job.spec import JobSpec, reduce_dtype
-from raypipe.models import DTYPES, Task, build_model
+from raypipe.models import build_model
 from raypipe.models.host_copies import runs_behind
 from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.allocated import MemoryReports, host_memory_bytes
@@ -41,13 +39,12 @@ from raypipe.runtime.recovery.standing import Facts, Standing
 from raypipe.runtime.recovery.survivor import leave, part, settle
 from raypipe.runtime.recovery.transfer import receive_stage, send_stage
 from raypipe.runtime.recovery.twins import Transfer
-from raypipe.runtime.samples.stream_feed import StreamFeed
+from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.saving.shard_writer import SaveBegun, ShardWriter, Write, Written
 from raypipe.runtime.saving.state_to_save import state_to_save
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.shard.state import read_shards
-from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.stage.state import read_previous, read_state
@@ -246,8 +243,7 @@ class StageWorker:
         if checkpoint is not None:
             for key, kept in versions.items():
                 kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.tensor_rank))
-        reads = {name for m in self.modules.values() for name in m.reads}
-        feed = self._feed(setup, plan.task, reads)
+        feed = device_feed(setup, plan.task, self.modules, self.device, self.reads_whole)
         senders, receivers = (
             own_channels(communicators.senders, setup.tensor),
             own_channels(communicators.receivers, setup.tensor),
@@ -305,28 +301,6 @@ class StageWorker:
             node = setup.topology.peers[setup.rank].node
             memory = host_memory_bytes() / sum(peer.node == node for peer in setup.topology.peers)
         return partial(FirstKTuner, fixed=given.first_k, memory=memory)
-
-    def _feed(self, setup: Setup, task: Task, reads: set[str]) -> Feed:
-        """Return what reads the raw inputs of this device's stages."""
-        job, samples = setup.job, setup.samples_per_microbatch
-        if setup.samples is not None:
-            own: dict[Split, set[int]] = {
-                "train": self._reads(setup.train.values(), setup.microbatches),
-                "val": self._reads([setup.evaluate], setup.microbatches),
-            }
-            return StreamFeed(setup.samples, job, task, reads, samples, self.device, own, setup.left_out)
-        data = open_data(setup.data, task, job.data.pad_to_multiple_of, reads, self.reads_whole)
-        return Feed(
-            data, task, reads, job.train.seed, job.train.batch, samples, self.device, DTYPES[job.train.dtype],
-            setup.left_out,
-        )  # fmt: skip
-
-    def _reads(self, programs: Iterable[Program], microbatches: int) -> set[int]:
-        """Return the micro-batches of which programs read raw inputs."""
-        tasks = [action.task for program in programs for action in program.actions]
-        held = [task for task in tasks if (task.stage, task.replica) in self.modules]
-        reading = [task for task in held if self.modules[task.stage, task.replica].reads]
-        return {mb % microbatches for task in reading for mb in task.mbs}
 
     def _updated(self, key: StageKey) -> list[nn.Parameter]:
         """Return what the optimizer of a stage replica updates: whole parameters, and its pieces of divided ones."""
