@@ -1,10 +1,9 @@
 """Every family of the zoo against the eager model: one and two stages, joint and split backward, float64.
 
-    python -m tests.bench.zoo [NAME ...] [--times]
+    python -m tests.bench.zoo [NAME ...]
 
 Prints a row per family: the largest difference of the loss and of any gradient, the share of the weight gradients'
-FLOPs that stays in B, the seconds of the capture; or the reason why it is refused. ``--times`` also trains each with
-``raypipe train`` and prints the seconds to the first step's end.
+FLOPs that stays in B, the seconds of the capture; or the reason why it is refused.
 """
 
 from __future__ import annotations
