@@ -66,13 +66,14 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def ray_head(cpus: int = 2, options: Sequence[str] = (), **settings: str) -> Iterator[Head]:
+def ray_head(cpus: int = 2, options: Sequence[str] = (), port: int | None = None, **settings: str) -> Iterator[Head]:
     """A head of ``cpus`` for the block, in a process group of its own.
 
-    ``options`` are further ones of ``ray start``, ``settings`` environment variables.
+    ``options`` are further ones of ``ray start``, ``settings`` environment variables; ``port`` is where nodes join.
     """
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: sockets below it have names of at most 107 bytes
     gcs, dashboard, metrics, client, agent = free_ports(5)
+    gcs = port or gcs
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | token | settings
     environment["RAY_USAGE_STATS_ENABLED"] = "0"

@@ -97,9 +97,11 @@ def _recovery(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Recoveries in order: the step after which the run went on, how, the seconds it took, and the ranks replaced.
 
     A restart from a checkpoint, also with a plan for other devices, takes from the failure, or the pause, to when all
-    workers have been set up again; None if it never came to that.
+    workers have been set up again; None if it never came to that. Ranks whose process lived on are not replaced.
     """
     found: list[dict[str, Any]] = []
+    processes: list[tuple[Any, Any]] = []
+    """Node and process id by rank."""
     failed: float | None = None
     how = "checkpoint"
     for e in events:
@@ -107,20 +109,25 @@ def _recovery(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if kind == "recovered":
             own = {key: e[key] for key in ("seconds", "steps_repeated")}
             found.append({"step": e["step"], "kind": "replica", **own, "replaced": e["ranks"]})
+            for rank, pid in zip(e["ranks"], e.get("pids", ()), strict=False):
+                processes[rank] = processes[rank][0], pid
         elif kind == "failed":
             failed = e.get("time")
         elif kind == "restarted":
             own = {"step": e.get("step"), "seconds": None, "steps_repeated": e.get("steps_repeated")}
-            found.append(own | {"kind": how, "replaced": []})
+            found.append(own | {"kind": e.get("source", how) if how == "checkpoint" else how, "replaced": []})
             how = "checkpoint"
         elif kind == "paused":
             failed = e.get("time")
             found.append({"step": e["step"], "kind": "replan", "seconds": None, "steps_repeated": 0, "replaced": []})
         elif kind == "resized":
             how = "replan" if e["devices"] != e["was"] else "checkpoint"
-        elif kind == "started" and found and found[-1]["kind"] != "replica" and found[-1]["seconds"] is None:
-            found[-1]["replaced"] = list(range(len(e["devices"])))
-            found[-1]["seconds"] = e["time"] - failed if failed is not None else None
+        elif kind == "started":
+            before, processes = processes, [(at.get("node"), at.get("pid")) for at in e["devices"]]
+            if found and found[-1]["kind"] != "replica" and found[-1]["seconds"] is None:
+                new = [rank for rank, at in enumerate(processes) if at[1] is None or at not in before]
+                found[-1]["replaced"] = new
+                found[-1]["seconds"] = e["time"] - failed if failed is not None else None
     return found
 
 

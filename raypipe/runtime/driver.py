@@ -34,6 +34,7 @@ from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.standby import StandbyPool
 from raypipe.runtime.run_results import RunResults
 from raypipe.runtime.samples.sample_stream import samples_streamed
+from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints, Saved
 from raypipe.runtime.saving.saves import Save, Saves
 from raypipe.runtime.set_up_workers import install, set_up
@@ -48,9 +49,9 @@ QUEUED_STEPS = 2
 
 @dataclass(slots=True)
 class _Ticket:
-    """One step, validation or save that has been queued with every worker."""
+    """One step, validation, save or copy that has been queued with every worker."""
 
-    kind: Literal["step", "eval", "save"]
+    kind: Literal["step", "eval", "save", "copy"]
     step: int
     """Number of steps done when this call has finished."""
     refs: list[Any]
@@ -62,7 +63,10 @@ class _Ticket:
 class Driver:
     """Runs one attempt: from a checkpoint, or from the start, to the last step or to a failure."""
 
-    def __init__(self, job: JobSpec, plan: Plan, directory: Path, log: RunLog, saved: Saved) -> None:
+    def __init__(
+        self, job: JobSpec, plan: Plan, directory: Path, log: RunLog, saved: Saved,
+        copies: NeighbourCopies | None = None,
+    ) -> None:  # fmt: skip
         self.job, self.directory, self.log = job, directory, log
         batch, clips = job.train.batch, job.train.needs_norm
         self.running = running_of(plan, batch, clips)
@@ -70,6 +74,7 @@ class Driver:
         self.controller = ControllerSequence(self.running, batch, clips, self._notice)
         self.checkpoints = RunCheckpoints(job, directory, log, saved)
         self.saves = Saves(self.checkpoints, log)
+        self.copies = copies if copies is not None else NeighbourCopies(0, log)
         self.nonfinite = NonFinitePolicy(job.train.on_nonfinite)
         self._rewinds = 0
         self.metrics = RunMetrics(job, plan, directory, self._notice)
@@ -136,9 +141,10 @@ class Driver:
             self.job.model_copy(update={"parallel": self.running.plan.parallel}), self.schedule, workers
         )
         self._setup(workers, checkpoint, done, recovers)
-        pool = StandbyPool(workers, self.job.train.standby if recovers else 0)
+        if workers.standby is None:
+            workers.standby = StandbyPool(workers, self.job.train.standby)
         if recovers:
-            self.in_place = InPlace(self.job, self.directory, pool)
+            self.in_place = InPlace(self.job, self.directory)
         self.metrics.begin(workers.run_id.partition("-")[0], workers.locations)
         try:
             last = self._loop(workers, done)
@@ -146,7 +152,6 @@ class Driver:
             self._log_events(last)
         finally:
             self.saves.close()
-            pool.stop()
             self.metrics.close()
 
     def _begin(self, checkpoint: Path | None, done: int, left_out: int) -> None:
@@ -208,6 +213,7 @@ class Driver:
         self._unread = self._to_save = None
         self._validated, self.saves.newest = -1, to.done
         rewind(self.directory, to.done)
+        self.copies.forget()
         self._begin(to.checkpoint, to.done, to.left_out)
         self._rewinds += 1
         workers.run_id = f"{workers.run_id.partition('.r')[0]}.r{self._rewinds}"
@@ -244,7 +250,8 @@ class Driver:
             ticket = self._pending[0]
             results = outcomes(ticket.refs)
             self.saves.heard(results)
-            if ticket.step > done:
+            self.copies.heard(results)
+            if ticket.step > done or ticket.kind == "copy":
                 pass  # it is queued again
             elif None not in results:
                 self._collect(ticket)
@@ -310,7 +317,8 @@ class Driver:
                 break
             stop = asked_to_stop(self.directory)
             evaluates, saves = self._due(step + 1, stop)
-            part = (fills, evaluates or saves) if self.schedule.versions != "flush" else WHOLE
+            drains = evaluates or saves or self.copies.due(step + 1)
+            part = (fills, drains) if self.schedule.versions != "flush" else WHOLE
             fills = part[1]
             self._take_next_plan(workers, step)
             ticket = _Ticket("step", step + 1, workers.call("run_step", step, part), self.clock, part)
@@ -319,7 +327,7 @@ class Driver:
             by_layer = self.running.plan.parallel.sync in BY_LAYER
             if by_layer or any(at.peer.device != "cpu" for at in workers.locations):
                 self._unread = ticket
-            if evaluates or saves:
+            if drains:
                 self._read(workers)
             self._queue_after(workers, step + 1, evaluates, saves)
             while sum(t.kind == "step" for t in self._pending) > QUEUED_STEPS:
@@ -349,6 +357,9 @@ class Driver:
             save, refs = self.saves.call(workers, done)
             save.val_loss, save.best = val_loss, best
             self._pending.append(_Ticket("save", done, refs, self.clock, save=save))
+        elif self.copies.due(done):
+            refs = self.copies.call(workers, done, self.checkpoints.left_out)
+            self._pending.append(_Ticket("copy", done, refs, self.clock))
 
     def _read(self, workers: WorkerGroup) -> None:
         """Ask for the result of the newest step, which a GPU has only been given when ``run_step`` returns, and of
@@ -372,14 +383,20 @@ class Driver:
         results = ray.get(ticket.refs)
         if ticket.kind == "step":
             self.saves.heard(results)
+            self.copies.heard(results)
             self.saves.poll()
             self._collect_step(ticket, results)
+            return
+        if ticket.kind == "copy":
+            self.copies.begun(ticket.step, results)
+            self.saves.heard(results)
             return
         ticket.clock.pause()
         if ticket.kind == "eval":
             self.results.validation(ticket.step, results)
             self._validated = ticket.step
         elif ticket.save is not None:
+            self.copies.heard(results)
             self.saves.begun(ticket.save, results, dict(self.results.newest))
             self.metrics.event("checkpoint_begun", {"stall_s": ticket.save.stall_s})
 

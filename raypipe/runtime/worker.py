@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
 from raypipe.errors import TransportError
@@ -40,6 +40,7 @@ from raypipe.runtime.recovery.survivor import leave, part, settle
 from raypipe.runtime.recovery.transfer import receive_stage, send_stage
 from raypipe.runtime.recovery.twins import Transfer
 from raypipe.runtime.samples.device_feed import device_feed
+from raypipe.runtime.saving.keeper import send_snapshot
 from raypipe.runtime.saving.shard_writer import SaveBegun, ShardWriter, Write, Written
 from raypipe.runtime.saving.state_to_save import state_to_save
 from raypipe.runtime.setup import Setup
@@ -430,17 +431,29 @@ class StageWorker:
         Raises:
             CheckpointError: what was written before, or this, cannot be written.
         """
+        own = self.setup_data.shards
+        write = partial(self.shard_writer.begin, folder=own or directory, sends=own is not None)
+        return self._begin_save(number, write, self.setup_data.job.train.async_save)
+
+    @raises_device_errors
+    @parts_when_lost
+    def copy(self, number: int, keepers: Sequence[Any]) -> SaveBegun:
+        """Begin to send what ``save`` would write to keepers (``neighbour_copies``); a thread does so."""
+        write = partial(self.shard_writer.send, send=partial(send_snapshot, keepers, number))
+        return self._begin_save(number, write, beside=True)
+
+    def _begin_save(self, number: int, write: Callable[[int, int, dict[str, Tensor]], None], beside: bool) -> SaveBegun:
+        """Copy this worker's share of the state, and ``write`` it: beside training, or before it goes on."""
         began = time.monotonic()
         written = [self.shard_writer.wait()]
         waited_s = time.monotonic() - began
         self.executor.commit()
-        setup = self.setup_data
         tensors, broken = state_to_save(
-            setup, self.modules, self.optimizers, self.executor.versions, self.shards, self.group
+            self.setup_data, self.modules, self.optimizers, self.executor.versions, self.shards, self.group
         )
         if broken is None:
-            self.shard_writer.begin(self.rank, number, tensors, setup.shards or directory, setup.shards is not None)
-            if not setup.job.train.async_save:
+            write(self.rank, number, tensors)
+            if not beside:
                 written.append(self.shard_writer.wait())
         ended = tuple(one for one in written if one is not None)
         return SaveBegun(broken, time.monotonic() - began, waited_s, ended)

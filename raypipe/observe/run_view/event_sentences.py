@@ -58,6 +58,8 @@ def _sentences(row: dict[str, Any]) -> list[str]:
     if kind == "out_of_memory":
         return [f"out of memory, so it goes on with {row['change']}"]
     if kind == "restarted":
+        if row.get("source") == "neighbour":
+            return [f"going on from copies of step {row['step']} in the nodes' memory"]
         return [f"restarting from {row['checkpoint'] or 'the start'}"]
     if kind == "recovered":
         repeated = "one step repeated" if row["steps_repeated"] else "no step repeated"

@@ -1,8 +1,9 @@
 """Run Ray Train's worker, the driver, through the attempts at a run.
 
-Ray Train restarts it after a failure. An elastic run (``train.elastic``) changes its devices without that: the workers
-leave the plan, the process that started the run makes another one and reserves other devices, and the driver goes on
-with these from the newest checkpoint. Workers whose devices stay keep their processes.
+Where a worker dies and its node lives, the driver goes on by itself, from the newest checkpoint: the other workers
+leave the plan and are set up again beside a new one. Ray Train restarts the driver after any other failure. An elastic
+run (``train.elastic``) changes its devices in the same way: the process that started the run makes another plan and
+reserves other devices, and workers whose devices stay keep their processes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
-
-import ray
 
 from raypipe.checkpoint import Storage, latest, open_checkpoint
 from raypipe.cost.hosts import devices_on_hosts
@@ -33,10 +32,12 @@ from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.failure import failure_message, is_final, keep_traceback, own_error, root_cause
 from raypipe.runtime.cluster.rank_order import kinds_of, kinds_on_hosts
 from raypipe.runtime.cluster.reserve import Reservation, reserved_by
-from raypipe.runtime.cluster.worker_group import Kept, WorkerGroup, start_worker_group
+from raypipe.runtime.cluster.worker_group import Survivors, WorkerGroup, start_worker_group
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.recovery.out_of_memory import plan_with_less, ran_out
 from raypipe.runtime.recovery.standby import warm_ones
+from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
+from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
 
 DRIVER_DIED = "the driver's process died"
 ATTEMPTED = ".attempted"
@@ -118,15 +119,24 @@ def driver_loop(config: dict[str, Any]) -> None:
         log = RunLog(directory)
         try:
             uri = job.train.checkpoint_storage
-            with _Reporter(None if uri is None else Storage(uri), job.train.keep_checkpoints) as reporter:
-                _attempts(request, restarted, log, reporter)
+            storage = None if uri is None else Storage(uri)
+            with (
+                _Reporter(storage, job.train.keep_checkpoints) as reporter,
+                NeighbourCopies(job.train.copy_every, log) as copies,
+            ):
+                _attempts(request, restarted, log, reporter, copies)
         except Exception as error:
             cause = own_error(error)
             path = keep_traceback(directory, cause)
             if is_final(cause):  # return instead of raising: a restart would fail again
                 log.event("error", message=failure_message(cause, path), exit_status=getattr(cause, "exit_status", 1))
             else:
-                log.event("failed", message=failure_message(cause, path))
+                message = failure_message(cause, path)
+                log.event("failed", message=message)
+                if failures(directory) > job.train.max_failures >= _drivers(directory):
+                    # Ray Train would restart it, because it counts only its own restarts.
+                    log.event("error", message=f"{message}; --resume continues from the last checkpoint", exit_status=1)
+                    return
                 if ran_out(cause):
                     plan_with_less(job, directory, log, cause)
                 raise
@@ -134,11 +144,11 @@ def driver_loop(config: dict[str, Any]) -> None:
             log.close()
 
 
-def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Reporter) -> None:
+def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Reporter, copies: NeighbourCopies) -> None:
     """Run to the end, an elastic run on one set of devices after the other."""
     directory, elastic = request.directory, request.job.train.elastic is not None
     resumes, reservation = request.resume or restarted, request.reservation
-    changes, kept = devices_changed(directory), Kept()
+    changes, survivors = devices_changed(directory), Survivors()
     if restarted:
         if not failure_logged(directory):
             log.event("failed", message=DRIVER_DIED)
@@ -150,25 +160,32 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
         # A restart continues from the newest checkpoint; a first attempt does so only when asked to resume.
         checkpoint, notices = latest(directory / "checkpoints") if resumes else (None, [])
         done = open_checkpoint(checkpoint, verify=False).step if checkpoint is not None else 0
+        checkpoints = RunCheckpoints(request.job, directory, log, reporter.saved)
+        from_copies = restarted and copies.restore(checkpoints, done)
+        if from_copies:
+            done, checkpoint = checkpoints.newest
         lost = rewind(directory, done)
         for notice in notices:
             log.event("notice", message=notice)
         if restarted:
             where = str(checkpoint) if checkpoint else None
-            log.event("restarted", checkpoint=where, step=done, steps_repeated=lost)
+            source = "neighbour" if from_copies else "checkpoint"
+            log.event("restarted", checkpoint=where, step=done, steps_repeated=lost, source=source)
         try:
             reservation = _newest(request, changes)
-            driver = _attempt(request, reservation, checkpoint, done, log, reporter, kept)
+            driver = _attempt(request, reservation, checkpoint, done, log, reporter, survivors, copies)
         except Exception as error:
-            if not (elastic and (isinstance(error, DevicesError) or _breaks(reservation))):
-                for actor in kept.values():
-                    ray.kill(actor)
+            changes_devices = elastic and (isinstance(error, DevicesError) or _breaks(reservation))
+            if not changes_devices and not (survivors.actors and _replaces(request, reservation, own_error(error))):
+                survivors.end()
                 raise
             cause = own_error(error)
             message = failure_message(cause, keep_traceback(directory, cause))
             log.event("failed", message=message)
+            restarted = resumes = True
+            if not changes_devices:
+                continue
             log.event("devices_lost", message=message.partition("\n")[0])
-            restarted = True
         else:
             if driver.paused is None:
                 prediction = driver.clock.prediction
@@ -177,16 +194,17 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
                 return
             log.event("paused", **driver.paused)  # not before: the devices are given back then
             restarted = False
+        survivors.end_standby()  # the next devices may be others
         changes, resumes = _next_change(directory, changes), True
 
 
 def _attempt(
     request: RunRequest, reservation: Reservation, checkpoint: Path | None, done: int, log: RunLog,
-    reporter: _Reporter, kept: Kept,
+    reporter: _Reporter, survivors: Survivors, copies: NeighbourCopies,
 ) -> Driver:  # fmt: skip
-    """Run on reserved devices until the run ends or pauses, with the processes in ``kept`` where they are of use.
+    """Run on reserved devices until the run ends or pauses, with the ``survivors`` of the attempt before.
 
-    Those of an elastic run that can serve another plan are in ``kept`` afterwards.
+    Those of this attempt are in there afterwards.
     """
     job, directory = request.job, request.directory
     # Read the saved plan: an earlier attempt may have found a better order.
@@ -195,27 +213,49 @@ def _attempt(
     if elastic is not None:
         job = job.model_copy(update={"parallel": parallel})
     if elastic is not None:
-        kept.update(warm_ones(reservation))
+        survivors.actors.update(warm_ones(reservation))
     workers = start_worker_group(
         build_schedule(plan, job.train.batch), parallel.replicas, request.devices, tensor=parallel.tensor,
         timeout_s=job.train.wait_for_devices_s if elastic is None else elastic.wait_s, reservation=reservation,
-        notify=lambda text: log.event("waiting", message=text), kept=kept,
+        notify=lambda text: log.event("waiting", message=text), kept=survivors.actors,
     )  # fmt: skip
-    ended = False
+    workers.standby, survivors.standby = survivors.standby, None
+    serve_on = False
     try:
         plan = _on_these_hosts(plan, request, reservation, workers, log)
-        driver = Driver(job, plan, directory, log, reporter.saved)
+        driver = Driver(job, plan, directory, log, reporter.saved, copies)
         driver.run(workers, checkpoint, done)
-        ended = driver.paused is None
+        serve_on = driver.paused is not None
     except Exception as error:
         # Look for the cause before the workers are stopped, while they can still report their errors.
-        raise root_cause(error, workers.calls) from None
+        cause = root_cause(error, workers.calls)
+        in_place = job.train.recovery == "in-place" and workers.on_cpus() and not is_final(cause)
+        serve_on = elastic is not None or in_place
+        raise cause from None
     finally:
-        if elastic is None or ended:
-            workers.stop()
+        if serve_on:
+            left = workers.leave()
+            survivors.actors.update(left.actors)
+            survivors.standby = left.standby
         else:
-            kept.update(workers.leave())
+            workers.stop()
     return driver
+
+
+def _replaces(request: RunRequest, reservation: Reservation, cause: BaseException) -> bool:
+    """Return whether a failed attempt is followed by one with the workers that are left, beside new ones.
+
+    It is where a connection or a process was lost, after a set-up that went well, and all nodes live. A device without
+    memory needs another plan, and a node that is gone, Ray's scheduling.
+    """
+    marks = [e["event"] for e in _of_this_run(request.directory) if e["event"] in ("run", "restarted", "started")]
+    return (
+        marks[-1:] == ["started"]
+        and not is_final(cause)
+        and not ran_out(cause)
+        and failures(request.directory) < request.job.train.max_failures
+        and not reservation.is_broken()
+    )
 
 
 def _breaks(reservation: Reservation) -> bool:
@@ -231,6 +271,11 @@ def _breaks(reservation: Reservation) -> bool:
 def devices_changed(directory: Path) -> list[dict[str, Any]]:
     """Return the changes of devices since the run was last started, oldest first."""
     return [e for e in _of_this_run(directory) if e["event"] == "resized"]
+
+
+def failures(directory: Path) -> int:
+    """Count the failures since the run was last started."""
+    return [e["event"] for e in _of_this_run(directory)].count("failed")
 
 
 def _awaits_devices(directory: Path) -> bool:
@@ -305,6 +350,11 @@ def _only_attempt(directory: Path) -> Iterator[bool]:
         marker.write("attempted\n")
         marker.flush()
         yield restarted
+
+
+def _drivers(directory: Path) -> int:
+    """Count the drivers that the run has had since it was last started."""
+    return (directory / ATTEMPTED).read_text(encoding="utf-8").count("\n")
 
 
 def _locked(file: TextIO) -> bool:

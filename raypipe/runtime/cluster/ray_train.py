@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
 from raypipe.errors import RunError
-from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.runtime.cluster.attempts import ATTEMPTED, RunRequest, driver_loop
+from raypipe.observe.run_log import RunLog
+from raypipe.runtime.cluster.attempts import ATTEMPTED, RunRequest, driver_loop, failures
 from raypipe.runtime.communicators import own_address
 
 if TYPE_CHECKING:
@@ -27,13 +26,6 @@ POLL_S = "0.2"
 """Interval at which Ray Train's controller polls its worker. A report takes that long; Ray's default is 2 s."""
 DRIVER_BYTES = 512 << 20
 """Memory that the driver reserves."""
-
-
-def failures(directory: Path) -> int:
-    """Count the failures since the run was last started."""
-    kinds = [e["event"] for e in read_rows(directory / EVENTS)]
-    begun = max((i for i, kind in enumerate(kinds) if kind == "run"), default=0)
-    return kinds[begun:].count("failed")
 
 
 def this_node() -> dict[str, float]:

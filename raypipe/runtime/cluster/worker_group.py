@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -30,6 +30,37 @@ more than are ever queued, and few enough that a long run does not keep all resu
 
 Kept = dict[tuple[Place, int], Any]
 """Actors that wait for a plan, by the bundle they run in and their number there."""
+
+
+class Standby(Protocol):
+    """Processes that wait to be workers (``recovery.standby``)."""
+
+    def take(self, node: str) -> Any | None:
+        """Return one that waits on a node; None if none does."""
+
+    def stop(self) -> None:
+        """End all that wait."""
+
+
+@dataclass(slots=True)
+class Survivors:
+    """The processes of an attempt that the next one can use."""
+
+    actors: Kept = field(default_factory=dict)
+    standby: Standby | None = None
+
+    def end(self) -> None:
+        """End them."""
+        for actor in self.actors.values():
+            ray.kill(actor)
+        self.actors.clear()
+        self.end_standby()
+
+    def end_standby(self) -> None:
+        """End those that stand by."""
+        if self.standby is not None:
+            self.standby.stop()
+            self.standby = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +116,8 @@ class WorkerGroup:
     """By node, why it cannot use the run's directory (``host_check``)."""
     samples: Any = None
     """The actor that streams samples to the workers; None where they read files."""
+    standby: Standby | None = None
+    """Processes that wait to take the place of one that dies."""
     calls: deque[Any] = field(init=False)
     """References of the newest calls."""
 
@@ -143,11 +176,20 @@ class WorkerGroup:
         """Kill all actors, and release their devices unless the run holds them for its next attempt."""
         for actor in self.processes():
             ray.kill(actor)
+        if self.standby is not None:
+            self.standby.stop()
         if self.reservation is not None:
             self.reservation.give_back()
 
-    def leave(self) -> Kept:
-        """Have all workers leave their plan; return those that did. The others are ended, or have been."""
+    def on_cpus(self) -> bool:
+        """Return whether no worker has a GPU, whose collectives may hang when a peer is gone."""
+        return all(at.peer.device == "cpu" for at in self.locations)
+
+    def leave(self) -> Survivors:
+        """Have all workers leave their plan; return those that did, and processes that stood by in place of others.
+
+        Workers that do not leave in time are ended. The group has none of them any more.
+        """
         assert self.places is not None
         asked = {actor.leave.remote(): rank for rank, actor in enumerate(self.actors)}
         left, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LEAVE_S)
@@ -162,7 +204,9 @@ class WorkerGroup:
             except ray.exceptions.RayError:
                 pass  # it has died, or cannot leave
             ray.kill(self.actors[rank])
-        return kept
+            if self.standby is not None and (other := self.standby.take(self.locations[rank].peer.node)) is not None:
+                kept[where[rank]] = other
+        return Survivors(kept, self.standby)
 
 
 def device_title(schedule: Schedule, device: int, copies: int) -> str:

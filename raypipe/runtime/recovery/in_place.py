@@ -21,7 +21,6 @@ from raypipe.job.spec import JobSpec
 from raypipe.plan.online.better_order import Running
 from raypipe.runtime.cluster.failure import describe, is_final, own_error, root_cause
 from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.recovery.standby import StandbyPool
 from raypipe.runtime.recovery.standing import Facts, Standing, agreed_steps
 from raypipe.runtime.recovery.twins import transfers
 from raypipe.runtime.set_up_workers import setups_of
@@ -61,7 +60,7 @@ def can_recover(job: JobSpec, schedule: Schedule, workers: WorkerGroup) -> bool:
         job.train.recovery == "in-place"
         and workers.places is not None
         and ranks > 1
-        and all(at.peer.device == "cpu" for at in workers.locations)
+        and workers.on_cpus()
         and schedule.versions == "flush"
         and schedule.sharding is None
         and parallel.sync not in BY_LAYER  # one layer's update can be final on one device and not on another
@@ -74,8 +73,8 @@ def can_recover(job: JobSpec, schedule: Schedule, workers: WorkerGroup) -> bool:
 class InPlace:
     """Recovers the workers of one attempt, as often as it takes."""
 
-    def __init__(self, job: JobSpec, directory: Path, pool: StandbyPool) -> None:
-        self._job, self._directory, self._pool = job, directory, pool
+    def __init__(self, job: JobSpec, directory: Path) -> None:
+        self._job, self._directory = job, directory
         self._times = 0
         self._at: tuple[int, int] = (-1, 0)
         """The step after which the last recovery went on, and how many did so in a row."""
@@ -148,7 +147,8 @@ class InPlace:
         from_pool = 0
         for rank in sorted(dead):
             title = workers.titles[rank]
-            standby = self._pool.take(workers.locations[rank].peer.node)
+            node = workers.locations[rank].peer.node
+            standby = workers.standby.take(node) if workers.standby is not None else None
             if standby is not None:
                 from_pool += 1
                 standby.become.remote(rank, title)

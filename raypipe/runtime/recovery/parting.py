@@ -18,7 +18,7 @@ def parts_when_lost(
 ) -> Callable[Concatenate[Any, P], R]:
     """Wrap a worker's method: where a connection is lost, the worker parts, and calls that are queued behind fail.
 
-    That is so only where it can go on: the run recovers in place (``Setup.recovers``), or is elastic.
+    So each failure shows at once where it was, and workers that live on can be set up again.
     """
 
     @functools.wraps(method)
@@ -30,7 +30,7 @@ def parts_when_lost(
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            goes_on = self.setup_data.recovers or self.setup_data.job.train.elastic is not None
+            goes_on = self.device.type == "cpu" or self.setup_data.job.train.elastic is not None
             if goes_on and kind_of(error) == "lost":
                 self.part()
             raise

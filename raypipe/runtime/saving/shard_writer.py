@@ -22,6 +22,9 @@ from raypipe.runtime.cluster.node_files import SentShard
 
 Write = Callable[[Path, str, Snapshot], ShardInfo]
 """Writes a copy as a file of that name in a folder."""
+Send = Callable[[str, Snapshot], ShardInfo | None]
+"""Sends a copy under that name; returns None if it did not arrive."""
+Store = Callable[[str], ShardInfo | SentShard | None]
 NICENESS = 10
 """Of the thread, so that on a busy machine it takes no core from training."""
 
@@ -36,6 +39,8 @@ class Written:
     shard: ShardInfo | SentShard | None
     """None if the worker had nothing to write."""
     seconds: float
+    lost: bool = False
+    """Whether a copy could not be handed over, because its keeper is gone (``neighbour_copies``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +77,33 @@ class ShardWriter:
             folder: where to.
             sends: whether to move the file from there into Ray's object store.
         """
+
+        def write(name: str) -> ShardInfo | SentShard:
+            info = self._write(folder, name, self._snapshot)
+            return node_files.sent_shard(info, folder) if sends else info
+
+        self._begin(rank, number, tensors, write)
+
+    def send(self, rank: int, number: int, tensors: Mapping[str, Tensor], send: Send) -> None:
+        """As ``begin``, to another process: ``send`` gets the shard's name and the copy."""
+        self._begin(rank, number, tensors, lambda name: send(name, self._snapshot))
+
+    def _begin(self, rank: int, number: int, tensors: Mapping[str, Tensor], store: Store) -> None:
         assert self._thread is None
         if not tensors:
             self._written = Written(rank, number, None, 0.0)
             return
         self._snapshot.take(tensors)
-        self._thread = threading.Thread(
-            target=self._work, args=(rank, number, folder, sends), name="raypipe-save", daemon=True
-        )
+        self._thread = threading.Thread(target=self._work, args=(rank, number, store), name="raypipe-save", daemon=True)
         self._thread.start()
 
-    def _work(self, rank: int, number: int, folder: Path, sends: bool) -> None:
+    def _work(self, rank: int, number: int, store: Store) -> None:
         with suppress(OSError):  # of Linux: elsewhere it is the process's, if it is anything
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         began = time.monotonic()
         try:
-            info = self._write(folder, f"rank-{rank:05d}", self._snapshot)
-            shard = node_files.sent_shard(info, folder) if sends else info
-            self._written = Written(rank, number, shard, time.monotonic() - began)
+            shard = store(f"rank-{rank:05d}")
+            self._written = Written(rank, number, shard, time.monotonic() - began, lost=shard is None)
         except Exception as error:
             self._error = error
 

@@ -17,10 +17,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from raypipe.job.load import load_job
+from raypipe.runtime.communicators import own_address
 from tests.bench.runtime.kill_driver import text_in
-from tests.ray_head import ray_head
+from tests.ray_head import free_ports, ray_head
 from tests.runtime.runs.elastic_run import WAIT_S, ElasticRun, TwoNodes
 from tests.runtime.runs.killing import events
 from tests.runtime.runs.plain_training import plain_losses
@@ -28,7 +30,7 @@ from tests.runtime.runs.plain_training import plain_losses
 LIMIT_S, LOSS_LIMIT = 10.0, 1e-9
 
 
-AUTOSCALING = {
+AUTOSCALING: dict[str, Any] = {
     "cluster_name": "fake",
     "max_workers": 1,
     "provider": {
@@ -91,11 +93,11 @@ def with_nodes(folder: Path) -> tuple[ElasticRun, Seconds]:
 
 def with_autoscaler(folder: Path) -> tuple[ElasticRun, Seconds]:
     """Begin on the head alone; the autoscaler starts a node that the run asks for."""
-    config = folder / "autoscaling.json"
-    config.write_text(json.dumps(AUTOSCALING))
-    with ray_head(
-        2, [f"--autoscaling-config={config}"], AUTOSCALER_UPDATE_INTERVAL_S="1", RAY_FAKE_CLUSTER="1"
-    ) as head:
+    config, (port,) = folder / "autoscaling.json", free_ports(1)
+    provider = {**AUTOSCALING["provider"], "gcs_address": f"{own_address()}:{port}"}
+    config.write_text(json.dumps({**AUTOSCALING, "provider": provider}))
+    options = [f"--autoscaling-config={config}"]
+    with ray_head(2, options, port, AUTOSCALER_UPDATE_INTERVAL_S="1", RAY_FAKE_CLUSTER="1") as head:
         settings = head.token | {"RAY_ADDRESS": head.address}
         run = ElasticRun(folder, text_in(folder), settings, max_devices=4)
         try:

@@ -3,9 +3,11 @@
     python -m tests.bench.runtime.recoveries [--kills 8] [--runs 1] [--standby 1] [--shape 1f1b:2x2] [--json FILE]
 
 Every shape (SCHEDULE:STAGESxREPLICAS) trains undisturbed once and then ``--runs`` times with ``--kills`` kills
-(SIGKILL) of a random worker each. A run is sound if its losses are those of the undisturbed one, bit for bit, and all
-processes but the killed ones lived on. Prints the seconds from each kill to the next step done, and the steps repeated;
-``--restart`` measures the same with ``train.recovery=restart`` beside it. Exit status 1 if a run was not sound.
+(SIGKILL) of a random worker each. Where its stages have twins (replicas, Chimera), these give a replacement their
+state, and at most one step is repeated; else the run has ``train.copy_every=1`` and goes on from the copies. A run is
+sound if its losses are those of the undisturbed one, bit for bit, and all processes but the killed ones lived on.
+Prints the seconds from each kill to the next step done, and the steps repeated; ``--restart`` measures the same with
+``train.recovery=restart`` beside it. Exit status 1 if a run was not sound.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from tests.bench.runtime.kill_driver import text_in
 from tests.bench.runtime.kill_workers import ended
 from tests.runtime.runs.killing import events, rows
 
-SHAPES = ("1f1b:2x2", "zb-v:2x2", "chimera:4x1", "chimera:2x2")
+SHAPES = ("1f1b:2x2", "zb-v:2x2", "chimera:4x1", "chimera:2x2", "1f1b:2x1", "zb-v:2x1")
 JOB = """
 name: recovered
 model: {{type: gpt, layers: 4, hidden: 16, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
@@ -53,11 +55,23 @@ class Run:
     repeated: list[int] = field(default_factory=list)
     in_place: int = 0
     restarts: int = 0
+    from_copies: int = 0
+
+    @property
+    def twins(self) -> bool:
+        return has_twins(self.shape)
 
     @property
     def sound(self) -> bool:
-        in_place = self.in_place == len(self.seconds) and self.restarts == 0 and self.same_processes
-        return self.status == 0 and self.same_losses and in_place and max(self.repeated, default=0) <= 1
+        kills = len(self.seconds)
+        wanted = (kills, 0, 0) if self.twins else (0, kills, kills)
+        as_wanted = (self.in_place, self.restarts, self.from_copies) == wanted and self.same_processes
+        few = max(self.repeated, default=0) <= 1 or not self.twins
+        return self.status == 0 and self.same_losses and as_wanted and few
+
+
+def has_twins(shape: str) -> bool:
+    return shape.startswith("chimera") or not shape.endswith("x1")
 
 
 def train(job: Path, directory: Path, *extra: str) -> subprocess.Popen[str]:
@@ -119,14 +133,16 @@ def killing(shape: str, job: Path, directory: Path, kills: int, losses: list[flo
         while newest(directory) <= step and process.poll() is None:
             time.sleep(0.01)
         run.seconds.append(time.monotonic() - began)
-        if events(directory, "recovered") and process.poll() is None:
+        if "train.recovery=restart" not in extra and process.poll() is None:
             run.same_processes &= all(alive(pid) for pid in members if pid != victim)
     run.status, result, said = ended(process, RUN_S)
     if run.status:
         print(said[-3000:], file=sys.stderr)
     run.same_losses = result.get("losses") == losses
     run.in_place, run.restarts = len(events(directory, "recovered")), len(events(directory, "restarted"))
-    run.repeated = [event["steps_repeated"] for event in events(directory, "recovered")]
+    run.from_copies = sum(event["source"] == "neighbour" for event in events(directory, "restarted"))
+    again = [*events(directory, "recovered"), *events(directory, "restarted")]
+    run.repeated = [event["steps_repeated"] for event in again]
     return run
 
 
@@ -175,7 +191,8 @@ def main() -> int:
                 print(said, file=sys.stderr)
                 return 1
             for number in range(args.runs):
-                extra = ("--set", f"train.standby={args.standby}")
+                copies = () if has_twins(shape) else ("--set", "train.copy_every=1")
+                extra = ("--set", f"train.standby={args.standby}", *copies)
                 directory = folder / f"{begin.name}-{number}"
                 run = killing(shape, job, directory, args.kills, undisturbed["losses"], *extra)
                 found.append(run)
@@ -190,13 +207,16 @@ def main() -> int:
                 run = killing(shape, job, folder / f"{begin.name}-restart", args.restart, undisturbed["losses"], *extra)
                 restarted += run.seconds
                 print(f"{shape}, restarted: status {run.status}, same losses: {run.same_losses}", flush=True)
-    seconds = [one for run in found for one in run.seconds]
     bad = sum(not run.sound for run in found)
-    print(said_of("replaced in place", seconds))
+    for twins, what in ((True, "replaced in place"), (False, "replaced from copies")):
+        seconds = [one for run in found for one in run.seconds if run.twins is twins]
+        if seconds:
+            print(said_of(what, seconds))
+        repeated = [count for run in found for count in run.repeated if run.twins is twins]
+        if repeated:
+            print(f"{sum(repeated)} steps repeated, most {max(repeated)} after one kill")
     if args.restart:
         print(said_of("restarted", restarted))
-    repeated = [count for run in found for count in run.repeated]
-    print(f"{sum(repeated)} steps repeated, most {max(repeated, default=0)} after one kill")
     print(f"{bad} of {len(found)} runs unsound")
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(run) for run in found], indent=1) + "\n")

@@ -17,9 +17,9 @@ from raypipe.job.load import load_job
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster import attempts
 from raypipe.runtime.cluster import ray_train as train_run
-from raypipe.runtime.cluster.attempts import RunRequest, failure_logged
+from raypipe.runtime.cluster.attempts import RunRequest, failure_logged, failures
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.ray_train import failures, start_run
+from raypipe.runtime.cluster.ray_train import start_run
 
 
 def log_of(directory: Path, *kinds: str) -> None:

@@ -65,11 +65,15 @@ class TwoNodes:
 class ElasticRun:
     """A run on a cluster whose nodes come and go."""
 
-    def __init__(self, folder: Path, text: Path, settings: dict[str, str], **elastic: float) -> None:
-        """Start the run; ``settings`` say where the cluster is, ``elastic`` are further keys of ``train.elastic``."""
+    def __init__(self, folder: Path, text: Path, settings: dict[str, str], *extra: str, **elastic: float) -> None:
+        """Start the run.
+
+        ``settings`` say where the cluster is, ``extra`` are options of the command, ``elastic`` keys of
+        ``train.elastic``.
+        """
         self.job, self.directory = folder / "job.yaml", folder / "run"
         self.job.write_text(JOB.format(path=text, elastic=json.dumps({"wait_s": WAIT_S, **elastic})))
-        words = ["-m", "raypipe", "train", str(self.job), "--run-dir", str(self.directory), "--json"]
+        words = ["-m", "raypipe", "train", str(self.job), "--run-dir", str(self.directory), "--json", *extra]
         self.result: dict[str, Any] = {}
         """Empty if it failed."""
         self.said = ""

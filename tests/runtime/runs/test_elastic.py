@@ -17,7 +17,7 @@ pytestmark = pytest.mark.runs
 def test_devices_go_and_come(text_folder: Path, tmp_path: Path) -> None:
     nodes = TwoNodes()
     try:
-        run = ElasticRun(tmp_path, text_folder, nodes.settings)
+        run = ElasticRun(tmp_path, text_folder, nodes.settings, "--set", "train.copy_every=3")
         try:
             run.wait(lambda: run.steps() > 60)
             nodes.kill()
@@ -36,6 +36,9 @@ def test_devices_go_and_come(text_folder: Path, tmp_path: Path) -> None:
     assert len(result["recovery"]) == 2, (result["recovery"], run.said)
     lost, came = result["recovery"]
     assert (lost["kind"], came["kind"], came["steps_repeated"]) == ("replan", "replan", 0)
+    (again,) = events(run.directory, "restarted")
+    assert again["source"] == "neighbour"  # copies of the lost node's stages were on the other one
+    assert lost["steps_repeated"] < 3 + 4  # a copy, and the steps that were queued while it was sent
     assert [(e["was"], e["devices"], e["plan"]["stages"]) for e in events(run.directory, "resized")] == [
         (4, 2, 2), (2, 4, 4)
     ]  # fmt: skip

@@ -95,7 +95,7 @@ def test_killed_stage_actor_changes_no_loss(undisturbed, job: Path, tmp_path: Pa
     result, _ = undisturbed
     directory = tmp_path / "killed"
     process = subprocess.Popen(
-        command("train", str(job), "--run-dir", str(directory), "--json"),
+        command("train", str(job), "--run-dir", str(directory), "--json", "--set", "train.standby=1"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
     )  # fmt: skip
     try:
@@ -109,14 +109,22 @@ def test_killed_stage_actor_changes_no_loss(undisturbed, job: Path, tmp_path: Pa
     assert after["recoveries"] == 1
     assert after["losses"] == result["losses"]
     assert after["val_loss"] == result["val_loss"]
+    first, second = (e["devices"] for e in _events(directory) if e["event"] == "started")
+    assert first[0]["pid"] == second[0]["pid"], "the other stage keeps its process"
+    assert [(one["kind"], one["replaced"]) for one in after["recovery"]] == [("checkpoint", [1])]
+    assert (directory / ".attempted").read_text() == "attempted\n", "and the driver its own"
+
+
+def _events(directory: Path) -> list[dict]:
+    path = directory / "events.jsonl"
+    return [json.loads(x) for x in path.read_text().splitlines() if x] if path.exists() else []
 
 
 def _wait_for_checkpoint(directory: Path) -> int:
     """The process id of stage 1's actor, once the first checkpoint is there."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        events = directory / "events.jsonl"
-        rows = [json.loads(x) for x in events.read_text().splitlines() if x] if events.exists() else []
+        rows = _events(directory)
         if any(r["event"] == "checkpoint" for r in rows):
             return int(next(r for r in rows if r["event"] == "started")["devices"][1]["pid"])
         time.sleep(0.02)

@@ -1,0 +1,184 @@
+"""Copies of what each worker would save, in the memory of its node and the next: newer than the last checkpoint.
+
+At each copy a worker copies its parameters and optimizer state as for a checkpoint, and a thread sends them to a
+process of its own node and to one of the next node while training goes on. When those of all workers have arrived, the
+copies before are dropped. A run that loses workers, or a whole node, has the newest complete copies written as a
+checkpoint and goes on from that. Where all workers are on one node, only the loss of workers is covered.
+
+Source: Wang et al. 2023, GEMINI (SOSP), section 4, with two copies, and with nodes in a ring instead of groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypipe.checkpoint import ShardInfo
+from raypipe.errors import CheckpointError
+from raypipe.observe.run_log import RunLog
+from raypipe.runtime.cluster.node_files import SentShard
+from raypipe.runtime.cluster.sent_files import received
+from raypipe.runtime.cluster.worker_group import WorkerGroup
+from raypipe.runtime.nonfinite.found import NonFiniteError
+from raypipe.runtime.saving.keeper import Keeper
+from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
+from raypipe.runtime.saving.shard_writer import SaveBegun, Written
+from raypipe.runtime.step import StepResult
+
+ANSWER_S = 5.0
+"""Time that a keeper has to answer."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    """The state after ``step`` steps, as far as the keepers have it."""
+
+    number: int
+    step: int
+    left_out: int
+    """Number of mini-batches of training data that were left out before."""
+    nodes: list[tuple[str, ...]]
+    """Of the keepers, by rank."""
+    shards: dict[int, ShardInfo | None] = field(default_factory=dict)
+    """By rank; None for a worker that saves nothing."""
+    begun: float = field(default_factory=time.monotonic)
+
+
+class NeighbourCopies:
+    """The copies of a run, over all attempts of one driver."""
+
+    def __init__(self, every: int, log: RunLog) -> None:
+        self._every, self._log = every, log
+        self._keepers: dict[str, Any] = {}
+        """By Ray's id of the node."""
+        self._numbers = itertools.count(-1, -1)  # those of saves are not negative
+        self._under_way: dict[int, _Copy] = {}
+        self._held: _Copy | None = None
+
+    def due(self, done: int) -> bool:
+        """Return whether to copy the state after ``done`` steps."""
+        return bool(self._every) and done % self._every == 0
+
+    def call(self, workers: WorkerGroup, step: int, left_out: int) -> list[Any]:
+        """Have all workers begin to copy their state after the steps that are queued; return the references."""
+        nodes = keeping_nodes([at.peer.node for at in workers.locations])
+        copy = _Copy(next(self._numbers), step, left_out, nodes)
+        self._under_way = {copy.number: copy}  # a worker begins one when it has sent the one before
+        return workers.call_each("copy", [(copy.number, [self._keeper(node) for node in both]) for both in nodes])
+
+    def _keeper(self, node: str) -> Any:
+        if node not in self._keepers:
+            where = NodeAffinitySchedulingStrategy(node, soft=False)
+            self._keepers[node] = ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=where).remote()
+        return self._keepers[node]
+
+    def begun(self, step: int, results: Iterable[SaveBegun]) -> None:
+        """Take in that all workers have begun a copy.
+
+        Raises:
+            NonFiniteError: a parameter or an optimizer state is not finite.
+        """
+        results = list(results)
+        self.heard(results)
+        broken = next((r.broken for r in results if r.broken is not None), None)
+        if broken is not None:
+            self._under_way.clear()
+            raise NonFiniteError(step, f"{broken} is not finite after the update")
+
+    def heard(self, results: Iterable[StepResult | SaveBegun | Written | None]) -> None:
+        """Take in what workers report to have sent."""
+        for result in results:
+            written = result if isinstance(result, Written) else getattr(result, "written", None)
+            for one in written if isinstance(written, tuple) else (written,):
+                copy = self._under_way.get(one.number) if one is not None else None
+                if one is not None and copy is not None:
+                    self._arrived(copy, one)
+
+    def _arrived(self, copy: _Copy, one: Written) -> None:
+        if one.lost:
+            for node in copy.nodes[one.rank]:
+                self._look_after(node)
+            del self._under_way[copy.number]
+            return
+        assert one.shard is None or isinstance(one.shard, ShardInfo)
+        copy.shards[one.rank] = one.shard
+        if len(copy.shards) == len(copy.nodes):
+            self._held = self._under_way.pop(copy.number)
+            for keeper in self._keepers.values():
+                keeper.keep_only.remote(copy.number)
+            self._log.event("copied", step=copy.step, seconds=time.monotonic() - copy.begun)
+
+    def _look_after(self, node: str) -> None:
+        """Have another keeper started with the next copy where the one of a node is gone."""
+        try:
+            ray.get(self._keepers[node].lives.remote(), timeout=ANSWER_S)
+        except RayError:
+            del self._keepers[node]
+            self._log.event("notice", message=f"the process that held copies on node {node} is gone; another follows")
+
+    def forget(self) -> None:
+        """Use none of the copies any more, because the run goes another way."""
+        self._held = None
+        self._under_way.clear()
+
+    def restore(self, checkpoints: RunCheckpoints, newest: int) -> bool:
+        """Write the newest copies as a checkpoint, if they are of more steps than ``newest``; return whether they are.
+
+        Where that fails a notice says so, and the run goes on from the checkpoint that there is.
+        """
+        held = self._held
+        self._under_way.clear()
+        if held is None or held.step <= newest:
+            return False
+        began = time.monotonic()
+        try:
+            checkpoints.left_out = held.left_out
+            folder = checkpoints.folder(held.step)
+            shards = [self._fetched(held, rank, info, folder) for rank, info in held.shards.items() if info is not None]
+            checkpoints.commit(held.step, shards, None, is_best=False)
+        except (RayError, CheckpointError) as error:
+            self._held = None
+            why = str(error).partition("\n")[0]
+            self._log.event("notice", message=f"the copies of step {held.step} are lost: {why}")
+            return False
+        checkpoints.committed(held.step, {}, False, 0.0, time.monotonic() - began)
+        return True
+
+    def _fetched(self, held: _Copy, rank: int, info: ShardInfo, folder: Path) -> ShardInfo:
+        failed: Exception = CheckpointError(info.file, "is kept by nobody any more", "save more often")
+        for keeper in (self._keepers[node] for node in held.nodes[rank] if node in self._keepers):
+            try:
+                blocks = ray.get(keeper.give.remote(held.number, Path(info.file).stem))
+                return received(folder, SentShard(info, blocks))
+            except RayError as error:
+                failed = error
+        raise failed
+
+    def __enter__(self) -> NeighbourCopies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for keeper in self._keepers.values():
+            ray.kill(keeper)
+        self._keepers.clear()
+
+
+def keeping_nodes(nodes: list[str]) -> list[tuple[str, ...]]:
+    """Return for each worker its own node and the one after it, in the order in which they first appear.
+
+    >>> keeping_nodes(["a", "a", "b"])
+    [('a', 'b'), ('a', 'b'), ('b', 'a')]
+    >>> keeping_nodes(["a", "a"])
+    [('a',), ('a',)]
+    """
+    order = list(dict.fromkeys(nodes))
+    after = {node: order[(at + 1) % len(order)] for at, node in enumerate(order)}
+    return [tuple(dict.fromkeys((node, after[node]))) for node in nodes]

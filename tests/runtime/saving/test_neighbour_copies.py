@@ -1,0 +1,117 @@
+"""Copies in the memory of keepers: the newest complete ones become a checkpoint, bit for bit, whoever is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from raypipe.checkpoint import Snapshot, open_checkpoint
+from raypipe.observe.run_log import EVENTS, RunLog, read_rows
+from raypipe.runtime.nonfinite.found import NonFiniteError
+from raypipe.runtime.saving.keeper import send_snapshot
+from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
+from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
+from raypipe.runtime.saving.shard_writer import SaveBegun, Written
+from tests.runtime.runs.small_runs import small_job
+
+pytestmark = pytest.mark.runs
+
+
+def state(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """More than one block of it."""
+    torch.manual_seed(100 * step + rank)
+    return {f"param/{rank}.w": torch.randn(3_000_001), f"optim/{rank}.w/step": torch.tensor(float(step))}
+
+
+class Run:
+    """Two workers on this node, whose state the test sends."""
+
+    def __init__(self, text_folder: Path, directory: Path) -> None:
+        self.directory, self.told = directory, []
+        self.log = RunLog(directory)
+        job = small_job(text_folder, {"schedule": "1f1b", "stages": 2})
+        self.checkpoints = RunCheckpoints(job, directory, self.log, lambda *told: self.told.append(told[0]))
+        self.copies = NeighbourCopies(2, self.log)
+        node = ray.get_runtime_context().get_node_id()
+        self.locations = [SimpleNamespace(peer=SimpleNamespace(node=node)) for _ in range(2)]
+        self.calls: list[tuple[Any, ...]] = []
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        assert method == "copy"
+        self.calls = list(arguments)
+        return []
+
+    def copy(self, step: int, ranks: Sequence[int] = (0, 1)) -> None:
+        """Copy the state after a step; only some of the workers come to the end."""
+        self.copies.call(self, step, left_out=1)  # type: ignore[arg-type]
+        self.copies.begun(step, [SaveBegun(None, 0.0, 0.0, ()) for _ in range(2)])
+        for rank in ranks:
+            number, keepers = self.calls[rank]
+            snapshot = Snapshot()
+            snapshot.take(state(rank, step))
+            info = send_snapshot(keepers, number, f"rank-{rank:05d}", snapshot)
+            self.copies.heard([Written(rank, number, info, 0.1, lost=info is None)])
+
+    def kill_keepers(self) -> None:
+        for keeper in {id(one): one for _, keepers in self.calls for one in keepers}.values():
+            ray.kill(keeper)
+
+    def notices(self) -> list[str]:
+        return [e["message"] for e in read_rows(self.directory / EVENTS) if e["event"] == "notice"]
+
+
+@pytest.fixture
+def run(local_ray: None, text_folder: Path, tmp_path: Path) -> Iterator[Run]:
+    made = Run(text_folder, tmp_path)
+    yield made
+    made.copies.__exit__()
+    made.log.close()
+
+
+def test_the_newest_complete_copies_become_a_checkpoint(run: Run) -> None:
+    assert [step for step in range(7) if run.copies.due(step)] == [0, 2, 4, 6]
+    run.copy(2)
+    run.copy(4)
+    run.copy(6, ranks=[0])  # the other worker has died meanwhile
+    assert run.copies.restore(run.checkpoints, newest=3)
+    done, path = run.checkpoints.newest
+    assert (done, run.told) == (4, [4])
+    assert path is not None
+    found = open_checkpoint(path)
+    assert found.meta["left_out"] == 1
+    for rank in range(2):
+        saved = state(rank, 4)
+        held = found.read(saved)
+        assert all(torch.equal(held[key], value) for key, value in saved.items())
+    assert not run.copies.restore(run.checkpoints, newest=4), "it is no newer"
+
+
+def test_what_a_keeper_died_with_is_said_and_another_one_follows(run: Run) -> None:
+    run.copy(2)
+    run.kill_keepers()
+    assert not run.copies.restore(run.checkpoints, newest=0)
+    assert run.notices()[0].startswith("the copies of step 2 are lost")
+    run.copy(4, ranks=[0])
+    assert "another follows" in run.notices()[1]
+    run.copy(6)
+    assert run.copies.restore(run.checkpoints, newest=0)
+    assert run.checkpoints.newest[0] == 6
+
+
+def test_copies_of_another_way_are_forgotten(run: Run) -> None:
+    run.copy(2)
+    run.copies.forget()
+    assert not run.copies.restore(run.checkpoints, newest=0)
+
+
+def test_what_is_not_finite_is_no_copy(run: Run) -> None:
+    run.copies.call(run, 2, left_out=0)  # type: ignore[arg-type]
+    with pytest.raises(NonFiniteError, match=r"param/0\.w is not finite"):
+        run.copies.begun(2, [SaveBegun("param/0.w", 0.0, 0.0, ()), SaveBegun(None, 0.0, 0.0, ())])
+    assert not run.copies.restore(run.checkpoints, newest=0)
