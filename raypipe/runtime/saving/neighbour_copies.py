@@ -71,7 +71,7 @@ class NeighbourCopies:
         """Have all workers begin to copy their state after the steps that are queued; return the references."""
         nodes = keeping_nodes([at.peer.node for at in workers.locations])
         copy = _Copy(next(self._numbers), step, left_out, nodes)
-        self._under_way = {copy.number: copy}  # a worker begins one when it has sent the one before
+        self._under_way[copy.number] = copy  # calls are queued ahead, so there may be earlier ones
         return workers.call_each("copy", [(copy.number, [self._keeper(node) for node in both]) for both in nodes])
 
     def _keeper(self, node: str) -> Any:
@@ -111,7 +111,8 @@ class NeighbourCopies:
         assert one.shard is None or isinstance(one.shard, ShardInfo)
         copy.shards[one.rank] = one.shard
         if len(copy.shards) == len(copy.nodes):
-            self._held = self._under_way.pop(copy.number)
+            self._held = copy
+            self._under_way = {number: one for number, one in self._under_way.items() if one.step > copy.step}
             for keeper in self._keepers.values():
                 keeper.keep_only.remote(copy.number)
             self._log.event("copied", step=copy.step, seconds=time.monotonic() - copy.begun)

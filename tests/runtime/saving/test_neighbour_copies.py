@@ -92,6 +92,19 @@ def test_the_newest_complete_copies_become_a_checkpoint(run: Run) -> None:
     assert not run.copies.restore(run.checkpoints, newest=4), "it is no newer"
 
 
+def test_calls_may_be_ahead_of_what_workers_report(run: Run) -> None:
+    run.copies.call(run, 2, left_out=0)  # type: ignore[arg-type]
+    first = run.calls
+    run.copies.call(run, 4, left_out=0)  # type: ignore[arg-type]
+    for rank, (number, keepers) in enumerate(first):
+        snapshot = Snapshot()
+        snapshot.take(state(rank, 2))
+        info = send_snapshot(keepers, number, f"rank-{rank:05d}", snapshot)
+        run.copies.begun(4, [SaveBegun(None, 0.0, 0.0, (Written(rank, number, info, 0.1),))])
+    assert run.copies.restore(run.checkpoints, newest=0)
+    assert run.checkpoints.newest[0] == 2
+
+
 def test_what_a_keeper_died_with_is_said_and_another_one_follows(run: Run) -> None:
     run.copy(2)
     run.kill_keepers()
