@@ -55,6 +55,7 @@ def prepare_run(
         RunError: a device died while it was profiled.
     """
     check_loggers(job)
+    _check_compiler(job)
     if directory is not None:
         directory = place(directory)
     empty = directory is not None and stillborn(directory)
@@ -91,6 +92,16 @@ def prepare_run(
     layers = model.prepared(data)
     units = units_of(layers.task, planned.job, data)
     return Prepared(planned.job, layers, planned.plan, planned.schedule, where, resume, job, units)
+
+
+def _check_compiler(job: JobSpec) -> None:
+    """Raise an error if the job wants stages compiled and this host cannot."""
+    from raypipe.runtime.compiled.toolchain import missing_toolchain
+
+    if job.train.compile == "inductor" and (why := missing_toolchain()) is not None:
+        raise SpecError(
+            "train.compile", why, "install g++ and Python's headers (or name another compiler in CXX), or use none"
+        )
 
 
 def _check_storage(uri: str) -> None:

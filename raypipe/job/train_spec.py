@@ -92,6 +92,10 @@ class TrainSpec(Spec):
     """On GPUs: compute float32 products and convolutions in TF32, faster and with 10 bits of mantissa instead of 23."""
     deterministic: bool = False
     """Fail rather than run kernels whose result may differ between two runs."""
+    compile: Literal["none", "inductor", "auto"] = "none"
+    """Compile each stage's forward, input gradient and weight gradients with TorchInductor. ``inductor``: before the
+    first step. ``auto``: beside the first steps, which run eagerly; each device then keeps what is faster. A stage that
+    cannot be compiled runs eagerly, with a notice. Needs a C++ compiler on every host."""
     eval_every: Count = 0
     """Steps between validations; 0 to validate only at the end."""
     eval_batches: Annotated[int, Field(ge=1, le=100_000)] = 8

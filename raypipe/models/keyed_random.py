@@ -65,6 +65,8 @@ def _fold64s(keys: Sequence[int], sites: Sequence[int]) -> NDArray[np.uint64]:
     return _mix64s((folded + golden) ^ mixed[:, None])
 
 
+Keys = Sequence[int] | Tensor
+"""64-bit numbers, or int32 ``[keys, 2]`` with their low and high halves."""
 _rows: dict[int, int] = {}
 """Row of every site that this process has met, in ``RandomKeys``' table."""
 
@@ -93,14 +95,39 @@ class RandomKeys:
         """
         row = _rows.setdefault(site, len(_rows))
         if self._table is None or row >= len(self._table) or self._table.device != device:
-            folded = torch.from_numpy(_fold64s(self.samples, list(_rows)).view(np.int32))
-            self._table = to_device(folded.view(-1, len(self.samples), 2), device)
+            self._table = self.table(list(_rows), True, device)
         return self._table[row]
+
+    def table(self, sites: Sequence[int], per_sample: bool, device: torch.device) -> Tensor:
+        """Return the keys of some sites: int32 ``[sites, keys, 2]``; a key per sample, or one for all of them."""
+        keys = self.samples if per_sample else [self.shared]
+        folded = torch.from_numpy(_fold64s(keys, sites).view(np.int32))
+        return to_device(folded.view(-1, len(keys), 2), device)
+
+    def seeds(self, site: int, per_sample: bool, device: torch.device) -> Keys:
+        """Return the keys of a place: one per sample, or the one that all samples of the step share."""
+        if not per_sample:
+            return [fold64(self.shared, site)]
+        return [fold64(self.samples[0], site)] if len(self.samples) == 1 else self.of_site(site, device)
+
+    def halves(self, seeds: Keys, part: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
+        """Return the random numbers of a place; see ``halves_of_part``."""
+        return halves_of_part(seeds, part, whole, device)
 
 
 # A global and not thread-local, because autograd may recompute a forward in one of its threads. A process runs only
 # one stage task at a time.
 _current: RandomKeys | None = None
+
+
+@contextmanager
+def with_keys(keys: RandomKeys) -> Iterator[None]:
+    """Set these random keys inside the block; blocks nest."""
+    outer = swap_keys(keys)
+    try:
+        yield
+    finally:
+        swap_keys(outer)
 
 
 @contextmanager
@@ -110,12 +137,8 @@ def random_keys(seed: int, step: int, samples: Sequence[int] | Tensor, training:
     ``samples`` are the samples' numbers within the step, one per row of the batch (a tensor is read on the host).
     ``training=False`` makes every random layer the identity.
     """
-    global _current
-    outer, _current = _current, RandomKeys(seed, step, samples, training)
-    try:
+    with with_keys(RandomKeys(seed, step, samples, training)):
         yield
-    finally:
-        _current = outer
 
 
 def current_keys() -> RandomKeys | None:
@@ -153,10 +176,6 @@ def _counters(count: int, device: torch.device) -> Tensor:
     """Return murmur3's finaliser of the counters, int32 ``[count]``: the part of every hash that needs no key."""
     h = torch.arange(1, count + 1, dtype=torch.int32, device=device)
     return _fold_(_fold_(_fold_(h, 16).mul_(_FIRST), 13).mul_(_SECOND), 16)
-
-
-Keys = Sequence[int] | Tensor
-"""64-bit numbers, or int32 ``[keys, 2]`` with their low and high halves."""
 
 
 def random_halves(keys: Keys, elements: int, device: torch.device) -> Tensor:
@@ -245,15 +264,11 @@ def halves_at(
     keys = _current
     if keys is None:
         raise RunError(f"random site {site}", "no random keys are set", "run it within random_keys(...)")
-    seeds: Keys
     samples = len(keys.samples)
-    if batch_dim is None:
-        seeds = [fold64(keys.shared, site)]
-    elif not samples or size[batch_dim] % samples:
+    if batch_dim is not None and (not samples or size[batch_dim] % samples):
         rows = size[batch_dim]
         raise RunError(f"random site {site}", f"{rows} rows for {samples} samples", "give one key per sample")
-    else:
-        seeds = [fold64(keys.samples[0], site)] if samples == 1 else keys.of_site(site, device)
+    seeds = keys.seeds(site, batch_dim is not None, device)
     shape = list(size)
     if batch_dim:
         shape.insert(0, shape.pop(batch_dim))
@@ -267,7 +282,7 @@ def halves_at(
         for sizes in (shape, part, whole):
             sizes[moved] = length * group.size
     last = [each] if each > 1 else []
-    halves = halves_of_part(seeds, [*part, *last], [*whole, *last], device).reshape([*shape, *last])
+    halves = keys.halves(seeds, [*part, *last], [*whole, *last], device).reshape([*shape, *last])
     if divided_dim is not None:
         halves = halves.narrow(moved, group.rank * length, length)
     return halves

@@ -86,10 +86,19 @@ class RunningStatistics(nn.Module):
         # With momentum 1 the kernel stores exactly this micro-batch's statistics in `own`, on any device.
         own = torch.zeros(2, self.channels, dtype=mean.dtype, device=mean.device)
         normalised = torch.batch_norm(x, weight, bias, own[0], own[1], True, 1.0, eps, cudnn)
+        self.note(own)
+        return normalised
+
+    def note(self, moments: Tensor) -> None:
+        """Note the statistics of the micro-batch whose random keys are set, ``[2, channels]``."""
         keys = current_keys()
         if keys is not None:
-            self._seen[keys.step, keys.first] = _Seen(keys.first // len(keys.samples), own)
-        return normalised
+            self._seen[keys.step, keys.first] = _Seen(keys.first // len(keys.samples), moments)
+
+    def take(self, step: int, first: int) -> Tensor | None:
+        """Forget the statistics of one micro-batch and return them; None if it has left none."""
+        seen = self._seen.pop((step, first), None)
+        return None if seen is None else seen.moments
 
     def part(self, step: int, count: int) -> Tensor:
         """Return this replica's part of the sum for a step of ``count`` micro-batches, ``[2 * channels]``."""

@@ -296,7 +296,9 @@ class Executor(ProgramRunner):
                 single = saved.halves is None and saved.boundaries is None
                 watched = single and (not module.defers or postponed is not None)
                 with early.watch_backward(postponed or ()) if early is not None and watched else nullcontext():
-                    back = module.run_backward(saved, self._gradients(action, saved, mb), self.computation.turns)
+                    back = module.run_backward(
+                        saved, self._gradients(action, saved, mb), self.computation.turns, also_weights
+                    )
                 saved.ran = True
             else:  # out-of-order backprop: this micro-batch's W came first and has run the backward already
                 back = saved.back

@@ -14,6 +14,7 @@ from raypipe.errors import SampleCountError
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.allocated import DeviceMemory
 from raypipe.runtime.cast_messages import MessageCast
+from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.saving.shard_writer import Written
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 
@@ -56,6 +57,8 @@ class StepResult:
     """Seconds for which this device waited for its samples."""
     written: Written | None = None
     """The write of a checkpoint that has ended since the step before, if one has."""
+    compiled: tuple[StageReport, ...] = ()
+    """Stages that were compiled beside the steps before, or are not run compiled any more."""
 
 
 def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:

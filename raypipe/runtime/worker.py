@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from raypipe.runtime.cluster import node_files
 from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
+from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.process import choose_precision, heap_bytes, set_up_cuda, set_up_process
 from raypipe.runtime.recovery.ledger import Ledger
@@ -65,6 +66,9 @@ from raypipe.schedule.lowering.programs import Program
 from raypipe.schedule.passes.sync import BY_LAYER
 from raypipe.tensor import Alone, ProcessGroup, TensorGroup, set_group
 
+if TYPE_CHECKING:
+    from raypipe.runtime.compiled.compilation import Compilation
+
 
 class StageWorker:
     """The process of one rank. The driver calls the same methods in the same order on every worker."""
@@ -84,6 +88,8 @@ class StageWorker:
         self.shard_writer = ShardWriter(type(self).write_shard)
         self.apart = False
         """Whether this device has left the groups that it shared with others."""
+        self.compilation: Compilation | None = None
+        """What compiles this device's stages; None where the job does not want it."""
         self.parted: Standing | None = None
         """How far it was then, where it may go on with the same plan."""
 
@@ -144,10 +150,23 @@ class StageWorker:
         joint = [name for m in self.modules.values() for name in m.joint_names]
         return sum(p.numel() for m in self.modules.values() for p in m.named.values()), joint
 
+    @raises_device_errors
+    def compile_stages(self) -> list[StageReport]:
+        """Compile this device's stages, as ``train.compile`` says, or begin to; return what became of them so far."""
+        if self.executor_class is not Executor:  # it runs no kernels
+            return []
+        from raypipe.runtime.compiled.compilation import Compilation  # it imports the compiler: seconds of CPU time
+
+        compilation = Compilation(self.setup_data, self.executor)
+        self.compilation = compilation
+        return compilation.begin()
+
     def _begin(self, setup: Setup) -> None:
         """Join the other devices."""
         self.setup_data, self.apart, self.parted = setup, False, None
         self.started: dict[int, StartedStep] = {}
+        self.compilation = None
+        self.compiled_since: list[StageReport] = []
         choose_precision(self.device, setup.job.train.tf32)
         if setup.job.train.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -195,7 +214,11 @@ class StageWorker:
                 send_stage(world, one.receiver, self.modules[one.source], self.optimizers[one.source])
             elif one.receiver == self.rank:
                 receive_stage(world, one.sender, self.modules[one.target], self.optimizers[one.target])
+        compiled = self.executor.computation.compiled if survives else {}
         self._assemble(setup)
+        self.executor.computation.compiled = compiled
+        if not survives and setup.job.train.compile != "none":
+            self.compile_stages()
 
     @staticmethod
     def _by_layer(setup: Setup) -> bool:
@@ -362,12 +385,14 @@ class StageWorker:
         Returns None where layers are updated one by one, and in a run on GPUs, where the step is only queued:
         ``result`` returns it later, best after the next ``run_step``, so that the GPU has work while the host waits.
         """
+        if self.compilation is not None:
+            self.compiled_since += self.compilation.before_step(step)
         self.profiler.begin(step + 1, self.executor)
         started = self.executor.start(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
         self.profiler.end(step + 1, self.executor)
         later = self._by_layer(self.setup_data)  # some of the result is only known when the next step has begun
         if not later and all(peer.device == "cpu" for peer in self.setup_data.topology.peers):
-            return self._reported(started)
+            return self._reported(step, started)
         self.started[step] = started
         return None
 
@@ -382,12 +407,18 @@ class StageWorker:
         started = self.started.pop(step, None)
         if started is None:
             raise TransportError(f"step {step + 1}", "it was not started", "see the error that came before")
-        return self._reported(started)
+        return self._reported(step, started)
 
-    def _reported(self, started: StartedStep) -> StepResult:
+    def _reported(self, step: int, started: StartedStep) -> StepResult:
         result = started.result()
+        if self.compilation is not None:
+            self.compilation.after_step(step, float((result.times[:, 1] - result.times[:, 0]).sum()))
+        compiled, self.compiled_since = tuple(self.compiled_since), []
         times = self.communicators.clock.shared(result.times)
-        return replace(result, times=times, device_memory=self.memory_reports.due(), written=self.shard_writer.ended())
+        return replace(
+            result, times=times, device_memory=self.memory_reports.due(), written=self.shard_writer.ended(),
+            compiled=compiled,
+        )  # fmt: skip
 
     @raises_device_errors
     @parts_when_lost

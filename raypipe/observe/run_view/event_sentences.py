@@ -70,6 +70,13 @@ def _sentences(row: dict[str, Any]) -> list[str]:
     if kind == "rewound":
         what = f"step {row['from_step']}: {row['message']}"
         return [f"{step}back to here from {what}; {row['left_out']} mini-batches are left out"]
+    if kind == "compiling":
+        return ["compiling stages beside the first steps" if row["beside"] else "compiling stages"]
+    if kind == "compiled":
+        copy = f" of copy {row['replica']}" if row["replica"] else ""
+        if row["reason"] is not None:
+            return [f"note: stage {row['stage']}{copy} runs eagerly: {row['reason']}"]
+        return [f"compiled stage {row['stage']}{copy} in {row['seconds']:.1f} s"]
     if kind == "notice":
         return [f"note: {row['message']}"]
     return []

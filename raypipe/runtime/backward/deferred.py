@@ -27,6 +27,8 @@ class WeightQueue:
 
     def __init__(self) -> None:
         self.current: list[Closure] = []
+        self.whole = False
+        """Whether the running backward is to compute weight gradients too, rather than leave them to a W task."""
         self.only: frozenset[Tensor] | None = None
         """The parameters whose gradients are deferred; None for all that can be."""
         self.waiting: dict[Tensor, int] | None = None
@@ -62,8 +64,11 @@ class WeightQueue:
         kind = parameter.device.type
         if not torch.is_autocast_enabled(kind) or parameter.dtype != torch.float32:
             return parameter
+        return self.copy_in(parameter, torch.get_autocast_dtype(kind))
+
+    def copy_in(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a copy of a parameter in another dtype, the same one until the parameter changes."""
         known, version, copy = self._copies.get(id(parameter), (None, 0, parameter))
-        dtype = torch.get_autocast_dtype(kind)
         if known is None or version != parameter._version or copy.dtype != dtype:
             copy = parameter.detach().to(dtype)
             self._copies[id(parameter)] = parameter, parameter._version, copy

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -28,6 +29,15 @@ class Microbatches:
     """Numbers in their step, from 0."""
     inputs: tuple[Inputs, ...]
     """What the data says of each; see ``StageModule.reads``."""
+
+
+class CompiledForward(Protocol):
+    """A compiled stage."""
+
+    def find(
+        self, arrived: Payload, inputs: Inputs, segment: Segment | None
+    ) -> Callable[[Payload, Inputs, Snapshot | None], Payload] | None:
+        """Return what computes a forward on these tensors, the loss included; None if it has to run eagerly."""
 
 
 class StageComputation:
@@ -55,6 +65,8 @@ class StageComputation:
         self.sends_on, self.building = sends_on, building
         self.training = True
         """Whether dropout draws; validation does not."""
+        self.compiled: dict[tuple[int, int], CompiledForward] = {}
+        """The stage replicas that are compiled for training (``runtime.compiled``)."""
         self.turns = Alternation() if settings.sub_pipelined else None
 
     def run(
@@ -80,6 +92,10 @@ class StageComputation:
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
             drawn = random_keys(self.settings.seed, microbatches.step, samples, self.training)
             with drawn, self.casts.forward(), self.building(key, microbatches.ids[-1]):
+                compiled = self.compiled.get(key) if self.training else None
+                program = None if compiled is None else compiled.find(arrived, inputs, segment)
+                if program is not None:
+                    return program(arrived, inputs, weights)
                 outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
                 if not sends_on and (segment is None or not segment.gives):
                     outputs = (self.task.loss(outputs[0], inputs),)

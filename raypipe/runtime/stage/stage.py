@@ -81,7 +81,8 @@ class StageModule(nn.Module):
         self.body: StageBody = (
             model.build_stage(layers, seed, device) if single else Chain(model, self.parts, seed, device)
         )
-        self._gives = [tuple(t.differentiable for t in model.crossing(part[-1], 1)) for part in self.parts[:-1]]
+        self.gives_between = [tuple(t.differentiable for t in model.crossing(part[-1], 1)) for part in self.parts[:-1]]
+        """Per part but the last, and per tensor that it passes on, whether a gradient comes back."""
         self.set_recomputed(recomputed)
         self.named = self.body.named()
         self.shards = {name: model.shards[name] for name in self.named if name in model.shards}
@@ -103,8 +104,8 @@ class StageModule(nn.Module):
         """Whether several micro-batches can be stacked into one, and one divided into two halves."""
         self.statistics = self.body.statistics
         """Running statistics, e.g. of batch norm."""
-        self.defers = split
-        """Whether weight gradients are deferred."""
+        self.splits = self.defers = split
+        """Whether weight gradients are deferred; those of a compiled stage always are."""
         self.queue = WeightQueue()
         self.joint_names: list[str] = []
         """With ``split``, parameters whose gradients B computes all the same. Vectors are not listed, because their
@@ -116,7 +117,7 @@ class StageModule(nn.Module):
 
     def set_recomputed(self, recomputed: Collection[int] | None) -> None:
         """Choose the layers that R recomputes: any layers, if the stage was built with ``finest``; None for all."""
-        self.segments = segments_of(self.parts, recomputed, self._gives)
+        self.segments = segments_of(self.parts, recomputed, self.gives_between)
         """Runs of layers that are either kept or recomputed, in order."""
 
     @property
@@ -148,7 +149,7 @@ class StageModule(nn.Module):
                 x.requires_grad_()
 
     def run_backward(
-        self, saved: MicrobatchState, gradients: Sequence[Tensor], turns: Alternation | None = None
+        self, saved: MicrobatchState, gradients: Sequence[Tensor], turns: Alternation | None = None, whole: bool = False
     ) -> Payload:
         """Compute the input gradients of one micro-batch, and all weight gradients that are not deferred.
 
@@ -156,10 +157,12 @@ class StageModule(nn.Module):
             saved: the micro-batch's state; deferred weight gradients are left in its ``closures``.
             gradients: one per differentiable tensor among ``saved.outputs``.
             turns: alternates the two halves, where the forward ran in halves.
+            whole: whether the same task computes the weight gradients; those of a compiled stage are then not split.
 
         Returns:
             One gradient per differentiable tensor that the stage received.
         """
+        self.queue.whole = whole
         with self.queue.collect(saved.closures):
             if saved.halves is None:
                 back = self._backward(saved.inputs, saved.outputs, gradients, saved.boundaries)

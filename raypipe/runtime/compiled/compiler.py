@@ -1,0 +1,189 @@
+"""Compile the stages of one device: trace each, cut it, compile the pieces that its programs run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from raypipe.capture.opaque import flat_results
+from raypipe.models import Lengths
+from raypipe.runtime.backward.segments import Segment
+from raypipe.runtime.compiled.cut import Cut, Piece, cut
+from raypipe.runtime.compiled.inductor import Compiled, compile_graph, use_cache
+from raypipe.runtime.compiled.joint import Example, Joint, trace
+from raypipe.runtime.compiled.program import CompiledPiece, Pieces, StageProgram
+from raypipe.runtime.compiled.report import StageReport, first_line
+from raypipe.runtime.compiled.rewrite import prepare
+from raypipe.runtime.compiled.stage import CompiledStage, span_of
+from raypipe.runtime.executor import Executor
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.transport.channel import TensorSpec
+from raypipe.runtime.update.gradients import StageKey
+from raypipe.schedule.kinds import JOINT
+from raypipe.schedule.lowering.programs import Program
+
+Build = Callable[[fx.GraphModule, FakeTensorMode, bool], Compiled]
+"""Compiles a graph; the last argument says whether it is of a backward."""
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Which pieces of a stage its programs run."""
+
+    joint: bool
+    split: bool
+    recomputes: bool
+    """Whether an R task recomputes some micro-batches."""
+    keeps: bool
+    """Whether the forward of some micro-batches keeps all that the backward needs."""
+    microbatch: int
+    """A micro-batch that the stage works on, by number in its step."""
+
+
+@dataclass
+class TracedStage:
+    """A stage that is traced and cut, and not compiled yet."""
+
+    key: StageKey
+    module: StageModule
+    needed: Needed
+    parts: list[tuple[Example, Joint, Cut]]
+    began: float
+
+
+class StageCompiler:
+    """Compiles the stages of a device.
+
+    Args:
+        executor: of the device, set up; its data says what shapes the stages work on.
+        programs: those of a step.
+        done: number of steps done before.
+        build: compiles one graph.
+    """
+
+    def __init__(
+        self, executor: Executor, programs: Collection[Program], done: int = 0, build: Build = compile_graph
+    ) -> None:
+        self.executor, self.programs, self.done, self.build = executor, programs, done, build
+
+    def trace(self, key: StageKey) -> TracedStage | StageReport:
+        """Trace and cut one stage; return a report instead where it cannot be."""
+        began = time.monotonic()
+        module = self.executor.modules[key]
+        reason = _opaque(module)
+        if reason is None:
+            try:
+                needed = self._needed(key)
+                parts = []
+                for example in self._examples(key, needed):
+                    joint = trace(module, example)
+                    prepare(joint)
+                    parts.append((example, joint, cut(joint)))
+                return TracedStage(key, module, needed, parts, began)
+            except Exception as error:  # torch raises anything at all; eager runs instead
+                reason = first_line(error)
+        return StageReport(*key, time.monotonic() - began, reason)
+
+    def compile(self, traced: TracedStage) -> tuple[CompiledStage | None, StageReport]:
+        """Compile a traced stage."""
+        use_cache()
+        compiled = CompiledStage()
+        try:
+            for example, joint, pieces in traced.parts:
+                built = self._built(joint, pieces, traced.needed)
+                specs = (*example.arrived, *(example.inputs[name] for name in joint.inputs))
+                program = StageProgram(traced.module, joint, built, specs)
+                compiled.programs.setdefault(span_of(example.segment), []).append(program)
+        except Exception as error:  # as above
+            return None, StageReport(*traced.key, time.monotonic() - traced.began, first_line(error))
+        return compiled, self._report(traced)
+
+    def _built(self, joint: Joint, pieces: Cut, needed: Needed) -> Pieces:
+        def build(piece: Piece, backward: bool = True) -> CompiledPiece:
+            return CompiledPiece(piece, self.build(piece.graph, joint.fake, backward))
+
+        return Pieces(
+            build(pieces.forward, False),
+            build(pieces.forward_only, False) if needed.recomputes else None,
+            build(pieces.backward) if needed.joint else None,
+            build(pieces.input_grad) if needed.split else None,
+            build(pieces.weight_grad) if needed.split else None,
+        )
+
+    @staticmethod
+    def _report(traced: TracedStage) -> StageReport:
+        names = {id(parameter): name for name, parameter in traced.module.named.items()}
+        held = dict(traced.module.named_parameters())
+        inside = [
+            names[id(held[joint.parameters[number]])]
+            for _, joint, pieces in traced.parts
+            for number in pieces.in_input_grad
+            if traced.needed.split
+        ]
+        kept = sum(pieces.kept_bytes for _, _, pieces in traced.parts)
+        handed = sum(pieces.handed_bytes for _, _, pieces in traced.parts)
+        return StageReport(*traced.key, time.monotonic() - traced.began, None, tuple(inside), kept, handed)
+
+    def _needed(self, key: StageKey) -> Needed:
+        programs, microbatches = self.programs, self.executor.settings.microbatches
+        every = [action.task for program in programs for action in program.actions]
+        tasks = [task for task in every if (task.stage, task.replica) == key]
+        kinds = {task.kind for task in tasks}
+        recomputed = {pair for program in programs for pair in program.recomputed}
+        keeps = any((key[0], mb) not in recomputed for task in tasks if task.kind == "F" for mb in task.mbs)
+        first = next(task.mbs[0] for task in tasks if task.kind == "F")
+        return Needed(
+            not kinds.isdisjoint(JOINT) or "W" not in kinds, "W" in kinds, "R" in kinds, keeps,
+            first % microbatches,
+        )  # fmt: skip
+
+    def _examples(self, key: StageKey, needed: Needed) -> list[Example]:
+        """Return what the stage's forwards are given: all of it at once, or the segments that R recomputes apart."""
+        executor, module = self.executor, self.executor.modules[key]
+        stage = key[0]
+        lengths = executor.feed.lengths("train", self.done, needed.microbatch)
+        inputs = executor.feed.inputs("train", self.done, needed.microbatch) if module.reads else {}
+        read = {name: TensorSpec(tuple(x.shape), x.dtype) for name, x in inputs.items() if name in module.reads}
+        arrived: tuple[TensorSpec, ...] = executor.io_specs.of(stage - 1, lengths).act if stage else ()
+        task = None if stage in executor.io_specs else executor.task
+        samples = executor.settings.samples_per_microbatch
+        autocast = executor.settings.autocast
+        whole = Example(samples, arrived, read, None, autocast, task)
+        if not needed.recomputes or module.recomputes_whole:
+            return [whole]
+        found = [whole] if needed.keeps else []
+        for segment in module.segments:
+            loss = task if not segment.gives else None
+            found.append(Example(samples, arrived, read, segment, autocast, loss))
+            arrived = self._leaving(module, segment, lengths) if segment.gives else ()
+        return found
+
+    def _leaving(self, module: StageModule, segment: Segment, lengths: Lengths) -> tuple[TensorSpec, ...]:
+        """Return what a segment passes to the next one."""
+        last = module.parts[segment.end - 1][-1]
+        crossing = self.executor.io_specs.model.crossing(last, self.executor.settings.samples_per_microbatch, lengths)
+        return tuple(TensorSpec(t.shape, t.dtype) for t in crossing)
+
+
+def swap_in(executor: Executor, ready: Mapping[StageKey, CompiledStage]) -> None:
+    """Run these stages compiled from the next step on, and all others eagerly."""
+    for key, module in executor.modules.items():
+        was, now = key in executor.computation.compiled, key in ready
+        if was != now:
+            module.defers = now or module.splits
+    executor.computation.compiled = dict(ready)
+
+
+def _opaque(module: StageModule) -> str | None:
+    """Name the first module that runs as it is, without a graph of its operations."""
+    for part in module.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            if node.target is flat_results:
+                return f"{node.args[0].target} could not be captured and runs as it is"
+    return None

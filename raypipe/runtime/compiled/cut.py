@@ -1,0 +1,284 @@
+"""Cut the joint graph of a stage into forward, input gradient and weight gradients.
+
+The forward keeps what either backward reads, chosen by torch's min-cut: cheap values are computed again where that
+keeps fewer bytes. The backward is then cut a second time. B holds what the gradients of the stage's inputs need, and
+gradients of vectors (norms, biases), which are sums over values that B has at hand. W holds the rest. It runs later, so
+what B hands to it stays in memory: views are made again in W, and a value crosses once however often W reads it.
+
+Gradients that are products ``a @ b`` are left to whoever accumulates them, which adds the product to the gradient in
+place, without a tensor of the weight's size in between.
+
+Source: Qi et al. 2023 (zero bubble), section 2, for B and W; Chen et al. 2016 and torch's
+``min_cut_rematerialization_partition`` for the first cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils import _pytree as pytree
+
+from raypipe.runtime.compiled.graphs import (
+    ancestors,
+    base_of,
+    extract,
+    is_product,
+    is_view,
+    nbytes,
+    results,
+    tuples_with_items,
+    value,
+)
+from raypipe.runtime.compiled.joint import Joint
+from raypipe.runtime.compiled.rewrite import CAST
+
+aten = torch.ops.aten
+
+
+class Slot(NamedTuple):
+    """Where a piece finds one of its inputs."""
+
+    source: Literal["given", "kept", "tangent", "handed"]
+    """The forward's inputs; what the forward has kept; the outputs' gradients; what B hands to W."""
+    number: int
+
+
+class Gradient(NamedTuple):
+    """The gradient of one parameter, by positions among the outputs of the piece that computes it."""
+
+    parameter: int
+    """Number of the parameter."""
+    first: int
+    """The gradient, or the left factor of the product that it is."""
+    second: int | None = None
+    """The right factor; None if ``first`` is the gradient."""
+    shared: bool = False
+    """Whether others may hold the memory of ``first``."""
+
+
+@dataclass
+class Piece:
+    """One graph of a stage, with the places of its inputs."""
+
+    graph: fx.GraphModule
+    slots: tuple[Slot, ...]
+    gradients: tuple[Gradient, ...] = ()
+    """The weight gradients that it computes."""
+    back: tuple[int | None, ...] = ()
+    """Per arrived tensor that gets one, the position of its gradient among the outputs; None if it is zero."""
+    hands: int = 0
+    """Where the outputs begin that B hands to W."""
+
+
+@dataclass
+class Cut:
+    """The pieces of a stage."""
+
+    forward: Piece
+    """Its outputs, then what it keeps."""
+    forward_only: Piece
+    """The forward that keeps nothing."""
+    backward: Piece
+    """Both gradients."""
+    input_grad: Piece
+    weight_grad: Piece
+    kept_bytes: int
+    """What a micro-batch keeps from F to B, parameters and inputs not counted."""
+    handed_bytes: int
+    """What it keeps from B to W, alike."""
+    in_input_grad: tuple[int, ...]
+    """Numbers of the matrices whose gradients are computed in B."""
+
+
+def cut(joint: Joint) -> Cut:
+    """Cut a joint graph (``rewrite.prepare``) into pieces."""
+    parameters = len(joint.parameters) + len(joint.buffers)
+    casts = range(joint.given, joint.given + len(joint.casts))
+    forward, backward = min_cut_rematerialization_partition(
+        joint.graph, None, num_fwd_outputs=joint.outputs, static_lifetime_input_indices=[*range(parameters), *casts]
+    )
+    primals = [node.name for node in joint.graph.graph.nodes if node.op == "placeholder"]
+    primals = [name for name in primals if "tangents" not in name]
+    tangents = [n.name for n in joint.graph.graph.nodes if n.op == "placeholder" and "tangents" in n.name]
+    slots = {name: Slot("given", i) for i, name in enumerate(primals)}
+    slots |= {name: Slot("tangent", i) for i, name in enumerate(tangents)}
+
+    made = [node for node in results(forward.graph) if node is not None]
+    outputs = made[: joint.outputs]
+    kept = [node for node in made[joint.outputs :] if node.op != "placeholder"]
+    slots |= {node.name: Slot("kept", i) for i, node in enumerate(kept)}
+    first = _piece(forward, [*outputs, *kept], slots)
+    cut = _Backward(joint, backward, slots)
+    split, weights, handed, inside = cut.split()
+    return Cut(
+        first, _piece(forward, outputs, slots), cut.whole(), split, weights, nbytes(kept),
+        nbytes(node for node in handed if slots.get(node.name, Slot("kept", 0)).source != "given"), inside,
+    )  # fmt: skip
+
+
+def _piece(module: fx.GraphModule, outputs: Sequence[fx.Node], slots: Mapping[str, Slot]) -> Piece:
+    """Return the part of a module that computes ``outputs`` from whatever has a slot."""
+    needed = ancestors(outputs)
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder" and node in needed]
+    return Piece(extract(module, inputs, outputs), tuple(slots[node.name] for node in inputs))
+
+
+class _Backward:
+    """The joint backward graph of a stage, and its parts."""
+
+    def __init__(self, joint: Joint, module: fx.GraphModule, slots: Mapping[str, Slot]) -> None:
+        self.joint, self.module, self.slots = joint, module, slots
+        found = results(module.graph)
+        self.weights = [(number, node) for number, node in zip(joint.trained, found, strict=False) if node is not None]
+        self.back = found[len(joint.trained) :]
+
+    def whole(self) -> Piece:
+        """Return the joint backward."""
+        outputs = _Outputs()
+        back = tuple(None if node is None else outputs.add(node) for node in self.back)
+        gradients = self._gradients(outputs, self.weights)
+        piece = _piece(self.module, outputs.nodes, self.slots)
+        piece.gradients, piece.back = gradients, back
+        return piece
+
+    def split(self) -> tuple[Piece, Piece, list[fx.Node], tuple[int, ...]]:
+        """Return B, W, what W reads, and the numbers of the matrices whose gradients are in B."""
+        inside = self._in_input_grad()
+        early = [(number, node) for number, node in self.weights if node in inside]
+        late = [(number, node) for number, node in self.weights if node not in inside]
+
+        ends = _Outputs()
+        gradients = self._gradients(ends, late)
+        boundary = self._boundary(ends.nodes, inside)
+        handed = [node for node in boundary if node.op != "placeholder"]
+        slots = {**self.slots, **{node.name: Slot("handed", i) for i, node in enumerate(handed)}}
+        weight_grad = Piece(
+            extract(self.module, boundary, ends.nodes), tuple(slots[node.name] for node in boundary), gradients
+        )
+
+        outputs = _Outputs()
+        back = tuple(None if node is None else outputs.add(node) for node in self.back)
+        early_gradients = self._gradients(outputs, early, products=False)
+        hands = len(outputs.nodes)
+        for node in handed:
+            outputs.append(node)
+        input_grad = _piece(self.module, outputs.nodes, self.slots)
+        input_grad.gradients, input_grad.back, input_grad.hands = early_gradients, back, hands
+        matrices = tuple(number for number, node in early if value(node).dim() > 1)
+        return input_grad, weight_grad, boundary, matrices
+
+    def _in_input_grad(self) -> set[fx.Node]:
+        """Return the nodes of B."""
+        ends = [node for node in self.back if node is not None]
+        if ends:
+            inside = ancestors(ends)
+        else:  # the first stage has no input gradient; its B is what several weight gradients share
+            counts: dict[fx.Node, int] = {}
+            for _, node in self.weights:
+                for one in ancestors([node]):
+                    counts[one] = counts.get(one, 0) + 1
+            inside = {node for node, count in counts.items() if count > 1}
+        inside = tuples_with_items(inside)
+        for _, node in self.weights:
+            more = ancestors([node], inside) - inside
+            if value(node).dim() <= 1 and not any(map(is_product, more)):
+                inside |= more
+        return tuples_with_items(inside)
+
+    @staticmethod
+    def _boundary(ends: Iterable[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
+        """Return the nodes that W reads: placeholders, and results of B other than views of them."""
+        found: dict[fx.Node, None] = {}
+        seen: set[fx.Node] = set()
+        todo = list(ends)
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op == "placeholder" or (node in inside and not is_view(node) and node.op != "get_attr"):
+                found[node] = None
+            else:
+                todo += node.all_input_nodes
+        return list(found)
+
+    @staticmethod
+    def _gradients(
+        outputs: _Outputs, weights: Sequence[tuple[int, fx.Node]], products: bool = True
+    ) -> tuple[Gradient, ...]:
+        """Add weight gradients to the outputs of a piece, from the last parameter to the first."""
+        bases = [base_of(node) for _, node in weights]
+        found = []
+        for number, node in reversed(weights):
+            factors = _factors(node) if products else None
+            if factors is not None:
+                found.append(Gradient(number, outputs.add(factors[0]), outputs.add(factors[1])))
+                continue
+            base = base_of(node)
+            shared = base.op == "placeholder" or bases.count(base) > 1
+            found.append(Gradient(number, outputs.add(node), shared=shared))
+        return tuple(found)
+
+
+class _Outputs:
+    """The outputs of a piece, each once."""
+
+    def __init__(self) -> None:
+        self.nodes: list[fx.Node] = []
+
+    def add(self, node: fx.Node) -> int:
+        """Return the position of a node, which is added unless it is there."""
+        if node not in self.nodes:
+            self.nodes.append(node)
+        return self.nodes.index(node)
+
+    def append(self, node: fx.Node) -> None:
+        """Add a node at the end, even if it is there already."""
+        self.nodes.append(node)
+
+
+def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return the factors of a gradient that is a product of two matrices, perhaps transposed and cast.
+
+    Transposed factors may be new nodes of the graph.
+    """
+    flipped = False
+    while node.target is CAST or _transposes(node):
+        flipped = flipped != (node.target is not CAST)
+        node = node.all_input_nodes[0]
+    if node.target is not aten.mm.default:
+        return None
+    a, b = _nodes(node.args)
+    return (a, b) if not flipped else (_transposed(b), _transposed(a))
+
+
+def _nodes(arguments: Sequence[Any]) -> list[fx.Node]:
+    return [argument for argument in arguments if isinstance(argument, fx.Node)]
+
+
+def _transposes(node: fx.Node) -> bool:
+    """Return whether a node swaps the two dimensions of a matrix."""
+    if node.target is aten.t.default:
+        return True
+    if node.target not in (aten.permute.default, aten.transpose.int) or value(node).dim() != 2:
+        return False
+    dims = [dim % 2 for dim in pytree.tree_leaves(node.args[1:])]
+    return dims == [1, 0] or (node.target is aten.transpose.int and dims[0] != dims[1])
+
+
+def _transposed(node: fx.Node) -> fx.Node:
+    """Return the node that is a matrix transposed."""
+    if _transposes(node):
+        return node.all_input_nodes[0]
+    for user in node.users:
+        if _transposes(user):
+            return user
+    with node.graph.inserting_after(node):
+        made = node.graph.call_function(aten.permute.default, (node, [1, 0]))
+    made.meta = {**node.meta, "val": value(node).t()}
+    return made

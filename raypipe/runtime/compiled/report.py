@@ -1,0 +1,31 @@
+"""What a worker reports of the compilation of its stages; plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What became of one stage replica."""
+
+    stage: int
+    replica: int
+    seconds: float
+    """What tracing and compiling took."""
+    reason: str | None = None
+    """Why it runs eagerly; None if it is compiled."""
+    in_input_grad: tuple[str, ...] = ()
+    """Matrices whose gradients are computed in B, in a schedule that splits the backward."""
+    kept_bytes: int = 0
+    """Bytes that a micro-batch keeps from its forward to its backward, without parameters and inputs."""
+    handed_bytes: int = 0
+    """Bytes that it keeps from B to W, alike."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, on one line."""
+    lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[0] if lines else ""
+    return f"{type(error).__name__}: {said[:200]}" if said else type(error).__name__

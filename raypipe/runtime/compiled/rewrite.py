@@ -1,0 +1,68 @@
+"""Rewrites of a joint graph before it is cut: what hides that its parts run at different times is taken apart."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from raypipe.runtime.compiled.joint import Joint
+
+aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
+
+
+def prepare(joint: Joint) -> None:
+    """Make all rewrites, in place."""
+    _drop_detached(joint.graph.graph)
+    _lift_casts(joint)
+    _split_convolutions(joint.graph.graph)
+    joint.graph.graph.eliminate_dead_code()
+    joint.graph.graph.lint()
+    joint.graph.recompile()
+
+
+def _drop_detached(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _lift_casts(joint: Joint) -> None:
+    """Make casts of whole parameters inputs, so that the micro-batches of a step share them (``weight_casts``)."""
+    graph = joint.graph.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    made: dict[tuple[int, torch.dtype], fx.Node] = {}
+    last = placeholders[joint.given - 1]
+    for number in range(len(joint.parameters)):
+        for node in [user for user in placeholders[number].users if user.target is CAST]:
+            dtype = node.args[1]
+            if (number, dtype) not in made:
+                with graph.inserting_after(last):
+                    last = graph.placeholder(f"primals_{joint.given + len(made) + 1}")
+                last.meta = dict(node.meta)
+                made[number, dtype] = last
+                joint.casts.append((number, dtype))
+            node.replace_all_uses_with(made[number, dtype])
+            graph.erase_node(node)
+
+
+def _split_convolutions(graph: fx.Graph) -> None:
+    """Compute a convolution's input gradient apart from its weight gradients, which may wait."""
+    for node in list(graph.nodes):
+        if node.target is not aten.convolution_backward.default:
+            continue
+        *args, mask = node.args
+        if not (mask[0] and any(mask[1:])):
+            continue
+        values = node.meta["val"]
+        with graph.inserting_after(node):
+            weights = graph.call_function(node.target, (*args, [False, *mask[1:]]))
+        weights.meta = {**node.meta, "val": (None, *values[1:])}
+        for user in list(node.users):
+            if user.target is operator.getitem and user.args[1] != 0:
+                user.args = (weights, user.args[1])
+        node.args = (*args, [True, False, False])
+        node.meta = {**node.meta, "val": (values[0], None, None)}

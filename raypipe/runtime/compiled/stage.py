@@ -1,0 +1,32 @@
+"""A stage that has compiled programs: which of them runs, and what runs eagerly instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raypipe.models import Inputs
+from raypipe.runtime.backward.segments import Segment
+from raypipe.runtime.compiled.program import StageProgram
+from raypipe.runtime.runner import Payload
+
+Span = tuple[int, int] | None
+"""First part of a segment and the end (exclusive); None for a whole stage."""
+
+
+def span_of(segment: Segment | None) -> Span:
+    """Return the span of a segment."""
+    return None if segment is None else (segment.begin, segment.end)
+
+
+@dataclass
+class CompiledStage:
+    """The programs of one stage replica. Whatever they do not fit runs eagerly."""
+
+    programs: dict[Span, list[StageProgram]] = field(default_factory=dict)
+
+    def find(self, arrived: Payload, inputs: Inputs, segment: Segment | None) -> StageProgram | None:
+        """Return the program for these tensors; None if they have other shapes than any was compiled for."""
+        for program in self.programs.get(span_of(segment), ()):
+            if program.fits(arrived, inputs):
+                return program
+        return None

@@ -1,0 +1,91 @@
+"""Loss curves of compiled stages beside eager ones: families of models under several schedules, float64, with dropout.
+
+    python -m tests.bench.accuracy.compiled_losses [NAME ...] [--schedules 1f1b zb-h1 zb-v chimera] [--steps 4]
+
+The eager curve is that of one device with one stage. Prints, per family and schedule, the largest difference and the
+stages that ran eagerly; the exit status is the number of rows above 1e-9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raypipe.job.load import job_from
+from raypipe.observe.run_log import EVENTS, read_rows
+from raypipe.runtime.cluster.worker_group import WorkerGroup
+from raypipe.runtime.worker import StageWorker
+from tests.bench.runtime.families import TEXT, jobs
+from tests.runtime.runs.small_runs import drive
+
+DROPOUT = {
+    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "vit": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "llama": {"attention_dropout": 0.1},
+    "mixtral": {"attention_dropout": 0.1},
+    "t5": {"dropout_rate": 0.1},
+}
+GPT = {"type": "gpt", "layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 256, "dropout": 0.1,
+       "tie_embeddings": True}  # fmt: skip
+NAMES = ("gpt", "gpt2", "llama", "bert", "t5", "vit", "mixtral", "resnet", "cnn")
+SCHEDULES = ("1f1b", "zb-h1", "zb-v", "chimera")
+EXACT = 1e-9
+
+
+def models(folder: Path, steps: int) -> dict[str, dict[str, Any]]:
+    """A job for each family."""
+    found = {"gpt": {"name": "gpt", "model": GPT, "data": TEXT}} | jobs(folder, steps)
+    for name, changes in DROPOUT.items():
+        found[name]["model"]["config"] = {**found[name]["model"]["config"], **changes}
+    for job in found.values():
+        job["train"] = {"steps": steps, "batch": 8, "eval_batches": 1, "lr": 0.001, "dtype": "float64", "seed": 3,
+                        "clip": 1.0}  # fmt: skip
+    return found
+
+
+def main() -> int:
+    """Train each; see above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=NAMES)
+    parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
+    parser.add_argument("--steps", type=int, default=4)
+    asked = parser.parse_args()
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    worker = ray.remote(StageWorker).options(num_cpus=1, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
+    actors = [worker.remote(rank, f"stage actor {rank}") for rank in range(2)]
+
+    def pool(devices: int) -> WorkerGroup:
+        used = actors[:devices]
+        locations = ray.get([actor.locate.remote() for actor in used])
+        return WorkerGroup(list(used), [x.peer.name for x in locations], locations, uuid.uuid4().hex[:8])
+
+    wrong = 0
+    with tempfile.TemporaryDirectory(prefix="raypipe-compiled-") as name:
+        folder = Path(name)
+        every = models(folder, asked.steps)
+        for family in asked.names:
+            job = every[family]
+            alone = job_from({**job, "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 2}})
+            eager = drive(alone, pool, folder / f"{family}-eager").losses
+            for schedule in asked.schedules:
+                where = folder / f"{family}-{schedule}"
+                parallel = {"schedule": schedule, "stages": 2, "microbatch": 2}
+                train = {**job["train"], "compile": "inductor"}
+                losses = drive(job_from({**job, "train": train, "parallel": parallel}), pool, where).losses
+                off = max(abs(a - b) for a, b in zip(losses, eager, strict=True))
+                rows = [row for row in read_rows(where / EVENTS) if row["event"] == "compiled"]
+                reasons = {row["reason"] for row in rows if row["reason"]}
+                wrong += off > EXACT
+                print(f"{family:8} {schedule:8} {off:.1e}  {len(rows)} stages, "
+                      f"{max(row['seconds'] for row in rows):.0f} s  {'; '.join(reasons)}", flush=True)  # fmt: skip
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

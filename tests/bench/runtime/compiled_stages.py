@@ -1,0 +1,166 @@
+"""Compiled stages beside eager ones: step time, B and W beside the joint backward, activations, time to the first step.
+
+    python -m tests.bench.runtime.compiled_stages [--turns 7] [--first-step]
+
+All stages of a small GPT run on one device with one thread, as a worker runs them; eager and compiled steps take turns,
+and a row is the median turn. ``small`` is a model whose operations cost more to launch than to compute, ``large`` one
+whose time is matrix products. Activations are what a micro-batch's forward saves, parameters and inputs not counted.
+
+``--first-step`` times ``raypipe train`` up to its first step instead: eager, compiled with an empty cache, and compiled
+with the cache that this has filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from raypipe.job.load import job_from
+from raypipe.models import LayeredModel, build_model
+from raypipe.runtime.compiled.inductor import compile_graph
+from tests.runtime.compiled.pieces import compiled_device
+from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
+
+TEXT = {"type": "bytes", "path": str(Path(__file__).parents[3] / "docs")}
+SIZES = {
+    "small": {"layers": 4, "hidden": 64, "heads": 2, "sequence": 32, "microbatch": 2},
+    "large": {"layers": 4, "hidden": 256, "heads": 4, "sequence": 128, "microbatch": 4},
+}
+MICROBATCHES = 4
+
+
+def model_of(name: str, dropout: float) -> tuple[LayeredModel, dict[str, Tensor], int]:
+    """A GPT, a mini-batch for it, and the size of a micro-batch."""
+    shape = dict(SIZES[name])
+    microbatch = shape.pop("microbatch")
+    job = job_from({
+        "name": name, "model": {"type": "gpt", "vocabulary": 256, "dropout": dropout, **shape}, "data": TEXT,
+        "train": {"steps": 1, "batch": microbatch * MICROBATCHES, "dtype": "float32"},
+    })  # fmt: skip
+    drawn = torch.randint(256, (microbatch * MICROBATCHES, shape["sequence"] + 1))
+    model = build_model(job, None)
+    return model, model.task.from_text(drawn, [0] * len(drawn)), microbatch
+
+
+def step_s(made: OneDevice, step: int) -> float:
+    """Seconds of one step."""
+    began = time.perf_counter()
+    made.executor.run(made.program, step, LR * 1e-6)
+    return time.perf_counter() - began
+
+
+def activation_bytes(made: OneDevice) -> int:
+    """Bytes that the forward of a micro-batch saves, over all stages; of each storage once."""
+    executor = made.executor
+    own = {p.untyped_storage().data_ptr() for stage in made.stages for p in stage.parameters()}
+    total, arrived = 0, ()
+    executor.split, executor.step = "train", 0
+    for number, stage in enumerate(made.stages):
+        kept: list[Tensor] = []
+        given = {x.untyped_storage().data_ptr() for x in arrived}
+
+        def pack(x: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(x)
+            return x
+
+        stage.track(arrived)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            outputs, _ = executor.computation.run((number, 0), executor._microbatches((number, 0), (0,)), arrived, None)
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+        total += sum(size for at, size in storages.items() if at not in own | given)
+        arrived = tuple(y.detach() for y in outputs)
+    return total
+
+
+def compare(name: str, dropout: float, turns: int) -> None:
+    """Print the rows of one model."""
+    model, rows, microbatch = model_of(name, dropout)
+    cut = even_cut(model, 2)
+    made: dict[str, OneDevice] = {}
+    for split in (False, True):
+        made[f"eager {split}"] = one_device(model, cut, rows, torch.float32, microbatch, split=split)
+        made[f"compiled {split}"], _, reports = compiled_device(
+            model, cut, rows, torch.float32, microbatch, build=compile_graph, split=split
+        )
+        assert all(report.reason is None for report in reports), reports
+    for device in made.values():
+        for step in range(2):
+            step_s(device, step)
+    taken: dict[str, list[float]] = {kind: [] for kind in made}
+    for turn in range(turns):
+        for kind, device in made.items():
+            taken[kind].append(step_s(device, turn + 2))
+    ms = {kind: median(times) * 1e3 for kind, times in taken.items()}
+    for split, what in ((False, "joint backward"), (True, "B and W")):
+        eager, compiled = ms[f"eager {split}"], ms[f"compiled {split}"]
+        print(f"{name:5} dropout {dropout:3}  {what:14}  eager {eager:8.2f} ms  compiled {compiled:8.2f} ms  "
+              f"{compiled / eager:.2f}")  # fmt: skip
+    print(f"{name:5} dropout {dropout:3}  compiled B + W over compiled joint: "
+          f"{ms['compiled True'] / ms['compiled False']:.3f}")  # fmt: skip
+    eager, compiled = (activation_bytes(made[f"{kind} False"]) for kind in ("eager", "compiled"))
+    print(f"{name:5} dropout {dropout:3}  activations a micro-batch: eager {eager / 2**20:.2f} MiB, "
+          f"compiled {compiled / 2**20:.2f} MiB, {compiled / eager:.2f}", flush=True)  # fmt: skip
+
+
+def first_step_s(folder: Path, run: str, compiled: str, cache: Path) -> float:
+    """Seconds from the command to its first step."""
+    shape = {**SIZES["large"]}
+    microbatch = shape.pop("microbatch")
+    job = {
+        "name": "first", "model": {"type": "gpt", "vocabulary": 256, "dropout": 0.1, **shape}, "data": TEXT,
+        "train": {"steps": 20, "batch": 4 * microbatch, "eval_batches": 1, "compile": compiled},
+        "parallel": {"schedule": "zb-h1", "stages": 2, "microbatch": microbatch},
+    }  # fmt: skip
+    file = folder / f"{run}.yaml"
+    file.write_text(yaml.safe_dump(job))
+    metrics = folder / run / "metrics.jsonl"
+    command = [sys.executable, "-m", "raypipe", "train", str(file), "--run-dir", str(folder / run), "--json"]
+    began = time.monotonic()
+    environment: dict[str, Any] = {**os.environ, "RAYPIPE_CACHE_DIR": str(cache)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    first = None
+    while process.poll() is None:
+        if first is None and metrics.exists() and metrics.stat().st_size:
+            first = time.monotonic() - began
+        time.sleep(0.02)
+    assert process.returncode == 0
+    assert process.stdout is not None
+    json.loads(process.stdout.read().splitlines()[-1])
+    assert first is not None
+    return first
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--first-step", action="store_true")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="raypipe-compiled-") as name:
+        folder = Path(name)
+        if asked.first_step:
+            cache = folder / "cache"
+            for run, compiled in (("warm up", "none"), ("eager", "none"), ("cold", "inductor"), ("warm", "inductor"),
+                                  ("again", "inductor"), ("eager again", "none"), ("auto", "auto")):  # fmt: skip
+                print(f"{run:12} {first_step_s(folder, run.replace(' ', '-'), compiled, cache):6.1f} s", flush=True)
+            return
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
+        torch.set_num_threads(1)
+        for size in SIZES:
+            compare(size, 0.1, asked.turns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A step on one device whose stages run as the pieces of their joint graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from raypipe.models import LayeredModel
+from raypipe.runtime.compiled.compiler import StageCompiler, TracedStage, swap_in
+from raypipe.runtime.compiled.inductor import Compiled
+from raypipe.runtime.compiled.report import StageReport
+from tests.runtime.runs.one_device import LR, OneDevice, Outcome, one_device
+
+
+def interpreted(graph: fx.GraphModule, fake: object, backward: bool) -> Compiled:
+    """Run a piece with PyTorch's own kernels, one operation after the other: what is tested is the cut."""
+    return lambda values: graph(*values)
+
+
+def compiled_device(
+    model: LayeredModel, cut: list[range], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
+    build: Any = interpreted, **variant: Any,
+) -> tuple[OneDevice, list[TracedStage], list[StageReport]]:  # fmt: skip
+    """A device whose stages are compiled where they can be; ``variant``: as ``one_device``'s."""
+    made = one_device(model, cut, rows, dtype, microbatch, **variant)
+    compiler = StageCompiler(made.executor, [made.program], build=build)
+    found = [compiler.trace(key) for key in made.executor.modules]
+    traced = [one for one in found if isinstance(one, TracedStage)]
+    reports = [one for one in found if isinstance(one, StageReport)]
+    ready = {}
+    for one in traced:
+        stage, report = compiler.compile(one)
+        reports.append(report)
+        if stage is not None:
+            ready[one.key] = stage
+    swap_in(made.executor, ready)
+    return made, traced, reports
+
+
+def step_of(made: OneDevice, step: int = 5) -> Outcome:
+    """One training step; gradients are read off its plain SGD update."""
+    before = {(s, n): p.detach().clone() for s, stage in enumerate(made.stages) for n, p in stage.named.items()}
+    result = made.executor.run(made.program, step, LR)
+    moved = {name: (old - made.stages[s].named[name].detach()) / LR for (s, name), old in before.items()}
+    return Outcome(result.loss_sum, moved, made.stages)
+
+
+def assert_same(a: Outcome, b: Outcome, tolerance: float = 1e-12) -> None:
+    """Loss and gradients agree, relative to the largest entry of each gradient."""
+    assert abs(a.loss - b.loss) <= tolerance * max(1.0, abs(b.loss))
+    assert a.gradients.keys() == b.gradients.keys()
+    for name, gradient in b.gradients.items():
+        worst = (a.gradients[name] - gradient).abs().max()
+        assert worst <= tolerance * gradient.abs().max().clamp(min=1.0), f"{name}: {worst:.2e}"

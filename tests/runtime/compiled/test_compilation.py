@@ -1,0 +1,59 @@
+"""``train.compile: auto``: eager steps while a thread compiles, then whatever is faster, swapped between two steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from raypipe.job import GptSpec
+from raypipe.models import GptLayers
+from raypipe.runtime.compiled.compilation import MEASURED, Compilation, refusal
+from raypipe.runtime.compiled.toolchain import missing_toolchain
+from tests.runtime.compiled.pieces import interpreted
+from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
+
+SPEC = GptSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=256, dropout=0.1, tie_embeddings=True)
+
+
+def device() -> OneDevice:
+    model = GptLayers(SPEC, torch.float64)
+    ids = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(0))
+    rows = {"input_ids": ids[:, :-1].contiguous(), "shift_labels": ids[:, 1:].contiguous()}
+    return one_device(model, even_cut(model, 2), rows, torch.float64, 2, split=True)
+
+
+def parallel(**keys: Any) -> Any:
+    return SimpleNamespace(**{"tensor": 1, "sync": "lazy", **keys})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_toolchain() is not None, reason=str(missing_toolchain()))
+@pytest.mark.parametrize("compiled_s", [0.5, 2.0], ids=["faster", "slower"])
+def test_the_faster_way_is_kept_and_losses_do_not_change(compiled_s: float) -> None:
+    made, plain = device(), device()
+    job = SimpleNamespace(train=SimpleNamespace(compile="auto"), parallel=parallel())
+    setup = cast(Any, SimpleNamespace(job=job, train={0: made.program}, done=0))
+    compilation = Compilation(setup, made.executor, interpreted)
+    assert compilation.begin() == []
+    assert compilation._pending is not None
+    compilation._pending.result()
+    reports, ran = [], []
+    for step in range(2 * MEASURED + 4):
+        reports += compilation.before_step(step)
+        ran.append(bool(made.executor.computation.compiled))
+        compilation.after_step(step, compiled_s if ran[-1] else 1.0)
+        losses = [one.executor.run(one.program, step, LR * 1e-3).loss_sum for one in (made, plain)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-12, rel=0)
+    stays = compiled_s < 1.0
+    after = [stays] * 3
+    assert ran == [False] * MEASURED + [True] * (MEASURED + 1) + after[: len(ran) - 2 * MEASURED - 1]
+    assert [report.reason is None for report in reports] == [True, True] + [False, False] * (not stays)
+
+
+def test_what_no_stage_can_be_compiled_for() -> None:
+    assert "tensor ranks" in str(refusal(parallel(tensor=2)))
+    assert "layer by layer" in str(refusal(parallel(sync="reverse-first-k")))
+    assert refusal(parallel()) == missing_toolchain()

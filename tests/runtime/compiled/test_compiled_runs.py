@@ -1,0 +1,51 @@
+"""Runs whose stages Inductor has compiled give the loss curves of plain PyTorch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from raypipe.errors import SpecError
+from raypipe.observe.run_log import EVENTS, read_rows
+from raypipe.runtime.compiled.toolchain import missing_toolchain
+from raypipe.train import prepare_run
+from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.small_runs import drive, small_job
+
+compiles = pytest.mark.skipif(missing_toolchain() is not None, reason=str(missing_toolchain()))
+
+
+def compiled_rows(directory: Path) -> list[dict]:
+    return [row for row in read_rows(directory / EVENTS) if row["event"] == "compiled"]
+
+
+@pytest.mark.slow
+@pytest.mark.runs
+@compiles
+def test_split_backward_with_dropout_and_tied_embeddings(stage_pool, text_folder, tmp_path) -> None:
+    job = small_job(text_folder, {"schedule": "zb-h1", "stages": 2}, {"layers": 2}, lr=0.001, clip=0.5,
+                    compile="inductor")  # fmt: skip
+    done = drive(job, stage_pool, tmp_path)
+    assert [row["reason"] for row in compiled_rows(tmp_path)] == [None, None]
+    assert done.losses == pytest.approx(plain_losses(job, tmp_path / "data", 4), abs=1e-9, rel=0)
+
+
+@pytest.mark.runs
+def test_what_cannot_be_compiled_runs_eagerly_and_is_said(stage_pool, text_folder, tmp_path) -> None:
+    job = small_job(text_folder, {"schedule": "1f1b", "stages": 1, "replicas": 2, "sync": "prioritised"},
+                    lr=0.001, compile="auto")  # fmt: skip
+    done = drive(job, stage_pool, tmp_path)
+    reasons = {row["reason"] for row in compiled_rows(tmp_path)}
+    assert len(reasons) == 1
+    assert "layer by layer" in reasons.pop()
+    assert done.losses == pytest.approx(plain_losses(job, tmp_path / "data", 4), abs=1e-9, rel=0)
+
+
+def test_without_a_compiler_it_is_refused_before_anything_starts(text_folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    job = small_job(text_folder, {"schedule": "1f1b", "stages": 2}, compile="inductor")
+    with pytest.raises(SpecError, match=r"train\.compile: there is no C\+\+ compiler"):
+        prepare_run(job, tmp_path / "run", resume=False)
+    assert not (tmp_path / "run").exists()
