@@ -263,6 +263,8 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
         yield Problem("parallel.placement", why, "leave it out, or use schedule: auto")
     try:
         if parallel.schedule == "auto":
+            if parallel.placement == "free":  # a plan's order says which
+                return
             placement = placed(parallel.placement, parallel.shape(train.batch))
             yield from _depth(len(placement[0]), parallel.stages, layers)
             yield from _keep(parallel, placement)

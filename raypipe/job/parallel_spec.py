@@ -41,8 +41,9 @@ class ParallelSpec(Spec):
     schedule, stages and microbatch leaves it nothing to choose, unless ``recompute`` asks it to."""
     schedule: str = "1f1b"
     """Name of a pipeline schedule (``raypipe schedule --list`` describes them), a file that holds one, or ``auto``."""
-    placement: Literal["line", "ring", "v", "bidirectional"] = "line"
-    """Where ``auto`` puts the stages; ``ring`` and ``v`` with ``chunks``, ``bidirectional`` with ``pipelines``."""
+    placement: Literal["line", "ring", "v", "bidirectional", "free"] = "line"
+    """Where ``auto`` puts the stages; ``ring`` and ``v`` with ``chunks``, ``bidirectional`` with ``pipelines``. In a
+    plan also ``free``: any number of stages a device, as the plan's order says (``parallel: auto`` may find one)."""
     memory_limit: Annotated[float, Field(gt=0)] | None = None
     """Activations a device may hold at once, in units of one stage's for one micro-batch; null for no limit."""
     stages: Positive = 1

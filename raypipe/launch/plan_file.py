@@ -117,7 +117,7 @@ def _checked_prediction(plan: Plan, job: JobSpec, plan_file: Path, say: Callable
             "plan this one: raypipe autoconfigure JOB.yaml -o PLAN.json",
         )  # fmt: skip
     say(f"note: since {plan_file} was planned, {key} {why}; its predicted time and memory no longer apply")
-    return plan.model_copy(update={"predicted_step_s": None, "made_for": None})
+    return plan.model_copy(update={"predicted_step_s": None, "bound_s": None, "made_for": None})
 
 
 def _other_model(key: str) -> bool:

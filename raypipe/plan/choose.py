@@ -18,12 +18,14 @@ from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS, SHARDING
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids
+from raypipe.plan.certificate.of_plan import Certificate, Certifiers
+from raypipe.plan.joint.better_plans import better_plans
 from raypipe.plan.plan import Plan
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict.orders import Orders
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor, without_noise
-from raypipe.plan.reasons import why_refused, why_slower, why_too_large, why_won
+from raypipe.plan.reasons import certified, why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.remedies import remedies, used_up
 from raypipe.plan.searched_gathers import searched_gathers
 from raypipe.plan.searched_orders import searched_orders
@@ -41,6 +43,8 @@ DIVIDED = 3
 """Plans that fit of which it is tried whether they are faster when their copies divide optimizer state or gradients."""
 TOO_LARGE = 3
 """Plans named that would be faster and do not fit."""
+PROOF, MOST_PROOF_S = 1 / 3, 1.0
+"""Share of the time to search that the chosen plan's certificate may take, and how much at most."""
 POLICIES = ("best", "largest-microbatch")
 
 
@@ -53,6 +57,8 @@ class Row:
     group: Literal["ranked", "compared", "too large"] = "ranked"
     """``ranked``: the chosen one and the other best of all. ``compared``: the best of a family that is not among them,
     on the divisions of the devices that lead. ``too large``: faster, but for its memory."""
+    certificate: Certificate | None = None
+    """How short a step of this division of the devices could be; None where the plan does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,11 +229,12 @@ def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     return {**p.candidate.parallel(**keep, **own, **recomputed).model_dump(), "auto": False}
 
 
-def plan_of(p: Prediction, job: JobSpec) -> Plan:
+def plan_of(p: Prediction, job: JobSpec, certificate: Certificate | None = None) -> Plan:
     """The plan file of a prediction."""
     return Plan.model_validate(
         {
             "parallel": parallel_of(p, job), "cut": tuple(map(tuple, p.cut)), "predicted_step_s": p.step_s,
+            "bound_s": None if certificate is None else certificate.bound_s,
             "order": to_text(replace(p.order, name=p.candidate.schedule)) if p.order is not None else None,
         }
     )  # fmt: skip
@@ -319,6 +326,10 @@ def choose(
         if only and not orders:
             raise SpecError("parallel.schedule", "no order could be searched here", "leave it out, or name a schedule")
         ranked = orders if only else ranked + orders
+    certifiers = Certifiers(judge)
+    if search_s > 0 and not greedy and may_be_arranged(given):
+        ranked = sorted(ranked, key=rank_key)
+        ranked = ranked + better_plans(judge, ranked, search_s, certifiers)
     ranked = sorted(ranked, key=rank_key)
     fastest = ranked[0]
     best = fastest if greedy else simplest(ranked)  # the rule goes by the predicted time alone
@@ -335,15 +346,26 @@ def choose(
         rest.append(Row(p, why, "compared"))
     rows += sorted(rest, key=lambda row: (not row.prediction.fits, rank_key(row.prediction)))
     rows += list(_faster_but_too_large(chooser, found, best))
+    proof_s = min(MOST_PROOF_S, PROOF * search_s)
+    rows = [
+        replace(row, certificate=certifiers.certificate(row.prediction, proof_s if row is rows[0] else 0.0))
+        if row.prediction.fits else row for row in rows
+    ]  # fmt: skip
     c = best.candidate
     costed = judge.of(c).profile
     hosts = tuple(c.tensor * n for n in costed.placed.of_first(c.groups))
     kinds = tuple(costed.kinds[k].kind_name for k in costed.kind_of_host[: len(hosts)])
-    plan = plan_of(best, job).planned_for(job, profile.device_names, hosts, kinds)
+    plan = plan_of(best, job, rows[0].certificate).planned_for(job, profile.device_names, hosts, kinds)
     return Decision(
         plan=plan, rows=tuple(rows), searched=found.searched, timed=found.timed, seconds=time.monotonic() - began,
         notes=tuple(_notes(rows, profile, shared, count, given, greedy)),
     )  # fmt: skip
+
+
+def may_be_arranged(given: Mapping[str, object]) -> bool:
+    """Whether the keys that a job gives leave cut, placement and order to be searched together."""
+    free = given.get("schedule", "auto") == "auto" and given.get("shard", "none") == "none"
+    return free and given.get("recompute") != "full" and not any(key in given for key in (*OPTIONS, "placement"))
 
 
 def ways_to_recompute(wish: object, greedy: bool) -> Ways:
@@ -360,6 +382,9 @@ def _notes(
     greedy: bool,
 ) -> Iterator[str]:  # fmt: skip
     """What a reader of the rows has to know."""
+    best, certificate = rows[0].prediction, rows[0].certificate
+    if certificate is not None:
+        yield certified(best, certificate)
     if profile.other_kinds:
         yield (
             f"Devices of several kinds, numbered in this order: {profile.device_names}. Each copy takes its share of "

@@ -51,6 +51,10 @@ def _candidate(row: Row) -> dict[str, Any]:
         "memory_bytes": [size for size in p.memory_bytes for _ in range(c.tensor)] * c.replicas,
         "memory_terms": p.memory[p.fullest].terms(), "capacity_bytes": p.capacity, "fits": p.fits,
         "why": row.why, "group": row.group,
+        # No plan of this division of the devices is shorter, whatever its cut, placement and order.
+        "bound_s": None if row.certificate is None else row.certificate.bound_s,
+        "gap": None if row.certificate is None else row.certificate.gap(p.step_s),
+        "binds": None if row.certificate is None else row.certificate.binds,
     }  # fmt: skip
 
 

@@ -76,6 +76,8 @@ class Plan(Spec):
 
     predicted_step_s: Annotated[float, Field(gt=0)] | None = None
     """Predicted step time in seconds; None if there is no prediction."""
+    bound_s: Annotated[float, Field(ge=0)] | None = None
+    """No plan that divides the devices in the same way has a shorter step, as far as is proved; None if unknown."""
     made_for: MadeFor | None = None
     """The job and device that it was planned for; None if the planner did not make it."""
 

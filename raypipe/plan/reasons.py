@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raypipe.plan.best_first import NEAR
 from raypipe.plan.candidate import PLAIN
+from raypipe.plan.certificate.of_plan import Certificate
 from raypipe.plan.predict.prediction import Prediction
 
 GIB = 2**30
@@ -24,7 +25,27 @@ def why_won(best: Prediction, fastest: Prediction) -> str:
         return f"{head}: no bubbles, {_share(_after(best), best)} of the step for {_collectives(best)}{_divided(best)}"
     after = _after(best)
     all_reduces = f", {_collectives(best)} {_share(after, best)}" if after > ALIKE * best.step_s else ""
-    return f"{head}: bubbles {_share(_idle(best), best)} of the step{all_reduces}{_divided(best)}"
+    arranged = f"; {best.moved}" if best.moved else ""
+    return f"{head}: bubbles {_share(_idle(best), best)} of the step{all_reduces}{_divided(best)}{arranged}"
+
+
+def certified(p: Prediction, certificate: Certificate) -> str:
+    """Say how far a plan is at most from the best of its division of the devices, and what keeps that from less."""
+    c = p.candidate
+    shape = f"{c.stages} x {c.replicas}" + (f" x {c.tensor}" if c.tensor > 1 else "")
+    return (
+        f"Certificate: on {shape} devices, with micro-batches of {c.microbatch}, a step takes at least "
+        f"{certificate.bound_s:.4g} s, whatever the cut, placement and order. The chosen plan takes at most "
+        f"{100 * certificate.gap(p.step_s):.1f} % more; {_BINDING[certificate.binds]}."
+    )
+
+
+_BINDING = {
+    "compute": "what binds is compute",
+    "link": "what binds are messages between devices and sums over copies",
+    "memory": "what binds is memory",
+    "barrier": "what binds is the barrier between steps, after which the pipeline fills anew",
+}
 
 
 def _collectives(p: Prediction) -> str:

@@ -134,7 +134,7 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
                 if reserve == "safe":
                     for e in others[c]:
                         if not held[group[e]] and nxt[e] < nxt[entry[e]]:
-                            room -= 1
+                            room -= takes[e]
                     if room < 0:
                         continue
                     nxt[c] += 1
@@ -147,7 +147,7 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
                 elif reserve == "stages" and later[c]:
                     for e in later[c]:
                         if not held[group[e]] and nxt[e] < count[e]:
-                            room -= 1
+                            room -= takes[e]
                     if room < 0:
                         continue
             value = key[c] + pace * m

@@ -28,6 +28,11 @@ def placed(name: str, shape: Shape) -> tuple[tuple[int, ...], ...]:
     ((0, 1, 2, 2, 1, 0),)
     """
     depth, chunks = shape.devices, shape.chunks
+    if name == "free":
+        raise ScheduleError(
+            "placement", "free is the placement of a plan's own order, and there is no plan",
+            "give the plan (--plan FILE), let the planner find one (parallel: auto), or use line, ring or v",
+        )  # fmt: skip
     if name not in OPTIONS:
         raise ScheduleError("placement", f'"{name}" is unknown', nearest(name, OPTIONS))
     for option, value in shape.options.items():

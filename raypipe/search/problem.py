@@ -56,6 +56,8 @@ class Problem:
     """Per device, its lanes."""
     lane: list[int]
     """Per task, its lane."""
+    sized: bool = False
+    """Whether stages' activations differ in size: then the bounds leave memory out, which count activations."""
 
     @property
     def tasks(self) -> int:
@@ -111,6 +113,7 @@ def build(
     placement: Sequence[Sequence[int]], microbatches: int, costs: CostTable, *,
     graph: StageGraph | None = None, memory_limit: float | Sequence[float] | None = None, split: bool = True,
     rules: Rules | None = None, recompute: Collection[int] = (), freed_by_b: float = 0.0,
+    sizes: Sequence[tuple[float, float]] | None = None,
 ) -> Problem:  # fmt: skip
     """Build the problem of ordering one step's tasks.
 
@@ -124,6 +127,8 @@ def build(
         rules: where dependencies differ from the default.
         recompute: stages that drop their activations after F and recompute them in R.
         freed_by_b: share of an activation that B frees; W frees the remainder.
+        sizes: per stage, what an activation takes up to its B, and from there to its W, in any unit, which is then the
+            memory limit's too. By default every one takes 1 up to its B, and what ``freed_by_b`` leaves up to its W.
 
     Raises:
         ScheduleError: the costs have another number of stages, or no order can fit the memory limit.
@@ -159,9 +164,11 @@ def build(
                 p.base.append(len(p.lane))
                 p.lane += [c] * count
                 p.lanes_of[row[s]].append(c)
-                p.takes.append(float(kind == ("R" if s in recompute else "F")))
-                share = 0.0 if no_b else freed_by_b
-                p.frees.append({"B": share, "W": 1.0 - share, "BW": 1.0}.get(kind, 0.0))
+                whole, waiting = (1.0, 1.0 - freed_by_b) if sizes is None else sizes[s]
+                if no_b or not split:
+                    waiting = whole
+                p.takes.append(whole if kind == ("R" if s in recompute else "F") else 0.0)
+                p.frees.append({"B": whole - waiting, "W": waiting, "BW": whole}.get(kind, 0.0))
     latency = delays(places, graph, costs.comm)
     p.before = [[] for _ in p.kind]
     p.after = [[] for _ in p.kind]
@@ -177,8 +184,8 @@ def build(
         limits = [float(memory_limit)] * devices
     else:
         limits = [float(x) for x in memory_limit]
-    p.cap = limits
-    _check_memory(p, recompute)
+    p.cap, p.sized = limits, sizes is not None
+    _check_memory(p, recompute, [1.0] * stages if sizes is None else [whole for whole, _ in sizes])
     return p
 
 
@@ -194,7 +201,7 @@ def lane_order(p: Problem) -> list[int]:
     return ready
 
 
-def _check_memory(p: Problem, recompute: Collection[int]) -> None:
+def _check_memory(p: Problem, recompute: Collection[int], sizes: Sequence[float]) -> None:
     """Refuse a limit too small for one micro-batch.
 
     When a micro-batch reaches its last stage, a device holds its activations at all its stages that do not recompute.
@@ -203,10 +210,10 @@ def _check_memory(p: Problem, recompute: Collection[int]) -> None:
         raise ScheduleError("memory_limit", f"{len(p.cap)} values for {p.devices} devices", "give one per device")
     for row in p.placement:
         for d in range(p.devices):
-            kept = sum(device == d and s not in recompute for s, device in enumerate(row))
-            need = max(kept, 1 if d in row else 0)
+            own = [s for s, device in enumerate(row) if device == d]
+            need = max([sum(sizes[s] for s in own if s not in recompute), *(sizes[s] for s in own)], default=0.0)
             if p.cap[d] + 1e-9 < need:
                 raise ScheduleError(
-                    "memory_limit", f"{p.cap[d]:g} activations; one micro-batch on device {d} needs {need}",
-                    f"use a number >= {need}",
+                    "memory_limit", f"{p.cap[d]:g} activations; one micro-batch on device {d} needs {need:g}",
+                    f"use a number >= {need:g}",
                 )  # fmt: skip

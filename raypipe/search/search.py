@@ -55,6 +55,7 @@ def search(
     objective: Objective = "makespan", split: bool = True, rules: Rules | None = None,
     recompute: Collection[int] = (), freed_by_b: float = 0.0, budget_s: float | None = None, enough: float = 0.0,
     seed: int = 0, starts: Sequence[Schedule] = (), budget: Budget | None = None,
+    sizes: Sequence[tuple[float, float]] | None = None,
 ) -> Found:  # fmt: skip
     """Find a short order for a placement.
 
@@ -77,6 +78,8 @@ def search(
         seed: seed of the random choices.
         starts: orders of the same tasks to start from, for example the running order when costs were measured again.
         budget: part of an enclosing search's budget; replaces ``budget_s``.
+        sizes: per stage, what an activation takes up to its B and up to its W, in ``memory_limit``'s unit; by default 1
+            each. With them, ``bound`` leaves memory out.
 
     Raises:
         ScheduleError: the costs have another number of stages, the objective is unknown, or no order fits the memory
@@ -88,7 +91,7 @@ def search(
     budget = given or Budget(budget_s or 0.0, wall=budget_s is not None)
     p = build(
         placement, microbatches, costs, graph=graph, memory_limit=memory_limit, split=split, rules=rules,
-        recompute=recompute, freed_by_b=freed_by_b,
+        recompute=recompute, freed_by_b=freed_by_b, sizes=sizes,
     )  # fmt: skip
     if budget_s is None and given is None:
         budget.seconds = default_budget(p.tasks)

@@ -63,7 +63,7 @@ def _order(p: Problem, choice: Choice) -> DeviceOrders | None:
             continue
         nf, nb, nw = done[d]
         most = max(1.0, min(p.cap[d], float(count)) - d)
-        room = live[d] + 1 <= p.cap[d] + 1e-9 and (choice.more_warm_up or nf - nb < most)
+        room = live[d] + p.takes[3 * d] <= p.cap[d] + 1e-9 and (choice.more_warm_up or nf - nb < most)
         forward = forwards[d][nf] if nf < count and room else never
         backward = backwards[d][nb] if nb < nf else never
         kind = -1

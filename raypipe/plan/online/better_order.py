@@ -110,7 +110,9 @@ def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tri
     if present.schedule.versions != "flush":
         return best
     limits, flight = _limits(parallel, present.schedule), in_flight(present.schedule)
-    recomputes = bool(recomputed_pairs(present.schedule))
+    # Activations of a device differ in size where stages recompute, or where a free placement's are uneven: then no
+    # stage may have more in flight than now, which ``peak_activations``, that counts them, does not see.
+    uneven = parallel.placement == "free" or bool(recomputed_pairs(present.schedule))
     for candidate, change in _candidates(present.plan, batch, _with_recompute(present.schedule, costs)):
         if key(candidate) in tried:
             continue
@@ -120,8 +122,8 @@ def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tri
             continue
         if any(a > b for a, b in zip(peak_activations(schedule), limits, strict=True)):
             continue
-        if recomputes and any(count > flight.get(at, 0) for at, count in in_flight(schedule).items()):
-            continue  # every micro-batch in flight keeps the inputs of its R, which peak_activations does not count
+        if uneven and any(count > flight.get(at, 0) for at, count in in_flight(schedule).items()):
+            continue
         ahead = runs_ahead(parallel, clips, schedule, costs)
         time = step_seconds(schedule, costs, clips, ahead)
         if time < best.predicted_s * (1 - 1e-9):

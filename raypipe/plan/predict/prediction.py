@@ -46,6 +46,8 @@ class Prediction:
     """Layers that are recomputed, of those stages that recompute some (``layers``)."""
     order: Schedule | None = None
     """The order of a searched schedule; None where its name generates it."""
+    moved: str | None = None
+    """Where cut, placement and order were searched together (``plan.joint``): what changed, for people."""
 
     @property
     def remade(self) -> frozenset[int] | None:

@@ -317,13 +317,20 @@ class Predictor:
         )  # fmt: skip
         return self.time(found) if found.fits or timed else found
 
-    def predict_order(self, c: Candidate, schedule: Schedule) -> Prediction:
-        """Judge an order that was searched: compute tasks of one data-parallel copy."""
+    def costs_of(self, c: Candidate, cut: Cut, placement: Placement, split: bool) -> CostTable:
+        """Costs of a cut of its own, of full micro-batches and copies that divide nothing."""
+        return stage_costs(self.profile, cut, c.microbatch, placement, copies=c.replicas, split=split)
+
+    def predict_order(self, c: Candidate, schedule: Schedule, cut: Cut | None = None) -> Prediction:
+        """Judge an order that was searched: compute tasks of one data-parallel copy; ``cut`` where the candidate's
+        placement does not say it."""
         form = Form.of(schedule, "auto")
         order = Order(schedule)
+        costs = self.costs(c, form) if cut is None else self.costs_of(c, cut, form.placement, not form.joint)
+        cut = self.cut(c, form) if cut is None else cut
         found = Prediction(
-            candidate=c, batch=self.train.batch, cut=self.cut(c, form), costs=self.costs(c, form),
-            step_s=0.0, compute_s=0.0, busy_s=0.0, memory=self._order_memory(c, order, self.cut(c, form)),
+            candidate=c, batch=self.train.batch, cut=cut, costs=costs,
+            step_s=0.0, compute_s=0.0, busy_s=0.0, memory=self._order_memory(c, order, cut),
             capacities=capacities(self.profile, c.stages, c.replicas), order=schedule,
         )  # fmt: skip
         return self.time(found, final=True)

@@ -27,7 +27,7 @@ def all_edges(p: Problem) -> list[list[Edge]]:
     edges: list[list[Edge]] = [[(e, 0, lag) for e, lag in needs] for needs in p.before]
     for c in range(len(p.kind)):
         edges[c].append((c, 1, 0.0))
-    if all(cap == math.inf for cap in p.cap):
+    if p.sized or all(cap == math.inf for cap in p.cap):
         return edges
     below = lanes_below(p)
     for d, own in enumerate(p.lanes_of):

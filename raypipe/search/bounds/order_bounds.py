@@ -129,7 +129,7 @@ def _memory(p: Problem, d: int, heads: list[float], tails: list[float]) -> float
     The device has as many slots as activations fit; an activation occupies a slot at least from the start of the task
     that allocates it to its last use. The slots are idle at least for the smallest heads and the smallest tails.
     """
-    if p.cap[d] == math.inf:
+    if p.sized or p.cap[d] == math.inf:
         return 0.0
     slots = math.floor(p.cap[d] + 1e-9)
     starts: list[float] = []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from tests.bench.search import against_bounds, against_others, emulated, gathers, speed
+from tests.bench.search import against_bounds, against_others, emulated, gathers, joint, speed
 from tests.bench.search.line import Effort, Line
 
 
@@ -52,6 +52,16 @@ CASES = {
         gathers.gathers, "searched gather positions on random shapes, against both ends and torch's lowering",
         "none slower than either end; 1.25 times torch's speed on half of those with a slow link",
         Effort(100, 0.0),
+    ),
+    "joint": Case(
+        joint.joint, "cut, placement and order together on AdaPtis' kinds of models, in interleaved 1F1B's memory",
+        "a geometric mean of 1.42 times interleaved 1F1B's speed on the even cut; none takes more memory",
+        Effort(0, 12.0),
+    ),
+    "certificates": Case(
+        joint.certificates, "the gap to the certificate on random uneven models, 2 to 16 devices, in the same memory",
+        "2 % on nine of ten, 5 % on all of up to 8 devices; none takes more memory",
+        Effort(100, 6.0),
     ),
     "emulated": Case(
         emulated.emulated, "auto beside 1F1B, interleaved 1F1B and ZB-H1 on emulated devices; wants a quiet machine",

@@ -10,7 +10,11 @@ from raypipe.data import prepare
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
+from raypipe.plan.plan import Plan
 from raypipe.runtime.driver import Driver
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.forms.text import to_text
+from raypipe.search import search
 from raypipe.train import make_plan
 from tests.runtime.runs.plain_training import plain_losses
 
@@ -118,4 +122,23 @@ def test_a_hand_written_schedule_trains(replicas, reference, stage_pool, text_fo
     file.write_text(HAND_WRITTEN)
     parallel = {"schedule": str(file), "stages": 2, "microbatch": 4 // replicas, "replicas": replicas}
     losses = pipeline_losses(make_job(text_folder, parallel), stage_pool, tmp_path)
+    assert losses == pytest.approx(reference, abs=1e-9, rel=0)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_free_placement_trains(replicas, reference, stage_pool, text_folder, tmp_path) -> None:
+    """As a plan of the planner has it: five unequal stages on two devices, three on the one, two on the other."""
+    parallel = {
+        "schedule": "auto", "placement": "free", "stages": 2, "replicas": replicas, "microbatch": 4 // replicas,
+    }  # fmt: skip
+    job = make_job(text_folder, parallel)
+    found = search(((0, 1, 0, 1, 0),), 4, CostTable.even(5), budget_s=0.1)
+    plan = Plan(parallel=job.parallel, cut=((0,), (1, 2), (3,), (4,), (5,)), order=to_text(found.schedule))
+    prepare(job.data, job.model.sequence, tmp_path / "data")
+    log = RunLog(tmp_path)
+    driver = Driver(job, plan, tmp_path, log, lambda *_: None)
+    driver.run(stage_pool(driver.schedule.devices), None, 0)
+    log.close()
+    losses = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row]
     assert losses == pytest.approx(reference, abs=1e-9, rel=0)

@@ -1,0 +1,156 @@
+"""Lower bounds on a step in closed form: each holds for any cut, placement and order. Microseconds to compute.
+
+Throughout: D devices, U <= D of which hold a layer; N micro-batches; every layer is on one device of a copy. A stage is
+a run of layers, and what it takes is the sum over its layers, plus an overhead per task; so whatever the cut, a device
+works on each micro-batch for as long as its layers take, and for at least two overheads.
+"""
+
+from __future__ import annotations
+
+from raypipe.plan.certificate.instance import Instance
+
+
+def closed_bound(i: Instance) -> float:
+    """Return the largest of the bounds of this module, in seconds of a step.
+
+    What comes after the last task of a step that ends with a barrier (the norm, the longest update) adds to all of
+    them: a step is over when its slowest update is, and some device updates at least a share 1/D of all weights.
+    """
+    found = max(shared_work(i), largest_layers(i), one_microbatch(i))
+    if i.flushes:
+        found = max(found, memory_time(i))
+    update = sum(i.least.update)
+    sums = i.all_reduce_per_update * update / i.devices if i.flushes else 0.0
+    if not (i.barrier and i.flushes):
+        return max(found, updates(i), sums)
+    return max(found, sums) + i.after + max(update / i.devices, max(i.least.update, default=0.0))
+
+
+def spread_bound(i: Instance) -> float:
+    """The bound for plans whose layers are on several devices of a copy (Chimera): what needs no layer to be on one.
+
+    All work on all devices, one micro-batch there and back, and memory for at least one copy of the weights.
+    """
+    n, least = i.microbatches, i.least
+    found = n * sum(least.work) / i.devices
+    if i.flushes:
+        found = max(found, i.ahead[-1] + i.behind[0], memory_time(i))
+    return found + (i.after if i.barrier else 0.0)
+
+
+def start(i: Instance, rank: int) -> float:
+    """Least time at which the ``rank``-th device (from 0) of those that hold a layer can begin, by their first layers.
+
+    Number the U devices by the first layer that each holds. These first layers differ, so that of device k is layer k
+    or a later one; and the devices 0 to k - 1 hold at least one of the layers before it. The first task of device k
+    comes after the forward, of some micro-batch, of all layers before its first one, and that micro-batch has been on
+    the k other devices, so it has taken at least k messages. (Every first layer after the ones of devices 0..k-1 has to
+    be reached from them; each of these devices is met on the way.)
+    """
+    return i.ahead[rank] + rank * i.message if i.barrier and i.flushes else 0.0
+
+
+def shared_work(i: Instance) -> float:
+    """All work on all devices: N times the work of all layers, and the time that devices cannot have begun.
+
+    Summed over the U devices that hold a layer, step time is at least their starts plus their work. With devices of
+    several kinds, q_d is the least ratio, over all layers, of device d's time to the fastest kind's: in time T it does
+    at most T / q_d of what the fastest would; their starts are left out.
+    """
+    n, least = i.microbatches, i.least
+    total = n * sum(least.work)
+    if not i.alike:
+        speed = 0.0
+        for k in i.kind_of:
+            pairs = zip(i.kinds[k].work, least.work, strict=True)
+            ratio = min((own / best for own, best in pairs if best > 0), default=1.0)
+            speed += 1.0 / max(1.0, ratio)
+        return total / speed + 2 * n * least.overhead
+    best, starts = float("inf"), 0.0
+    for used in range(1, min(i.devices, i.layers) + 1):
+        starts += start(i, used - 1)
+        best = min(best, (total + starts) / used)
+    return best + 2 * n * least.overhead
+
+
+def largest_layers(i: Instance) -> float:
+    """Some device has k + 1 of the k * D + 1 layers with most work, for every k (pigeonhole): k = 0 is the largest.
+
+    For k = 0 also when that device begins: either the largest layer l is its first one, so that all before l ran
+    elsewhere, or its first one is some a < l, whose work it has as well.
+    """
+    n, work = i.microbatches, i.least.work
+    ranked = sorted(work, reverse=True)
+    best = 0.0
+    for k in range(i.layers):
+        if k * i.devices >= i.layers:
+            break
+        top = ranked[: k * i.devices + 1]
+        best = max(best, n * sum(top[-(k + 1) :]))
+    for layer, own in enumerate(work):
+        ways = [n * (own + (work[a] if a < layer else 0.0)) + _reached(i, a) for a in range(layer + 1)]
+        best = max(best, min(ways))
+    return best + 2 * n * i.least.overhead
+
+
+def _reached(i: Instance, first: int) -> float:
+    """Least time until a device whose first layer is this one can begin."""
+    if not (i.barrier and i.flushes) or first == 0:
+        return 0.0
+    return i.ahead[first] + i.message
+
+
+def one_microbatch(i: Instance) -> float:
+    """One micro-batch goes through all layers and back; on U devices that takes 2 (U - 1) messages at least.
+
+    More devices share the work better and send more messages, fewer the other way round: the best number counts.
+    """
+    there = i.ahead[-1] + i.behind[0]
+    if not i.flushes:
+        return 0.0
+    each = i.microbatches * sum(i.least.work)
+    used = range(1, min(i.devices, i.layers) + 1)
+    return min(max(there + 2 * (u - 1) * i.message, each / u if i.alike else 0.0) for u in used)
+
+
+def memory_time(i: Instance) -> float:
+    """Activations occupy memory: bytes times seconds of all micro-batches fit into those of all devices.
+
+    A micro-batch keeps a layer's activations at least from its F through the layers behind and back (``life``), and
+    from its B to the end of its W what W needs. What the devices have is their memory beside weights and optimizer
+    state, for the length of a step. Recomputation frees a layer's activations for its forward's time once more; the
+    bound lets every layer and micro-batch choose, in any share, whatever is best (a linear program of two constraints,
+    solved by taking layers in the order of memory-time per second of recomputation).
+    """
+    room = sum(i.room) - sum(i.state)
+    n, least = i.microbatches, i.least
+    if room == float("inf"):
+        return 0.0
+    if room <= 0:
+        return float("inf") if sum(i.state) > sum(i.room) * (1 + 1e-9) else 0.0
+    weight = [b - min(b, g) for b, g in zip(least.backward, least.input_grad, strict=True)]
+    held = [i.kept[s] * i.life(s) for s in range(i.layers)]
+    for_w = sum(min(i.waiting[s], i.kept[s]) * weight[s] for s in range(i.layers))
+    area, work = n * (sum(held) + for_w), n * sum(least.work)
+    speed = float(i.devices)
+
+    def cost(s: int) -> float:
+        return held[s] / least.recompute[s] if least.recompute[s] > 0 else float("inf")
+
+    for s in sorted(range(i.layers), key=cost, reverse=True):
+        if area / room <= work / speed:
+            break
+        # Share x of this layer's activations dropped: (area - x*held)/room = (work + x*again)/speed.
+        again, less = n * least.recompute[s], n * held[s]
+        slope = again / speed + less / room
+        x = min(1.0, (area / room - work / speed) / slope) if slope > 0 else 0.0
+        area, work = area - x * less, work + x * again
+    return max(area / room, work / speed)
+
+
+def updates(i: Instance) -> float:
+    """Without a barrier a device updates its layers' weights between its steps: work and updates, shared evenly."""
+    n, least = i.microbatches, i.least
+    if not i.alike:
+        return 0.0
+    return (n * sum(least.work) + sum(least.update)) / i.devices + 2 * n * least.overhead

@@ -1,0 +1,116 @@
+"""Arrangements: a cut into stages together with the device of each, and the moves from one to the next.
+
+Stages are runs of layers, in order, of any length; a device may hold any number of them, unequal ones too, anywhere
+along the model. A line, a ring, a V and a W are arrangements, and so is everything between them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where each stage begins and which device holds it."""
+
+    starts: tuple[int, ...]
+    """First layer of each stage; the first is 0."""
+    row: tuple[int, ...]
+    """Device of each stage."""
+    layers: int
+    """Of the model."""
+
+    @property
+    def cut(self) -> tuple[range, ...]:
+        """The layers of each stage."""
+        return tuple(map(range, self.starts, (*self.starts[1:], self.layers)))
+
+    @property
+    def devices(self) -> int:
+        """Devices up to the last that holds a stage."""
+        return 1 + max(self.row)
+
+    @property
+    def per_layer(self) -> list[int]:
+        """The device of each layer."""
+        return [device for own, device in zip(self.cut, self.row, strict=True) for _ in own]
+
+    def loads(self, before: Sequence[float], devices: int) -> list[float]:
+        """Per device, the work of its layers; ``before[i]`` is that of all layers before layer i, L + 1 values."""
+        found = [0.0] * devices
+        for a, b, device in zip(self.starts, (*self.starts[1:], self.layers), self.row, strict=True):
+            found[device] += before[b] - before[a]
+        return found
+
+    def messages(self) -> int:
+        """Borders that a message crosses."""
+        return sum(a != b for a, b in pairwise(self.row))
+
+
+def of_layers(devices: Sequence[int]) -> Arrangement:
+    """The arrangement with the fewest stages in which each layer is on its device.
+
+    >>> of_layers([0, 0, 1, 0])
+    Arrangement(starts=(0, 2, 3), row=(0, 1, 0), layers=4)
+    """
+    starts = [0, *(i for i in range(1, len(devices)) if devices[i] != devices[i - 1])]
+    return Arrangement(tuple(starts), tuple(devices[i] for i in starts), len(devices))
+
+
+def moves(a: Arrangement, devices: int, most_stages: int) -> Iterator[Arrangement]:
+    """Yield the arrangements one move away, each of which leaves no device without a layer.
+
+    A border moves by one layer or two; the layers at one end of a stage become a stage of their own on another device;
+    a stage changes its device, or two swap theirs; a stage joins the one before or behind it.
+    """
+    for found in _moves(a, devices, most_stages):
+        if found != a and len(set(found.row)) == devices:
+            yield found
+
+
+def _moves(a: Arrangement, devices: int, most_stages: int) -> Iterator[Arrangement]:
+    starts, row, layers = a.starts, a.row, a.layers
+    ends = (*starts[1:], layers)
+    count = len(row)
+    for s in range(1, count):
+        for by in (-2, -1, 1, 2):
+            if starts[s - 1] < starts[s] + by < ends[s]:
+                yield Arrangement((*starts[:s], starts[s] + by, *starts[s + 1 :]), row, layers)
+    for s in range(count):
+        size = ends[s] - starts[s]
+        for d in range(devices):
+            if d == row[s]:
+                continue
+            yield Arrangement(starts, (*row[:s], d, *row[s + 1 :]), layers)
+            if count < most_stages:
+                for k in {1, 2, size // 2} if size > 1 else ():
+                    if 0 < k < size:
+                        at = starts[s] + k
+                        more = (*starts[: s + 1], at, *starts[s + 1 :])
+                        yield Arrangement(more, (*row[:s], d, *row[s:]), layers)
+                        at = ends[s] - k
+                        more = (*starts[: s + 1], at, *starts[s + 1 :])
+                        yield Arrangement(more, (*row[: s + 1], d, *row[s + 1 :]), layers)
+        for t in range(s + 1, count):
+            if row[t] != row[s]:
+                swapped = list(row)
+                swapped[s], swapped[t] = row[t], row[s]
+                yield Arrangement(starts, tuple(swapped), layers)
+    for s in range(1, count):
+        fewer = (*starts[:s], *starts[s + 1 :])
+        yield Arrangement(fewer, (*row[:s], *row[s + 1 :]), layers)
+        if row[s] != row[s - 1]:
+            yield Arrangement(fewer, (*row[: s - 1], *row[s:]), layers)
+
+
+def disturbed(a: Arrangement, devices: int, most_stages: int, rng: random.Random, times: int) -> Arrangement:
+    """Make a few random moves."""
+    for _ in range(times):
+        near = list(moves(a, devices, most_stages))
+        if not near:
+            break
+        a = rng.choice(near)
+    return a

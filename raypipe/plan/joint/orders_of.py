@@ -1,0 +1,138 @@
+"""The order of an arrangement's tasks: list schedules of a few kinds, shortened where they promise something."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+from raypipe.errors import ScheduleError
+from raypipe.plan.joint.arrangement import Arrangement
+from raypipe.schedule.costs import CostTable
+from raypipe.search.budget import Budget
+from raypipe.search.list_scheduling import Layout, list_schedule
+from raypipe.search.objective import Measure, Objective
+from raypipe.search.priorities import portfolio
+from raypipe.search.problem import DeviceOrders, Problem, build
+from raypipe.search.tabu import improve
+from raypipe.search.timed_order import Timed
+
+FIRST = 60
+"""Settings of the portfolio that are tried on the first arrangements; of later ones those that did best there."""
+OPENING = 0.1
+"""Share of the budget that one arrangement may take."""
+FEW = 4
+SETTINGS = 160
+NEW = 0.4
+"""How often a setting is tried that may not have been before."""
+
+
+class Model(Protocol):
+    """What an arrangement costs."""
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step."""
+
+    def costs(self, a: Arrangement) -> CostTable:
+        """Seconds of each stage's tasks."""
+
+    def memory(self, a: Arrangement) -> tuple[list[tuple[float, float]], list[float]] | None:
+        """Per stage, what a micro-batch's activations take up to its B and from there to its W; per device, what there
+        is for them. None where the weights alone do not fit."""
+
+
+@dataclass(slots=True)
+class Ordered:
+    """An arrangement with an order of its tasks."""
+
+    arrangement: Arrangement
+    problem: Problem
+    orders: DeviceOrders
+    value: float
+    """The objective, in seconds."""
+
+
+@dataclass(slots=True)
+class OrdersOf:
+    """Orders for many arrangements of one model: remembers which ways of list scheduling do well."""
+
+    model: Model
+    objective: Objective
+    budget: Budget
+    rng: random.Random
+    wins: dict[int, float] = field(default_factory=dict)
+    """Number of a setting in the portfolio -> how often, and how lately, it was the best."""
+    tried: int = 0
+
+    def problem(self, a: Arrangement) -> Problem | None:
+        """The tasks of an arrangement; None if it does not fit."""
+        memory = self.model.memory(a)
+        if memory is None:
+            return None
+        sizes, limits = memory
+        try:
+            return build((a.row,), self.model.microbatches, self.model.costs(a), memory_limit=limits, sizes=sizes)
+        except ScheduleError:  # not even one micro-batch fits
+            return None
+
+    def of(self, a: Arrangement, first: bool = False) -> Ordered | None:
+        """A quick order; None if nothing fits."""
+        p = self.problem(a)
+        if p is None:
+            return None
+        layout = Layout.of(p)
+        best: tuple[float, int, DeviceOrders] | None = None
+        wanted = self._settings(first)
+        began, most = self.budget.left, OPENING * self.budget.seconds
+        for number, setting in enumerate(islice(portfolio(p), max(wanted) + 1)):
+            if number not in wanted:
+                continue
+            listed = list_schedule(layout, setting)
+            self.tried += 1
+            if listed is not None:
+                value = listed.makespan if self.objective == "makespan" else listed.span
+                if best is None or value < best[0]:
+                    best = value, number, listed.orders
+            if best is not None and (self.budget.left <= 0 or began - self.budget.left > most):
+                break
+        if best is None:
+            return None
+        self.wins = {number: 0.98 * weight for number, weight in self.wins.items()}
+        self.wins[best[1]] = self.wins.get(best[1], 0.0) + 1.0
+        return Ordered(a, p, best[2], best[0])
+
+    def shorter(self, found: Ordered, moves: int, goal: float = 0.0) -> Ordered:
+        """The same arrangement after some moves of tabu search along the critical path."""
+        measure = Measure(found.problem, self.model.costs(found.arrangement), self.objective)
+        frame = measure.frame(found.orders)
+        orders, _ = improve(found.problem, found.orders, goal, self.budget, self.rng, moves, frame)
+        value = measure.value(orders)
+        return Ordered(found.arrangement, found.problem, orders, value) if value < found.value else found
+
+    def _settings(self, first: bool) -> set[int]:
+        if first or not self.wins:
+            return set(range(FIRST))
+        ranked = sorted(self.wins, key=lambda number: -self.wins[number])[:FEW]
+        other = [self.rng.randrange(SETTINGS)] if self.rng.random() < NEW else []
+        return {*ranked, *other}
+
+
+def critical_share(found: Ordered, devices: int) -> list[float]:
+    """Per device, the share of its work that lies on a critical path: where less work would shorten the step.
+
+    A task is critical where the longest paths to it and from it make up the whole step.
+    """
+    p = found.problem
+    state = Timed(p)
+    state.load(found.orders)
+    end = state.makespan
+    critical, busy = [0.0] * devices, [0.0] * devices
+    for t in range(p.tasks):
+        time = state.time[t]
+        d = p.device[p.lane[t]]
+        busy[d] += time
+        if state.end[t] + state.rest[t] - time >= end * (1 - 1e-9):
+            critical[d] += time
+    return [c / b if b else 0.0 for c, b in zip(critical, busy, strict=True)]
