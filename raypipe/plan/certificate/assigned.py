@@ -206,7 +206,7 @@ class _Program:
         """The proven bound in seconds, and per layer its device in the best assignment."""
         solver = self.cp.CpSolver()
         solver.parameters.max_deterministic_time = seconds
-        solver.parameters.max_time_in_seconds = 8 * seconds
+        solver.parameters.max_time_in_seconds = 3 * seconds
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 1
         status = solver.solve(self.model)
