@@ -1,8 +1,9 @@
 """The ``raypipe`` command: verbs only, no logic.
 
-A verb is a module of this package with a function of the same name, whose parameters Typer reads; modules that start
-with an underscore are helpers. Only the requested verb is imported, and it imports heavy modules inside its function,
-so that ``raypipe schedule --list`` is fast. A verb module may define ``prepare(argv) -> argv``.
+A verb is a module of this package, or of one of its folders, with a function of the same name, whose parameters Typer
+reads; modules and folders that start with an underscore are helpers. Only the requested verb is imported, and it
+imports heavy modules inside its function, so that ``raypipe schedule --list`` is fast. A verb module may define
+``prepare(argv) -> argv``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pkgutil
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -22,7 +24,7 @@ from raypipe import __version__
 from raypipe.errors import InterruptionError, RaypipeError, nearest
 from raypipe.files import short
 
-__all__ = ["main", "run", "verbs"]
+__all__ = ["main", "run", "verb_modules", "verbs"]
 
 INTERRUPTED = InterruptionError.exit_status
 COLLECTED_AFTER = 50_000
@@ -41,7 +43,21 @@ def main() -> NoReturn:
 
 def verbs() -> list[str]:
     """Return the names of all verbs, without importing them."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return sorted(verb_modules())
+
+
+def verb_modules() -> dict[str, str]:
+    """Return the name of each verb's module, without importing it."""
+    found: dict[str, str] = {}
+    for module in pkgutil.iter_modules(__path__):
+        if module.name.startswith("_"):
+            continue
+        if not module.ispkg:
+            found[module.name] = f"{__name__}.{module.name}"
+            continue
+        for verb in pkgutil.iter_modules([str(Path(folder) / module.name) for folder in __path__]):
+            found[verb.name] = f"{__name__}.{module.name}.{verb.name}"
+    return found
 
 
 def run(argv: Sequence[str]) -> int:
@@ -70,8 +86,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    known = verbs()
-    verb = verb_of(argv)
+    modules = verb_modules()
+    known, verb = sorted(modules), verb_of(argv)
     if verb is not None and verb not in known:
         return _complain(f'raypipe: there is no verb "{verb}"\n  fix: {nearest(verb, known)}', 2)
     app = typer.Typer(
@@ -79,7 +95,7 @@ def _run(argv: list[str]) -> int:
     )
     app.callback(invoke_without_command=True)(_top)
     for name in known if verb is None else [verb]:
-        module = importlib.import_module(f"{__name__}.{name}")
+        module = importlib.import_module(modules[name])
         app.command(name)(getattr(module, name))
         if name == verb and hasattr(module, "prepare"):
             argv = module.prepare(argv)

@@ -65,6 +65,10 @@ MEMORY_LIMIT = Metric(
 DATA_WAIT = Metric(
     "raypipe_data_wait_ratio", "Share of the newest step for which the device that waited longest waited for samples."
 )
+LOST = Metric(
+    "raypipe_lost_seconds", "Seconds of a step above the ideal one, by cause, as `raypipe explain` finds them.",
+    ("cause",),
+)  # fmt: skip
 RECOVERIES = Metric("raypipe_recoveries", "Restarts, and workers replaced in place, since the run began.")
 REPLANS = Metric("raypipe_replans", "Plans changed while the run went on, since it began.")
 SKIPPED = Metric("raypipe_skipped_steps", "Steps without an update, for a number that was not finite, in this run.")
@@ -76,7 +80,7 @@ CHECKPOINT_STALL = Metric(
 METRICS: Final = (
     STEP, STEP_SECONDS, STEP_PREDICTED, STEP_DURATION, TOKENS, SAMPLES, MFU, LOSS, VALIDATION_LOSS, GRAD_NORM,
     LEARNING_RATE, BUBBLE, BUBBLE_PREDICTED, TASK_SECONDS, WAIT, ALL_REDUCE_EXPOSED, MEMORY, MEMORY_PLANNED,
-    MEMORY_LIMIT, DATA_WAIT, RECOVERIES, REPLANS, SKIPPED, REWINDS, CHECKPOINT_STALL,
+    MEMORY_LIMIT, DATA_WAIT, LOST, RECOVERIES, REPLANS, SKIPPED, REWINDS, CHECKPOINT_STALL,
 )  # fmt: skip
 """All of them. Counts are gauges, too: a driver that is started again goes on with the run's counts, where a counter
 of its process would begin at zero."""

@@ -19,6 +19,7 @@ from raypipe.errors import SampleCountError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import Stop, asked_to_save, asked_to_stop
 from raypipe.observe.run_log import RunLog, rewind
+from raypipe.observe.timelines import LiveTimelines
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.online.controller import MeasuredStep
 from raypipe.plan.online.measured_steps import StepClock
@@ -43,6 +44,7 @@ from raypipe.runtime.set_up_workers import install, set_up
 from raypipe.runtime.step import StepResult
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
+from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.passes.sync import BY_LAYER
 
 QUEUED_STEPS = 2
@@ -83,6 +85,7 @@ class Driver:
         tokens = batch * tokens_per_sample(job, directory / "data")
         self.results = RunResults(job, tokens, log, self.metrics, self.nonfinite)
         self.memory_bytes: list[int] = []
+        self._live = LiveTimelines(directory)
         self.in_place: InPlace | None = None
         """Replaces workers that die; None where a run cannot go on without any of them."""
         self._validated = -1
@@ -101,6 +104,13 @@ class Driver:
     def schedule(self) -> Schedule:
         """The schedule that newly queued steps run."""
         return self.running.schedule
+
+    @property
+    def norm(self) -> NormPolicy:
+        """What updates do about the global gradient norm."""
+        if not self.job.train.needs_norm:
+            return "none"
+        return "optimistic" if self.running.ahead else "wait"
 
     @property
     def patience(self) -> Patience | None:
@@ -438,6 +448,11 @@ class Driver:
             memory = [r.memory for r in results[::tensor]]
             self.controller.observe(MeasuredStep(step_s, memory, self.clock))
             self._log_events(step)
+            self.metrics.norm = self.norm
+            prediction = self.clock.prediction
+            self._live.write(
+                prediction.timeline if prediction else None, self.clock.measured, self.clock.recorded, self.norm
+            )
 
     def _take_next_plan(self, workers: WorkerGroup, step: int) -> None:
         """Switch to another plan from ``step`` on, if the controllers ask for one."""

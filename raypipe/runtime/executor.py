@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -102,6 +103,9 @@ class Executor(ProgramRunner):
         self.measures = False
         """Whether to measure memory in every step."""
         self._told_first_k: dict[StageKey, tuple[int, int]] = {}
+        self._gather_waits: dict[int, float] = {}
+        """Position of a task of this step -> seconds that it has waited for gathered weights."""
+        self._sums_wait_s = 0.0
         self.ledger: Ledger | None = None
         """What the devices tell one another of each step, where one that dies is replaced in place."""
 
@@ -330,7 +334,11 @@ class Executor(ProgramRunner):
         """Wait until a sharded stage's weights are here."""
         stage = self.shards.stages.get(key)
         if stage is not None:
+            began = time.perf_counter()
             stage.wait_gathered(self.outgoing.push)
+            if not runs_behind(self.settings.device):  # else the device waits, and not the host
+                waited = self._gather_waits.get(self.position, 0.0) + time.perf_counter() - began
+                self._gather_waits[self.position] = waited
 
     def _open_gradients(self, key: StageKey) -> None:
         """Let gradients accumulate where they will be summed."""
@@ -389,8 +397,11 @@ class Executor(ProgramRunner):
             return
         for key in self.modules:
             self._collect(key)
+        began = time.perf_counter()
         self.shards.finish(self.outgoing.push)
         completed = self.sync.finish(self.outgoing.push, self.clock)
+        if not runs_behind(self.settings.device):
+            self._sums_wait_s = time.perf_counter() - began
         for i, action in enumerate(self.program.actions):  # an AR ends when it is complete, not when it was launched
             if action.task.kind == "AR" and (action.task.stage, action.task.replica) in completed:
                 times[i, 1] = completed[(action.task.stage, action.task.replica)]
@@ -450,6 +461,7 @@ class Executor(ProgramRunner):
         self._saved.clear()
         self._losses.clear()
         self._counted.clear()
+        self._gather_waits.clear()
 
     def close(self) -> None:
         """Let go of what refers back to this, so that it ends when nobody uses it any more."""
@@ -486,8 +498,11 @@ class Executor(ProgramRunner):
         result = StepResult(
             0.0, samples, 0.0, marks, self.received, self.received_bytes, reduced + sums, all_reduces, memory,
             self.updates.optimistic, gathers, scatters, first_k=self._changed_first_k() if self.training else (),
-            data_wait_s=self.feed.take_wait_s(),
+            data_wait_s=self.feed.take_wait_s(), gather_waits=tuple(self._gather_waits.items()),
+            sums_wait_s=self._sums_wait_s,
         )  # fmt: skip
+        self._gather_waits.clear()
+        self._sums_wait_s = 0.0
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
         squares = to_host(torch.stack(self._squares)) if self._squares else None
         late = None

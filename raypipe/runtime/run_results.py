@@ -14,7 +14,7 @@ from raypipe.runtime.cluster.run_metrics import RunMetrics
 from raypipe.runtime.early_stop import Patience
 from raypipe.runtime.nonfinite.found import NonFiniteError
 from raypipe.runtime.nonfinite.policy import NonFinitePolicy
-from raypipe.runtime.step import StepResult, check_samples, communication_counts
+from raypipe.runtime.step import StepResult, check_samples, communication_counts, waits_of
 from raypipe.runtime.update.norm import clip_factor, norm_of
 from raypipe.runtime.update.optimizer import learning_rate
 from raypipe.schedule.lowering.asynchronous import Part
@@ -102,7 +102,7 @@ class RunResults:
         # The tensor-parallel ranks of a device run in lockstep, so the times of the first one stand for all.
         devices = results[::tensor]
         if timed:
-            step_s, bubble_ratio = clock.add(part, [r.times for r in devices])
+            step_s, bubble_ratio = clock.add(part, [r.times for r in devices], waits_of(devices), step)
             self.counts |= communication_counts(results, tensor)
         else:  # all of it counts as idle, because nearly all of it was
             step_s, bubble_ratio = max(1e-9, time.monotonic() - self._at), 1.0

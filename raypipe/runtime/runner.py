@@ -79,6 +79,8 @@ class ProgramRunner(ABC):
         self.received = self.received_bytes = 0
         self.doing: Action | None = None
         """The task that is running, for error messages."""
+        self.position = 0
+        """Its position in the program."""
 
     @abstractmethod
     def run_task(self, action: Action) -> None:
@@ -213,7 +215,7 @@ class ProgramRunner(ABC):
         senders = tuple(self.senders.values())
         waits = True
         for i, action in enumerate(self.program.actions[begin:end], begin):
-            self.doing = action
+            self.doing, self.position = action, i
             inserted = action.inserted
             for position, message in enumerate(action.receives):
                 if inserted:

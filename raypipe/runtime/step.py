@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from raypipe.errors import SampleCountError
 from raypipe.plan.online.controller import StepMemory
+from raypipe.plan.online.recorded_steps import StepWaits
 from raypipe.runtime.allocated import DeviceMemory
 from raypipe.runtime.cast_messages import MessageCast
 from raypipe.runtime.compiled.report import StageReport
@@ -55,6 +56,10 @@ class StepResult:
     """With reverse first-k: (stage, k, the largest k that memory allows), once and whenever it has changed."""
     data_wait_s: float = 0.0
     """Seconds for which this device waited for its samples."""
+    gather_waits: tuple[tuple[int, float], ...] = ()
+    """(position of a task in this device's order, seconds in it that it waited for gathered weights); on CPUs."""
+    sums_wait_s: float = 0.0
+    """Seconds before the first update that this device waited for gradient sums; on CPUs."""
     written: Written | None = None
     """The write of a checkpoint that has ended since the step before, if one has."""
     compiled: tuple[StageReport, ...] = ()
@@ -73,6 +78,14 @@ def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:
             where, f"its loss covers {counted} samples instead of {due}",
             "this is a fault of raypipe: report it with the run's plan.json",
         )  # fmt: skip
+
+
+def waits_of(devices: Sequence[StepResult]) -> StepWaits:
+    """Return what devices waited for inside the tasks of a step."""
+    return StepWaits(
+        data_s=tuple(r.data_wait_s for r in devices), gather_s=tuple(dict(r.gather_waits) for r in devices),
+        sums_s=tuple(r.sums_wait_s for r in devices),
+    )  # fmt: skip
 
 
 def communication_counts(results: Sequence[StepResult], tensor: int) -> dict[str, int]:

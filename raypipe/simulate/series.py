@@ -125,7 +125,7 @@ def _turn(step: _Step, before: _Step, costs: CostTable, occupancy: float, norm: 
     durations += [occupancy] * (len(graph.tasks) - step.tasks)
     lag = max(costs.links, default=0.0) + occupancy
     also, after = wait_for_norm(graph, norm, lag, before.graph)
-    merge(also, _all_reduces_before_updates(graph))
+    merge(also, all_reduces_before_updates(graph))
     edges = carried(graph, before.graph)
     merge(edges, after)
     for i, (_, stage), mb in graph.missing:  # what an asynchronous step lacks, the step before ran
@@ -136,7 +136,7 @@ def _turn(step: _Step, before: _Step, costs: CostTable, occupancy: float, norm: 
     return CyclicGraph(graph, durations, costs.comm, edges, also)
 
 
-def _all_reduces_before_updates(graph: TaskGraph) -> Edges:
+def all_reduces_before_updates(graph: TaskGraph) -> Edges:
     """A runner waits for all its gradient sums before its first update, not only for that update's own."""
     found: Edges = {}
     for first, last in itertools.pairwise(graph.first[: graph.schedule.devices + 1]):

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from raypipe.atomic_write import write_whole
-from raypipe.cli import verbs
+from raypipe.cli import verb_modules, verbs
 
 COMMAND = "python -m raypipe.cli._shared.reference docs/reference"
 INTRODUCTION = f"""\
@@ -31,8 +31,8 @@ def page() -> str:
     """Return the page in Markdown: a section for each verb."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback()(lambda: None)
-    for verb in verbs():
-        app.command(verb)(getattr(importlib.import_module(f"raypipe.cli.{verb}"), verb))
+    for verb, module in sorted(verb_modules().items()):
+        app.command(verb)(getattr(importlib.import_module(module), verb))
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     return "\n".join([INTRODUCTION, *(_section(verb, commands[verb]) for verb in verbs())])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raypipe import __version__
 from raypipe.observe.report import sections
+from raypipe.observe.report.explanation import explanation
 from raypipe.observe.report.markup import Markup, joined, tag
 from raypipe.observe.report.style import STYLE
 from raypipe.observe.run_view.run_record import RunRecord
@@ -20,6 +21,7 @@ def report_page(run: RunRecord) -> str:
     summary = run.summary()
     parts: list[tuple[str, Markup]] = [
         ("Predicted and measured step", sections.schedule(run)),
+        ("Where the time goes", explanation(run)),
         ("Training", sections.curves(run)),
         ("Plans compared", sections.plans(run)),
         ("Memory per device", sections.memory(run)),

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.plan.online.calibrate import fit_costs
+from raypipe.plan.online.recorded_steps import NO_WAITS, RecordedStep, RecordedSteps, StepWaits
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import COMPUTE
-from raypipe.schedule.lowering.asynchronous import Part, parts
+from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
 from raypipe.schedule.walk import walk
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.series import steady
@@ -35,10 +36,14 @@ class StepPrediction:
 
 
 class StepClock:
-    """Turns task times of devices into step times; it keeps only the calibration steps, so memory stays constant."""
+    """Turns task times of devices into step times; it keeps the calibration steps and the newest ones."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
+        self.recorded: RecordedSteps | None = None
+        """The newest steps that followed one another; None before the first. Of an asynchronous schedule, those between
+        its fill and its drain."""
+        self._steady = False
         self.prediction: StepPrediction | None = None
         self._parts = parts(schedule)
         self._compute = {
@@ -55,12 +60,16 @@ class StepClock:
         """Call when devices did something else between steps: the next step then starts with its first task."""
         self._previous_end = None
 
-    def add(self, part: Part, times: list[NDArray[np.float64]]) -> tuple[float, float]:
+    def add(
+        self, part: Part, times: list[NDArray[np.float64]], waits: StepWaits = NO_WAITS, number: int = 0
+    ) -> tuple[float, float]:
         """Add one step and return its seconds and bubble ratio.
 
         Args:
             part: which part of the schedule ran.
             times: per device, an array of (start, end) in seconds, of shape (tasks, 2).
+            waits: what devices waited for in their tasks.
+            number: of the step in the run.
 
         Returns:
             Seconds from the end of the previous step to the end of this one, and the share of them that devices idled.
@@ -80,7 +89,17 @@ class StepClock:
             if follows and warm:
                 self._gaps.append(start - begin)
         self._latest = (part, times, start)
+        self._record(part, RecordedStep(number, tuple(times), waits), follows)
         return step_s, 1.0 - busy / (len(times) * step_s)
+
+    def _record(self, part: Part, step: RecordedStep, follows: bool) -> None:
+        if part != (WHOLE if self.schedule.versions == "flush" else (False, False)):
+            self._steady = False  # an asynchronous schedule fills or drains
+            return
+        if self.recorded is None:
+            self.recorded = RecordedSteps(as_run(self._parts[part]))
+        self.recorded.add(step, follows and self._steady)
+        self._steady = True
 
     def timeline(self, part: Part, times: list[NDArray[np.float64]], start: float) -> Timeline:
         """Convert a measured step to a Timeline that begins with its first task."""

@@ -189,7 +189,9 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
         else:
             if driver.paused is None:
                 prediction = driver.clock.prediction
-                save_timelines(directory, prediction.timeline if prediction else None, driver.clock.measured())
+                clock = driver.clock
+                predicted = prediction.timeline if prediction else None
+                save_timelines(directory, predicted, clock.measured(), clock.recorded, driver.norm)
                 log.event("finished", counts=driver.counts, memory_bytes=driver.memory_bytes)
                 return
             log.event("paused", **driver.paused)  # not before: the devices are given back then

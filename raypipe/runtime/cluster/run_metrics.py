@@ -20,20 +20,30 @@ from ray.util import metrics as ray_metrics
 
 from raypipe.cost.peak import peak_flops_s
 from raypipe.data import known_fields
+from raypipe.explain.causes import explain
+from raypipe.explain.measured import Measured
+from raypipe.explain.mending import CAUSES
+from raypipe.explain.replay import Replay
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe import metrics as declared
 from raypipe.observe.metrics import DURATION_BUCKETS, METRICS, RUN_TAGS, Metric, Reading, device_readings, step_readings
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.plan.online.measured_steps import StepClock
+from raypipe.plan.online.recorded_steps import FEWEST
 from raypipe.plan.online.sequence import Guard
 from raypipe.plan.plan import Plan
 from raypipe.runtime.communicators import Location
 from raypipe.runtime.step import StepResult
+from raypipe.schedule.lowering.norm_policy import NormPolicy
 
 EVERY_S = 1.0
 SHARE = 0.005
 """Of one core's time, at most."""
+EXPLAINED_EVERY_S = 15.0
+"""Shortest time between two explanations of where a step's time goes."""
+EXPLAINED_TASKS = 10_000
+"""Most tasks of the steps that are explained for metrics: half a second of the driver's processor, beside training."""
 LONG_RUN_S = 60.0
 """A run of that length may end some seconds later."""
 RAYS_INTERVAL = "RAY_metrics_report_interval_ms"
@@ -75,6 +85,10 @@ class RunMetrics:
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._begun, self._diverged = time.monotonic(), False
+        self.norm: NormPolicy = "none"
+        """What updates do about the global gradient norm."""
+        self._lost: list[Reading] = []
+        self._explains_at = self._explaining_s = 0.0
 
     def begin(self, run_id: str, places: Sequence[Location]) -> None:
         """Before the first step; ``places`` are the workers', by rank. ``close`` ends it."""
@@ -192,9 +206,26 @@ class RunMetrics:
     def _work(self) -> None:
         pause = 0.0
         while not self._ends.wait(pause):
-            begun = time.thread_time()
+            begun, explaining = time.thread_time(), self._explaining_s
             self._guard(EXPORTING, self._set_all)
-            pause = max(EVERY_S, (time.thread_time() - begun) / SHARE)
+            took_s = time.thread_time() - begun - (self._explaining_s - explaining)
+            pause = max(EVERY_S, took_s / SHARE)
+
+    def _lost_seconds(self, clock: StepClock) -> list[Reading]:
+        """Seconds of a step that are lost, by cause; found anew now and then, and 0 for a cause that is gone."""
+        recorded = clock.recorded
+        if time.monotonic() < self._explains_at or recorded is None or len(recorded.steps) < FEWEST:
+            return self._lost
+        of = Measured(schedule=recorded.schedule, steps=tuple(recorded.steps), norm=self.norm)
+        if sum(len(t) for t in of.steps[0].times) * len(of.steps) > EXPLAINED_TASKS:
+            return []
+        begun = time.thread_time()
+        lost = dict.fromkeys(CAUSES, 0.0) | {one.cause: one.seconds for one in explain(Replay(of)).causes}
+        self._lost = [(declared.LOST, seconds, {"cause": cause}) for cause, seconds in lost.items()]
+        took_s = time.thread_time() - begun
+        self._explaining_s += took_s
+        self._explains_at = time.monotonic() + max(EXPLAINED_EVERY_S, took_s / SHARE)
+        return self._lost
 
     def _set_all(self) -> None:
         with self._lock:
@@ -202,6 +233,7 @@ class RunMetrics:
         if (newest := self._newest) is not None:
             row, clock = newest
             readings += step_readings(row, self.job.train.batch)
+            readings += self._lost_seconds(clock)
             if self._flops_per_peak_s is not None:
                 readings.append((declared.MFU, self._flops_per_peak_s / row["step_s"], {}))
             if (timeline := clock.measured()) is not None:

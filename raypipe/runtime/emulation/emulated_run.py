@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import ray
 
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.online.measured_steps import StepClock, as_run
+from raypipe.plan.online.recorded_steps import NO_WAITS, RecordedSteps, StepWaits
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.worker_group import WorkerGroup, device_title
@@ -21,6 +23,7 @@ from raypipe.runtime.communicators import Topology, rendezvous_of
 from raypipe.runtime.driver import QUEUED_STEPS
 from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup
+from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
 from raypipe.runtime.shard.device_shards import dividing_group, same_shard_group, shard_groups
 from raypipe.runtime.update.gradients import shared_groups, stage_group
 from raypipe.schedule.costs import CostTable
@@ -140,6 +143,8 @@ def rehearsal(
     )
 
 
+NO_FAULTS_ANYWHERE: Mapping[int, DeviceFaults] = MappingProxyType({})
+
 NORMS: dict[Versions, tuple[NormPolicy, ...]] = {
     "flush": ("none", "wait", "optimistic"),
     "2bw": ("none", "optimistic"),
@@ -164,6 +169,8 @@ class Emulated:
     """Median of measured minus predicted step time, without the first step."""
     timeline: Timeline
     """The last step as measured."""
+    recorded: RecordedSteps | None = None
+    """The newest steps, for what explains them."""
 
 
 def emulate(
@@ -174,6 +181,7 @@ def emulate(
     replicas: int,
     norm: NormPolicy = "none",
     clip_every: int = 0,
+    faults: Mapping[int, DeviceFaults] = NO_FAULTS_ANYWHERE,
 ) -> Emulated:
     """Run ``steps`` steps of ``replicas`` data-parallel copies of ``base`` on emulated devices.
 
@@ -187,6 +195,7 @@ def emulate(
             steps follow one another without one.
         clip_every: with ``norm="ahead"``, the update of every ``clip_every``-th step is undone and the forwards since
             then run again, which the prediction leaves out; 0 for never.
+        faults: by device, what goes wrong there, which the prediction leaves out.
 
     Raises:
         ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
@@ -200,7 +209,7 @@ def emulate(
     titles = [device_title(what.schedule, device, replicas) for device in range(what.schedule.devices)]
     workers = start_emulated_devices(titles, request)
     try:
-        return run_rehearsal(what, workers, steps)
+        return run_rehearsal(what, workers, steps, faults)
     finally:
         workers.stop()
 
@@ -237,13 +246,16 @@ def _check_length(what: Rehearsal, steps: int) -> None:
         raise SpecError("steps", why, "use shorter times, smaller messages or fewer steps")
 
 
-def run_rehearsal(what: Rehearsal, workers: WorkerGroup, steps: int) -> Emulated:
-    """Emulate on running workers, one per device."""
+def run_rehearsal(
+    what: Rehearsal, workers: WorkerGroup, steps: int, faults: Mapping[int, DeviceFaults] = NO_FAULTS_ANYWHERE
+) -> Emulated:
+    """Emulate on running workers, one per device; ``faults`` is as for ``emulate``."""
     schedule = what.schedule
     clock = StepClock(schedule)
     check_hosts(workers)
-    _setup(workers, what)
-    measured = _steps(workers, clock, schedule, steps)
+    _setup(workers, what, faults)
+    waits = StepWaits(data_s=tuple(faults.get(d, NO_FAULTS).data_s for d in range(schedule.devices)))
+    measured = _steps(workers, clock, schedule, steps, waits)
     ends = what.step_ends(steps)
     predicted = [end - begin for begin, end in pairwise((0.0, *ends))]
     last = clock.measured()
@@ -257,10 +269,11 @@ def run_rehearsal(what: Rehearsal, workers: WorkerGroup, steps: int) -> Emulated
         bubble_ratio=1.0 - busy / (schedule.devices * median(measured[1:] or measured)),
         dispatch_overhead_s=median(over[1:] or over),
         timeline=last,
+        recorded=clock.recorded,
     )
 
 
-def _setup(workers: WorkerGroup, what: Rehearsal) -> None:
+def _setup(workers: WorkerGroup, what: Rehearsal, faults: Mapping[int, DeviceFaults]) -> None:
     schedule, costs = what.schedule, what.costs
     topology = Topology(
         peers=tuple(x.peer for x in workers.locations),
@@ -291,6 +304,7 @@ def _setup(workers: WorkerGroup, what: Rehearsal) -> None:
                     groups={part: rows[rank] for part, rows in groups.items()},
                     norm=what.norm,
                     clip_every=what.clip_every,
+                    faults=faults.get(rank, NO_FAULTS),
                 )
             )
             for rank, actor in enumerate(workers.actors)
@@ -328,13 +342,15 @@ def collective_waits(schedule: Schedule) -> list[tuple[tuple[int, ...], ...]]:
     return [tuple(waits(i, first) for i in range(first, end)) for first, end in pairwise(graph.first)]
 
 
-def _steps(workers: WorkerGroup, clock: StepClock, schedule: Schedule, steps: int) -> list[float]:
+def _steps(
+    workers: WorkerGroup, clock: StepClock, schedule: Schedule, steps: int, waits: StepWaits = NO_WAITS
+) -> list[float]:
     measured: list[float] = []
     pending: deque[tuple[Part, list[Any]]] = deque()
 
     def collect() -> None:
         part, refs = pending.popleft()
-        measured.append(clock.add(part, ray.get(refs))[0])
+        measured.append(clock.add(part, ray.get(refs), waits, len(measured) + 1)[0])
 
     for step in range(steps):
         part = WHOLE if schedule.versions == "flush" else (step == 0, step == steps - 1)

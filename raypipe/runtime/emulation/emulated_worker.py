@@ -25,6 +25,7 @@ from raypipe.runtime.clocks.shared_clock import SharedClock
 from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
 from raypipe.runtime.communicators import Communicators, Location, Node, Topology, locate
 from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
+from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
 from raypipe.runtime.process import set_up_process
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, StageIOSpec, TakesIn, TensorSpec
@@ -66,6 +67,8 @@ class EmulatedSetup:
     """What updates have to do with a global gradient norm."""
     clip_every: int = 0
     """Every so many steps the norm is too large, and with ``norm="optimistic"`` the update is undone; 0 for never."""
+    faults: DeviceFaults = NO_FAULTS
+    """What goes wrong on this device."""
 
 
 class EmulatedRunner(ProgramRunner):
@@ -85,6 +88,9 @@ class EmulatedRunner(ProgramRunner):
         self.all_reduces = AllReduceLane(groups, run_clock)
         self.shares = Shares(world)
         self._waits_for: int | None = None
+        self._has_read = False
+        self._began: dict[int, float] = {}
+        """Position of a task -> when it began, where that was later than its messages and its device allowed."""
         self._link_free: dict[int, float] = {}
         self._prepare = {
             rank: sender.prepare if isinstance(sender, Prepares) else partial(partial, sender.send)
@@ -96,17 +102,28 @@ class EmulatedRunner(ProgramRunner):
         """Run one step; return ``[tasks, 2]``, start and end in seconds on this host's monotonic clock."""
         self._part = part
         self.forget()
+        if self.setup.faults.between_steps_s:
+            wait_until(time.monotonic() + self.setup.faults.between_steps_s)
         times = self.walk(self.setup.programs[part], step)
         self._finish(times)  # all-reduces that no update waited for
+        for index, began in self._began.items():  # until then it waited for its weights, or for its host
+            times[index, 0] = began
         return times
 
     def run_task(self, action: Action) -> None:
         """Wait as long as the task takes, preparing its messages meanwhile."""
         self._index += 1
+        faults = self.setup.faults
+        begin = time.monotonic() + (faults.host_s if action.task.mbs else 0.0)
         for index in self.setup.waits[self._index] if self.setup.waits else ():
-            wait_until(self.all_reduces.end_of(index))
-        begin = time.monotonic()
-        duration = next(self._durations)
+            begin = max(begin, self.all_reduces.end_of(index))
+        if begin > time.monotonic():
+            wait_until(begin)
+            begin = self._began[self._index] = time.monotonic()
+        duration = next(self._durations) * (1.0 if action.task.kind in NETWORK else faults.slower(self.step))
+        if action.task.kind == "F" and not self._has_read:  # a device reads a step's samples at once
+            self._has_read = True
+            duration += faults.data_s
         for message in action.receives:
             if not message.local:
                 del self.p2p_buffers[self._slot(message)]
@@ -183,18 +200,20 @@ class EmulatedRunner(ProgramRunner):
         latency_s = self.setup.latency_s
         lag = (max(latency_s) if isinstance(latency_s, tuple) else latency_s) + self.setup.seconds_per_message
         others = [at for rank, at in enumerate(done) if rank != self.setup.rank]
-        return self.run_clock.local(max(others)) + lag if others else 0.0
+        return self.run_clock.local(max(others)) + lag + self.setup.faults.norm_s if others else 0.0
 
     def forget(self) -> None:
         """See ProgramRunner.forget."""
         self._durations = iter(self.setup.durations[self._part])
         self._index = -1
+        self._has_read = False
+        self._began.clear()
         self._ready.clear()
 
     def _finish(self, times: NDArray[np.float64]) -> None:
         for index, end in self.all_reduces.finish():
             wait_until(end)
-            times[index, 1] = time.monotonic()
+            times[index, 1] = end
 
     def close(self) -> None:
         """End the thread of the emulated all-reduces."""

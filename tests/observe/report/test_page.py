@@ -126,7 +126,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     log.close()
     page = Page(report_page(read_run(tmp_path)))
     assert page.texts("small") == ["starting"]
-    assert len(page.texts("section")) == 6
+    assert len(page.texts("section")) == 7
 
 
 def test_damaged_files_are_named(directory: Path) -> None:

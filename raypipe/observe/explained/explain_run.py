@@ -1,0 +1,203 @@
+"""From a run directory to the explanation of its newest steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from raypipe.cost.profile import Profile, load_profile
+from raypipe.cost.sizes import times_at
+from raypipe.cost.stages import stage_costs
+from raypipe.errors import RaypipeError, SpecError
+from raypipe.explain.causes import Explanation, explain
+from raypipe.explain.changes import Change, Planned, changes
+from raypipe.explain.measured import Measured, TaskTimes, task_times
+from raypipe.explain.replay import Replay
+from raypipe.observe.run_dir import PROFILE
+from raypipe.observe.run_view.run_record import PLAN, RunRecord
+from raypipe.observe.timelines import FILE
+from raypipe.plan.online.recorded_steps import RecordedSteps, recorded_from_json
+from raypipe.plan.plan import Plan, load_plan
+from raypipe.schedule.deps import link
+from raypipe.schedule.faults import check_links
+from raypipe.schedule.forms.text import parse_task
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import COMPUTE, Kind
+from raypipe.schedule.lowering.norm_policy import NORM_POLICIES
+from raypipe.schedule.passes.sync import BY_LAYER
+from raypipe.simulate.timeline import Span, Timeline
+
+NOTHING_BETTER = "nothing that was tried makes steps shorter"
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """An explanation, what to change, and what to know about both."""
+
+    why: Explanation
+    changes: tuple[Change, ...]
+    """Best first."""
+    schedule: Schedule
+    steps: tuple[int, int]
+    """First and last step that are explained."""
+    timeline: Timeline
+    """The newest step as measured."""
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> Change:
+        """The change with the shortest predicted step; one that changes nothing if there is no better."""
+        return self.changes[0] if self.changes else Change(NOTHING_BETTER, self.why.step_s, 0.0, "")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``raypipe explain --json`` prints."""
+        return {
+            "step_s": self.why.step_s, "ideal_s": self.why.ideal_s,
+            "causes": [lost.as_json() for lost in self.why.causes],
+            "best_change": self.best.as_json(), "changes": [change.as_json() for change in self.changes],
+            "steps": list(self.steps), "devices": self.schedule.devices, "schedule": self.schedule.name,
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def explain_run(run: RunRecord, profile: Path | None = None) -> Explained:
+    """Explain the newest steps that a run has recorded.
+
+    Args:
+        run: the record of the run, which may still be at work.
+        profile: what layers should cost; None for the profile in the run's directory, if there is one.
+
+    Raises:
+        SpecError: the run has recorded no steps, they cannot be read, or the profile is of another model.
+    """
+    where = str(run.directory / FILE)
+    value = run.timelines.get("recorded")
+    if value is None:
+        if any(text.startswith(FILE) for text in run.damaged):
+            raise SpecError(where, "is damaged, so there is nothing to explain", "run the job again")
+        why = "holds no recorded steps: the run has not come so far, failed early, or was made by an earlier version"
+        raise SpecError(where, why, "wait until a few steps have run one after another, or run the job again")
+    recorded = recorded_from_json(value, where)
+    notes: list[str] = []
+    plan = _plan(run)
+    known = _profile(run, profile)
+    costs = None
+    if plan is not None and known is not None:
+        try:
+            costs = _planned_times(plan, known, recorded.schedule)
+        except RaypipeError as error:
+            if profile is not None:
+                raise
+            notes.append(f"the run's profile does not fit its plan, so it is not used: {error}")
+    of = Measured(
+        schedule=recorded.schedule, steps=tuple(recorded.steps), norm=_norm(value, where),
+        planned=costs or {}, earlier=_earlier(run.timelines.get("predicted")),
+    )  # fmt: skip
+    return explained(of, _planned(run, plan, known, of), [*notes, *_notes(run, recorded, costs is not None)])
+
+
+def explained(of: Measured, planned: Planned | None = None, notes: list[str] | None = None) -> Explained:
+    """Explain measured steps, and find what to change.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+    """
+    if of.schedule.versions == "flush":
+        check_links(link(of.schedule))
+    replay = Replay(of)
+    found = explain(replay)
+    counted = of.steps[replay.counted]
+    newest = of.steps[-1]
+    zero = min(float(t[:, 0].min()) for t in newest.times if len(t))
+    spans = tuple(
+        tuple(sorted((Span(task, float(a) - zero, float(b) - zero) for task, (a, b) in zip(order, t, strict=True)),
+                     key=lambda span: span.start))
+        for order, t in zip(of.schedule.orders, newest.times, strict=True)
+    )  # fmt: skip
+    return Explained(
+        found, tuple(changes(found, replay, planned)), of.schedule, (counted[0].number, counted[-1].number),
+        Timeline(of.schedule, spans), tuple(notes or ()),
+    )  # fmt: skip
+
+
+def _norm(value: Mapping[str, Any], where: str) -> Any:
+    norm = value.get("norm", "none")
+    if norm not in NORM_POLICIES:
+        raise SpecError(where, f"its recorded norm policy is {norm!r}", f"known: {', '.join(NORM_POLICIES)}")
+    return norm
+
+
+def _plan(run: RunRecord) -> Plan | None:
+    try:
+        return load_plan(run.directory / PLAN) if run.plan else None
+    except SpecError:
+        return None
+
+
+def _profile(run: RunRecord, given: Path | None) -> Profile | None:
+    if given is not None:
+        return load_profile(given)
+    path = run.directory / PROFILE
+    try:
+        return load_profile(path) if path.is_file() else None
+    except SpecError:
+        return None
+
+
+def _planned_times(plan: Plan, profile: Profile, schedule: Schedule) -> TaskTimes:
+    """What the profile says of each stage's tasks.
+
+    Raises:
+        RaypipeError: it is of another model.
+    """
+    per_copy = schedule.replicas // plan.parallel.replicas
+    split = any(task.kind == "W" for task in schedule.tasks())
+    costs = stage_costs(
+        profile, plan.cut, plan.parallel.microbatch, schedule.placement[:per_copy], copies=plan.parallel.replicas,
+        size=float(schedule.size), split=split,
+    )  # fmt: skip
+    return task_times(schedule, costs)
+
+
+def _planned(run: RunRecord, plan: Plan | None, profile: Profile | None, of: Measured) -> Planned | None:
+    train = run.job.get("train")
+    batch = train.get("batch") if isinstance(train, dict) else None
+    if plan is None or not isinstance(batch, int):
+        return None
+    layer_s = None
+    if profile is not None and len(profile.layers) == sum(map(len, plan.cut)):
+        times = [times_at(layer, plan.parallel.microbatch) for layer in profile.layers]
+        layer_s = tuple(t.forward + t.joint for t in times)
+    return Planned(plan=plan, batch=batch, clips=of.norm != "none", layer_s=layer_s)
+
+
+def _earlier(step: Any) -> TaskTimes:
+    """The task times of the run's own prediction, which are means of its first steps; nothing if there is none."""
+    each: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    try:
+        for lane in step["spans"]:
+            for span in lane:
+                task = parse_task(span["task"])
+                if task.kind in COMPUTE:
+                    each[task.kind, task.stage].append((float(span["end"]) - float(span["start"])) / len(task.mbs))
+    except (KeyError, TypeError, ValueError, RaypipeError):
+        return {}
+    return {key: fmean(values) for key, values in each.items()}
+
+
+def _notes(run: RunRecord, recorded: RecordedSteps, has_profile: bool) -> list[str]:
+    found = []
+    if len(recorded.steps) == 1:
+        found.append("only one step was recorded, so what is between steps is not known")
+    if run.parallel.get("sync") in BY_LAYER:
+        found.append("with this parallel.sync, tasks wait inside for gradient sums: that is not told apart from work")
+    if recorded.schedule.replicas == 1 and not has_profile and recorded.schedule.devices > 1:
+        found.append(
+            "there is no profile and no second copy of a stage to compare with, so a device that was slow from the "
+            "start looks like a large stage: give --profile to tell them apart"
+        )
+    return found

@@ -1,0 +1,58 @@
+"""Steps that are made by hand: simulated with what is wrong in them, and reported as devices would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from raypipe.plan.online.recorded_steps import NO_WAITS, RecordedStep, StepWaits
+from raypipe.schedule import Shape, generate
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.deps import link
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import NETWORK
+from raypipe.schedule.lowering.norm_policy import NormPolicy
+from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
+from raypipe.schedule.walk import walk
+from raypipe.simulate.cyclic import merge, wait_for_norm
+from raypipe.simulate.series import all_reduces_before_updates
+
+
+def whole_step(name: str = "1f1b", devices: int = 4, microbatches: int = 8, replicas: int = 1, **options) -> Schedule:
+    """The schedule of a step over all devices, with its gradient sums and updates."""
+    schedule = replicate(generate(name, Shape(devices=devices, microbatches=microbatches, **options)), replicas)
+    return add_updates(place_gradient_sync(schedule, "lazy"))
+
+
+def run_steps(
+    schedule: Schedule, costs: CostTable, steps: int = 3, gap: float = 0.0,
+    slower: Callable[[int, int], float] = lambda step, task: 1.0, waits: StepWaits = NO_WAITS,
+    norm: NormPolicy = "none",
+) -> tuple[RecordedStep, ...]:  # fmt: skip
+    """Time steps that follow one another with a barrier and ``gap`` between them; ``slower`` is by (step, task)."""
+    graph = link(schedule)
+    also = all_reduces_before_updates(graph)
+    merge(also, wait_for_norm(graph, norm, 0.0)[0])
+    durations = costs.durations(schedule, graph.tasks)
+    begin, found = 0.0, []
+    for step in range(steps):
+        done = walk(
+            graph,
+            [d if graph.tasks[i].kind in NETWORK else d * slower(step, i) for i, d in enumerate(durations)],
+            costs.comm,
+            also,
+        )
+        times = np.array([done.start, done.end]).T + begin
+        rows = [times[a:b] for a, b in zip(graph.first, graph.first[1:], strict=False)][: schedule.devices]
+        found.append(RecordedStep(step + 1, tuple(rows), waits))
+        begin = float(times.max()) + gap
+    return tuple(found)
+
+
+def uneven(forward: Sequence[float]) -> CostTable:
+    """Costs whose backward takes twice the forward."""
+    return replace(
+        CostTable.even(len(forward)), forward=tuple(forward), input_grad=tuple(forward), weight_grad=tuple(forward)
+    )

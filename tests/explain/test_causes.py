@@ -1,0 +1,208 @@
+"""Lost time by cause, for steps in which the answer is known beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from raypipe.explain.causes import Explanation, explain
+from raypipe.explain.measured import Measured, TaskTimes, task_times
+from raypipe.explain.replay import Replay
+from raypipe.plan.online.recorded_steps import RecordedStep, StepWaits
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.forms.text import from_text
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.lowering.norm_policy import NormPolicy
+from raypipe.schedule.passes import add_recompute, add_updates, shard
+from tests.explain.simulated_steps import run_steps, uneven, whole_step
+
+EVEN = CostTable.even(4)
+"""F = B = W = 1, so a micro-batch takes a stage 3."""
+
+
+def explanation(
+    schedule: Schedule, steps: tuple[RecordedStep, ...], norm: NormPolicy = "wait", planned: TaskTimes | None = None
+) -> Explanation:
+    found = explain(Replay(Measured(schedule=schedule, steps=steps, norm=norm, planned=planned or {})))
+    assert sum(c.seconds for c in found.causes) == pytest.approx(found.step_s - found.ideal_s, abs=1e-9)
+    return found
+
+
+def seconds(found: Explanation) -> dict[str, float]:
+    return {c.cause: pytest.approx(c.seconds, abs=1e-6) for c in found.causes}
+
+
+def test_even_1f1b_loses_its_fill_and_drain_alone() -> None:
+    """(D - 1)(F + BW) of (M + D - 1)(F + BW)."""
+    schedule = whole_step("1f1b", devices=4, microbatches=8)
+    found = explanation(schedule, run_steps(schedule, EVEN))
+    assert (found.step_s, found.ideal_s) == (pytest.approx(33.0), pytest.approx(24.0))
+    assert seconds(found) == {"warm-up": 9.0}
+    assert found.causes[0].device is None
+    assert found.causes[0].what_if_step_s == pytest.approx(24.0)
+
+
+def test_one_stage_that_is_twice_as_long() -> None:
+    """Divided evenly, the same work is an even 1F1B with F + BW = 3 * 5 / 4."""
+    schedule = whole_step("1f1b", devices=4, microbatches=8)
+    found = explanation(schedule, run_steps(schedule, uneven([1, 1, 2, 1])))
+    assert found.ideal_s == pytest.approx(8 * 3.75)
+    first = found.causes[0]
+    assert (first.cause, first.device, first.what_if_step_s) == ("imbalance", 2, pytest.approx(11 * 3.75))
+    assert seconds(found) == {"imbalance": found.step_s - 11 * 3.75, "warm-up": 3 * 3.75}
+
+
+def test_the_same_times_are_a_straggler_where_the_profile_expects_even_stages() -> None:
+    schedule = whole_step("1f1b", devices=4, microbatches=8)
+    profile = task_times(schedule, CostTable.even(4, 10.0, 10.0, 10.0))  # only proportions count
+    found = explanation(schedule, run_steps(schedule, uneven([1, 1, 2, 1])), planned=profile)
+    assert found.ideal_s == pytest.approx(24.0)
+    first = found.causes[0]
+    assert (first.cause, first.device, first.what_if_step_s) == ("straggler", 2, pytest.approx(33.0))
+
+
+def test_a_copy_that_is_slower_than_its_twin_is_a_straggler() -> None:
+    schedule = whole_step("1f1b", devices=2, microbatches=4, replicas=2)
+    on_three = [i for i, d in enumerate(_devices(schedule)) if d == 3]
+    steps = run_steps(schedule, CostTable.even(2), slower=lambda _, i: 2.0 if i in on_three else 1.0)
+    found = explanation(schedule, steps)
+    assert (found.causes[0].cause, found.causes[0].device) == ("straggler", 3)
+    assert found.causes[0].what_if_step_s == pytest.approx(15.0)
+
+
+def _devices(schedule: Schedule) -> list[int]:
+    return [d for d, order in enumerate(schedule.orders) for _ in order]
+
+
+def test_a_device_disturbed_for_some_tasks_of_a_step() -> None:
+    schedule = whole_step("1f1b", devices=4, microbatches=8)
+    on_one = [i for i, d in enumerate(_devices(schedule)) if d == 1][4:10]
+    steps = run_steps(schedule, EVEN, slower=lambda step, i: 4.0 if step == 2 and i in on_one else 1.0)
+    found = explanation(schedule, steps)
+    assert (found.causes[0].cause, found.causes[0].device) == ("straggler", 1)
+    assert found.causes[0].what_if_step_s == pytest.approx(33.0)
+    assert seconds(found) == {"straggler": found.step_s - 33.0, "warm-up": 9.0}
+
+
+def test_a_micro_batch_that_is_longer_on_every_device_is_no_straggler() -> None:
+    schedule = whole_step("gpipe", devices=2, microbatches=4)
+    tasks = list(schedule.tasks())
+    steps = run_steps(schedule, CostTable.even(2), slower=lambda _, i: 2.0 if tasks[i].mbs == (1,) else 1.0)
+    found = explanation(schedule, steps)
+    assert found.of("straggler") is None
+    assert found.ideal_s == pytest.approx(5 * 3.0)
+
+
+def test_a_slow_link() -> None:
+    schedule = whole_step("1f1b", devices=4, microbatches=8)
+    found = explanation(schedule, run_steps(schedule, replace(EVEN, comm=(0.0, 1.5, 0.0, 0.0))))
+    first = found.causes[0]
+    assert (first.cause, first.what_if_step_s) == ("link", pytest.approx(33.0))
+    assert set(first.links) == {(1, 2), (2, 1)}
+    assert seconds(found) == {"link": found.step_s - 33.0, "warm-up": 9.0}
+
+
+def test_gradient_sums_that_nothing_hides() -> None:
+    """Lazily placed all-reduces: the last of them begins when all compute is done."""
+    schedule = whole_step("1f1b", devices=2, microbatches=4, replicas=2)
+    costs = replace(CostTable.even(2), all_reduce=(5.0, 5.0))
+    found = explanation(schedule, run_steps(schedule, costs))
+    assert seconds(found)["sync"] == found.step_s - 15.0
+    assert found.of("sync").what_if_step_s == pytest.approx(15.0)
+    assert seconds(found)["warm-up"] == 3.0
+
+
+def test_recomputation() -> None:
+    schedule = add_updates(add_recompute(whole_step("gpipe", devices=4, microbatches=8).with_orders(
+        [t for t in order if t.kind != "U"] for order in whole_step("gpipe", devices=4, microbatches=8).orders
+    ), "early"))  # fmt: skip
+    costs = CostTable.even(4, recompute=1.0)
+    found = explanation(schedule, run_steps(schedule, costs))
+    assert found.ideal_s == pytest.approx(24.0)
+    assert found.of("recompute").what_if_step_s == pytest.approx(33.0)
+    assert seconds(found) == {"recompute": found.step_s - 33.0, "warm-up": 9.0}
+
+
+def test_gathers() -> None:
+    """A gather before the first forward and nothing to hide it behind."""
+    base = whole_step("1f1b", devices=2, microbatches=4, replicas=2)
+    bare = base.with_orders([t for t in order if t.kind not in ("U", "AR")] for order in base.orders)
+    schedule = add_updates(shard(bare, 3, gather="step", copies=2))
+    costs = replace(CostTable.even(2), gather=(4.0, 4.0))
+    found = explanation(schedule, run_steps(schedule, costs))
+    assert found.of("gather").what_if_step_s == pytest.approx(15.0)
+    assert seconds(found) == {"gather": found.step_s - 15.0, "warm-up": 3.0}
+
+
+def test_late_samples_are_told_from_a_long_forward() -> None:
+    schedule = whole_step("1f1b", devices=4, microbatches=8)
+    costs, waits = EVEN, StepWaits(data_s=(6.0, 0.0, 0.0, 0.0))
+    steps = run_steps(schedule, costs, slower=lambda _, i: 7.0 if i == 0 else 1.0, waits=waits)
+    found = explanation(schedule, steps)
+    assert (found.causes[0].cause, found.causes[0].device) == ("warm-up", None)
+    assert seconds(found) == {"warm-up": 9.0, "data": 6.0}
+    assert (found.of("data").device, found.of("data").what_if_step_s) == (0, pytest.approx(33.0))
+
+
+def test_time_between_steps_is_the_hosts() -> None:
+    schedule = whole_step("1f1b", devices=4, microbatches=8)
+    found = explanation(schedule, run_steps(schedule, EVEN, gap=12.0))
+    assert seconds(found) == {"host": 12.0, "warm-up": 9.0}
+    assert found.of("host").what_if_step_s == pytest.approx(33.0)
+
+
+def test_updates_that_wait_for_the_norm() -> None:
+    schedule = whole_step("1f1b", devices=4, microbatches=8)
+    steps = _with_a_late_norm(schedule, 10.0)
+    found = explanation(schedule, steps)
+    assert (found.causes[0].cause, seconds(found)["norm"]) == ("norm", 10.0)
+
+
+def _with_a_late_norm(schedule: Schedule, late: float) -> tuple[RecordedStep, ...]:
+    """Every update begins so long after the last gradient of all devices."""
+    found, shift = [], 0.0
+    for step in run_steps(schedule, EVEN):
+        updates = [np.array([t.kind == "U" for t in order]) for order in schedule.orders]
+        last = max(float(t[~own, 1].max()) for t, own in zip(step.times, updates, strict=True))
+        times = tuple(
+            np.where(own[:, None], last + late, t) + shift for t, own in zip(step.times, updates, strict=True)
+        )
+        found.append(RecordedStep(step.number, times))
+        shift += late
+    return tuple(found)
+
+
+def test_without_a_barrier_steps_overlap_and_little_is_lost_to_warm_up() -> None:
+    """One device has half the work: it never waits, and neither does the other for it."""
+    schedule = from_text(
+        "microbatches 2\nplacement 0 1\ndevice 0: 0F0 0F1 0BW0 0BW1 0U\ndevice 1: 1F0 1BW0 1F1 1BW1 1U\n"
+    )
+    found = explanation(schedule, run_steps(schedule, CostTable.even(2)), norm="none")
+    assert found.step_s == pytest.approx(9.0)
+    assert found.ideal_s == pytest.approx(6.0)
+
+
+def test_one_recorded_step_is_explained_from_its_own_start() -> None:
+    schedule = whole_step("1f1b", devices=4, microbatches=8)
+    found = explanation(schedule, run_steps(schedule, EVEN, steps=1))
+    assert seconds(found) == {"warm-up": 9.0}
+
+
+def test_one_device_loses_nothing() -> None:
+    schedule = whole_step("1f1b", devices=1, microbatches=4)
+    found = explanation(schedule, run_steps(schedule, CostTable.even(1)))
+    assert found.step_s == pytest.approx(found.ideal_s) == pytest.approx(12.0)
+
+
+def test_two_faults_at_once_share_what_only_both_mended_gain() -> None:
+    """Two stages twice as long as planned, of which mending one alone gains little: both are named, by halves."""
+    schedule = whole_step("1f1b", devices=4, microbatches=8)
+    profile = task_times(schedule, EVEN)
+    steps = run_steps(schedule, uneven([2, 1, 1, 2]))
+    found = explanation(schedule, steps, planned=profile)
+    straggler = found.of("straggler")
+    assert straggler is not None
+    assert set(straggler.devices) == {0, 3}
+    assert found.causes[0].cause == "straggler"
