@@ -382,9 +382,6 @@ def _notes(
     greedy: bool,
 ) -> Iterator[str]:  # fmt: skip
     """What a reader of the rows has to know."""
-    best, certificate = rows[0].prediction, rows[0].certificate
-    if certificate is not None:
-        yield certified(best, certificate)
     if profile.other_kinds:
         yield (
             f"Devices of several kinds, numbered in this order: {profile.device_names}. Each copy takes its share of "
@@ -404,6 +401,9 @@ def _notes(
             )
         elif shared and greedy:
             yield "T = 1 throughout: the rule of the largest micro-batch says nothing of devices that share a layer."
+    best, certificate = rows[0].prediction, rows[0].certificate
+    if certificate is not None:
+        yield certified(best, certificate)
 
 
 def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -> Iterator[Row]:
