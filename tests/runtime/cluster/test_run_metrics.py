@@ -15,7 +15,7 @@ from raypipe.runtime.cluster import run_metrics
 from raypipe.runtime.cluster.run_metrics import RunMetrics
 
 ROW = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "step_s": 0.2, "tokens_per_s": 5.0, "bubble_ratio": 0.1}
-CLOCK = SimpleNamespace(measured=lambda: None)
+CLOCK = SimpleNamespace(measured=lambda: None, recorded=None)
 
 
 @pytest.fixture
