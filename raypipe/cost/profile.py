@@ -222,11 +222,12 @@ class Profile(Spec):
 
     @property
     def kinds(self) -> tuple[Profile, ...]:
-        """The profile of each kind of device, as if there were no other."""
+        """The profile of each kind of device and its hosts, as if there were no other."""
         if not self.other_kinds:
             return (self,)
-        own = self.model_copy(update={"other_kinds": (), "kind_of_host": (), "hosts": ()})
-        return (own, *self.other_kinds)
+        hosts = tuple(n for n, kind in zip(self.hosts, self.kind_of_host, strict=True) if kind == 0)
+        alone = {"other_kinds": (), "kind_of_host": (), "hosts": hosts, "devices": sum(hosts) or self.devices}
+        return (self.model_copy(update=alone), *self.other_kinds)
 
     @property
     def kind_name(self) -> str:

@@ -181,6 +181,13 @@ def test_the_plan_says_which_devices_it_is_for():
         choose(make_job(), profile, 5, search_s=0)
 
 
+def test_kinds_taken_apart_and_joined_are_the_same():
+    whole = mixed((2, 1.0, 8), (1, 2.0, 8), (4, 5.0, 8))
+    assert [kind.devices for kind in whole.kinds] == [2, 1, 4]
+    again = of_kinds(whole.kinds)
+    assert (again.devices, again.hosts, again.kind_of_host) == (7, (2, 1, 4), (0, 1, 2))
+
+
 def test_kinds_that_cannot_be_joined_are_refused():
     with pytest.raises(SpecError, match="other layers"):
         of_kinds([make_profile(4), make_profile(5)])
