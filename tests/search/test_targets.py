@@ -71,10 +71,13 @@ def test_short_line_from_very_little_memory_to_plenty(times):
 @pytest.mark.parametrize(("memory", "at_most"), [(6, 410), (4, 510), (8, 376)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_v(memory, at_most, seed):
-    """Optima by constraint programming: 406, 505, 372. In the default time, which is processor time."""
+    """Optima by constraint programming: 406, 505, 372.
+
+    The default time, 2.5 s of the processor, is enough on a quiet machine; beside others the same seconds do less.
+    """
     placement = placed("v", Shape(devices=4, microbatches=8, chunks=2))
     costs = CostTable.even(8, 5, 10, 5, comm=2)
-    found = search(placement, 8, costs, memory_limit=memory, enough=at_most, seed=seed)
+    found = search(placement, 8, costs, memory_limit=memory, enough=at_most, seed=seed, budget=Budget(10.0))
     assert checked(found, costs, memory).value <= at_most
 
 
