@@ -60,7 +60,7 @@ class Change:
     mends: str
     """The cause it is about."""
     keys: dict[str, Any] = field(default_factory=dict)
-    """Job keys to set; empty where it is nothing of the job's."""
+    """Job keys to set, or the plan's ``cut``; empty where it is nothing of either."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of ``best_change``."""

@@ -31,9 +31,9 @@ class Keeper:
     def lives(self) -> None:
         """Return at once."""
 
-    def keep_only(self, number: int) -> None:
-        """Drop all copies but one."""
-        self._held = {number: self._held[number]} if number in self._held else {}
+    def drop_before(self, number: int) -> None:
+        """Drop the copies before this one; of later ones, whose numbers are smaller, some may have begun to arrive."""
+        self._held = {n: shards for n, shards in self._held.items() if n <= number}
 
     def give(self, number: int, name: str) -> tuple[Any, ...]:
         """Return references of a shard's blocks, in order."""

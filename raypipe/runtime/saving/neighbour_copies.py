@@ -114,11 +114,13 @@ class NeighbourCopies:
             self._held = copy
             self._under_way = {number: one for number, one in self._under_way.items() if one.step > copy.step}
             for keeper in self._keepers.values():
-                keeper.keep_only.remote(copy.number)
+                keeper.drop_before.remote(copy.number)
             self._log.event("copied", step=copy.step, seconds=time.monotonic() - copy.begun)
 
     def _look_after(self, node: str) -> None:
         """Have another keeper started with the next copy where the one of a node is gone."""
+        if node not in self._keepers:  # several copies were under way to it
+            return
         try:
             ray.get(self._keepers[node].lives.remote(), timeout=ANSWER_S)
         except RayError:
@@ -140,13 +142,14 @@ class NeighbourCopies:
         if held is None or held.step <= newest:
             return False
         began = time.monotonic()
+        checkpoints.left_out = held.left_out
+        folder = checkpoints.folder(held.step)
         try:
-            checkpoints.left_out = held.left_out
-            folder = checkpoints.folder(held.step)
             shards = [self._fetched(held, rank, info, folder) for rank, info in held.shards.items() if info is not None]
             checkpoints.commit(held.step, shards, None, is_best=False)
         except (RayError, CheckpointError) as error:
             self._held = None
+            checkpoints.delete(folder)
             why = str(error).partition("\n")[0]
             self._log.event("notice", message=f"the copies of step {held.step} are lost: {why}")
             return False
@@ -159,7 +162,7 @@ class NeighbourCopies:
             try:
                 blocks = ray.get(keeper.give.remote(held.number, Path(info.file).stem))
                 return received(folder, SentShard(info, blocks))
-            except RayError as error:
+            except (RayError, CheckpointError) as error:
                 failed = error
         raise failed
 

@@ -105,6 +105,30 @@ def test_calls_may_be_ahead_of_what_workers_report(run: Run) -> None:
     assert run.checkpoints.newest[0] == 2
 
 
+def test_a_worker_may_be_a_copy_ahead(run: Run) -> None:
+    """Its shard of the next copy is there before the other one's of this copy, which then is complete."""
+    numbers = []
+    for step in (2, 4):
+        run.copies.call(run, step, left_out=0)  # type: ignore[arg-type]
+        numbers.append(run.calls)
+    for rank, copy in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        (number, keepers), snapshot = numbers[copy][rank], Snapshot()
+        snapshot.take(state(rank, 2 * copy + 2))
+        info = send_snapshot(keepers, number, f"rank-{rank:05d}", snapshot)
+        run.copies.heard([Written(rank, number, info, 0.1)])
+    assert run.copies.restore(run.checkpoints, newest=0)
+    assert (run.checkpoints.newest[0], run.notices()) == (4, [])
+
+
+def test_two_copies_may_be_lost_with_one_keeper(run: Run) -> None:
+    for step in (2, 4):
+        run.copies.call(run, step, left_out=0)  # type: ignore[arg-type]
+    numbers = [run.calls[0][0] + 1, run.calls[0][0]]
+    run.kill_keepers()
+    run.copies.heard([Written(0, number, None, 0.1, lost=True) for number in numbers])
+    assert len(run.notices()) == 1
+
+
 def test_what_a_keeper_died_with_is_said_and_another_one_follows(run: Run) -> None:
     run.copy(2)
     run.kill_keepers()
