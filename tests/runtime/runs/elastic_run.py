@@ -24,7 +24,7 @@ JOB = """
 name: elastic
 model: {{type: gpt, layers: 6, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
 data: {{type: bytes, path: "{path}"}}
-train: {{steps: 5000, batch: 8, lr: 0.001, seed: 0, dtype: float64, clip: 1.0, eval_batches: 1, checkpoint_every: 50,
+train: {{steps: 20000, batch: 8, lr: 0.001, seed: 0, dtype: float64, clip: 1.0, eval_batches: 1, checkpoint_every: 50,
   keep_checkpoints: 2, elastic: {elastic}}}
 parallel: {{auto: true, replicas: 1, microbatch: 1}}
 """
