@@ -14,16 +14,18 @@ import pytest
 from raypipe.checkpoint import open_checkpoint
 from raypipe.job.load import load_job
 from raypipe.observe.run_log import EVENTS, read_rows
+from tests.data.documents_on_disk import some_documents, write_parquet
 from tests.hosts import Host, hosts, ray_cluster
 from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.samples.from_memory import FromMemory
 
 STEPS = 14
 JOB = """
 name: small
 model: {{type: gpt, layers: 2, hidden: 16, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
-data: {{type: bytes, path: "{path}"}}
+data: {{type: {data}, path: "{path}"}}
 train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 3, dtype: float64, eval_batches: 1, max_failures: 2}}
-parallel: {{schedule: 1f1b, stages: 2, microbatch: 2, transport: {transport}}}
+parallel: {{schedule: 1f1b, stages: 2, microbatch: 2}}
 """
 
 
@@ -51,9 +53,9 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(both, settings)
 
 
-def job_file(folder: Path, text: Path, transport: str = "auto") -> Path:
+def job_file(folder: Path, path_of_data: Path, data: str = "bytes") -> Path:
     path = folder / "job.yaml"
-    path.write_text(JOB.format(path=text, steps=STEPS, transport=transport))
+    path.write_text(JOB.format(path=path_of_data, data=data, steps=STEPS))
     return path
 
 
@@ -77,12 +79,13 @@ def test_two_hosts_train_as_one_process_does(cluster, text_folder, tmp_path) -> 
 
 
 @pytest.mark.runs
-def test_a_host_that_does_not_share_the_run_directory_trains_and_resumes(cluster, text_folder, tmp_path) -> None:
+def test_a_host_that_shares_neither_the_run_directory_nor_the_documents_trains_and_resumes(cluster, tmp_path) -> None:
     """It is said; the losses are those of one process, also after a resume, and the checkpoint holds all stages."""
     with tempfile.TemporaryDirectory() as name:
         cluster.hosts[1].hide(Path(name))
         run = Path(name) / "run"
-        job = job_file(tmp_path, text_folder)
+        documents = write_parquet(Path(name) / "a.parquet", some_documents(20), group=3)
+        job = job_file(tmp_path, documents, data="documents")
         half = ["--set", f"train.steps={STEPS // 2}"]
         status, output = cluster.train(job, run, *half)
         assert status == 0, output
@@ -96,7 +99,7 @@ def test_a_host_that_does_not_share_the_run_directory_trains_and_resumes(cluster
         assert status == 0, output
         result = json.loads(output.splitlines()[0])
         assert result["resumed_from"] == STEPS // 2
-        expected = plain_losses(load_job(job), run / "data", STEPS)
+        expected = plain_losses(load_job(job), run / "data", STEPS, FromMemory(run / "data"))
         events = read_rows(run / EVENTS)
     assert first == pytest.approx(expected[: STEPS // 2], abs=1e-9)
     assert result["losses"][-(STEPS // 2) :] == pytest.approx(expected[STEPS // 2 :], abs=1e-9)
