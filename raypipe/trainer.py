@@ -73,7 +73,8 @@ class PipelineTrainer:
 
     Args:
         model: a transformers model type or local directory, a transformers model, whose weights are the initial ones,
-            or the ``model`` section of a job file as a dict.
+            one with LoRA adapters of ``peft.get_peft_model``, which are drawn anew, or the ``model`` section of a job
+            file as a dict.
         args: ``transformers.TrainingArguments``, or a dict with names from ``arguments.READ``.
         train_dataset: a ``torch.utils.data.Dataset``, a Hugging Face dataset or a list of dicts; all rows have the same
             names. Rows may differ in length: each micro-batch is padded to its longest row, tokens with the model's
@@ -179,6 +180,12 @@ class PipelineTrainer:
             return dict(model)
         if hasattr(model, "save_pretrained") and hasattr(model, "config"):
             path = self.directory / "model"
+            if hasattr(model, "peft_config"):
+                from raypipe.models.sources.adapters import base_of
+
+                base, state, lora = base_of(model)
+                base.save_pretrained(path, state_dict=state)
+                return {"hf": str(path), "lora": lora}
             model.save_pretrained(path)
             return {"hf": str(path)}
         raise SpecError(

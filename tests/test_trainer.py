@@ -152,6 +152,32 @@ def test_a_model_as_an_object_is_where_training_starts(tmp_path) -> None:
     assert not [path for path in prepared.directory.rglob("*") if path.suffix in (".pkl", ".pt", ".bin")]
 
 
+def test_a_model_of_peft_is_its_base_and_new_adapters(tmp_path) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    from raypipe.data import declared_fields
+    from raypipe.models import build_model
+
+    def adapted(**options):
+        base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL))
+        wanted = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM", **options}
+        weights = base.transformer.wte.weight.clone(), base.transformer.h[0].attn.c_attn.weight.clone()
+        return peft.get_peft_model(base, peft.LoraConfig(**wanted)), *weights
+
+    with pytest.raises(SpecError, match="its adapter sets init_lora_weights"):
+        trainer(tmp_path / "a", model=adapted(init_lora_weights="gaussian")[0]).prepare()
+    model, wte, first = adapted()
+    prepared = trainer(tmp_path / "b", model=model).prepare()
+    built = build_model(prepared.job, declared_fields(prepared.job.data))
+    named = built.build_stage(range(built.count), seed=0).named()
+    assert torch.equal(named["transformer.wte.weight"], wte)
+    assert torch.equal(named["transformer.h.0.attn.c_attn.base_layer.weight"], first)
+    assert named["transformer.h.0.attn.c_attn.lora_A.default.weight"].shape == (2, first.shape[0])
+    with torch.no_grad():
+        model.base_model.model.transformer.h[0].attn.c_attn.lora_B["default"].weight += 1
+    with pytest.raises(SpecError, match="its adapters have been trained"):
+        trainer(tmp_path / "c", model=model).prepare()
+
+
 TWO = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}]
 
 

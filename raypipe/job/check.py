@@ -194,6 +194,8 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     if getattr(model, "loss", "task") == "model":
         why = "a model's own loss cannot be divided over tensor ranks"
         yield Problem("model.loss", why, "use tensor: 1, or loss: task")
+    if getattr(model, "lora", None) is not None:
+        yield Problem("model.lora", f"cannot be combined with tensor: {parallel.tensor}", "use tensor: 1")
     if parallel.update == "optimistic":
         why = f"optimistic cannot be combined with tensor: {parallel.tensor}"
         yield Problem("parallel.update", why, "use auto, which then waits")
