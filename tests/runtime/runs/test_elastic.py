@@ -19,7 +19,7 @@ def test_devices_go_and_come(text_folder: Path, tmp_path: Path) -> None:
     try:
         run = ElasticRun(tmp_path, text_folder, nodes.settings, "--set", "train.copy_every=3")
         try:
-            run.wait(lambda: run.steps() > 12)
+            run.wait(lambda: run.steps() > 60)
             nodes.kill()
             run.next_step_after_change(1)
             nodes.add()
