@@ -5,8 +5,8 @@
 Every shape (SCHEDULE:STAGESxREPLICAS[:SHARD]) trains undisturbed once and then ``--runs`` times with ``--kills`` kills
 (SIGKILL) of a random worker each. Where its stages have twins (replicas, Chimera), these give a replacement their
 state, and at most one step is repeated (zb: or two); else the run has ``train.copy_every=1`` and goes on from the
-copies. A run is sound if its losses are those of the undisturbed one, bit for bit, and all processes but the killed ones
-lived on.
+copies. A run is sound if its losses are those of the undisturbed one, bit for bit, and all processes but the killed
+ones lived on.
 With ``--standby`` a kill waits until the processes that stand by are ready, which have low priority on busy cores.
 Prints the seconds from each kill to the next step done, and the steps repeated; ``--restart`` measures the same with
 ``train.recovery=restart`` beside it. Exit status 1 if a run was not sound.
