@@ -292,6 +292,7 @@ def test_a_collator_makes_the_rows_and_says_what_pads_them(tmp_path) -> None:
 
 @pytest.mark.runs
 def test_a_run_returns_ray_trains_result(local_ray, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
     from ray.train import Result, UserCallback
 
     from raypipe.checkpoint import open_checkpoint
@@ -328,6 +329,13 @@ def test_a_run_returns_ray_trains_result(local_ray, tmp_path) -> None:
     losses = [row["val_loss"] for row in rows if "val_loss" in row]
     assert len(losses) == 3
     assert open_checkpoint(result.checkpoint.path).meta["val_loss"] == min(losses)
+
+    args.max_steps = 14
+    again = raypipe.PipelineTrainer(args=args, **given)
+    assert again.train(resume_from_checkpoint=True).metrics["step"] == 14
+    assert [row["loss"] for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row][:12] == mine.losses
+    saved = transformers.AutoModelForCausalLM.from_pretrained(again.save_model(str(tmp_path / "saved")))
+    assert saved.config.vocab_size == SMALL["vocab_size"]
 
 
 class Follower(raypipe.Callback):
