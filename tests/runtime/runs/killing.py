@@ -49,8 +49,8 @@ def descendants(root: int) -> dict[int, str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                stat = (entry / "stat").read_text()
-                titles[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
+                stat = (entry / "stat").read_text(errors="replace")
+                titles[int(entry.name)] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
             except OSError:  # it has ended meanwhile
                 continue
             parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
