@@ -95,12 +95,12 @@ def where(devices, request, together=1, kinds=None):
 
 small = {"object_store_memory": 100 << 20, "dashboard_host": "127.0.0.1"}
 cluster = Cluster()
-for cpus, gpus, kind in ((2, 0, "old"), (3, 0, "new"), (2, 2, None), (4, 4, None)):
+for cpus, gpus, kind in ((2, 0, "old"), (5, 0, None), (3, 0, "new"), (2, 2, None), (4, 4, None)):
     marks = {} if kind is None else {"resources": {"accelerator_type:" + kind: 1}}
     cluster.add_node(num_cpus=cpus, num_gpus=gpus, **small, **marks)
 ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
 cpu, gpu = DeviceRequest(1.0, 0.0), DeviceRequest(0.5, 1.0)
-found = {"all": where(11, cpu), "pairs": where(8, cpu, 2), "gpus": where(6, gpu), "gpu pairs": where(6, gpu, 2)}
+found = {"all": where(16, cpu), "pairs": where(12, cpu, 2), "gpus": where(6, gpu), "gpu pairs": where(6, gpu, 2)}
 try:
     connect(6, together=3)  # six GPUs, four on one node and two on the other
 except SpecError as error:
@@ -121,10 +121,10 @@ def by_node(held):
     return [held.devices, counts, [len(placement_group_table(part.group)["bundles_to_node_id"]) for part in held.parts],
             len(held.nodes())]
 
-held = reserve(5, cpu, 60.0, by_node=True)
+held = reserve(6, cpu, 60.0, by_node=True)
 steps = [by_node(held)]
 first = {*placement_group_table(held.parts[0].group)["bundles_to_node_id"].values()}
-group = start_actors(["a"] * 5, cpu, Place, 60.0, reservation=held)
+group = start_actors(["a"] * 6, cpu, Place, 60.0, reservation=held)
 kept = {at: actor for at, actor in zip(group.places.of_ranks(), group.actors)}
 alive = ray.get([actor.locate.remote() for (place, _), actor in kept.items() if place.part == held.parts[1].name])
 held = held.without(first)
@@ -145,13 +145,13 @@ cluster.shutdown()
 
 
 @pytest.mark.runs
-def test_ranks_of_four_nodes_lie_host_by_host() -> None:
+def test_ranks_of_five_nodes_lie_host_by_host() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, env=without_ray())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    for name, counts in (("all", (4, 3, 2, 2)), ("gpus", (4, 2)), ("gpu pairs", (4, 2))):
+    for name, counts in (("all", (5, 4, 3, 2, 2)), ("gpus", (4, 2)), ("gpu pairs", (4, 2))):
         assert devices_on_hosts([at[2] for at in found[name]]) == counts
-    for name, devices in (("all", 11), ("pairs", 8), ("gpus", 6), ("gpu pairs", 6)):
+    for name, devices in (("all", 16), ("pairs", 12), ("gpus", 6), ("gpu pairs", 6)):
         assert [at[:2] for at in found[name]] == [[rank, f"device {rank}"] for rank in range(devices)]
         nodes = [at[2] for at in found[name]]
         assert len(devices_on_hosts(nodes)) == len(set(nodes))  # each host's ranks follow one another
@@ -160,7 +160,7 @@ def test_ranks_of_four_nodes_lie_host_by_host() -> None:
     assert found["kinds"] == ["new", "old", "new", "old"]  # two copies, each with one of both kinds
     assert found["pairs, old first"] == ["old", "old", "new", "new"]
     # The largest node and one of the smallest; what is given back is a whole node's.
-    assert found["by node"] == [[5, [4, 1], [4, 1], 2], [1, [1], [1], 1], [4, [1, 3], [1, 3], 2], [1, [1], [1], 1]]
+    assert found["by node"] == [[6, [5, 1], [5, 1], 2], [1, [1], [1], 1], [4, [1, 3], [1, 3], 2], [1, [1], [1], 1]]
     assert "is for 3 devices of accelerator type old" in found["too few"]
     assert "2 old" in found["too few"]
     for _, own in groupby(found["gpus"], lambda at: at[2]):
@@ -169,4 +169,4 @@ def test_ranks_of_four_nodes_lie_host_by_host() -> None:
     both = [sorted(int(g) for at in found["gpu pairs"][d : d + 2] for g in at[3]) for d in (0, 2, 4)]
     assert both == [[0, 1], [2, 3], [0, 1]]
     assert "needs 2 groups of 3 GPUs, each on one node, and the nodes have room for 1" in found["refused"]
-    assert "they have 4, 2, 0, 0 GPUs" in found["refused"]
+    assert "they have 4, 2, 0, 0, 0 GPUs" in found["refused"]

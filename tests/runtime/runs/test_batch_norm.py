@@ -146,7 +146,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    "plans", [["1f1b", "chimera", "by layer"], *exhaustive(["zb-h1", "gpipe", "replicas"])], ids=str
+    "plans", [["by layer", "chimera", "1f1b"], *exhaustive(["zb-h1", "gpipe", "replicas"])], ids=str
 )
 def test_losses_statistics_and_evaluation_are_those_of_gradient_accumulation(plans, stage_pool, rows, tmp_path) -> None:
     """One process, and every plan: schedules, replicas, two directions; micro-batches of one step in any place."""
