@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import os
 import platform
 import time
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import raypipe
@@ -94,15 +96,20 @@ def _refusal(directory: Path) -> str:
 @cache
 def versions() -> dict[str, str]:
     """Return the versions that all nodes must share. torch's build (``+cpu``, ``+cu128``) may differ between nodes."""
-    import ray
-    import torch
-
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
-        "ray": ray.__version__,
-        "torch": torch.__version__.partition("+")[0],
+        "ray": _version("ray"),
+        "torch": _version("torch").partition("+")[0],
         "raypipe": f"{raypipe.__version__} (source {_source_digest()})",
     }
+
+
+def _version(package: str) -> str:
+    """Return a package's version; importing Ray, which an emulated device does not use, takes most of a second."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return str(importlib.import_module(package).__version__)
 
 
 def _source_digest() -> str:

@@ -14,8 +14,9 @@ import struct
 import time
 from collections.abc import Iterable
 
-LOOK_S = 0.001
-"""How often ``call`` looks whether somebody listens by now."""
+LOOK_S, SELDOM_S = 0.001, 0.05
+"""How soon ``call`` looks again whether somebody listens by now, at first and at last; it doubles in between. A hundred
+processes of a host that all looked a thousand times a second would keep the one from starting that they wait for."""
 _CREDENTIALS = struct.Struct("=iII")
 """Linux's ``struct ucred``: process, user and group."""
 
@@ -48,7 +49,7 @@ def answer(listener: socket.socket, timeout_s: float) -> socket.socket | None:
 
 def call(name: str, timeout_s: float) -> socket.socket | None:
     """Connect to the process that listens under ``name``; return None if none of this user's did in time."""
-    deadline = time.monotonic() + timeout_s
+    deadline, look_s = time.monotonic() + timeout_s, LOOK_S
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(ConnectionError, BlockingIOError):  # nobody listens yet, or too many call at once
@@ -58,7 +59,8 @@ def call(name: str, timeout_s: float) -> socket.socket | None:
         connection.close()
         if time.monotonic() > deadline:
             return None
-        time.sleep(LOOK_S)
+        time.sleep(look_s)
+        look_s = min(2 * look_s, SELDOM_S)
 
 
 def give(connection: socket.socket, files: Iterable[int]) -> None:
