@@ -341,7 +341,7 @@ def _branches(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
         ("chunks", "leave it out: a device gets as many stages as its branches need"),
         ("memory_limit", "leave it out: branches' activations differ in size, so that a count of them says nothing"),
         ("unit", "leave it out"), ("pipelines", "leave it out"), ("concat", "leave it out"), ("keep", "leave it out"),
-        ("replan", "leave it out"),
+        ("replan", "leave it out"), ("tensor", "use tensor: 1"), ("sub_pipelined", "leave it out"),
     ):  # fmt: skip
         if getattr(parallel, key) != type(parallel).model_fields[key].default:
             yield Problem(f"parallel.{key}", "placement: branches has no use for it", fix)

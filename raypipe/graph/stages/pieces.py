@@ -7,9 +7,11 @@ or one behind the other. Here every branch keeps pieces of its own:
 - Branches that leave one piece and meet again are one piece with what joins them, if running them side by side would
   save at most ``GAIN`` of the model's forward (the query, key and value of one attention among many), and together they
   are at most ``WHOLE`` of it (so a skip over half the model joins nothing).
-- A piece without a product joins the only one that reads it; neighbours in a row are one piece up to ``GAIN``.
+- A piece of less than ``NOTHING`` (a norm) joins the only one that reads it; neighbours in a row are one piece up to
+  ``GAIN``.
 
-None of this makes a cycle: what leaves a piece never comes back to it.
+None of this makes a cycle: what leaves a piece never comes back to it. All paths from a fork's branches go through what
+joins them, so what else the branches read does not depend on them.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from raypipe.graph.subgraphs import Sharding
 
 GAIN = 1 / 64
 """Share of the model's forward up to which side-by-side branches, and rows of pieces, are not kept apart."""
+NOTHING = GAIN / 64
+"""Share of the model's forward up to which a piece is not worth a place of its own."""
 WHOLE = 1 / 16
 """Largest share of the model's forward that branches are joined to."""
 
@@ -187,10 +191,9 @@ class _Contracted:
                 if h != join and h not in between:
                     between.add(h)
                     todo += after[h]
-            closed = all(before[h] <= between | {fork} for h in between | {join})
             together = sum(self.work[h] for h in between | {join})
             light = together <= WHOLE / GAIN * self.small
-            if closed and light and self._gain(between, order, before) <= self.small:
+            if light and self._gain(between, order, before) <= self.small:
                 self.join([h for h in order if h in between or h == join])
                 return True
         return False
@@ -205,12 +208,13 @@ class _Contracted:
     def join_row(self) -> bool:
         """Join a light piece with the only one that reads it; return whether there was any."""
         before, after = self.neighbours()
+        nothing = NOTHING / GAIN * self.small
         for a, later in after.items():
             if len(later) != 1:
                 continue
             (b,) = later
-            light = not self.work[b] or self.work[a] + self.work[b] <= self.small
-            if not self.work[a] or (len(before[b]) == 1 and light):
+            light = self.work[b] <= nothing or self.work[a] + self.work[b] <= self.small
+            if self.work[a] <= nothing or (len(before[b]) == 1 and light):
                 self.join((a, b))
                 return True
         return False

@@ -4,7 +4,7 @@ Candidates differ in which device has which layer. Some give each device runs of
 code, the row of devices passed once or several times, as a chain is cut; but a branch in a run begins as soon as its
 own inputs are there. One is the placement of a single micro-batch that ``graph.placement`` finds (DLPlacer), which
 runs branches side by side. An order of tasks is searched for each, and then layers move from device to device while
-that makes the step shorter.
+that makes the step shorter. Of the steps that are nearly as short as the shortest, the one that sends least is taken.
 
 Source: Pal et al. 2019 (the hybrid-parallelism paper), section 4, for the placement of one micro-batch.
 """
@@ -30,7 +30,11 @@ PASSES = (1, 2, 3)
 QUICK_S = 0.15
 """For a first order of a candidate."""
 PLACE_S = 15.0
-"""For the placement of one micro-batch."""
+"""For the placement of one micro-batch, if a step has no more; it is one candidate of many otherwise."""
+NEAR = 0.02
+"""Steps that differ by less are taken to be equally long: costs are not known better."""
+STARTS = 3
+"""Candidates from which layers are moved."""
 MOVE_S = 10.0
 """For moving layers between devices."""
 
@@ -55,8 +59,11 @@ def choose_branches(costs: LayerCosts, devices: int, microbatches: int, *, move_
         ordered(Arranged.as_branches(costs, rows), microbatches, QUICK_S)
         for rows in dict.fromkeys(_candidates(costs, devices, microbatches))
     ]
-    best = min(found, key=lambda one: one.makespan_s)
-    best = _moved(best, devices, microbatches, move_s)
+    for start in sorted(found, key=lambda one: one.makespan_s)[:STARTS]:
+        found += _moved(start, devices, microbatches, move_s / STARTS)
+    shortest = min(one.makespan_s for one in found)
+    near = [one for one in found if one.makespan_s <= shortest * (1 + NEAR)]
+    best = min(near, key=lambda one: (one.arranged.sent_bytes, one.makespan_s))
     final = ordered(best.arranged, microbatches, None, best.schedule)
     return min(final, best, key=lambda one: one.makespan_s)
 
@@ -98,10 +105,10 @@ def _candidates(costs: LayerCosts, devices: int, microbatches: int) -> Iterator[
             cut = cut_layers(costs.whole, (row,))
             yield tuple(device for device, own in zip(row, cut.stages, strict=True) for _ in own)
     if devices > 1:
-        yield from _one_microbatch(costs, devices)
+        yield from _one_microbatch(costs, devices, microbatches)
 
 
-def _one_microbatch(costs: LayerCosts, devices: int) -> Iterator[tuple[int, ...]]:
+def _one_microbatch(costs: LayerCosts, devices: int, microbatches: int) -> Iterator[tuple[int, ...]]:
     """The placement with which one micro-batch ends soonest."""
     operations, edges = [], []
     for i in range(len(costs.whole)):
@@ -120,7 +127,8 @@ def _one_microbatch(costs: LayerCosts, devices: int) -> Iterator[tuple[int, ...]
         links=tuple((a, b, link) for k, a in enumerate(names) for b in names[k + 1 :]),
     )
     try:
-        found = place(PlacementGraph(operations=tuple(operations), edges=tuple(edges)), hardware, PLACE_S)
+        budget_s = PLACE_S if microbatches == 1 else PLACE_S / 10
+        found = place(PlacementGraph(operations=tuple(operations), edges=tuple(edges)), hardware, budget_s)
     except RaypipeError:  # none within the time: the runs of layers remain
         return
     row = tuple(names.index(found.node[f"{i} F"]) for i in range(len(costs.whole)))
@@ -128,8 +136,10 @@ def _one_microbatch(costs: LayerCosts, devices: int) -> Iterator[tuple[int, ...]
         yield row
 
 
-def _moved(best: Branches, devices: int, microbatches: int, seconds: float) -> Branches:
-    """Move stages, and layers at their borders, to other devices while that makes the step shorter."""
+def _moved(best: Branches, devices: int, microbatches: int, seconds: float) -> list[Branches]:
+    """Move stages, and layers at their borders, to other devices while that makes the step shorter; return each one
+    that did."""
+    found: list[Branches] = []
     deadline = time.monotonic() + seconds
     tried: set[tuple[int, ...]] = set()
     better = True
@@ -142,10 +152,11 @@ def _moved(best: Branches, devices: int, microbatches: int, seconds: float) -> B
             one = ordered(Arranged.as_branches(best.arranged.costs, row), microbatches, QUICK_S)
             if one.makespan_s < best.makespan_s * (1 - 1e-6):
                 best, better = one, True
+                found.append(one)
                 break
             if time.monotonic() > deadline:
                 break
-    return best
+    return found
 
 
 def _neighbours(arranged: Arranged, devices: int) -> Iterator[tuple[int, ...]]:

@@ -33,10 +33,11 @@ from raypipe.models import build_model
 from raypipe.models.task import Field
 from raypipe.plan.branches.arranged import LayerCosts
 from raypipe.plan.branches.choose import Branches, best_chain, choose_branches
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.emulated_run import Links, rehearsal, run_rehearsal
 from tests.bench.accuracy.emulated import worker_group_of
 
-STEPS = 12
+STEPS = 8
 STEP_S = 0.6
 """What a step takes on one device, after scaling."""
 TEXT = {"width": 512, "layers": 12, "heads": 8, "vocabulary": 49408, "length": 77}
@@ -92,33 +93,46 @@ def scaled(costs: LayerCosts, microbatches: int) -> LayerCosts:
     return replace(costs, **times, latency_s=k * costs.latency_s, bytes_per_s=costs.bytes_per_s / k)
 
 
-def emulated(found: Branches, devices: int, step_s: float) -> tuple[float, float]:
+def emulated(found: Branches, workers: WorkerGroup) -> tuple[float, float]:
     """Predicted and measured seconds of a step, the measured ones a median."""
     what = rehearsal(found.schedule, found.arranged.table, Links(), 1)
-    with contextlib.redirect_stdout(sys.stderr), worker_group_of(devices) as workers:
+    with contextlib.redirect_stdout(sys.stderr):
         done = run_rehearsal(what, workers, STEPS)
     return what.steady_s(), median(done.measured_s[2:])
 
 
 def compare(names: list[str]) -> list[dict[str, Any]]:
-    """Emulate the best chain and the branches of each case."""
+    """Emulate the best chain and the branches of each case; one fleet serves all cases of so many devices."""
     rows = []
-    for name in names:
-        case = CASES[name]
-        job = case.job()
-        model = build_model(job, case.fields)
-        costs = scaled(layer_costs(job, model, load_cluster(Path(f"cluster/devices/{case.machine}.yaml"))),
-                       case.microbatches)  # fmt: skip
-        for how, found in (
-            ("chain", best_chain(costs, case.devices, case.microbatches)),
-            ("branches", choose_branches(costs, case.devices, case.microbatches)),
-        ):
-            predicted, measured = emulated(found, case.devices, STEP_S)
-            rows.append({
-                "case": name, "cut": how, "pieces": model.count, "stages": len(found.arranged.cut),
-                "sent_mb": found.arranged.sent_bytes / 1e6, "makespan_s": found.makespan_s, "predicted_s": predicted,
-                "measured_s": measured, "over": measured / predicted - 1, "one_device_s": STEP_S,
-            })  # fmt: skip
+    for devices in sorted({CASES[name].devices for name in names}):
+        with contextlib.redirect_stdout(sys.stderr):
+            fleet = worker_group_of(devices)
+            workers = fleet.__enter__()
+        try:
+            for name in names:
+                if CASES[name].devices == devices:
+                    rows += both(name, workers)
+        finally:
+            fleet.__exit__(None, None, None)
+    return rows
+
+
+def both(name: str, workers: WorkerGroup) -> list[dict[str, Any]]:
+    """A case as a chain and as branches."""
+    case, rows = CASES[name], []
+    job = case.job()
+    model = build_model(job, case.fields)
+    machine = load_cluster(Path(f"cluster/devices/{case.machine}.yaml"))
+    costs = scaled(layer_costs(job, model, machine), case.microbatches)
+    for how, choose in (("chain", best_chain), ("branches", choose_branches)):
+        found = choose(costs, case.devices, case.microbatches)
+        predicted, measured = emulated(found, workers)
+        rows.append({
+            "case": name, "cut": how, "pieces": model.count, "stages": len(found.arranged.cut),
+            "sent_mb": found.arranged.sent_bytes / 1e6, "predicted_s": predicted, "measured_s": measured,
+            "over": measured / predicted - 1, "one_device_s": STEP_S,
+        })  # fmt: skip
+        print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
