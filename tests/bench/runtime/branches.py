@@ -35,10 +35,10 @@ from raypipe.plan.branches.arranged import LayerCosts
 from raypipe.plan.branches.choose import Branches, best_chain, choose_branches
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.emulated_run import Links, rehearsal, run_rehearsal
-from tests.bench.accuracy.emulated import worker_group_of
+from tests.bench.accuracy.emulated import first, worker_group_of
 
 STEPS = 8
-STEP_S = 0.6
+STEP_S = 2.0
 """What a step takes on one device, after scaling."""
 TEXT = {"width": 512, "layers": 12, "heads": 8, "vocabulary": 49408, "length": 77}
 IMAGE = {"width": 768, "layers": 12, "heads": 12, "side": 224, "patch": 32}
@@ -97,7 +97,7 @@ def emulated(found: Branches, workers: WorkerGroup) -> tuple[float, float]:
     """Predicted and measured seconds of a step, the measured ones a median."""
     what = rehearsal(found.schedule, found.arranged.table, Links(), 1)
     with contextlib.redirect_stdout(sys.stderr):
-        done = run_rehearsal(what, workers, STEPS)
+        done = run_rehearsal(what, first(workers, what.schedule.devices), STEPS)
     return what.steady_s(), median(done.measured_s[2:])
 
 
