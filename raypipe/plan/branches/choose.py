@@ -35,7 +35,7 @@ NEAR = 0.02
 """Steps that differ by less are taken to be equally long: costs are not known better."""
 STARTS = 3
 """Candidates from which layers are moved."""
-MOVE_S = 10.0
+MOVE_S = 6.0
 """For moving layers between devices."""
 
 

@@ -38,7 +38,7 @@ from raypipe.runtime.emulation.emulated_run import Links, rehearsal, run_rehears
 from tests.bench.accuracy.emulated import first, worker_group_of
 
 STEPS = 8
-STEP_S = 2.0
+STEP_S = 0.6
 """What a step takes on one device, after scaling."""
 TEXT = {"width": 512, "layers": 12, "heads": 8, "vocabulary": 49408, "length": 77}
 IMAGE = {"width": 768, "layers": 12, "heads": 12, "side": 224, "patch": 32}
