@@ -267,6 +267,9 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
         if parallel.schedule == "auto":
             if parallel.placement == "free":  # a plan's order says which
                 return
+            if parallel.placement == "branches":
+                yield from _branches(model, parallel)
+                return
             placement = placed(parallel.placement, parallel.shape(train.batch))
             yield from _depth(len(placement[0]), parallel.stages, layers)
             yield from _keep(parallel, placement)
@@ -330,6 +333,24 @@ def _depth(stages: int, devices: int, layers: int | None) -> Iterator[Problem]:
             f"{stages} stages{each} for a model of {layers} layer{'s' * (layers > 1)}",
             f"use at most {layers} in all, or a deeper model (model.layers)",
         )
+
+
+def _branches(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
+    """What a graph of branches has no use for: its stages follow from the model, and are as uneven as its branches."""
+    if isinstance(model, GptSpec):
+        yield Problem("parallel.placement", "the built-in GPT is a chain of blocks without branches", "use line")
+    for key, fix in (
+        ("chunks", "leave it out: a device gets as many stages as its branches need"),
+        ("memory_limit", "leave it out: branches' activations differ in size, so that a count of them says nothing"),
+        ("unit", "leave it out"), ("pipelines", "leave it out"), ("concat", "leave it out"), ("keep", "leave it out"),
+        ("replan", "leave it out"), ("tensor", "use tensor: 1"), ("sub_pipelined", "leave it out"),
+    ):  # fmt: skip
+        if getattr(parallel, key) != type(parallel).model_fields[key].default:
+            yield Problem(f"parallel.{key}", "placement: branches has no use for it", fix)
+    if parallel.recompute not in ("none", "full"):
+        yield Problem("parallel.recompute", "placement: branches recomputes whole stages or none", "use none or full")
+    if parallel.shard != "none":
+        yield Problem("parallel.shard", "placement: branches keeps whole stages on every replica", "use shard: none")
 
 
 def _keep(parallel: ParallelSpec, placement: Sequence[Sequence[int]]) -> Iterator[Problem]:

@@ -41,9 +41,12 @@ class ParallelSpec(Spec):
     schedule, stages and microbatch leaves it nothing to choose, unless ``recompute`` asks it to."""
     schedule: str = "1f1b"
     """Name of a pipeline schedule (``raypipe schedule --list`` describes them), a file that holds one, or ``auto``."""
-    placement: Literal["line", "ring", "v", "bidirectional", "free"] = "line"
-    """Where ``auto`` puts the stages; ``ring`` and ``v`` with ``chunks``, ``bidirectional`` with ``pipelines``. In a
-    plan also ``free``: any number of stages a device, as the plan's order says (``parallel: auto`` may find one)."""
+    placement: Literal["line", "ring", "v", "bidirectional", "branches", "free"] = "line"
+    """Where ``auto`` puts the stages; ``ring`` and ``v`` with ``chunks``, ``bidirectional`` with ``pipelines``.
+    ``branches``: the model is no chain but a graph of branches (towers, encoder and decoder, Inception blocks); each
+    device gets the operations, in as many stages as needed, with which a step is shortest, and a tensor goes straight
+    to the devices that read it. In a plan also ``free``: any number of stages a device, as the plan's order says
+    (``parallel: auto`` may find one)."""
     memory_limit: Annotated[float, Field(gt=0)] | None = None
     """Activations a device may hold at once, in units of one stage's for one micro-batch; null for no limit."""
     stages: Positive = 1
@@ -139,6 +142,8 @@ class ParallelSpec(Spec):
     @property
     def replans(self) -> bool:
         """Whether a running job plans again."""
+        if self.placement == "branches":
+            return False
         return self.schedule == "auto" if self.replan is None else self.replan
 
     @property

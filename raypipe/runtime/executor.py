@@ -26,6 +26,7 @@ from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.shard.device_shards import DeviceShards
 from raypipe.runtime.stage.computation import Microbatches, StageComputation
 from raypipe.runtime.stage.inputs import Feed
+from raypipe.runtime.stage.ports import Ports
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.stage.summed_statistics import SummedStatistics
@@ -77,9 +78,10 @@ class Executor(ProgramRunner):
         self.shards = DeviceShards({}) if shards is None else shards
         self.casts = Casts(settings.device, settings.autocast, modules.values())
         self.postponed = PostponedGradients(modules)
-        self.computation = StageComputation(
-            settings, modules, task, self.casts, lambda stage: stage in io_spec, self.postponed.forward
-        )
+        self.computation = StageComputation(settings, modules, task, self.casts, self.postponed.forward)
+        self.ports = {
+            key: Ports.of(io_spec.ends[key[0]], m.takes_gradient, m.gives_gradient) for key, m in modules.items()
+        }
         self.statistics = SummedStatistics(modules, sync, settings.microbatches)
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update, settings.skips)
         self.by_layer: LayerUpdates | None = None
@@ -177,9 +179,9 @@ class Executor(ProgramRunner):
         ahead, of_step = divmod(mb, self.settings.microbatches)
         return self.feed.lengths(self.split, self.step + ahead, of_step)
 
-    def io_spec_of(self, stage: int, mb: int) -> StageIOSpec:
+    def io_spec_of(self, src: int, dst: int, mb: int) -> StageIOSpec:
         """See ProgramRunner.io_spec_of; every device knows all micro-batches' lengths from the data."""
-        return self.io_specs.of(stage, self._lengths(mb))
+        return self.io_specs.of((src, dst), self._lengths(mb))
 
     def _inputs(self, mb: int) -> Inputs:
         inputs = self._fed.get(self.base + mb)
@@ -257,14 +259,16 @@ class Executor(ProgramRunner):
         else:
             with torch.no_grad() if recomputed else nullcontext():
                 outputs, halves = self.computation.run(key, computed, stacked(arrived), weights)
-        if stage not in self.io_spec:
+        if not module.sends_on:
             of_step = self.step + mbs[0] // self.settings.microbatches
             self._losses.setdefault(of_step, []).append(outputs[0].detach())
             self._counted[of_step] = self._counted.get(of_step, 0) + self._rows(mbs)
+        sends = self.ports[key].sends
         for mb, inputs, made in zip(mbs, arrived, unstacked(outputs, len(mbs)), strict=True):
             for m in action.sends:
                 if m.mb == mb:
-                    self.p2p_buffers[("act", stage, m.dst_stage, self.base + mb)] = tuple(y.detach() for y in made)
+                    payload = tuple(made[i].detach() for i in sends[m.dst_stage])
+                    self.p2p_buffers[("act", stage, m.dst_stage, self.base + mb)] = payload
             if self.training:
                 saved = MicrobatchState(inputs, () if recomputed else made, weights, boundaries=boundaries)
                 saved.halves = None if recomputed else halves
@@ -310,9 +314,10 @@ class Executor(ProgramRunner):
                 self._finish_weights(module, saved, (stage, task.replica), early, postponed if watched else None)
             if also_weights or saved.back is not None:
                 del self._saved[(stage, at)]
+            returns = self.ports[stage, task.replica].returns
             for m in action.sends:
                 if m.mb == mb:
-                    self.p2p_buffers[("grad", stage, m.dst_stage, at)] = back
+                    self.p2p_buffers[("grad", stage, m.dst_stage, at)] = tuple(back[i] for i in returns[m.dst_stage])
 
     def _weights(self, action: Action) -> None:
         task = action.task
@@ -372,15 +377,15 @@ class Executor(ProgramRunner):
     def _gradients(self, action: Action, saved: MicrobatchState, mb: int) -> tuple[Tensor, ...]:
         stage = action.task.stage
         at = self.base + mb
-        arrived = [self.p2p_buffers.pop(("grad", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
+        arrived = [
+            (m.src_stage, self.p2p_buffers.pop(("grad", m.src_stage, stage, at)))
+            for m in action.receives if m.mb == mb
+        ]  # fmt: skip
         if not arrived:
             scale = self._scale(mb).to(saved.outputs[0].dtype)
             # So that a loss that is not finite makes the norm so: 0 * inf is not a number, and all devices hear of it.
             return (scale + 0.0 * saved.outputs[0].detach(),) if self.settings.skips else (scale,)
-        if len(arrived) == 1:
-            return arrived[0]
-        # Several stages read this output, so their gradients are summed.
-        return tuple(torch.stack(parts).sum(0) for parts in zip(*arrived, strict=True))
+        return self.ports[stage, action.task.replica].summed(arrived)
 
     def _collect(self, key: StageKey) -> None:
         """With weight versions, pass the gradients of the version that was used to the optimizer's parameters."""

@@ -236,6 +236,9 @@ class StageWorker:
         self.plan = plan = build_model(job, setup.fields, setup.tensor_rank)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         split = split or job.parallel.postpones
+        self.io_specs = specs = StageIOSpecs(
+            plan, setup.cut, setup.samples_per_microbatch, setup.graph, setup.placement[0]
+        )
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): StageModule(
                 plan,
@@ -245,6 +248,7 @@ class StageWorker:
                 split,
                 setup.recomputed,
                 setup.search_recompute or self._by_layer(setup),
+                specs.ends_of(stage),
             )
             for replica, devices in enumerate(setup.placement)
             for stage, device in enumerate(devices)
@@ -299,7 +303,7 @@ class StageWorker:
         )
         self.executor = self.executor_class(
             settings, self.modules, self.optimizers, plan.task, feed, sync, self._shares(sync.complete, setup),
-            senders, receivers, StageIOSpecs(plan, setup.cut, setup.samples_per_microbatch), versions, shards,
+            senders, receivers, self.io_specs, versions, shards,
         )  # fmt: skip
         self.executor.measures = setup.search_recompute
         self.profiler = ProfilerWindow(job.train.profile, setup.data.parent / FOLDER, self.rank, self.device)
