@@ -53,6 +53,7 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
     yield from _available(parallel)
     yield from _wire(train, parallel)
     yield from _sync(train, parallel)
+    yield from _side_stream(train, parallel)
     if train.on_nonfinite == "rewind" and parallel.transport == "ray-collective":
         why = "rewind sets all workers up again, and ray-collective can be set up only once in a process"
         yield Problem("train.on_nonfinite", why, "use skip or stop, or another transport")
@@ -180,6 +181,37 @@ def _sync(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
         yield Problem(key, why, f"{instead} replan: false")
 
 
+def _side_stream(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
+    """Keys that cannot be combined with a second stream."""
+    held, key = parallel.side_stream, "parallel.side_stream"
+    if held is None:
+        return
+    if parallel.auto:
+        fix = "leave it out; raypipe regions makes a plan with it, for raypipe train --plan"
+        yield Problem(key, "cannot be given if the planner chooses the plan", fix)
+        return
+    if parallel.devices > 1:
+        yield Problem(key, f"is for one device, and the job has {parallel.devices}", "use stages: 1, replicas: 1")
+    if parallel.sync != "lazy":
+        yield Problem(key, f"one device sums nothing, so sync: {parallel.sync} says nothing", "leave sync out")
+    if train.clip is not None:
+        why = "each layer is updated when its own gradient is in, and clipping needs the norm of all gradients first"
+        yield Problem(key, why, "set train.clip to null, or leave it out")
+    if train.on_nonfinite == "skip":
+        why = "with parallel.side_stream, each layer is updated before another may find such a number"
+        yield Problem("train.on_nonfinite", why, "use rewind or stop")
+    if parallel.replans:
+        why = "with a second stream, no order is chosen by measured times while the job runs"
+        yield Problem(key, why, "use replan: false")
+    wrong = next(((late, at) for late, at in held.items() if not at <= late < parallel.chunks or not late), None)
+    if wrong is not None:
+        late, at = wrong
+        yield Problem(
+            key, f"stage {late} beside the forward of stage {at}, of {parallel.chunks}",
+            "name stages from 1, each with itself or an earlier one",
+        )  # fmt: skip
+
+
 def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     """Keys that cannot be combined with tensor parallelism."""
     if parallel.tensor == 1:
@@ -302,6 +334,9 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
     if schedule.versions != "flush" and parallel.sync in BY_LAYER:
         why = f"{parallel.sync} needs a synchronous schedule, and {parallel.schedule} never flushes"
         yield Problem("parallel.sync", why, "use sync: lazy")
+    if schedule.versions != "flush" and parallel.side_stream is not None:
+        why = f"a second stream needs a synchronous schedule, and {parallel.schedule} never flushes"
+        yield Problem("parallel.side_stream", why, "leave it out, or use another schedule")
     if schedule.versions == "stash":
         yield from stash(model, train, parallel)
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from raypipe.job.field_types import Count, Positive, ReduceDtype, Spec, WireDtype
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.shard import Gather
+from raypipe.schedule.passes.sync import BY_LAYER
 from raypipe.schedule.shape import Concat, ParallelShape, Shape, pipeline_shape
 
 Shard = Literal["none", "zero1", "zero2", "zero3"]
@@ -86,6 +87,11 @@ class ParallelSpec(Spec):
     where ``memory_cap_mb`` limits it. null: each stage's is chosen from measured times after 8 steps, among those that
     fit ``memory_cap_mb``, or else the worker's share of its host's memory, and taken back after 16 where steps have not
     become shorter."""
+    side_stream: dict[Count, Count] | None = None
+    """On one device: run weight gradients and updates on a second stream beside forwards and input gradients, as
+    ``raypipe regions`` plans it (multi-region joint scheduling). Per stage whose weight gradient runs beside the next
+    step's forward, the stage before whose forward it begins; ``{}``: all run in the backward, where the order has them.
+    On a GPU the stream is a CUDA stream of lower priority, on a CPU a thread. null: one stream."""
     update: RequestedNormPolicy = "auto"
     """What a weight update does about ``train.clip``'s global norm. ``wait``: wait for it; ``optimistic``: made at
     once, and undone should the norm turn out too large; ``auto``: optimistic where steps follow one another
@@ -138,6 +144,11 @@ class ParallelSpec(Spec):
     def postpones(self) -> bool:
         """Whether weight gradients of the first layers wait."""
         return self.sync == "reverse-first-k"
+
+    @property
+    def late_updates(self) -> bool:
+        """Whether an update may still be made while the next step runs: there is no barrier between steps."""
+        return self.sync in BY_LAYER or self.side_stream is not None
 
     @property
     def replans(self) -> bool:

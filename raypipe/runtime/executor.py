@@ -21,6 +21,9 @@ from raypipe.runtime.backward.postponed import PostponedGradients
 from raypipe.runtime.backward.segments import RecomputeBoundaries
 from raypipe.runtime.backward.stack import stacked, unstacked
 from raypipe.runtime.backward.weight_casts import Casts
+from raypipe.runtime.late.late_updates import LateUpdates
+from raypipe.runtime.late.side_stream import side_stream
+from raypipe.runtime.late.side_updates import SideUpdates
 from raypipe.runtime.recovery.ledger import Ledger
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.shard.device_shards import DeviceShards
@@ -84,12 +87,15 @@ class Executor(ProgramRunner):
         }
         self.statistics = SummedStatistics(modules, sync, settings.microbatches)
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update, settings.skips)
-        self.by_layer: LayerUpdates | None = None
-        """Makes the updates instead, where each layer's is made when its own sum is in."""
+        self.late: LateUpdates | None = None
+        """Makes the updates instead, where there is no barrier between steps."""
         if settings.by_layer:
-            self.by_layer = LayerUpdates(
-                modules, optimizers, sync, self.outgoing.push, self.clock, self.statistics.move
-            )
+            self.late = LayerUpdates(modules, optimizers, sync, self.outgoing.push, self.clock, self.statistics.move)
+        elif settings.side_stream is not None:
+            self.late = SideUpdates(
+                modules, optimizers, sync, side_stream(settings.device), settings.side_stream, self.outgoing.push,
+                self.statistics.move,
+            )  # fmt: skip
         # The micro-batch ids in keys continue over the steps, as in ``p2p_buffers``.
         self._saved: dict[tuple[int, int], MicrobatchState] = {}
         self._fed: dict[int, Inputs] = {}
@@ -142,6 +148,8 @@ class Executor(ProgramRunner):
                 self.ledger.begun = step + 1
             self.sync.begin_step((a.task.stage, a.task.replica) for a in program.actions if a.task.kind == "AR")
             self.postponed.begin_step(program, self._completes, self.sync.first_k)
+            if self.late is not None:
+                self.late.begin_step(program, step, lr)
         meter = PeakMeter(self.settings.device) if self.measures and self.training else None
         with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
             marks = self.issue(program, step)
@@ -211,6 +219,8 @@ class Executor(ProgramRunner):
     def _forward(self, action: Action) -> None:
         """Run a forward task; stack its micro-batches where possible, because larger kernels are faster."""
         task = action.task
+        if self.late is not None:
+            self.late.before_forward((task.stage, task.replica))
         together = len(task.mbs) > 1 and self._keeps_nothing(task) and self.modules[(task.stage, task.replica)].stacks
         together = together and all(self._lengths(mb) == self._lengths(task.mbs[0]) for mb in task.mbs[1:])
         for mbs in (task.mbs,) if together else [(mb,) for mb in task.mbs]:
@@ -219,8 +229,8 @@ class Executor(ProgramRunner):
 
     def _complete_update(self, key: StageKey) -> None:
         """Make what is left of the last step's update of a stage replica."""
-        if self.by_layer is not None:
-            self.by_layer.complete(key)
+        if self.late is not None:
+            self.late.complete(key)
 
     def _keeps_nothing(self, task: PipelineTask) -> bool:
         """Return whether this forward keeps no graph for the backward, which would need one per micro-batch.
@@ -299,6 +309,8 @@ class Executor(ProgramRunner):
             self._wait_gathered((stage, task.replica))
             if also_weights and not self.versions:
                 self._open_gradients((stage, task.replica))
+            if self.late is not None:
+                self.late.before_backward((stage, task.replica))
             if saved.back is None:
                 # With several backwards for one micro-batch, nobody knows which of them is a parameter's last.
                 single = saved.halves is None and saved.boundaries is None
@@ -357,6 +369,8 @@ class Executor(ProgramRunner):
     ) -> None:  # fmt: skip
         """Compute deferred weight gradients; ``watched_but``: the backward was watched for all but these."""
         self.postponed.sort(key, saved.closures)
+        if self.late is not None and self.late.takes(key, saved):
+            return
         if early is not None and module.defers:
             early.expect((p for closure in saved.closures for p in closure.parameters), watched_but)
             module.run_weight_gradients(saved, early.computed)
@@ -397,8 +411,8 @@ class Executor(ProgramRunner):
         """Wait for the gradient all-reduces; when clipping, ``updates`` decides whether to wait for the global norm."""
         if self._stashes:
             return
-        if self.by_layer is not None:
-            self.by_layer.begin()
+        if self.late is not None:
+            self.late.begin()
             return
         for key in self.modules:
             self._collect(key)
@@ -426,8 +440,8 @@ class Executor(ProgramRunner):
 
     def update_stage(self, key: StageKey) -> None:
         """Update a stage replica, as the step's norm policy wants it; layer by layer, only once the sums are in."""
-        if self.by_layer is not None:
-            self.by_layer.defer(key, self.step, self.lr)
+        if self.late is not None:
+            self.late.defer(key, self.step, self.lr)
             return
         if self._stashes:
             self._collect(key)
@@ -449,8 +463,8 @@ class Executor(ProgramRunner):
 
     def commit(self, wait: bool = True) -> bool | None:
         """See ProgramRunner.commit. Call it before anything but the next step reads weights or optimizer state."""
-        if self.by_layer is not None:
-            self.by_layer.complete_all()
+        if self.late is not None:
+            self.late.complete_all()
         pending = self.updates.pending
         if pending and self.ledger is not None:
             if not wait and not self.ledger.heard():
@@ -470,8 +484,8 @@ class Executor(ProgramRunner):
 
     def close(self) -> None:
         """Let go of what refers back to this, so that it ends when nobody uses it any more."""
-        if self.by_layer is not None:
-            self.by_layer.close()
+        if self.late is not None:
+            self.late.close()
 
     def _changed_first_k(self) -> tuple[tuple[int, int, int], ...]:
         """Return (stage, k, most that memory allows) of the stage replicas whose k, or limit, is new in this step."""
@@ -511,8 +525,8 @@ class Executor(ProgramRunner):
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
         squares = to_host(torch.stack(self._squares)) if self._squares else None
         late = None
-        if self.by_layer is not None and self.training:
-            late = partial(self.by_layer.report, self.step, self.program)
+        if self.late is not None and self.training:
+            late = partial(self.late.report, self.step, self.program)
         started = StartedStep(result, loss, targets, squares, self.clock.end(marks), self.times_of, late)
         if self.training and runs_behind(self.settings.device):
             self.feed.prefetch(self.split, self.step + 1)  # the host is ahead: it reads while the device works

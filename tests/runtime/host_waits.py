@@ -17,6 +17,7 @@ from raypipe.job.load import load_job
 from raypipe.models import DTYPES, GptLayers, host_copies
 from raypipe.runtime.clocks import clock
 from raypipe.runtime.executor import Executor
+from raypipe.runtime.late import side_stream
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
@@ -58,8 +59,23 @@ CASES: dict[str, dict[str, Any]] = {
     "always-clipped": {"clip": 1e-3},
     "split-backward": {"split": True},
     "recomputed-in-pairs": {"recompute": True, "pairs": True},
+    "side-stream": {"clip": None, "side": {}},
+    "side-stream-held": {"clip": None, "side": {1: 0, 2: 1}},
     "sgd": {"optimizer": "sgd", "lr": 0.1, "clip": 0.5},
 }
+
+
+def side_order(stages: int, microbatches: int, held: dict[int, int]) -> str:
+    """One micro-batch after the other; a stage's weight gradient runs beside the next input gradient, or is held."""
+    tasks = []
+    for mb in range(microbatches):
+        for s in range(stages):
+            tasks += [f"{late}W{mb - 1}" for late, at in held.items() if mb and at == s]
+            tasks.append(f"{s}F{mb}")
+        for s in reversed(range(stages)):
+            tasks += [f"{s}B{mb}"] + [f"{s}W{mb}"] * (s not in held)
+    tasks += [f"{late}W{microbatches - 1}" for late in held]
+    return "device 0: " + " ".join(tasks)
 
 
 def executor(device: torch.device, how: dict[str, Any]) -> tuple[Executor, Program, Any]:
@@ -69,14 +85,17 @@ def executor(device: torch.device, how: dict[str, Any]) -> tuple[Executor, Progr
     shape = {name: how.pop(name) for name in ("split", "recompute", "pairs") if name in how}
     sequence, microbatches = how.pop("sequence"), how["batch"] // MICROBATCH
     train = job.train.model_copy(update=how)
+    side = how.pop("side", None)
     dtype, autocast = DTYPES[train.dtype], torch.bfloat16 if train.dtype == "bfloat16" else None
     assert isinstance(job.model, GptSpec)
     spec = job.model.model_copy(update={"sequence": sequence})
     assert spec.dropout > 0
     model = GptLayers(spec, dtype)
-    cut = even_cut(model, 2)
-    schedule = add_updates(from_text(order(2, microbatches, **{"split": False} | shape)))
-    stages = [StageModule(model, part, train.seed, device, shape.get("split", False)) for part in cut]
+    cut = even_cut(model, 2 if side is None else 4)
+    text = order(2, microbatches, **{"split": False} | shape) if side is None else side_order(4, microbatches, side)
+    schedule = add_updates(from_text(text))
+    split = shape.get("split", side is not None)
+    stages = [StageModule(model, part, train.seed, device, split) for part in cut]
     modules = {(s, 0): stage for s, stage in enumerate(stages)}
     tied = tuple(
         TiedHolders(g.name, tuple(name for _, name in g.parameters), (0,), g.parameters[0][0]) for g in model.tied
@@ -84,7 +103,7 @@ def executor(device: torch.device, how: dict[str, Any]) -> tuple[Executor, Progr
     fields = {name for stage in stages for name in stage.reads}
     settings = StepSettings(
         seed=train.seed, microbatches=microbatches, samples_per_microbatch=MICROBATCH, clip=train.clip,
-        update="auto", timeout_s=10.0, autocast=autocast, device=device,
+        update="auto", timeout_s=10.0, autocast=autocast, device=device, side_stream=side,
     )  # fmt: skip
     feed = Feed(Noise(spec), model.task, fields, train.seed, train.batch, MICROBATCH, device, dtype)
     made = Executor(
@@ -104,6 +123,8 @@ def main(how: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     with FakeGpu() as gpu:
         host_copies.pinned, clock.timing_event = gpu.pin, gpu.event
+        side_stream.make_stream, side_stream.make_event, side_stream.use = gpu.new_stream, gpu.event, gpu.use
+        side_stream.current_stream = lambda device: gpu.stream
         runner, program, train = executor(gpu.device, how)
         late, counts, before = [], [], None
         for step in range(STEPS):
@@ -120,7 +141,28 @@ def main(how: dict[str, Any]) -> dict[str, Any]:
     # After the device: autograd starts its threads, one per device, with the first backward.
     runner, program, train = executor(torch.device("cpu"), how)
     plain = [numbers(runner.run(program, step, learning_rate(train, step))) for step in range(STEPS)]
-    return {"cpu": plain, "gpu": late, "waits": counts}
+    runner.close()
+    return {"cpu": plain, "gpu": late, "waits": counts, "races": gpu.races}
+
+
+def planted_races() -> list[int]:
+    """How many races the fake GPU counts: a stream that waits for what it reads, one that does not, and a write."""
+    with FakeGpu() as gpu:
+        x = torch.zeros(3, device=gpu.device)
+        side, made, counts = gpu.new_stream(gpu.device), gpu.event(), []
+        made.record()
+        with gpu.use(side):
+            x.sum()
+            counts.append(len(gpu.races))  # 1: it did not wait
+            side.wait_event(made)
+            x.sum()
+            counts.append(len(gpu.races))
+        x.view(3, 1)
+        x.sum()
+        counts.append(len(gpu.races))
+        x.add_(1.0)
+        counts.append(len(gpu.races))  # 2: the other stream may still read
+    return counts
 
 
 def planted() -> list[str]:
@@ -152,4 +194,5 @@ def planted() -> list[str]:
 
 if __name__ == "__main__":
     case = sys.argv[1]
-    print(json.dumps(planted() if case == "planted" else main(CASES[case])))
+    planted_cases = {"planted": planted, "planted-races": planted_races}
+    print(json.dumps(planted_cases[case]() if case in planted_cases else main(CASES[case])))

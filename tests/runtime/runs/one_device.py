@@ -97,18 +97,19 @@ def one_device(
     *, split: bool = False, recompute: bool = False, pairs: bool = False, seed: int = 3,
     autocast: torch.dtype | None = None, recomputed: set[int] | None = None, finest: bool = False,
     lengths: Mapping[str, NDArray[np.int64]] | None = None, groups: Mapping[str, Any] | None = None,
-    by_layer: bool = False, first_k: int | None = None, graph: StageGraph | None = None,
+    by_layer: bool = False, first_k: int | None = None, graph: StageGraph | None = None, text: str | None = None,
+    side_stream: Mapping[int, int] | None = None,
 ) -> OneDevice:  # fmt: skip
     """An executor for steps over all rows, with plain SGD.
 
     ``groups``: process groups over which stages all-reduce their gradients, as in a data-parallel copy; ``by_layer``:
     each layer is updated when its own sum is in; ``first_k``: layers whose weight gradients are postponed; ``graph``:
-    which stages talk, where they are no chain.
+    which stages talk, where they are no chain. ``text``: the order, if not ``order``'s; ``side_stream``: as in a job.
     """
     device = torch.device("cpu")
     batch = len(next(iter(rows.values())))
     count = batch // microbatch
-    schedule = from_text(order(len(cut), count, split, recompute, pairs))
+    schedule = from_text(order(len(cut), count, split, recompute, pairs) if text is None else text)
     if graph is not None:
         schedule = replace(schedule, graph=graph)
     specs = StageIOSpecs(model, cut, microbatch, graph)
@@ -133,7 +134,7 @@ def one_device(
     executor = Executor(
         StepSettings(
             seed=seed, microbatches=count, samples_per_microbatch=microbatch, clip=None, update="wait", timeout_s=10.0,
-            autocast=autocast, device=device, by_layer=by_layer,
+            autocast=autocast, device=device, by_layer=by_layer, side_stream=side_stream,
         ),
         modules, optimizers, model.task, feed,
         GradientSync(
