@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from jobs.two_towers import pairs
 from raypipe.data import known_fields, open_data
@@ -18,7 +16,7 @@ from raypipe.models.own_loss import OwnLoss
 from raypipe.plan.plan import build_schedule
 from raypipe.schedule.ir import StageGraph
 from tests.capture.models import FAMILIES
-from tests.runtime.runs.eager_reference import keyed, with_values
+from tests.runtime.runs.eager_reference import with_values
 from tests.runtime.runs.small_runs import drive
 from tests.runtime.runs.test_any_model_runs import WIDE, eager_losses, make_job
 
@@ -76,34 +74,3 @@ def test_encoder_and_decoder_on_two_copies_of_two_devices(stage_pool, text_folde
     job = make_job(model, {"type": "bytes", "path": str(text_folder)}, parallel, lr=0.001)
     done = drive(job, stage_pool, tmp_path)
     assert done.losses == pytest.approx(eager_losses(job, tmp_path / "data")[0], abs=1e-9, rel=0)
-
-
-def test_blocks_with_batch_norm_recomputed(stage_pool, tmp_path) -> None:
-    """Statistics of a micro-batch are a branch's own, so the loss is that of accumulation over micro-batches."""
-    draw = np.random.default_rng(0)
-    file, labels = tmp_path / "rows.npz", draw.integers(0, 3, 40)
-    np.savez(file, features=draw.normal(size=(40, 12)) + labels[:, None], labels=labels)
-    model: dict[str, Any] = {"import": "tests.runtime.runs.test_branches:Blocks"}
-    parallel = {**BRANCHES, "microbatch": 4, "recompute": "full"}
-    job = make_job(model, {"type": "arrays", "path": str(file)}, parallel, lr=0.001)
-    done = drive(job, stage_pool, tmp_path / "run")
-    data = tmp_path / "run" / "data"
-    built = build_model(job, known_fields(data))
-    body = built.build_stage(range(built.count), job.train.seed)
-    module = with_values(built.values.build(), {n: p.detach() for n, p in body.named().items()})
-    optimizer = torch.optim.AdamW(module.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
-    losses, dataset = [], open_data(data, built.task)
-    for step in range(job.train.steps):
-        rows = dataset.batch("train", job.train.seed, step, job.train.batch)
-        optimizer.zero_grad()
-        total = torch.zeros(())
-        for first in (0, 4):
-            with keyed(job.train.seed, step, job.train.batch):
-                output = module(rows["features"][first : first + 4].double())
-            loss = F.cross_entropy(output, rows["labels"][first : first + 4]) / 2
-            loss.backward()
-            total = total + loss.detach()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), job.train.clip)
-        optimizer.step()
-        losses.append(total.item())
-    assert done.losses == pytest.approx(losses, abs=1e-9, rel=0)
