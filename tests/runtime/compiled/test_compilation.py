@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raypipe.job import GptSpec
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.compiled.compilation import MEASURED, Compilation, refusal
 from raypipe.runtime.compiled.toolchain import missing_toolchain
