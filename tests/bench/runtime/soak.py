@@ -154,7 +154,11 @@ def main() -> int:
             if now > looked + SAMPLE_S:
                 looked = now
                 watch.look()
-            if due < now < ends - 2 * args.every and newest(directory) > 3 and len(events(directory, "recovered")) == kills:
+            if (
+                due < now < ends - 2 * args.every
+                and newest(directory) > 3
+                and len(events(directory, "recovered")) == kills
+            ):
                 with suppress(ProcessLookupError):
                     os.kill(random.choice(pids_of(directory)), signal.SIGKILL)
                     kills += 1
