@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test bench gpu lint unit clean
+.PHONY: train test test-all bench gpu lint unit clean
 .DEFAULT_GOAL := test
 
 # The stamp depends on pyproject.toml alone: a change of code needs no new installation.
@@ -28,12 +28,17 @@ lint: $(VENV)/.dev
 
 # What starts no Ray and takes less than half a second a test, two at a time.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 -m "not runs and not slow"
+	$(BIN)/python -m pytest -n 2 -m "not runs and not slow and not exhaustive"
 
-# Tests that start a Ray of their own mostly wait for processes to start: they run beside the others.
-test: lint
-	@$(BIN)/python -m pytest -m own_ray > .own_ray.log 2>&1 & other=$$!; trap "kill $$other" INT TERM; \
-	$(BIN)/python -m pytest -m "not own_ray"; status=$$?; \
+# Two at a time: mypy and the tests that start a Ray of their own beside all others. test-all takes the exhaustive ones
+# too.
+test: CASES := and not exhaustive
+test test-all: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	@( $(BIN)/mypy && $(BIN)/python -m pytest -m "own_ray $(CASES)" tests ) > .own_ray.log 2>&1 & other=$$!; \
+	trap "kill $$other" INT TERM; \
+	$(BIN)/python -m pytest -m "not own_ray $(CASES)"; status=$$?; \
 	wait $$other || status=1; cat .own_ray.log; exit $$status
 
 bench: $(VENV)/.dev

@@ -1,4 +1,4 @@
-"""Export a trained Hugging Face model to a directory for ``from_pretrained``.
+"""Export a trained Hugging Face model, or its adapters, to a directory for ``from_pretrained``.
 
 The directory holds the weights of the newest checkpoint (with ``train.load_best_at_end``: the best), the configuration,
 and the tokenizer that the run started with.
@@ -15,6 +15,7 @@ from raypipe.errors import SpecError
 from raypipe.files import expanded, is_url
 from raypipe.job import HfSpec
 from raypipe.launch.run_directory import saved_job
+from raypipe.models.sources.adapters import save_adapters
 from raypipe.trained import TOKENS, last_checkpoint, load_hugging_face
 
 BESIDE = (
@@ -26,6 +27,8 @@ BESIDE = (
 
 def export(directory: Path, out: Path) -> Path:
     """Write the model of a run to ``out`` in float32, and return ``out``. The full model is in memory once.
+
+    Of a run with ``model.lora``, what trained is written, in peft's format.
 
     Raises:
         SpecError: there is no run or no checkpoint, the model is not a Hugging Face model, or ``out`` is not empty.
@@ -47,7 +50,10 @@ def export(directory: Path, out: Path) -> Path:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole(out, folder=True) as partial:
-            module.save_pretrained(partial)  # type: ignore[operator]
+            if job.model.lora is not None:
+                save_adapters(module, partial, job.model.hf)
+            else:
+                module.save_pretrained(partial)  # type: ignore[operator]
             for folder in (Path(job.model.hf), expanded(Path(job.data.tokenizer or job.model.hf))):
                 if folder.is_dir():
                     for file in {path for pattern in BESIDE for path in folder.glob(pattern) if path.is_file()}:

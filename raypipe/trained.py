@@ -15,7 +15,7 @@ from raypipe.job import CapturedSpec, HfSpec, JobSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.models import StageBody, build_model
 from raypipe.models.sources.hugging_face import HuggingFace
-from raypipe.models.start_values import Constructed
+from raypipe.models.sources.saved_values import Saved
 
 TOKENS = "raypipe_tokens"
 """Key of the exported config.json: ``bytes`` if the model was trained on bytes and so has no tokenizer. transformers
@@ -71,12 +71,15 @@ def load_hugging_face(directory: Path, job: JobSpec, spec: HfSpec) -> tuple[Hugg
 
 def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace) -> None:
     """Fill the parameters from the checkpoint, and the buffers from it or, if it lacks them, from the initial model."""
-    for name, parameter in list(module.named_parameters()):  # tied parameters by their first name, as in checkpoints
-        value = checkpoint.read([f"param/{name}"])[f"param/{name}"].to(torch.float32)
-        _replace_everywhere(module, parameter, nn.Parameter(value))
-    buffers = dict(module.named_buffers())
     values = source.values(source.build)
-    if not isinstance(values, Constructed):
+    parameters = dict(module.named_parameters())  # tied parameters by their first name, as in checkpoints
+    unused = [name for name in parameters if f"param/{name}" not in checkpoint.files]  # beside layers that train whole
+    others = values.read(unused, (), 0) if unused else {}
+    for name, parameter in parameters.items():
+        value = others[name] if name in others else checkpoint.read([f"param/{name}"])[f"param/{name}"]
+        _replace_everywhere(module, parameter, nn.Parameter(value.to(torch.float32), parameter.requires_grad))
+    buffers = dict(module.named_buffers())
+    if isinstance(values, Saved):
         for name, value in values.read((), buffers, 0).items():
             buffers[name].copy_(value)
     learned = {name: buffer_key(name) for name in buffers if buffer_key(name) in checkpoint.files}

@@ -73,7 +73,8 @@ class PipelineTrainer:
 
     Args:
         model: a transformers model type or local directory, a transformers model, whose weights are the initial ones,
-            or the ``model`` section of a job file as a dict.
+            one with LoRA adapters of ``peft.get_peft_model``, which are drawn anew, or the ``model`` section of a job
+            file as a dict.
         args: ``transformers.TrainingArguments``, or a dict with names from ``arguments.READ``.
         train_dataset: a ``torch.utils.data.Dataset``, a Hugging Face dataset or a list of dicts; all rows have the same
             names. Rows may differ in length: each micro-batch is padded to its longest row, tokens with the model's
@@ -113,16 +114,20 @@ class PipelineTrainer:
         self._ray_callbacks = [callback for callback in others if _is_rays(callback)]
         self._early_stop = _early_stop([callback for callback in others if not _is_rays(callback)])
         self._model, self._train, self._eval, self._more = model, train_dataset, eval_dataset, job or {}
-        self._collator = data_collator
+        self._collator, self._resumes = data_collator, False
 
-    def train(self) -> Result:
+    def train(self, resume_from_checkpoint: bool = False) -> Result:
         """Train and return Ray Train's result (metrics, newest checkpoint, path).
 
+        Args:
+            resume_from_checkpoint: go on from the newest checkpoint in ``output_dir``, with the rows that the run there
+                began with; for more steps, with a larger ``max_steps``.
+
         Raises:
-            SpecError: the model or the data cannot be trained with these arguments.
+            SpecError: the model or the data cannot be trained with these arguments, or there is nothing to resume.
             RunError: the run failed and was not restarted, or a callback raised an error.
         """
-        prepared = self.prepare()
+        prepared = self.prepare(resume_from_checkpoint)
         callbacks = Callbacks(self._callbacks, self.directory)
         try:
             result, _ = run(prepared, None, callbacks.update, self._ray_callbacks)
@@ -131,16 +136,31 @@ class PipelineTrainer:
             callbacks.raise_error()
         return result
 
-    def prepare(self) -> Prepared:
+    def save_model(self, output_dir: str) -> Path:
+        """Write the trained model to a new directory for transformers' ``from_pretrained``; return the directory.
+
+        Of a model with adapters, these are written, for ``peft.PeftModel.from_pretrained``.
+
+        Raises:
+            SpecError: nothing has been trained, it is not a model of transformers, or the directory is not empty.
+        """
+        from raypipe.export import export
+
+        return export(self.directory, Path(output_dir))
+
+    def prepare(self, resume: bool = False) -> Prepared:
         """Create the run directory, write the data and make the plan: the part of ``train`` before Ray Train starts."""
-        claim(self.directory, resume=False)  # check the directory before writing into it
+        claim(self.directory, resume=resume)  # check the directory before writing into it
+        self._resumes = resume
         data = {"type": "arrays", "path": str(self._write(self._train, "train"))}
         if self._eval is not None:
             data["held_out"] = str(self._write(self._eval, "eval"))
-        return prepare_run(self._job(data), self.directory, resume=False, say=_say)
+        return prepare_run(self._job(data), self.directory, resume=resume, say=_say)
 
     def _write(self, rows: Rows, name: str) -> Path:
         path = self.directory / "datasets" / f"{name}.npz"
+        if self._resumes and path.is_file():  # the order of the samples is a function of these rows
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         from raypipe.data import columns_of, flat
 
@@ -179,6 +199,12 @@ class PipelineTrainer:
             return dict(model)
         if hasattr(model, "save_pretrained") and hasattr(model, "config"):
             path = self.directory / "model"
+            if hasattr(model, "peft_config"):
+                from raypipe.models.sources.adapters import base_of
+
+                base, state, lora = base_of(model)
+                base.save_pretrained(path, state_dict=state)
+                return {"hf": str(path), "lora": lora}
             model.save_pretrained(path)
             return {"hf": str(path)}
         raise SpecError(

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.ray_environment import LEAN
+
 if TYPE_CHECKING:
     from raypipe.capture.captured import Captured
 
@@ -24,6 +26,8 @@ CALM: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.
 settings.register_profile("ci", derandomize=True, **CALM)
 settings.register_profile("here", **CALM)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+os.environ |= LEAN
 
 DEVICES = 8
 """Most that any test takes of the pool, and that any fleet has of its own beside it."""
@@ -87,6 +91,14 @@ def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
     yield take
     for actor in actors:
         ray.kill(actor)
+
+
+@pytest.fixture
+def driver_here(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``raypipe train`` in this process starts stage actors, but no Ray Train."""
+    from tests.driver_here import without_ray_train
+
+    without_ray_train(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ray_environment import without_ray
+
 ISOLATED = ("--mount", "--uts", "--ipc", "--net", "--pid", "--time")
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 GCS_PORT = 6379
@@ -54,7 +56,7 @@ class Host:
 
 def environment(**settings: str) -> dict[str, str]:
     """This process's, without what would lead to another Ray; a token has no use in a network of our own."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "GLOO_", "NCCL_"))}
+    ours = {k: v for k, v in without_ray().items() if not k.startswith(("GLOO_", "NCCL_"))}
     return {**ours, "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_V2_ENABLED": "1", **settings}
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raypipe.runtime.communicators import own_address
+from tests.ray_environment import without_ray
 
 START_S = 90.0
 
@@ -75,7 +76,7 @@ def ray_head(cpus: int = 2, options: Sequence[str] = (), port: int | None = None
     gcs, dashboard, metrics, client, agent = free_ports(5)
     gcs = port or gcs
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | token | settings
+    environment = without_ray(**token, **settings)
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
     words = [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={gcs}",

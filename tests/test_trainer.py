@@ -152,6 +152,32 @@ def test_a_model_as_an_object_is_where_training_starts(tmp_path) -> None:
     assert not [path for path in prepared.directory.rglob("*") if path.suffix in (".pkl", ".pt", ".bin")]
 
 
+def test_a_model_of_peft_is_its_base_and_new_adapters(tmp_path) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    from raypipe.data import declared_fields
+    from raypipe.models import build_model
+
+    def adapted(**options):
+        base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL))
+        wanted = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM", **options}
+        weights = base.transformer.wte.weight.clone(), base.transformer.h[0].attn.c_attn.weight.clone()
+        return peft.get_peft_model(base, peft.LoraConfig(**wanted)), *weights
+
+    with pytest.raises(SpecError, match="its adapter sets init_lora_weights"):
+        trainer(tmp_path / "a", model=adapted(init_lora_weights="gaussian")[0]).prepare()
+    model, wte, first = adapted()
+    prepared = trainer(tmp_path / "b", model=model).prepare()
+    built = build_model(prepared.job, declared_fields(prepared.job.data))
+    named = built.build_stage(range(built.count), seed=0).named()
+    assert torch.equal(named["transformer.wte.weight"], wte)
+    assert torch.equal(named["transformer.h.0.attn.c_attn.base_layer.weight"], first)
+    assert named["transformer.h.0.attn.c_attn.lora_A.default.weight"].shape == (2, first.shape[0])
+    with torch.no_grad():
+        model.base_model.model.transformer.h[0].attn.c_attn.lora_B["default"].weight += 1
+    with pytest.raises(SpecError, match="its adapters have been trained"):
+        trainer(tmp_path / "c", model=model).prepare()
+
+
 TWO = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}]
 
 
@@ -266,6 +292,7 @@ def test_a_collator_makes_the_rows_and_says_what_pads_them(tmp_path) -> None:
 
 @pytest.mark.runs
 def test_a_run_returns_ray_trains_result(local_ray, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
     from ray.train import Result, UserCallback
 
     from raypipe.checkpoint import open_checkpoint
@@ -287,8 +314,8 @@ def test_a_run_returns_ray_trains_result(local_ray, tmp_path) -> None:
     ids = [[(i + k) % 90 for k in range(12 - i % 4)] for i in range(20)]
     rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids]  # of four lengths
     given = {"model": {"hf": "gpt2", "config": SMALL}, "train_dataset": rows, "eval_dataset": Sums(6)}
-    told = tmp_path / "told"
-    result = raypipe.PipelineTrainer(args=args, callbacks=[Reported(str(told))], **given).train()
+    told, mine = tmp_path / "told", Follower()
+    result = raypipe.PipelineTrainer(args=args, callbacks=[Reported(str(told)), mine], **given).train()
     assert isinstance(result, Result)
     assert [line.split()[0] for line in told.read_text().splitlines()] == ["4", "8", "12"]
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
@@ -296,40 +323,56 @@ def test_a_run_returns_ray_trains_result(local_ray, tmp_path) -> None:
     assert result.metrics["val_loss"] < 4.0  # a uniform guess is 4.56
     assert result.checkpoint is not None
     assert result.error is None
-    losses = [row["val_loss"] for row in read_rows(tmp_path / "run" / METRICS) if "val_loss" in row]
+    rows = read_rows(tmp_path / "run" / METRICS)
+    assert mine.losses == [row["loss"] for row in rows if "loss" in row]
+    assert mine.saved == [4, 8, 12]
+    losses = [row["val_loss"] for row in rows if "val_loss" in row]
     assert len(losses) == 3
     assert open_checkpoint(result.checkpoint.path).meta["val_loss"] == min(losses)
 
+    args.max_steps = 14
+    again = raypipe.PipelineTrainer(args=args, **given)
+    assert again.train(resume_from_checkpoint=True).metrics["step"] == 14
+    assert [row["loss"] for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row][:12] == mine.losses
+    saved = transformers.AutoModelForCausalLM.from_pretrained(again.save_model(str(tmp_path / "saved")))
+    assert saved.config.vocab_size == SMALL["vocab_size"]
 
+
+class Follower(raypipe.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.saved: list[int] = []
+
+    def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
+        assert step == len(self.losses) + 1
+        self.losses.append(metrics["loss"])
+
+    def on_save(self, step: int, path: object) -> None:
+        self.saved.append(step)
+
+
+@pytest.mark.exhaustive  # tests/launch/test_callbacks.py ends a run by a callback too, without Ray Train
 @pytest.mark.runs
 def test_a_callback_follows_a_run_and_ends_it(local_ray, tmp_path) -> None:
     pytest.importorskip("transformers")
     from raypipe.errors import RunError
     from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 
-    class Follower(raypipe.Callback):
-        def __init__(self) -> None:
-            self.losses: list[float] = []
-            self.saved: list[int] = []
-
-        def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
-            assert step == len(self.losses) + 1
-            self.losses.append(metrics["loss"])
-
+    class Ending(Follower):
         def on_save(self, step: int, path: object) -> None:
-            self.saved.append(step)
+            super().on_save(step, path)
             raise ValueError("no room for copies")
 
         def should_stop(self) -> bool:
             return len(self.losses) >= 3
 
-    mine = Follower()
+    mine = Ending()
     args = {"max_steps": 100_000, "per_device_train_batch_size": 4, "eval_strategy": "no"}
-    with pytest.raises(RunError, match=r"Follower\.on_save: raised ValueError: no room for copies"):
+    with pytest.raises(RunError, match=r"Ending\.on_save: raised ValueError: no room for copies"):
         trainer(tmp_path, args, callbacks=[mine]).train()
     rows = [row for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row]
     assert 3 <= len(rows) < 100_000
     assert mine.losses == [row["loss"] for row in rows]
     assert mine.saved == [len(rows)]
     stopped = [e for e in read_rows(tmp_path / "run" / EVENTS) if e["event"] == "early_stop"]
-    assert [(e["step"], e["message"]) for e in stopped] == [(len(rows), "Follower.should_stop asked for it")]
+    assert [(e["step"], e["message"]) for e in stopped] == [(len(rows), "Ending.should_stop asked for it")]

@@ -1,4 +1,4 @@
-"""Build a module that runs consecutive operations of a captured model."""
+"""Build a module that runs some operations of a captured model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raypipe.capture.meta import build_without_memory
 from raypipe.capture.opaque import TARGET, WHOLE, arguments, flat_results
 from raypipe.errors import CaptureError
 from raypipe.graph.calls import Call
-from raypipe.graph.liveness import crossing, inputs_read, runs_in
+from raypipe.graph.liveness import inputs_read, runs_in
 from raypipe.graph.operations import Operation
 
 AS_IT_IS = "_as_it_is"
@@ -24,29 +24,33 @@ AS_IT_IS = "_as_it_is"
 
 @dataclass(frozen=True)
 class Subgraph:
-    """Consecutive operations of a model as a module."""
+    """Operations of a model as a module."""
 
     module: fx.GraphModule
     """Called with ``arrives`` and then ``inputs``; returns the tuple ``leaves``. Its parameters are on the meta device
     and have the names they have in the model; a tied one has its owner's."""
     arrives: tuple[Operation, ...]
-    """Operations whose results cross the cut before it."""
+    """Operations whose results it receives."""
     inputs: tuple[str, ...]
     """Raw inputs of the model that it reads."""
     leaves: tuple[Operation, ...]
-    """Operations whose results cross the cut after it; at the model's end, those the model returns."""
+    """Operations whose results it sends on; at the model's end, those the model returns."""
 
 
 def build_subgraph(
-    captured: Captured, span: range, device: torch.device | str = "cpu", whole: Callable[[], nn.Module] | None = None
-) -> Subgraph:
+    captured: Captured, span: Sequence[int], arriving: Sequence[int], leaving: Sequence[int],
+    device: torch.device | str = "cpu", whole: Callable[[], nn.Module] | None = None,
+) -> Subgraph:  # fmt: skip
     """Build the module of the operations ``span``; only copies of the buffers that they read are allocated.
 
     Tensors that arrive only for later stages are passed through. Cheap operations that each stage repeats are included.
 
     Args:
         captured: the model.
-        span: numbers of the operations.
+        span: numbers of the operations, in order.
+        arriving: operations before whose results it receives, in that order.
+        leaving: operations whose results it sends on, in that order; with the model's last operation it gives what the
+            model returns instead.
         device: where the graph makes new tensors, and where the buffers are.
         whole: constructs the model; it is called only if there are opaque modules.
 
@@ -54,9 +58,7 @@ def build_subgraph(
         CaptureError: there is an opaque module, and no ``whole``.
     """
     graph = captured.graph
-    total = len(graph.operations)
-    arriving, leaving = crossing(graph, [span.start, span.stop])
-    if span.stop == total:
+    if len(graph.operations) - 1 in span:
         leaving = tuple(graph.outputs.values())
     order = runs_in(graph, span)
     operations = [graph.operations[n] for n in order]

@@ -19,18 +19,20 @@ from raypipe.errors import CheckpointError, SpecError
 
 KEY = "train.checkpoint_storage"
 _STEP = re.compile(r"step-[0-9]{8,18}")
+_NOT_SAID = re.compile(r"(?<=://)[^/@]*@|\?.*")
+"""Of a URI: credentials, which do not belong in logs, and options, which are not part of a copy's name."""
 
 
 class Storage:
-    """The storage at ``uri``, such as ``s3://bucket/run``.
+    """The storage at ``uri``, such as ``s3://bucket/run``; ``name`` is what messages call it.
 
     Raises:
         SpecError: neither pyarrow nor fsspec can open it.
     """
 
     def __init__(self, uri: str) -> None:
-        self.uri = uri
         self._files, self._root = _opened(uri)
+        self.name = _NOT_SAID.sub("", uri)
 
     def check(self) -> None:
         """Write and remove a small file, to learn before training whether that is possible.
@@ -45,7 +47,7 @@ class Storage:
                 stream.write(b"!")
             self._files.delete_file(probe)
         except OSError as error:
-            raise SpecError(KEY, f"{self.uri} cannot be written: {error}", "check its name and your rights") from None
+            raise SpecError(KEY, f"{self.name} cannot be written: {error}", "check its name and your rights") from None
 
     def put(self, path: Path, keep: int) -> None:
         """Copy the complete checkpoint ``path``, then remove all but the newest ``keep`` copies.
@@ -69,7 +71,7 @@ class Storage:
                 self._remove(old)
         except OSError as error:
             raise CheckpointError(
-                f"{self.uri}/{path.name}", f"can't be written: {error}", f"free the storage, or change {KEY}"
+                f"{self.name}/{path.name}", f"can't be written: {error}", f"free the storage, or change {KEY}"
             ) from None
 
     def fetch(self, root: Path) -> tuple[Path | None, list[str]]:
@@ -95,9 +97,9 @@ class Storage:
                         open_checkpoint(partial)
                     return root / name, notices
                 except CheckpointError as error:
-                    notices.append(f"skipped {self.uri}/{name}: it {error.why}")
+                    notices.append(f"skipped {self.name}/{name}: it {error.why}")
         except OSError as error:
-            raise CheckpointError(self.uri, f"can't be read: {error}", f"check {KEY}") from None
+            raise CheckpointError(self.name, f"can't be read: {error}", f"check {KEY}") from None
         return None, notices
 
     def _folders(self) -> list[str]:
@@ -121,6 +123,7 @@ def _opened(uri: str) -> tuple[Any, str]:
     import pyarrow
     from pyarrow import fs
 
+    name = _NOT_SAID.sub("", uri)
     try:
         found, path = fs.FileSystem.from_uri(uri)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError):  # not one of pyarrow's own
@@ -130,8 +133,8 @@ def _opened(uri: str) -> tuple[Any, str]:
             other, path = url_to_fs(uri)
         except (ImportError, ValueError, OSError) as error:
             fix = "give a URI of a file system for which pyarrow or an installed fsspec package exists"
-            raise SpecError(KEY, f"{uri} cannot be opened: {error}", fix) from None
+            raise SpecError(KEY, f"{name} cannot be opened: {error}", fix) from None
         found = fs.PyFileSystem(fs.FSSpecHandler(other))
     except OSError as error:
-        raise SpecError(KEY, f"{uri} cannot be opened: {error}", "check its name and your rights") from None
+        raise SpecError(KEY, f"{name} cannot be opened: {error}", "check its name and your rights") from None
     return found, path.rstrip("/")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from raypipe.graph.flops import matrix_flops
 from raypipe.graph.operations import Operation, OperationGraph
+from raypipe.graph.stages.links import Result
 
 
 def replicated(graph: OperationGraph) -> tuple[bool, ...]:
@@ -63,15 +65,35 @@ def needed_replicated(graph: OperationGraph, numbers: Sequence[int]) -> list[int
     return sorted(_reached(graph.operations, numbers, replicated(graph)))
 
 
-def runs_in(graph: OperationGraph, span: range) -> list[int]:
-    """Return the operations that a stage of ``span`` runs, in order: its own, and the replicated ones it needs."""
+def between_spans(graph: OperationGraph, starts: Sequence[int]) -> tuple[tuple[int, ...], tuple[Result, ...]]:
+    """Return the operations whose results one span of operations makes and others read, and which those are.
+
+    The last span reads what the model returns. Replicated operations and raw inputs are no results.
+    """
+    repeated, returned = replicated(graph), set(graph.outputs.values())
+    home = [bisect_right(starts, n) - 1 for n in range(len(graph.operations))]
+    numbers, results = [], []
+    for number, users in enumerate(graph.users):
+        readers = {home[user] for user in users} | ({len(starts) - 1} if number in returned else set())
+        readers.discard(home[number])
+        if readers and not repeated[number]:
+            numbers.append(number)
+            results.append(Result(home[number], tuple(sorted(readers))))
+    return tuple(numbers), tuple(results)
+
+
+def runs_in(graph: OperationGraph, span: Sequence[int]) -> list[int]:
+    """Return the operations that a stage of ``span`` runs, in order: its own, and the replicated ones it needs.
+
+    The stage with the model's last operation also gives what the model returns.
+    """
     repeated = replicated(graph)
-    leaving = list(graph.outputs.values()) if span.stop == len(graph.operations) else []
+    leaving = list(graph.outputs.values()) if len(graph.operations) - 1 in span else []
     own = {n for n in span if not repeated[n]}
     return sorted(own | set(needed_replicated(graph, [*own, *leaving])) | {n for n in leaving if repeated[n]})
 
 
-def inputs_read(graph: OperationGraph, span: range) -> tuple[str, ...]:
+def inputs_read(graph: OperationGraph, span: Sequence[int]) -> tuple[str, ...]:
     """Return the raw inputs of the model that a stage of ``span`` reads."""
     read = {name for n in runs_in(graph, span) for name in graph.operations[n].sources}
     return tuple(name for name in graph.inputs if name in read)

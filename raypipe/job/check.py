@@ -53,6 +53,7 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
     yield from _available(parallel)
     yield from _wire(train, parallel)
     yield from _sync(train, parallel)
+    yield from _side_stream(train, parallel)
     if train.on_nonfinite == "rewind" and parallel.transport == "ray-collective":
         why = "rewind sets all workers up again, and ray-collective can be set up only once in a process"
         yield Problem("train.on_nonfinite", why, "use skip or stop, or another transport")
@@ -180,6 +181,37 @@ def _sync(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
         yield Problem(key, why, f"{instead} replan: false")
 
 
+def _side_stream(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
+    """Keys that cannot be combined with a second stream."""
+    held, key = parallel.side_stream, "parallel.side_stream"
+    if held is None:
+        return
+    if parallel.auto:
+        fix = "leave it out; raypipe regions makes a plan with it, for raypipe train --plan"
+        yield Problem(key, "cannot be given if the planner chooses the plan", fix)
+        return
+    if parallel.devices > 1:
+        yield Problem(key, f"is for one device, and the job has {parallel.devices}", "use stages: 1, replicas: 1")
+    if parallel.sync != "lazy":
+        yield Problem(key, f"one device sums nothing, so sync: {parallel.sync} says nothing", "leave sync out")
+    if train.clip is not None:
+        why = "each layer is updated when its own gradient is in, and clipping needs the norm of all gradients first"
+        yield Problem(key, why, "set train.clip to null, or leave it out")
+    if train.on_nonfinite == "skip":
+        why = "with parallel.side_stream, each layer is updated before another may find such a number"
+        yield Problem("train.on_nonfinite", why, "use rewind or stop")
+    if parallel.replans:
+        why = "with a second stream, no order is chosen by measured times while the job runs"
+        yield Problem(key, why, "use replan: false")
+    wrong = next(((late, at) for late, at in held.items() if not at <= late < parallel.chunks or not late), None)
+    if wrong is not None:
+        late, at = wrong
+        yield Problem(
+            key, f"stage {late} beside the forward of stage {at}, of {parallel.chunks}",
+            "name stages from 1, each with itself or an earlier one",
+        )  # fmt: skip
+
+
 def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     """Keys that cannot be combined with tensor parallelism."""
     if parallel.tensor == 1:
@@ -194,6 +226,8 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     if getattr(model, "loss", "task") == "model":
         why = "a model's own loss cannot be divided over tensor ranks"
         yield Problem("model.loss", why, "use tensor: 1, or loss: task")
+    if getattr(model, "lora", None) is not None:
+        yield Problem("model.lora", f"cannot be combined with tensor: {parallel.tensor}", "use tensor: 1")
     if parallel.update == "optimistic":
         why = f"optimistic cannot be combined with tensor: {parallel.tensor}"
         yield Problem("parallel.update", why, "use auto, which then waits")
@@ -265,6 +299,9 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
         if parallel.schedule == "auto":
             if parallel.placement == "free":  # a plan's order says which
                 return
+            if parallel.placement == "branches":
+                yield from _branches(model, parallel)
+                return
             placement = placed(parallel.placement, parallel.shape(train.batch))
             yield from _depth(len(placement[0]), parallel.stages, layers)
             yield from _keep(parallel, placement)
@@ -297,6 +334,9 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
     if schedule.versions != "flush" and parallel.sync in BY_LAYER:
         why = f"{parallel.sync} needs a synchronous schedule, and {parallel.schedule} never flushes"
         yield Problem("parallel.sync", why, "use sync: lazy")
+    if schedule.versions != "flush" and parallel.side_stream is not None:
+        why = f"a second stream needs a synchronous schedule, and {parallel.schedule} never flushes"
+        yield Problem("parallel.side_stream", why, "leave it out, or use another schedule")
     if schedule.versions == "stash":
         yield from stash(model, train, parallel)
 
@@ -328,6 +368,24 @@ def _depth(stages: int, devices: int, layers: int | None) -> Iterator[Problem]:
             f"{stages} stages{each} for a model of {layers} layer{'s' * (layers > 1)}",
             f"use at most {layers} in all, or a deeper model (model.layers)",
         )
+
+
+def _branches(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
+    """What a graph of branches has no use for: its stages follow from the model, and are as uneven as its branches."""
+    if isinstance(model, GptSpec):
+        yield Problem("parallel.placement", "the built-in GPT is a chain of blocks without branches", "use line")
+    for key, fix in (
+        ("chunks", "leave it out: a device gets as many stages as its branches need"),
+        ("memory_limit", "leave it out: branches' activations differ in size, so that a count of them says nothing"),
+        ("unit", "leave it out"), ("pipelines", "leave it out"), ("concat", "leave it out"), ("keep", "leave it out"),
+        ("replan", "leave it out"), ("tensor", "use tensor: 1"), ("sub_pipelined", "leave it out"),
+    ):  # fmt: skip
+        if getattr(parallel, key) != type(parallel).model_fields[key].default:
+            yield Problem(f"parallel.{key}", "placement: branches has no use for it", fix)
+    if parallel.recompute not in ("none", "full"):
+        yield Problem("parallel.recompute", "placement: branches recomputes whole stages or none", "use none or full")
+    if parallel.shard != "none":
+        yield Problem("parallel.shard", "placement: branches keeps whole stages on every replica", "use shard: none")
 
 
 def _keep(parallel: ParallelSpec, placement: Sequence[Sequence[int]]) -> Iterator[Problem]:

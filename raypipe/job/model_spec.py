@@ -58,6 +58,24 @@ class CapturedSpec(Spec):
     as in PyTorch with gradient accumulation: each micro-batch is normalised by its own statistics."""
 
 
+class LoraSpec(Spec):
+    """Low-rank adapters that train in place of the model; the keys are those of ``peft.LoraConfig``."""
+
+    r: Positive = 8
+    """Rank of each adapter."""
+    lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = 8.0
+    """Scale of each adapter, times its rank (times the rank's square root with ``use_rslora``)."""
+    lora_dropout: Share = 0.0
+    """Share of an adapter's inputs that are dropped."""
+    target_modules: list[str] | str | None = None
+    """Names of layers that get an adapter, a pattern, or ``all-linear``; by default what peft chooses for the model's
+    type."""
+    modules_to_save: list[str] | None = None
+    """Names of layers that train whole, such as a new head; by default those of classifiers."""
+    use_rslora: bool = False
+    """Divide by the square root of the rank, which suits high ranks."""
+
+
 class HfSpec(CapturedSpec):
     """A model of Hugging Face transformers."""
 
@@ -66,6 +84,8 @@ class HfSpec(CapturedSpec):
     format."""
     config: dict[str, JsonValue] = Field(default_factory=dict)
     """Changes to the configuration of the type or directory; the keys are those of its configuration."""
+    lora: LoraSpec | None = None
+    """Adapters to train while the model itself is frozen; ``raypipe export`` writes them for peft."""
 
     @field_validator("hf")
     @classmethod

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from raypipe.job.field_types import Count, Positive, ReduceDtype, Spec, WireDtype
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.shard import Gather
+from raypipe.schedule.passes.sync import BY_LAYER
 from raypipe.schedule.shape import Concat, ParallelShape, Shape, pipeline_shape
 
 Shard = Literal["none", "zero1", "zero2", "zero3"]
@@ -41,9 +42,12 @@ class ParallelSpec(Spec):
     schedule, stages and microbatch leaves it nothing to choose, unless ``recompute`` asks it to."""
     schedule: str = "1f1b"
     """Name of a pipeline schedule (``raypipe schedule --list`` describes them), a file that holds one, or ``auto``."""
-    placement: Literal["line", "ring", "v", "bidirectional", "free"] = "line"
-    """Where ``auto`` puts the stages; ``ring`` and ``v`` with ``chunks``, ``bidirectional`` with ``pipelines``. In a
-    plan also ``free``: any number of stages a device, as the plan's order says (``parallel: auto`` may find one)."""
+    placement: Literal["line", "ring", "v", "bidirectional", "branches", "free"] = "line"
+    """Where ``auto`` puts the stages; ``ring`` and ``v`` with ``chunks``, ``bidirectional`` with ``pipelines``.
+    ``branches``: the model is no chain but a graph of branches (towers, encoder and decoder, Inception blocks); each
+    device gets the operations, in as many stages as needed, with which a step is shortest, and a tensor goes straight
+    to the devices that read it. In a plan also ``free``: any number of stages a device, as the plan's order says
+    (``parallel: auto`` may find one)."""
     memory_limit: Annotated[float, Field(gt=0)] | None = None
     """Activations a device may hold at once, in units of one stage's for one micro-batch; null for no limit."""
     stages: Positive = 1
@@ -83,6 +87,11 @@ class ParallelSpec(Spec):
     where ``memory_cap_mb`` limits it. null: each stage's is chosen from measured times after 8 steps, among those that
     fit ``memory_cap_mb``, or else the worker's share of its host's memory, and taken back after 16 where steps have not
     become shorter."""
+    side_stream: dict[Count, Count] | None = None
+    """On one device: run weight gradients and updates on a second stream beside forwards and input gradients, as
+    ``raypipe regions`` plans it (multi-region joint scheduling). Per stage whose weight gradient runs beside the next
+    step's forward, the stage before whose forward it begins; ``{}``: all run in the backward, where the order has them.
+    On a GPU the stream is a CUDA stream of lower priority, on a CPU a thread. null: one stream."""
     update: RequestedNormPolicy = "auto"
     """What a weight update does about ``train.clip``'s global norm. ``wait``: wait for it; ``optimistic``: made at
     once, and undone should the norm turn out too large; ``auto``: optimistic where steps follow one another
@@ -137,8 +146,15 @@ class ParallelSpec(Spec):
         return self.sync == "reverse-first-k"
 
     @property
+    def late_updates(self) -> bool:
+        """Whether an update may still be made while the next step runs: there is no barrier between steps."""
+        return self.sync in BY_LAYER or self.side_stream is not None
+
+    @property
     def replans(self) -> bool:
         """Whether a running job plans again."""
+        if self.placement == "branches":
+            return False
         return self.schedule == "auto" if self.replan is None else self.replan
 
     @property

@@ -50,6 +50,7 @@ JOB_SECTIONS: dict[str, type[Spec]] = {
     "The file": JobSpec,
     "model: the built-in GPT": GptSpec,
     "model: Hugging Face": HfSpec,
+    "model.lora": _optional(HfSpec, "lora"),
     "model: a function of your own": ImportSpec,
     "data": DataSpec,
     "train": TrainSpec,

@@ -69,9 +69,11 @@ def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str)
     ):
         if have != want:
             raise ScheduleError(what, f"{source} has {have} {what}, the job {want}", "make them agree")
-    if schedule.graph != StageGraph.chain(schedule.stages):
+    if schedule.graph != StageGraph.chain(schedule.stages) and parallel.placement != "branches":
         raise ScheduleError(
-            "edges", f"{source} has edges that are not a chain, but a job's stages are one", "leave the edges out"
+            "edges",
+            f"{source} has edges that are not a chain, but the job's stages are one",
+            "leave the edges out, or use a plan with placement: branches",
         )
     return bare
 

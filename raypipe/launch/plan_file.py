@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import RequestError, ScheduleError, SpecError
+from raypipe.graph.stages.links import check_order, stage_ends
 from raypipe.job.parallel_spec import JOBS_OWN
 from raypipe.job.spec import JobSpec
 from raypipe.launch.job_model import JobModel
@@ -15,6 +16,9 @@ from raypipe.launch.prepared import Planned
 from raypipe.observe.run_dir import set_aside
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.schedule.ir import Schedule
+
+if TYPE_CHECKING:
+    from raypipe.models import LayeredModel
 
 
 def given_plan(
@@ -41,7 +45,7 @@ def given_plan(
             raise  # the error is in the job, not in the plan
         raise SpecError(f"{plan_file}: {error.where}", error.why, error.fix) from None
     model = JobModel(job)
-    schedule = _checked_schedule(plan, job, model.declared.count, plan_file)
+    schedule = _checked_schedule(plan, job, model.declared, plan_file)
     return Planned(job, model, _checked_prediction(plan, job, plan_file, say), schedule)
 
 
@@ -124,14 +128,16 @@ def _other_model(key: str) -> bool:
     return key.startswith("model.") and key != "model.dropout"
 
 
-def _checked_schedule(plan: Plan, job: JobSpec, layers: int, plan_file: Path) -> Schedule:
-    """Build the plan's schedule after checking its cut against the number of the model's layers.
+def _checked_schedule(plan: Plan, job: JobSpec, model: LayeredModel, plan_file: Path) -> Schedule:
+    """Build the plan's schedule after checking its cut against the model's layers, and its edges against both.
 
     Raises:
         SpecError: the cut does not belong to the model or to the schedule.
         ScheduleError: the schedule cannot run, or does not fit ``train.batch``.
     """
-    numbers = [i for stage in plan.cut for i in stage]
+    numbers, layers = [i for stage in plan.cut for i in stage], model.count
+    if plan.parallel.placement == "branches":  # a stage is any set of layers
+        numbers = sorted(numbers)
     if numbers != list(range(layers)):
         raise SpecError(
             f"{plan_file}: cut", f"holds layers {numbers} of a model with layers 0 to {layers - 1}",
@@ -151,4 +157,9 @@ def _checked_schedule(plan: Plan, job: JobSpec, layers: int, plan_file: Path) ->
             f"{plan_file}: cut", f"has {len(plan.cut)} stages, {plan.parallel.schedule} needs {schedule.stages}",
             "use a plan made for this job",
         )  # fmt: skip
+    try:
+        check_order(model.results, plan.cut)
+        stage_ends(model.results, plan.cut, schedule.graph, schedule.placement[0])
+    except ScheduleError as error:
+        raise ScheduleError(f"{plan_file}: {error.where}", error.why, error.fix) from None
     return schedule

@@ -11,6 +11,7 @@ from raypipe.errors import SpecError
 from raypipe.job.recompute_layers import Cut, named_layers
 from raypipe.job.requested_schedule import base_schedule, is_file
 from raypipe.job.spec import JobSpec
+from raypipe.launch.branch_plan import branch_plan
 from raypipe.launch.job_model import JobModel
 from raypipe.launch.prepared import Planned
 from raypipe.observe.run_log import RunLog
@@ -45,6 +46,9 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
         numbers = named_layers(parallel.recompute, layers.names)
         parallel = parallel.model_copy(update={"recompute": numbers})
     order: str | None
+    if parallel.placement == "branches":
+        plan = branch_plan(job, layers)
+        return Planned(job, model, plan, build_schedule(plan, job.train.batch))
     if parallel.schedule == "auto":
         placement = placed(parallel.placement, parallel.shape(job.train.batch))
         orders: dict[tuple[float, ...], Found] = {}

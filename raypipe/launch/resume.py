@@ -26,10 +26,11 @@ def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lam
     root = directory / CHECKPOINTS
     found, notices = latest(root)
     if found is None and job.train.checkpoint_storage is not None:
-        found, skipped = Storage(job.train.checkpoint_storage).fetch(root)
+        storage = Storage(job.train.checkpoint_storage)
+        found, skipped = storage.fetch(root)
         notices += skipped
         if found is not None:
-            say(f"resuming from {job.train.checkpoint_storage}/{found.name}")
+            say(f"resuming from {storage.name}/{found.name}")
     if found is None:
         newest = max(root.glob("step-*"), default=None)
         if newest is not None:

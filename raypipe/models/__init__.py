@@ -4,7 +4,7 @@ from raypipe.models.build import DTYPES, build_model
 from raypipe.models.chain import Chain
 from raypipe.models.gpt.layers import GptLayers, join_tied
 from raypipe.models.keyed_random import KeyedDropout, random_keys
-from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
+from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup
 from raypipe.models.split import split_layers
 from raypipe.models.task import Field, Inputs, Lengths, Task, cross_entropy
 
@@ -12,6 +12,7 @@ __all__ = [
     "DTYPES",
     "Chain",
     "CutTensor",
+    "Ends",
     "Field",
     "GptLayers",
     "Inputs",

@@ -16,9 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raypipe.capture.cached import captured_once
 from raypipe.capture.captured import Captured
 from raypipe.capture.meta import build_without_memory
+from raypipe.capture.reorder import reordered
 from raypipe.errors import SpecError, nearest
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint
 from raypipe.graph.operations import OperationGraph
+from raypipe.graph.stages.pieces import branch_order, piece_sharding
 from raypipe.graph.subgraphs import shard
 from raypipe.job import CapturedSpec, GptSpec, HfSpec, ImportSpec, JobSpec
 from raypipe.models.captured import CapturedModel, Share
@@ -63,7 +65,8 @@ def build_model(job: JobSpec, fields: Fields | None, tensor_rank: int | None = N
     # The capture is the same for all tensor ranks, so it is made for rank 0 only.
     common = division and replace(division, tensor_rank=0)
     lines = job.data.type == "lines"
-    model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines)
+    branches = job.parallel.placement == "branches"
+    model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, branches)
     return model if division is None else model.share_of(division)
 
 
@@ -74,7 +77,7 @@ def _frozen(fields: Fields | None) -> tuple[tuple[str, Field], ...] | None:
 @lru_cache(maxsize=4)
 def _captured(
     kind: type[HfSpec] | type[ImportSpec], record: str, mask: float, given: tuple[tuple[str, Field], ...] | None,
-    dtype: str, division: Division | None, lines: bool = False,
+    dtype: str, division: Division | None, lines: bool = False, branches: bool = False,
 ) -> CapturedModel:  # fmt: skip
     spec = kind.model_validate_json(record)
     arrays = None if given is None else dict(given)
@@ -116,7 +119,13 @@ def _captured(
 
     found = captured_once(_key(source.identity(build), record, fields, dtype, share), fresh)
     named = {name: _field(name, fields) for name in found.graph.inputs}
-    return CapturedModel(found, shard(found.graph), task, source.values(whole), named, build, share)
+    if not branches:
+        return CapturedModel(found, shard(found.graph), task, source.values(whole), named, build, share)
+    one = found.graph.sizes({name: (1, *field.shape) for name, (_, field) in named.items()})
+    pieces = branch_order(found.graph, one)
+    ordered = reordered(found, [n for piece in pieces for n in piece])
+    layers = piece_sharding(ordered.graph, [len(piece) for piece in pieces])
+    return CapturedModel(ordered, layers, task, source.values(whole), named, build, share, found.graph)
 
 
 def _check_loss(graph: OperationGraph) -> None:

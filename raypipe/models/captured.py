@@ -15,11 +15,12 @@ from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import RunError
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.flops import forward_flops
-from raypipe.graph.liveness import inputs_read
+from raypipe.graph.liveness import between_spans, inputs_read
 from raypipe.graph.operations import Operation, OperationGraph, TensorType
+from raypipe.graph.stages.links import Result
 from raypipe.graph.subgraphs import Sharding
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
-from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
+from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup
 from raypipe.models.own_loss import OwnLoss
 from raypipe.models.running_statistics import (
     RunningStatistics,
@@ -54,6 +55,7 @@ class CapturedModel(LayeredModel):
         fields: per raw input of the model, its name and its field in the data.
         build: constructs the module, for submodules that run opaquely.
         share: this process's share under tensor parallelism; None for the whole model.
+        written: the operations in the order of the model's code, which numbers random operations; None: as captured.
 
     Raises:
         CaptureError: the model writes buffers other than batch norm's, or draws random numbers in a way that random
@@ -63,6 +65,7 @@ class CapturedModel(LayeredModel):
     def __init__(
         self, captured: Captured, sharding: Sharding, task: Task, values: StartValues,
         fields: Mapping[str, tuple[str, Field]], build: Callable[[], nn.Module], share: Share | None = None,
+        written: OperationGraph | None = None,
     ) -> None:  # fmt: skip
         self.captured, self.sharding, self.task, self.values = captured, sharding, task, values
         self.build = build
@@ -70,13 +73,14 @@ class CapturedModel(LayeredModel):
         self.fields = {name: fields[name] for name in graph.inputs}
         self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
         self.edges = (*sharding.starts, sharding.end)
+        self._handed_on, self._results = between_spans(graph, sharding.starts)
         check_buffers(graph, captured.calls)
         self.batch_statistics = isinstance(task, OwnLoss) or any(
             uses_batch_statistics(o, call.args) for o, call in zip(graph.operations, captured.calls, strict=True)
         )
         one = self.sizes(1)
         whole = random_shapes(share.whole, self.sizes(2, share.whole)) if share is not None else None
-        self.sites = find_sites(graph, self.sizes(2), self.sizes(4), whole)
+        self.sites = find_sites(written or graph, self.sizes(2), self.sizes(4), whole)
         if share is not None:
             self.division, self.shards = share.division, share.shards
         self.held = tuple(
@@ -101,21 +105,33 @@ class CapturedModel(LayeredModel):
         """Count the elements of sub-graph ``i``'s parameters; tied ones count in each holder."""
         return sum(self.graph.parameters[name] for name in self.held[i])
 
-    def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
-        """Return the tensors that are live after sub-graph ``i``; see ``LayeredModel.crossing``."""
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The operations' results that other sub-graphs read; see ``LayeredModel.results``."""
+        return self._results
+
+    def tensors(self, results: Sequence[int], samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
+        """See ``LayeredModel.tensors``."""
         sizes = self.sizes(samples, lengths=lengths)
+        numbers = [self._handed_on[r] for r in results]
         return tuple(
             CutTensor(evaluate_all(kind.shape, sizes), getattr(torch, kind.dtype), self.graph.requires_grad[number])
-            for number, kind in ((number, _type(self.graph.operations[number])) for number in self.sharding.cuts[i])
+            for number, kind in ((number, _type(self.graph.operations[number])) for number in numbers)
         )
 
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """Return the raw inputs that these sub-graphs need, also for cheap operations that every stage repeats."""
-        return frozenset(self.fields[name][0] for name in inputs_read(self.graph, self._span(layers)))
+        return frozenset(self.fields[name][0] for name in inputs_read(self.graph, self._operations(layers)))
 
-    def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
+    def build_stage(
+        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: Ends | None = None
+    ) -> StageBody:
         """Build the operations of these sub-graphs as one module."""
-        part = build_subgraph(self.captured, self._span(layers), device, self.build)
+        arriving, leaving = ends or self.ends_in_chain(layers)
+        part = build_subgraph(
+            self.captured, self._operations(layers), [self._handed_on[r] for r in arriving],
+            [self._handed_on[r] for r in leaving], device, self.build,
+        )  # fmt: skip
         key_random_operations(part.module, self.sites)
         statistics = learn_statistics(part.module, self.captured.values)
         stage = CapturedStage(
@@ -143,8 +159,8 @@ class CapturedModel(LayeredModel):
         """Return this process's share of a parameter."""
         return whole if self.division is None else self.division.cut(self.shards.get(name), whole)
 
-    def _span(self, layers: Sequence[int]) -> range:
-        return range(self.edges[layers[0]], self.edges[layers[-1] + 1])
+    def _operations(self, layers: Sequence[int]) -> list[int]:
+        return [n for i in layers for n in range(self.edges[i], self.edges[i + 1])]
 
 
 class CapturedStage(StageBody):

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from raypipe.models.layered import LayeredModel, StageBody
+from raypipe.graph.stages.links import between_parts
+from raypipe.models.layered import Ends, LayeredModel, StageBody
 from raypipe.models.running_statistics import RunningStatistics
 from raypipe.models.task import Inputs
 
 
 class Chain(StageBody):
-    """Runs ``parts`` of consecutive layers in sequence; parameters tied between parts are shared, as in one body."""
+    """Runs ``parts`` of a stage's layers in sequence; parameters tied between parts are shared, as in one body."""
 
     def __init__(
-        self, model: LayeredModel, parts: Sequence[Sequence[int]], seed: int, device: torch.device | str = "cpu"
+        self, model: LayeredModel, parts: Sequence[Sequence[int]], seed: int, device: torch.device | str, ends: Ends
     ) -> None:
         super().__init__()
-        bodies = [model.build_stage(part, seed, device) for part in parts]
+        handed_on = [ends.arriving, *between_parts(model.results, parts, *ends), ends.leaving]
+        bodies = [
+            model.build_stage(part, seed, device, Ends(*around))
+            for part, around in zip(parts, pairwise(handed_on), strict=True)
+        ]
         self.parts = nn.ModuleList(bodies)
         self._bodies = tuple(bodies)
         named_parts = [(set(part), body.named()) for part, body in zip(parts, bodies, strict=True)]

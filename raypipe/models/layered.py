@@ -1,8 +1,8 @@
-"""The interface of a model to the rest of raypipe: numbered layers, any consecutive ones of which can be a stage.
+"""The interface of a model to the rest of raypipe: numbered layers, which form a DAG, and the results between them.
 
-A layer is a block of a GPT, or a sub-graph of a captured model. Stages form a chain: a tensor that a later stage reads
-from an earlier one crosses every cut between them. Raw inputs (tokens, labels, images, masks) do not cross cuts,
-because every device reads the data itself.
+A layer is a block of a GPT, or a sub-graph of a captured model. Layers are numbered in an order in which they can run,
+so any consecutive ones can be a stage of a chain; in a graph of branches a stage is any set of layers
+(``graph.stages``). Raw inputs (tokens, labels, images, masks) are no results: every device reads the data itself.
 """
 
 from __future__ import annotations
@@ -16,9 +16,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from raypipe.graph.stages.links import Result, live_after
 from raypipe.models.running_statistics import RunningStatistics
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, Task
 from raypipe.tensor import Division, Shard
+
+
+class Ends(NamedTuple):
+    """What a stage receives and sends on, as numbers of the model's results."""
+
+    arriving: tuple[int, ...]
+    leaving: tuple[int, ...]
+    """Empty for the last stage."""
 
 
 class CutTensor(NamedTuple):
@@ -48,11 +57,11 @@ class StageBody(nn.Module, ABC):
         """Run the stage.
 
         Args:
-            arrived: the tensors that cross the cut before the stage; empty for the first.
+            arrived: the results that the stage was built to receive, in that order; empty for the first stage.
             inputs: at least the raw inputs that the stage reads.
 
         Returns:
-            The tensors that cross the cut after the stage; for the last stage, the model's output.
+            The results that it was built to send on, in that order; for the last stage, the model's output.
         """
 
     @abstractmethod
@@ -101,9 +110,14 @@ class LayeredModel(ABC):
     def parameters(self, i: int) -> int:
         """Count the elements of layer ``i``'s parameters; tied ones count in each holder."""
 
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The tensors that layers hand to one another; by default one from each layer to the next."""
+        return tuple(Result(i, (i + 1,)) for i in range(self.count - 1))
+
     @abstractmethod
-    def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
-        """Return the tensors that cross a cut after layer ``i`` for a micro-batch of ``samples``.
+    def tensors(self, results: Sequence[int], samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
+        """Return shape and dtype of some of ``results``, by their numbers, for a micro-batch of ``samples``.
 
         Raw inputs that ``lengths`` does not name are as long as the longest sample.
 
@@ -111,13 +125,32 @@ class LayeredModel(ABC):
             RaypipeError: the model was captured for other lengths only.
         """
 
+    def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
+        """Return the tensors that cross a cut of the chain after layer ``i``; see ``tensors``."""
+        return self.tensors(live_after(self.results, i), samples, lengths)
+
+    def ends_in_chain(self, layers: Sequence[int]) -> Ends:
+        """Return what consecutive layers receive and send on as a stage of a chain."""
+        return Ends(
+            live_after(self.results, layers[0] - 1) if layers[0] else (),
+            live_after(self.results, layers[-1]) if layers[-1] < self.count - 1 else (),
+        )
+
     @abstractmethod
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """Return the raw inputs that these layers read, without those that only the loss reads."""
 
     @abstractmethod
-    def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
-        """Build consecutive layers with their start values, which depend only on (seed, parameter).
+    def build_stage(
+        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: Ends | None = None
+    ) -> StageBody:
+        """Build some layers with their start values, which depend only on (seed, parameter).
 
         Only these layers' parameters are allocated, and torch's global generators are not used.
+
+        Args:
+            layers: their numbers, in order.
+            seed: of the start values.
+            device: where the parameters are.
+            ends: the results that the stage receives and sends on; None for consecutive layers, as a stage of a chain.
         """

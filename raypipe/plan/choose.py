@@ -402,6 +402,11 @@ def _notes(
         elif shared and greedy:
             yield "T = 1 throughout: the rule of the largest micro-batch says nothing of devices that share a layer."
     best, certificate = rows[0].prediction, rows[0].certificate
+    if best.candidate.devices == 1 and best.candidate.stages == 1:
+        yield (
+            "On one device, weight gradients may run on a second stream beside other layers: raypipe regions measures "
+            "what that gains, and plans it (train.clip: null)."
+        )
     if certificate is not None:
         yield certified(best, certificate)
 

@@ -255,6 +255,7 @@ class LayerBench:
                 "data": job.data.model_copy(update={"pad_to_multiple_of": LONGEST}),
             }),
             cut=cut,
+            graph=step.graph,
             placement=step.placement,
             topology=Topology(peers=(self.workers.locations[0].peer,), rendezvous="", edges=(), groups={},
                           transport="auto", run_id=self.workers.run_id),

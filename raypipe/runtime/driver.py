@@ -45,7 +45,6 @@ from raypipe.runtime.step import StepResult
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.norm_policy import NormPolicy
-from raypipe.schedule.passes.sync import BY_LAYER
 
 QUEUED_STEPS = 2
 """Steps queued with the actors beyond the one being collected."""
@@ -363,8 +362,8 @@ class Driver:
             ticket = _Ticket("step", step + 1, workers.call("run_step", step, part), self.clock, part)
             self._pending.append(ticket)
             self._read(workers)
-            by_layer = self.running.plan.parallel.sync in BY_LAYER
-            if by_layer or any(at.peer.device != "cpu" for at in workers.locations):
+            late = self.running.plan.parallel.late_updates
+            if late or any(at.peer.device != "cpu" for at in workers.locations):
                 self._unread = ticket
             if drains:
                 self._read(workers)

@@ -21,11 +21,15 @@ from raypipe.runtime.backward.postponed import PostponedGradients
 from raypipe.runtime.backward.segments import RecomputeBoundaries
 from raypipe.runtime.backward.stack import stacked, unstacked
 from raypipe.runtime.backward.weight_casts import Casts
+from raypipe.runtime.late.late_updates import LateUpdates
+from raypipe.runtime.late.side_stream import side_stream
+from raypipe.runtime.late.side_updates import SideUpdates
 from raypipe.runtime.recovery.ledger import Ledger
 from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.shard.device_shards import DeviceShards
 from raypipe.runtime.stage.computation import Microbatches, StageComputation
 from raypipe.runtime.stage.inputs import Feed
+from raypipe.runtime.stage.ports import Ports
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.stage.summed_statistics import SummedStatistics
@@ -77,17 +81,21 @@ class Executor(ProgramRunner):
         self.shards = DeviceShards({}) if shards is None else shards
         self.casts = Casts(settings.device, settings.autocast, modules.values())
         self.postponed = PostponedGradients(modules)
-        self.computation = StageComputation(
-            settings, modules, task, self.casts, lambda stage: stage in io_spec, self.postponed.forward
-        )
+        self.computation = StageComputation(settings, modules, task, self.casts, self.postponed.forward)
+        self.ports = {
+            key: Ports.of(io_spec.ends[key[0]], m.takes_gradient, m.gives_gradient) for key, m in modules.items()
+        }
         self.statistics = SummedStatistics(modules, sync, settings.microbatches)
         self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update, settings.skips)
-        self.by_layer: LayerUpdates | None = None
-        """Makes the updates instead, where each layer's is made when its own sum is in."""
+        self.late: LateUpdates | None = None
+        """Makes the updates instead, where there is no barrier between steps."""
         if settings.by_layer:
-            self.by_layer = LayerUpdates(
-                modules, optimizers, sync, self.outgoing.push, self.clock, self.statistics.move
-            )
+            self.late = LayerUpdates(modules, optimizers, sync, self.outgoing.push, self.clock, self.statistics.move)
+        elif settings.side_stream is not None:
+            self.late = SideUpdates(
+                modules, optimizers, sync, side_stream(settings.device), settings.side_stream, self.outgoing.push,
+                self.statistics.move,
+            )  # fmt: skip
         # The micro-batch ids in keys continue over the steps, as in ``p2p_buffers``.
         self._saved: dict[tuple[int, int], MicrobatchState] = {}
         self._fed: dict[int, Inputs] = {}
@@ -140,6 +148,8 @@ class Executor(ProgramRunner):
                 self.ledger.begun = step + 1
             self.sync.begin_step((a.task.stage, a.task.replica) for a in program.actions if a.task.kind == "AR")
             self.postponed.begin_step(program, self._completes, self.sync.first_k)
+            if self.late is not None:
+                self.late.begin_step(program, step, lr)
         meter = PeakMeter(self.settings.device) if self.measures and self.training else None
         with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
             marks = self.issue(program, step)
@@ -177,9 +187,9 @@ class Executor(ProgramRunner):
         ahead, of_step = divmod(mb, self.settings.microbatches)
         return self.feed.lengths(self.split, self.step + ahead, of_step)
 
-    def io_spec_of(self, stage: int, mb: int) -> StageIOSpec:
+    def io_spec_of(self, src: int, dst: int, mb: int) -> StageIOSpec:
         """See ProgramRunner.io_spec_of; every device knows all micro-batches' lengths from the data."""
-        return self.io_specs.of(stage, self._lengths(mb))
+        return self.io_specs.of((src, dst), self._lengths(mb))
 
     def _inputs(self, mb: int) -> Inputs:
         inputs = self._fed.get(self.base + mb)
@@ -209,6 +219,8 @@ class Executor(ProgramRunner):
     def _forward(self, action: Action) -> None:
         """Run a forward task; stack its micro-batches where possible, because larger kernels are faster."""
         task = action.task
+        if self.late is not None:
+            self.late.before_forward((task.stage, task.replica))
         together = len(task.mbs) > 1 and self._keeps_nothing(task) and self.modules[(task.stage, task.replica)].stacks
         together = together and all(self._lengths(mb) == self._lengths(task.mbs[0]) for mb in task.mbs[1:])
         for mbs in (task.mbs,) if together else [(mb,) for mb in task.mbs]:
@@ -217,8 +229,8 @@ class Executor(ProgramRunner):
 
     def _complete_update(self, key: StageKey) -> None:
         """Make what is left of the last step's update of a stage replica."""
-        if self.by_layer is not None:
-            self.by_layer.complete(key)
+        if self.late is not None:
+            self.late.complete(key)
 
     def _keeps_nothing(self, task: PipelineTask) -> bool:
         """Return whether this forward keeps no graph for the backward, which would need one per micro-batch.
@@ -257,14 +269,16 @@ class Executor(ProgramRunner):
         else:
             with torch.no_grad() if recomputed else nullcontext():
                 outputs, halves = self.computation.run(key, computed, stacked(arrived), weights)
-        if stage not in self.io_spec:
+        if not module.sends_on:
             of_step = self.step + mbs[0] // self.settings.microbatches
             self._losses.setdefault(of_step, []).append(outputs[0].detach())
             self._counted[of_step] = self._counted.get(of_step, 0) + self._rows(mbs)
+        sends = self.ports[key].sends
         for mb, inputs, made in zip(mbs, arrived, unstacked(outputs, len(mbs)), strict=True):
             for m in action.sends:
                 if m.mb == mb:
-                    self.p2p_buffers[("act", stage, m.dst_stage, self.base + mb)] = tuple(y.detach() for y in made)
+                    payload = tuple(made[i].detach() for i in sends[m.dst_stage])
+                    self.p2p_buffers[("act", stage, m.dst_stage, self.base + mb)] = payload
             if self.training:
                 saved = MicrobatchState(inputs, () if recomputed else made, weights, boundaries=boundaries)
                 saved.halves = None if recomputed else halves
@@ -295,6 +309,8 @@ class Executor(ProgramRunner):
             self._wait_gathered((stage, task.replica))
             if also_weights and not self.versions:
                 self._open_gradients((stage, task.replica))
+            if self.late is not None:
+                self.late.before_backward((stage, task.replica))
             if saved.back is None:
                 # With several backwards for one micro-batch, nobody knows which of them is a parameter's last.
                 single = saved.halves is None and saved.boundaries is None
@@ -310,9 +326,10 @@ class Executor(ProgramRunner):
                 self._finish_weights(module, saved, (stage, task.replica), early, postponed if watched else None)
             if also_weights or saved.back is not None:
                 del self._saved[(stage, at)]
+            returns = self.ports[stage, task.replica].returns
             for m in action.sends:
                 if m.mb == mb:
-                    self.p2p_buffers[("grad", stage, m.dst_stage, at)] = back
+                    self.p2p_buffers[("grad", stage, m.dst_stage, at)] = tuple(back[i] for i in returns[m.dst_stage])
 
     def _weights(self, action: Action) -> None:
         task = action.task
@@ -352,6 +369,8 @@ class Executor(ProgramRunner):
     ) -> None:  # fmt: skip
         """Compute deferred weight gradients; ``watched_but``: the backward was watched for all but these."""
         self.postponed.sort(key, saved.closures)
+        if self.late is not None and self.late.takes(key, saved):
+            return
         if early is not None and module.defers:
             early.expect((p for closure in saved.closures for p in closure.parameters), watched_but)
             module.run_weight_gradients(saved, early.computed)
@@ -372,15 +391,15 @@ class Executor(ProgramRunner):
     def _gradients(self, action: Action, saved: MicrobatchState, mb: int) -> tuple[Tensor, ...]:
         stage = action.task.stage
         at = self.base + mb
-        arrived = [self.p2p_buffers.pop(("grad", m.src_stage, stage, at)) for m in action.receives if m.mb == mb]
+        arrived = [
+            (m.src_stage, self.p2p_buffers.pop(("grad", m.src_stage, stage, at)))
+            for m in action.receives if m.mb == mb
+        ]  # fmt: skip
         if not arrived:
             scale = self._scale(mb).to(saved.outputs[0].dtype)
             # So that a loss that is not finite makes the norm so: 0 * inf is not a number, and all devices hear of it.
             return (scale + 0.0 * saved.outputs[0].detach(),) if self.settings.skips else (scale,)
-        if len(arrived) == 1:
-            return arrived[0]
-        # Several stages read this output, so their gradients are summed.
-        return tuple(torch.stack(parts).sum(0) for parts in zip(*arrived, strict=True))
+        return self.ports[stage, action.task.replica].summed(arrived)
 
     def _collect(self, key: StageKey) -> None:
         """With weight versions, pass the gradients of the version that was used to the optimizer's parameters."""
@@ -392,8 +411,8 @@ class Executor(ProgramRunner):
         """Wait for the gradient all-reduces; when clipping, ``updates`` decides whether to wait for the global norm."""
         if self._stashes:
             return
-        if self.by_layer is not None:
-            self.by_layer.begin()
+        if self.late is not None:
+            self.late.begin()
             return
         for key in self.modules:
             self._collect(key)
@@ -421,8 +440,8 @@ class Executor(ProgramRunner):
 
     def update_stage(self, key: StageKey) -> None:
         """Update a stage replica, as the step's norm policy wants it; layer by layer, only once the sums are in."""
-        if self.by_layer is not None:
-            self.by_layer.defer(key, self.step, self.lr)
+        if self.late is not None:
+            self.late.defer(key, self.step, self.lr)
             return
         if self._stashes:
             self._collect(key)
@@ -444,8 +463,8 @@ class Executor(ProgramRunner):
 
     def commit(self, wait: bool = True) -> bool | None:
         """See ProgramRunner.commit. Call it before anything but the next step reads weights or optimizer state."""
-        if self.by_layer is not None:
-            self.by_layer.complete_all()
+        if self.late is not None:
+            self.late.complete_all()
         pending = self.updates.pending
         if pending and self.ledger is not None:
             if not wait and not self.ledger.heard():
@@ -465,8 +484,8 @@ class Executor(ProgramRunner):
 
     def close(self) -> None:
         """Let go of what refers back to this, so that it ends when nobody uses it any more."""
-        if self.by_layer is not None:
-            self.by_layer.close()
+        if self.late is not None:
+            self.late.close()
 
     def _changed_first_k(self) -> tuple[tuple[int, int, int], ...]:
         """Return (stage, k, most that memory allows) of the stage replicas whose k, or limit, is new in this step."""
@@ -506,8 +525,8 @@ class Executor(ProgramRunner):
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
         squares = to_host(torch.stack(self._squares)) if self._squares else None
         late = None
-        if self.by_layer is not None and self.training:
-            late = partial(self.by_layer.report, self.step, self.program)
+        if self.late is not None and self.training:
+            late = partial(self.late.report, self.step, self.program)
         started = StartedStep(result, loss, targets, squares, self.clock.end(marks), self.times_of, late)
         if self.training and runs_behind(self.settings.device):
             self.feed.prefetch(self.split, self.step + 1)  # the host is ahead: it reads while the device works

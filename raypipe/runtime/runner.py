@@ -58,7 +58,7 @@ class ProgramRunner(ABC):
         timeout_s: float,
         senders: Mapping[int, Sender],
         receivers: Mapping[int, Receiver],
-        io_spec: Mapping[int, StageIOSpec],
+        io_spec: Mapping[tuple[int, int], StageIOSpec],
         device: torch.device = CPU,
         message_cast: MessageCast | None = None,
     ) -> None:
@@ -253,9 +253,10 @@ class ProgramRunner(ABC):
             if isinstance(receiver, IssuesReceives):
                 receiver.issue(self.label(what), self.timeout_s)
 
-    def io_spec_of(self, stage: int, mb: int) -> StageIOSpec:
-        """Return the dtypes and shapes a stage sends on for ``mb``, of this step or (ids from N on) of the next."""
-        return self.io_spec[stage]
+    def io_spec_of(self, src: int, dst: int, mb: int) -> StageIOSpec:
+        """Return the dtypes and shapes that stage ``src`` sends to ``dst`` for ``mb``, of this step or (ids from N on)
+        of the next, and of the gradients that come back."""
+        return self.io_spec[src, dst]
 
     def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
         """Return the specs of a message's tensors as they are sent, after any cast."""
@@ -265,8 +266,8 @@ class ProgramRunner(ABC):
     def _stage_specs(self, message: Message) -> tuple[TensorSpec, ...]:
         # A gradient belongs to the output of the stage it goes to.
         if message.direction == "act":
-            return self.io_spec_of(message.src_stage, message.mb).act
-        return self.io_spec_of(message.dst_stage, message.mb).grad
+            return self.io_spec_of(message.src_stage, message.dst_stage, message.mb).act
+        return self.io_spec_of(message.dst_stage, message.src_stage, message.mb).grad
 
     def label(self, m: Message) -> Label:
         """Return the label that identifies a message of this step on its channel."""

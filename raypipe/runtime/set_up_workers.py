@@ -85,6 +85,7 @@ def setups_of(
         tensor_rank=0,
         job=job,
         cut=plan.cut,
+        graph=schedule.graph,
         recomputed=layers_to_recompute(plan.parallel, plan.cut),
         search_recompute=search_recompute,
         placement=schedule.placement,

@@ -11,7 +11,7 @@ from raypipe.models.task import Field
 from raypipe.runtime.communicators import Topology
 from raypipe.runtime.tensor_ranks import rank_of
 from raypipe.runtime.update.gradients import TiedHolders
-from raypipe.schedule.ir import Sharding, Versions
+from raypipe.schedule.ir import Sharding, StageGraph, Versions
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program
 
@@ -27,6 +27,8 @@ class Setup:
     job: JobSpec
     cut: tuple[tuple[int, ...], ...]
     """Per stage, the model layers it holds."""
+    graph: StageGraph
+    """Which stages talk."""
     placement: tuple[tuple[int, ...], ...]
     topology: Topology
     tied: tuple[TiedHolders, ...]

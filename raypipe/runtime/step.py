@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,6 +124,9 @@ class StepSettings:
     """Cast of the messages between devices; None to send them as they are."""
     by_layer: bool = False
     """Whether layers are updated one by one as their sums come in (``update.layer_updates``)."""
+    side_stream: Mapping[int, int] | None = None
+    """Where weight gradients and updates run on a second stream (``late.side_updates``): the stages whose last weight
+    gradient is held back, and before which stage's next forward it begins."""
     sub_pipelined: bool = False
     """Whether every micro-batch runs in two halves that alternate."""
     tensor_rank: int = 0

@@ -33,6 +33,7 @@ from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.executor import Executor
+from raypipe.runtime.late.side_stream import prefer_main_stream
 from raypipe.runtime.process import choose_precision, heap_bytes, set_up_cuda, set_up_process
 from raypipe.runtime.recovery.ledger import Ledger
 from raypipe.runtime.recovery.parting import parts_when_lost
@@ -225,6 +226,11 @@ class StageWorker:
         """Return whether layers are updated one by one (``update.layer_updates``)."""
         return setup.job.parallel.sync in BY_LAYER
 
+    @staticmethod
+    def _late(setup: Setup) -> bool:
+        """Return whether some of a step's updates are made while the next one runs."""
+        return setup.job.parallel.late_updates
+
     def _own_groups(self, setup: Setup) -> dict[str, dist.ProcessGroup]:
         """Return this process's groups by the names that its device has for them."""
         return own_groups(self.communicators.groups, setup.device, setup.tensor_rank, setup.tensor)
@@ -236,6 +242,9 @@ class StageWorker:
         self.plan = plan = build_model(job, setup.fields, setup.tensor_rank)
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         split = split or job.parallel.postpones
+        self.io_specs = specs = StageIOSpecs(
+            plan, setup.cut, setup.samples_per_microbatch, setup.graph, setup.placement[0]
+        )
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): StageModule(
                 plan,
@@ -245,6 +254,7 @@ class StageWorker:
                 split,
                 setup.recomputed,
                 setup.search_recompute or self._by_layer(setup),
+                specs.ends_of(stage),
             )
             for replica, devices in enumerate(setup.placement)
             for stage, device in enumerate(devices)
@@ -277,13 +287,16 @@ class StageWorker:
         # And running statistics that an update has moved cannot be taken back.
         skips = job.train.on_nonfinite == "skip"
         together = setup.tensor > 1 or bool(shards.stages) or ((setup.recovers or skips) and plan.batch_statistics)
+        if job.parallel.side_stream is not None:
+            prefer_main_stream(self.device)
         update: RequestedNormPolicy = "wait" if together else job.parallel.update
         settings = StepSettings(
             seed=job.train.seed, microbatches=setup.microbatches,
             samples_per_microbatch=setup.samples_per_microbatch,
             clip=job.train.clip, skips=skips, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, tensor_rank=setup.tensor_rank,
-            by_layer=self._by_layer(setup), sub_pipelined=job.parallel.sub_pipelined, message_cast=message_cast_of(job),
+            by_layer=self._by_layer(setup), side_stream=job.parallel.side_stream,
+            sub_pipelined=job.parallel.sub_pipelined, message_cast=message_cast_of(job),
         )  # fmt: skip
         sync = self.sync_class(
             setup.device,
@@ -299,7 +312,7 @@ class StageWorker:
         )
         self.executor = self.executor_class(
             settings, self.modules, self.optimizers, plan.task, feed, sync, self._shares(sync.complete, setup),
-            senders, receivers, StageIOSpecs(plan, setup.cut, setup.samples_per_microbatch), versions, shards,
+            senders, receivers, self.io_specs, versions, shards,
         )  # fmt: skip
         self.executor.measures = setup.search_recompute
         self.profiler = ProfilerWindow(job.train.profile, setup.data.parent / FOLDER, self.rank, self.device)
@@ -382,15 +395,16 @@ class StageWorker:
     def run_step(self, step: int, part: Part = WHOLE) -> StepResult | None:
         """Run training step ``step``, counted from 0; the returned times are on the run's shared clock.
 
-        Returns None where layers are updated one by one, and in a run on GPUs, where the step is only queued:
-        ``result`` returns it later, best after the next ``run_step``, so that the GPU has work while the host waits.
+        Returns None where updates are made while the next step runs, and in a run on GPUs, where the step is only
+        queued: ``result`` returns it later, best after the next ``run_step``, so that the GPU has work while the host
+        waits.
         """
         if self.compilation is not None:
             self.compiled_since += self.compilation.before_step(step)
         self.profiler.begin(step + 1, self.executor)
         started = self.executor.start(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
         self.profiler.end(step + 1, self.executor)
-        later = self._by_layer(self.setup_data)  # some of the result is only known when the next step has begun
+        later = self._late(self.setup_data)  # some of the result is only known when the next step has begun
         if not later and all(peer.device == "cpu" for peer in self.setup_data.topology.peers):
             return self._reported(step, started)
         self.started[step] = started

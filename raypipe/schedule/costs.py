@@ -6,12 +6,13 @@ or a measurement.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import JOINT, KINDS, TRAITS
-from raypipe.schedule.latency import Comm, latency
+from raypipe.schedule.latency import Comm, latencies, latency
 
 LONGEST = 1e12
 """Largest time that a user may give, in any unit; sums over a step then stay exact enough to compare."""
@@ -37,7 +38,7 @@ class CostTable:
     """Latency of a message between two devices; messages inside a device take no time. It is one number for every link,
     or a tuple whose value s is the latency between stages s and s+1 in both directions; see ``latency`` for stages
     further apart. The tuple has S - 1 values or S (the last is unused). If all values are equal, it becomes a
-    number."""
+    number. Or a mapping with the latency of each edge of the stage graph."""
 
     @staticmethod
     def even(
@@ -67,7 +68,7 @@ class CostTable:
             for stage, value in enumerate(self.by_kind(kind)):
                 if not 0 <= value < float("inf"):
                     raise ScheduleError("costs", f"{kind} of stage {stage} is {value}", "use a finite number >= 0")
-        for value in self.comm if isinstance(self.comm, tuple) else (self.comm,):
+        for value in latencies(self.comm):
             if not 0 <= value < float("inf"):
                 raise ScheduleError("costs", f"comm is {value}", "use a finite number >= 0")
         if isinstance(self.comm, tuple):
@@ -80,7 +81,10 @@ class CostTable:
 
     @property
     def links(self) -> tuple[float, ...]:
-        """Latency of the link after each stage; the last value is unused."""
+        """Latency of the link after each stage; the last value is unused. That of a skip counts for all it passes."""
+        if isinstance(self.comm, Mapping):
+            over = [[t for (a, b), t in self.comm.items() if a <= s < b] for s in range(self.stages)]
+            return tuple(max(found, default=0.0) for found in over)
         return self.comm if isinstance(self.comm, tuple) else (self.comm,) * self.stages
 
     def latency(self, a: int, b: int) -> float:

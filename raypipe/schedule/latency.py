@@ -3,17 +3,19 @@
 Link s connects stages s and s+1; activations and gradients cross it with the same latency. A message between stages
 that are not neighbours (a skip connection) goes directly to its device, but is no faster than the slowest network on
 its way. It therefore takes the largest latency of the links between its stages. The sum would charge for stops that the
-message does not make, and ``comm = 1`` would no longer mean that every message takes 1.
+message does not make, and ``comm = 1`` would no longer mean that every message takes 1. Where the edges of the stage
+graph carry tensors of their own, each has its own latency.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from raypipe.schedule.ir import StageGraph
 
-Comm = float | tuple[float, ...]
-"""Latency of every link, or a tuple: value s is the latency between stages s and s+1 (the last value is unused)."""
+Comm = float | tuple[float, ...] | Mapping[tuple[int, int], float]
+"""Latency of every link, or a tuple: value s is the latency between stages s and s+1 (the last value is unused), or the
+latency of each edge of the stage graph."""
 Delays = list[list[dict[int, float]]]
 """``delays[replica][stage][other]`` is the time from the end of a task of ``other`` to the earliest start of a task of
 ``stage`` that depends on it."""
@@ -29,7 +31,23 @@ def latency(comm: Comm, a: int, b: int) -> float:
     """
     if a == b:
         return 0.0
+    if isinstance(comm, Mapping):
+        return comm[min(a, b), max(a, b)]
     return max(comm[min(a, b) : max(a, b)]) if isinstance(comm, tuple) else comm
+
+
+def latencies(comm: Comm) -> tuple[float, ...]:
+    """Return all values of ``comm``."""
+    if isinstance(comm, Mapping):
+        return tuple(comm.values())
+    return comm if isinstance(comm, tuple) else (comm,)
+
+
+def each_latency(comm: Comm, change: Callable[[float], float]) -> Comm:
+    """Return ``comm`` with every latency changed."""
+    if isinstance(comm, Mapping):
+        return {edge: change(value) for edge, value in comm.items()}
+    return tuple(map(change, comm)) if isinstance(comm, tuple) else change(comm)
 
 
 def delays(placement: Sequence[Sequence[int]], graph: StageGraph, comm: Comm) -> Delays | None:

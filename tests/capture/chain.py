@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import Subgraph, build_subgraph
+from raypipe.graph.liveness import crossing
 
 
 def build_chain(
@@ -16,7 +17,8 @@ def build_chain(
 ) -> list[Subgraph]:  # fmt: skip
     """The modules of these spans; a parameter that several of them read is one parameter."""
     shared: dict[str, nn.Parameter] = {}
-    chain = [build_subgraph(captured, span, whole=whole) for span in spans]
+    around = [crossing(captured.graph, [span.start, span.stop]) for span in spans]
+    chain = [build_subgraph(captured, span, *ends, whole=whole) for span, ends in zip(spans, around, strict=True)]
     for part in chain:
         for name, _ in list(part.module.named_parameters()):
             parent, _, leaf = name.rpartition(".")

@@ -126,6 +126,8 @@ def transformer(layers: int) -> list[str]:
     return ["embedding", *["attention", "mlp"] * layers, "head"]
 
 
+ALIKE = ("opt", "qwen3", "gemma", "roberta")
+"""Families that are captured as another one here is: llama, or bert."""
 CASES: dict[str, Case] = {
     **{name: Case(family(name), tokens, transformer(2)) for name in ("opt", "llama", "qwen3", "mistral", "gemma")},
     "gpt2": Case(family("gpt2"), tokens, transformer(3)),

@@ -5,11 +5,12 @@ import torch
 
 from raypipe.graph.subgraphs import shard
 from tests.capture.chain import build_chain, parameters, run_chain
-from tests.capture.models import CASES
+from tests.capture.models import ALIKE, CASES
+from tests.exhaustive import exhaustive
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in ALIKE), *exhaustive(*ALIKE)])
 def test_the_parts_are_the_whole(name, captured):
     one, case = captured(name), CASES[name]
     cut = shard(one.graph)

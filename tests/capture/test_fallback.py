@@ -111,7 +111,7 @@ def test_a_module_that_cannot_be_read_runs_as_it_is(kind, tmp_path):
                 rtol=0, atol=1e-12,
             )  # fmt: skip
     with pytest.raises(CaptureError, match="there is no way to construct it"):
-        build_subgraph(one, range(len(one.graph.operations)))
+        build_subgraph(one, range(len(one.graph.operations)), (), ())
 
 
 class Root(nn.Module):
@@ -171,7 +171,7 @@ def test_a_model_that_cannot_be_captured_runs_as_it_is(kind, why):
     module = kind()
     one = capture(module, {"x": torch.randn(3, 4)}, notify=said.append)
     assert len([words for words in said if "as one stage" in words and why in words]) == 1
-    part = build_subgraph(one, range(len(one.graph.operations)), "cpu", kind)
+    part = build_subgraph(one, range(len(one.graph.operations)), (), (), "cpu", kind)
     names = dict(module.named_parameters())
     assert dict(part.module.named_parameters()).keys() == names.keys() == one.graph.parameters.keys()
     for name, value in names.items():

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -11,12 +18,44 @@ from raypipe.checkpoint import Storage, commit, open_checkpoint, step_directory,
 from raypipe.errors import CheckpointError, SpecError
 from raypipe.job.load import job_from
 from raypipe.launch.resume import check_resume
+from tests.ray_head import free_ports
+
+BUCKET = "checkpoints"
 
 
-@pytest.fixture(params=["memory", "file", "mock"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    """fsspec's, pyarrow's local one, and the one that pyarrow has for tests."""
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """Address of a server that speaks S3's protocol, with an empty bucket; in a process of its own, as a real one."""
+    (port,) = free_ports(1)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    address = f"127.0.0.1:{port}"
+    try:
+        ends = time.monotonic() + 60
+        while True:
+            with suppress(URLError, ConnectionError):
+                urlopen(Request(f"http://{address}/{BUCKET}", method="PUT"), timeout=5).close()
+                break
+            assert server.poll() is None
+            assert time.monotonic() < ends, "the S3 server does not answer"
+            time.sleep(0.05)
+        yield address
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(params=["memory", "file", "mock", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    """fsspec's, pyarrow's local one, the one that pyarrow has for tests, and its S3 client with a real server."""
     uri = {"memory": f"memory://{tmp_path.name}/run", "file": f"file://{tmp_path}/copies", "mock": "mock://copies"}
+    if request.param == "s3":
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "testing")
+        options = f"scheme=http&endpoint_override={request.getfixturevalue('s3')}&region=us-east-1"
+        uri["s3"] = f"s3://{BUCKET}/{tmp_path.name}?{options}"
     return Storage(uri[request.param])
 
 
@@ -64,6 +103,12 @@ def test_unfinished_and_damaged_copies_are_skipped(storage: Storage, tmp_path: P
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["step-00000010"], "parts of others were left"
     assert "step-00000030: it was never finished" in notices[0]
     assert "step-00000020: it is truncated" in notices[1]
+
+
+def test_messages_leave_out_credentials_and_options() -> None:
+    storage = Storage(f"s3://who:secret@{BUCKET}/run?scheme=http&endpoint_override=127.0.0.1:1&region=us-east-1")
+    assert storage.name == f"s3://{BUCKET}/run"
+    assert storage._root == f"{BUCKET}/run"
 
 
 def test_an_empty_storage_has_nothing(storage: Storage, tmp_path: Path) -> None:

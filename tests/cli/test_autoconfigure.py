@@ -101,6 +101,7 @@ def test_a_captured_model_is_planned_for_a_described_cluster(files, tmp_path, ca
     assert [i for part in load_plan(out).cut for i in part] == list(range(6))  # embedding, two sub-graphs a block, head
 
 
+@pytest.mark.exhaustive  # the tutorial plans the same job for fewer devices
 @pytest.mark.slow
 def test_the_worked_example_is_planned_for_its_machine(capsys) -> None:
     """Chimera's GPT-2 on Piz Daint: the largest case of the documentation, all families."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.cli import run
+from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[2]
 RULE = ["--policy", "largest-microbatch"]
@@ -23,13 +24,14 @@ def chimeras(capsys, job: str, devices: int, *words: str) -> list[dict[str, obje
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [[], RULE], ids=["best", "largest micro-batch"])
+@pytest.mark.parametrize("policy", [[], *exhaustive(RULE)], ids=["best", "largest micro-batch"])
 def test_bert_48_on_32_nodes(policy, capsys) -> None:
     best, *others = chimeras(capsys, "bert-48.yaml", 32, "--set", "parallel.schedule=chimera", "--top", "3", *policy)
     assert (best["replicas"], best["stages"], best["microbatch"], best["recompute"]) == (8, 4, 8, "none")
     assert others
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_gpt_2_on_512_nodes(capsys) -> None:
     """W=64, D=8 with recomputation and W=16, D=32 without: within 5 % of each other and of the best."""

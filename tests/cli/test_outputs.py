@@ -15,6 +15,8 @@ OUTPUTS = [
     *(("emulate", "1f1b", option) for option in ("--json", "--trace")),
     ("autoconfigure", JOB, "--out"),
     ("profile", JOB, "--out"),
+    ("regions", JOB, "--out"),
+    ("regions", JOB, "--plan"),
     ("report", "nowhere", "--out"),
     ("export", "nowhere", "--output"),
     ("train", JOB, "--run-dir"),

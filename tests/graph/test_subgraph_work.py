@@ -22,6 +22,7 @@ from raypipe.models.keyed_random import random_keys
 from raypipe.partition.job_costs import divided_profile, job_profile
 from raypipe.partition.pieces import tensor_ranks_of
 from raypipe.tensor import Alone, group_of_thread
+from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = 2
@@ -96,13 +97,12 @@ class Two(Alone):
 @pytest.mark.parametrize(
     ("kind", "config", "dtype", "tensor"),
     [
-        ("gpt2", {**GPT2, **NO_DROPOUT}, "float32", 1),
         ("gpt2", {**GPT2, "activation_function": "gelu"}, "bfloat16", 1),
         ("gpt2", {**GPT2, "n_head": 4}, "float32", 2),
-        ("llama", LLAMA, "float32", 1),
+        *exhaustive(("gpt2", {**GPT2, **NO_DROPOUT}, "float32", 1), ("llama", LLAMA, "float32", 1)),
         ("llama", {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}, "bfloat16", 1),
     ],
-    ids=["elementary GELU", "dropout", "divided", "one key for all queries", "grouped queries"],
+    ids=["dropout", "divided", "elementary GELU", "one key for all queries", "grouped queries"],
 )
 def test_kept_bytes_are_the_tensors_that_autograd_saves(kind, config, dtype, tensor) -> None:
     """But for place numbers and what a query sees, once a micro-batch, and the loss itself."""
@@ -120,7 +120,7 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(kind, config, dtype, ten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [*exhaustive("float32"), "bfloat16"])
 def test_the_same_architecture_costs_what_the_built_in_gpt_costs(dtype) -> None:
     """GPT-2 captured from its own code beside formulas that were counted by hand, on A100."""
     shape = GptSpec(layers=2, hidden=1024, heads=16, sequence=512, vocabulary=50257, dropout=0.1)

@@ -39,6 +39,31 @@ def test_without_a_barrier_nothing_is_clipped(job_file):
     assert load_job(job_file, ["train.clip=null", "parallel.replicas=2", "parallel.sync=prioritised"])
 
 
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        (["parallel.stages=2"], "is for one device, and the job has 2"),
+        (["parallel.replicas=2"], "is for one device, and the job has 2"),
+        (["train.clip=1"], "clipping needs the norm of all gradients first"),
+        (["train.on_nonfinite=skip"], "before another may find such a number"),
+        (["parallel.sync=eager"], "one device sums nothing"),
+        (["parallel.replan=true"], "no order is chosen by measured times"),
+        (["parallel.side_stream={1: 2}"], "stage 1 beside the forward of stage 2, of 4"),
+        (["parallel.side_stream={4: 0}"], "stage 4 beside the forward of stage 0, of 4"),
+        (["parallel.side_stream={0: 0}"], "stage 0 beside the forward of stage 0, of 4"),
+        (["parallel={auto: true, side_stream: {3: 1}}"], "cannot be given if the planner chooses the plan"),
+    ],
+)  # fmt: skip
+def test_what_a_second_stream_cannot_be_combined_with(job_file, sets, why):
+    usual = ["train.clip=null", "parallel.stages=1", "parallel.schedule=zeropp", "parallel.chunks=4", "model.layers=4"]
+    usual.append("parallel.side_stream={3: 1}")
+    assert load_job(job_file, usual).parallel.side_stream == {3: 1}
+    with pytest.raises(SpecError) as refused:
+        load_job(job_file, [*usual, *sets])
+    assert why in str(refused.value)
+    assert refused.value.fix
+
+
 def test_what_is_recorded_reads_back_the_same(job_file, tmp_path):
     job = load_job(job_file, ["train.betas=[0.8, 0.9]", "train.clip=1"])
     again = tmp_path / "again.yaml"

@@ -45,6 +45,7 @@ def nvlink(count: int) -> HardwareGraph:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_inception_on_v100s_as_published(inception: PlacementGraph) -> None:
     """Pal et al. 2019, section 6 and Figure 8: 1.32 on two, little more on three and four; ours are proven optimal."""
@@ -59,6 +60,7 @@ def test_inception_on_v100s_as_published(inception: PlacementGraph) -> None:
     assert speedup[4] < speedup[3] * 1.02
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_merging_changes_no_total(inception: PlacementGraph) -> None:
     arguments = ("jobs.inception_v3:build", ["image=3x299x299"], 64, V100, "float32", "split", 16.0)

@@ -18,6 +18,7 @@ from raypipe.plan.remedies import device_gib
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.simulate.engine import simulate
+from tests.exhaustive import exhaustive
 from tests.plan.conftest import MIB, make_job, make_profile, make_shared
 
 GIB = 2**30
@@ -227,10 +228,11 @@ CAUSES: dict[str, tuple[float, dict[str, object], dict[int, dict[str, float]], A
     "kept activations": (380, {}, {}, {"auto": True, "recompute": "none", "schedule": "gpipe", "stages": 2}),
 }
 """By what is too large: MiB of a device, changes to all layers and to single ones, keys of ``parallel``."""
+DAILY = ("stage replicas", "an embedding")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("cause", [*DAILY, *exhaustive(*(cause for cause in CAUSES if cause not in DAILY))])
 def test_everything_that_is_said_to_help_helps(cause: str) -> None:
     mib, everywhere, single, parallel = CAUSES[cause]
     profile = make_profile(layers=4, devices=2, memory_bytes=mib * MIB)

@@ -26,6 +26,7 @@ from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import replicate, shard
 from raypipe.schedule.shape import Grid
 from raypipe.train import make_plan
+from tests.exhaustive import exhaustive
 from tests.plan.conftest import MIB, make_job, make_profile
 from tests.plan.sharded_step import seconds_of_one_copy
 
@@ -86,7 +87,7 @@ def as_built(p: Prediction, job: Any) -> Schedule:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *exhaustive(2, 3)])
 def test_never_slower_than_both_ends(seed: int) -> None:
     """By the prediction, and by a clock of the test's own, on the schedule that the runtime builds from the plan."""
     searched = 0

@@ -21,6 +21,7 @@ from raypipe.schedule.ir import Sharding
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
 from raypipe.schedule.shape import Grid
 from raypipe.simulate.engine import simulate
+from tests.exhaustive import exhaustive
 from tests.plan.conftest import MIB, make_job, make_profile
 from tests.plan.test_best_first import flushing, setting
 
@@ -28,7 +29,7 @@ TIGHT = {"layers": 6, "devices": 4, "batch": 8, "seed": 5}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mib", [1000, 450, 330])
+@pytest.mark.parametrize("mib", [330, *exhaustive(1000, 450)])
 def test_shards_are_never_slower_and_help_where_memory_is_short(mib: int) -> None:
     judge, every = setting(**TIGHT, memory_bytes=mib * MIB, divides=True)
     alone, _ = setting(**TIGHT, memory_bytes=mib * MIB)
@@ -41,7 +42,7 @@ def test_shards_are_never_slower_and_help_where_memory_is_short(mib: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("clip", [1.0, *exhaustive(None)])
 def test_no_way_that_fits_is_faster(clip: float | None) -> None:
     """Every plan without recomputation, with every way to divide it, timed."""
     judge, every = setting(**TIGHT, memory_bytes=420 * MIB, divides=True, clip=clip)

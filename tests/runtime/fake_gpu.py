@@ -6,6 +6,10 @@ the host, copying between the devices in a way in which CUDA makes the host wait
 depends on values. The device lags behind its host: an event is passed, and a copy to the host has its values, only
 once ``advance`` says so or the host waits.
 
+Kernels are issued to the current stream, and streams run beside each other but for the events they wait for. Two
+accesses of one tensor's memory from two streams, of which one writes, and which no event orders, are a race; ``races``
+lists them (vector clocks, as in torch's CUDA sanitizer).
+
 torch allows one such device per process, for good. So tests that use it run in a process of their own.
 """
 
@@ -13,6 +17,8 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +77,12 @@ class FakeEvent:
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu, self.at = gpu, 0
+        self.clock: dict[int, int] = {}
 
-    def record(self, stream: object = None) -> None:
+    def record(self, stream: FakeStream | None = None) -> None:
         self.gpu.issued += 1
         self.at = self.gpu.issued
+        self.clock = dict((stream or self.gpu.stream).clock)
 
     def query(self) -> bool:
         return self.at <= self.gpu.done
@@ -87,6 +95,18 @@ class FakeEvent:
     def elapsed_time(self, end: FakeEvent) -> float:
         assert end.query(), "not complete yet: torch raises here"
         return float(end.at - self.at)
+
+
+class FakeStream:
+    """As ``torch.cuda.Stream``: what has happened before its next kernel, per stream."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.clock: dict[int, int] = {number: 0}
+
+    def wait_event(self, event: FakeEvent) -> None:
+        for number, at in event.clock.items():
+            self.clock[number] = max(at, self.clock.get(number, 0))
 
 
 class FakeGpu(TorchDispatchMode):
@@ -105,12 +125,35 @@ class FakeGpu(TorchDispatchMode):
         """``file:line operator`` of every wait."""
         self.issued = self.done = 0
         """Numbers of the last event that the host recorded, and of the last that the device has passed."""
+        self.stream = FakeStream(0)
+        """The current one."""
+        self.races: list[str] = []
+        """``file:line operator`` of every access that races with an earlier one."""
+        self._streams = 1
+        self._written: dict[int, tuple[int, int]] = {}
+        """Address of memory -> stream and time of its last write."""
+        self._read: dict[int, dict[int, int]] = {}
+        """Address of memory -> time of the last read since then, per stream."""
         self._pinned: Any = WeakIdKeyDictionary()
         self._copies: list[tuple[int, Tensor, Tensor]] = []
 
     def event(self) -> FakeEvent:
         """Stand in for ``torch.cuda.Event``."""
         return FakeEvent(self)
+
+    def new_stream(self, device: torch.device) -> FakeStream:
+        """Stand in for ``torch.cuda.Stream``."""
+        self._streams += 1
+        return FakeStream(self._streams - 1)
+
+    @contextmanager
+    def use(self, stream: FakeStream) -> Iterator[None]:
+        """Stand in for ``torch.cuda.stream``."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Stand in for ``Tensor.pin_memory``."""
@@ -126,9 +169,12 @@ class FakeGpu(TorchDispatchMode):
             copy[1].copy_(copy[2])
 
     def note(self, what: str) -> None:
+        self._note(self.sites, what)
+
+    def _note(self, into: list[str], what: str) -> None:
         frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(PACKAGE)]
         at = f"{Path(frames[-1].filename).relative_to(PACKAGE)}:{frames[-1].lineno}" if frames else "elsewhere"
-        self.sites.append(f"{at} {what}")
+        into.append(f"{at} {what}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -144,6 +190,7 @@ class FakeGpu(TorchDispatchMode):
             return torch.device("cpu") if isinstance(x, torch.device) and x == self.device else x
 
         name = str(func)
+        self._access(func, args, kwargs)
         plain_args, plain_kwargs = tree_map(inner, args), tree_map(inner, kwargs)
         wanted = kwargs.get("device")
         if name.startswith("aten.copy_.") or (wanted is not None and name.startswith("aten._to_copy")):
@@ -156,7 +203,38 @@ class FakeGpu(TorchDispatchMode):
         if not found and wanted not in (self.device, str(self.device)):
             return out
         made = tree_map(lambda x: OnDevice(x, self.device) if isinstance(x, Tensor) else x, out)
+        self._fresh(func, [x.value for x in found], out)
         return return_and_correct_aliasing(func, args, kwargs, made) if found else made
+
+    def _access(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note what a kernel reads and writes, and whether that races with what another stream does."""
+        if func.is_view:
+            return
+        mine = self.stream.clock
+        mine[self.stream.number] += 1
+        for n, argument in enumerate(func._schema.arguments):
+            given = kwargs.get(argument.name, args[n] if n < len(args) else None)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for x in given if isinstance(given, (list, tuple)) else (given,):
+                if not isinstance(x, OnDevice):
+                    continue
+                at = x.value.untyped_storage().data_ptr()
+                stream, when = self._written.get(at, (self.stream.number, 0))
+                earlier = {stream: when, **(self._read.get(at, {}) if writes else {})}
+                if any(mine.get(number, 0) < time for number, time in earlier.items()):
+                    self._note(self.races, f"{func} {'writes' if writes else 'reads'}")
+                if writes:
+                    self._written[at], self._read[at] = (self.stream.number, mine[self.stream.number]), {}
+                else:
+                    self._read.setdefault(at, {})[self.stream.number] = mine[self.stream.number]
+
+    def _fresh(self, func: Any, inputs: list[Tensor], out: Any) -> None:
+        """Note that new memory was written; whoever had it before has freed it."""
+        known = {x.untyped_storage().data_ptr() for x in inputs}
+        for x in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(x, Tensor) and (at := x.untyped_storage().data_ptr()) not in known:
+                self._written[at] = self.stream.number, self.stream.clock[self.stream.number]
+                self._read[at] = {}
 
     def _copy(self, func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         """Copy between the devices, or within one; ``aten.copy_(to, source)`` or ``aten._to_copy(source, device=)``."""
@@ -179,6 +257,8 @@ class FakeGpu(TorchDispatchMode):
         ):
             self.note(f"{func} {source.device.type} -> {kwargs['device'].type}")
         out = func(*plain_args, **plain_kwargs)
+        if there:
+            self._fresh(func, [], out)
         return OnDevice(out, self.device) if there else out
 
 

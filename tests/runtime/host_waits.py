@@ -26,6 +26,7 @@ from raypipe.job.load import load_job
 from raypipe.models import DTYPES, GptLayers, host_copies
 from raypipe.runtime.clocks import clock
 from raypipe.runtime.executor import Executor
+from raypipe.runtime.late import side_stream
 from raypipe.runtime.shard.device_shards import divide, shard_groups
 from raypipe.runtime.shard.sharded_stage import ShardedStage
 from raypipe.runtime.stage.inputs import Feed
@@ -74,11 +75,30 @@ CASES: dict[str, dict[str, Any]] = {
     "always-clipped": {"clip": 1e-3},
     "split-backward": {"split": True},
     "recomputed-in-pairs": {"recompute": True, "pairs": True},
+    "side-stream": {"clip": None, "side": {}},
+    "side-stream-held": {"clip": None, "side": {1: 0, 2: 1}},
     "sgd": {"optimizer": "sgd", "lr": 0.1, "clip": 0.5},
     "zero3": {"shard": 3},
     "zero3-gathered-often": {"shard": 3, "gather": "microbatch", "clip": 1e-3},
     "zero2-split-backward": {"shard": 2, "split": True, "clip": None},
 }
+
+
+Found = tuple[list[Any], list[Any], list[Any]]
+"""What ``on_gpu`` returns."""
+
+
+def side_order(stages: int, microbatches: int, held: dict[int, int]) -> str:
+    """One micro-batch after the other; a stage's weight gradient runs beside the next input gradient, or is held."""
+    tasks = []
+    for mb in range(microbatches):
+        for s in range(stages):
+            tasks += [f"{late}W{mb - 1}" for late, at in held.items() if mb and at == s]
+            tasks.append(f"{s}F{mb}")
+        for s in reversed(range(stages)):
+            tasks += [f"{s}B{mb}"] + [f"{s}W{mb}"] * (s not in held)
+    tasks += [f"{late}W{microbatches - 1}" for late in held]
+    return "device 0: " + " ".join(tasks)
 
 
 def executor(
@@ -94,19 +114,22 @@ def executor(
     level, gather = how.pop("shard", 0), how.pop("gather", "unit")
     sequence, microbatches = how.pop("sequence"), how["batch"] // MICROBATCH
     train = job.train.model_copy(update=how)
+    side = how.pop("side", None)
     dtype, autocast = DTYPES[train.dtype], torch.bfloat16 if train.dtype == "bfloat16" else None
     assert isinstance(job.model, GptSpec)
     spec = job.model.model_copy(update={"sequence": sequence})
     assert spec.dropout > 0
     model = GptLayers(spec, dtype)
-    cut = even_cut(model, 2)
+    cut = even_cut(model, 2 if side is None else 4)
     own, copies = (0, 1) if copy is None else (copy, COPIES)
-    schedule = replicate(from_text(order(2, microbatches // copies, **{"split": False} | shape)), copies)
+    count, split = microbatches // copies, shape.get("split", side is not None)
+    text = order(2, count, **{"split": False} | shape) if side is None else side_order(4, count, side)
+    schedule = replicate(from_text(text), copies)
     if copy is not None:
         schedule = place_gradient_sync(shard(schedule, level, gather=gather, copies=copies), "lazy")
     schedule = add_updates(schedule)
     verify(schedule)
-    stages = [StageModule(model, part, train.seed, device, shape.get("split", False)) for part in cut]
+    stages = [StageModule(model, part, train.seed, device, split) for part in cut]
     modules = {(s, own): stage for s, stage in enumerate(stages)}
     tied = tuple(
         TiedHolders(g.name, tuple(name for _, name in g.parameters), tuple(range(copies)), g.parameters[0][0])
@@ -120,7 +143,7 @@ def executor(
     fields = {name for stage in stages for name in stage.reads}
     settings = StepSettings(
         seed=train.seed, microbatches=microbatches, samples_per_microbatch=MICROBATCH, clip=train.clip,
-        update="auto" if copy is None else "wait", timeout_s=10.0, autocast=autocast, device=device,
+        update="auto" if copy is None else "wait", timeout_s=10.0, autocast=autocast, device=device, side_stream=side,
     )  # fmt: skip
     feed = Feed(Noise(spec), model.task, fields, train.seed, train.batch, MICROBATCH, device, dtype)
     made = Executor(
@@ -146,8 +169,10 @@ def numbers(result: StepResult) -> list[float]:
     return [result.loss_sum, result.norm_squared, result.samples]
 
 
-def on_gpu(how: dict[str, Any], copy: int | None = None, meet: Path | None = None) -> tuple[list[Any], list[Any]]:
-    """Per step the numbers of one fake GPU, which come during the next one, and where its host waited."""
+def on_gpu(
+    how: dict[str, Any], copy: int | None = None, meet: Path | None = None
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Per step the numbers of one fake GPU, which come during the next one, and where its host waited; its races."""
     with FakeGpu() as gpu:
         host_copies.pinned, clock.timing_event = gpu.pin, gpu.event
         shares = DeviceShares(None)
@@ -155,6 +180,8 @@ def on_gpu(how: dict[str, Any], copy: int | None = None, meet: Path | None = Non
             os.environ[GLOO] = "lo"
             dist.init_process_group("gloo", store=dist.FileStore(str(meet), COPIES), rank=copy, world_size=COPIES)
             shares = DeviceShares(dist.group.WORLD, gpu.event)
+        side_stream.make_stream, side_stream.make_event, side_stream.use = gpu.new_stream, gpu.event, gpu.use
+        side_stream.current_stream = lambda device: gpu.stream
         runner, program, train = executor(gpu.device, how, shares, copy)
         late, counts, before = [], [], None
         for step in range(STEPS):
@@ -168,10 +195,10 @@ def on_gpu(how: dict[str, Any], copy: int | None = None, meet: Path | None = Non
         assert before is not None
         gpu.advance(before[1])
         late.append(numbers(before[0].result()))
-    return late, counts
+    return late, counts, gpu.races
 
 
-def on_gpus(how: dict[str, Any]) -> list[tuple[list[Any], list[Any]]]:
+def on_gpus(how: dict[str, Any]) -> list[Found]:
     """What each of a sharded case's fake GPUs has; torch allows one per process."""
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -188,10 +215,33 @@ def main(how: dict[str, Any]) -> dict[str, Any]:
     runner, program, train = executor(torch.device("cpu"), how, Shares(None))
     plain = [numbers(runner.run(program, step, learning_rate(train, step))) for step in range(STEPS)]
     totals = [
-        [sum(parts) for parts in zip(*step, strict=True)] for step in zip(*(late for late, _ in found), strict=True)
+        [sum(parts) for parts in zip(*step, strict=True)] for step in zip(*(late for late, *_ in found), strict=True)
     ]
-    waits = [[site for sites in step for site in sites] for step in zip(*(counts for _, counts in found), strict=True)]
-    return {"cpu": plain, "gpu": totals, "waits": waits}
+    waits = [
+        [site for sites in step for site in sites] for step in zip(*(counts for _, counts, _ in found), strict=True)
+    ]
+    runner.close()
+    return {"cpu": plain, "gpu": totals, "waits": waits, "races": [race for *_, races in found for race in races]}
+
+
+def planted_races() -> list[int]:
+    """How many races the fake GPU counts: a stream that waits for what it reads, one that does not, and a write."""
+    with FakeGpu() as gpu:
+        x = torch.zeros(3, device=gpu.device)
+        side, made, counts = gpu.new_stream(gpu.device), gpu.event(), []
+        made.record()
+        with gpu.use(side):
+            x.sum()
+            counts.append(len(gpu.races))  # 1: it did not wait
+            side.wait_event(made)
+            x.sum()
+            counts.append(len(gpu.races))
+        x.view(3, 1)
+        x.sum()
+        counts.append(len(gpu.races))
+        x.add_(1.0)
+        counts.append(len(gpu.races))  # 2: the other stream may still read
+    return counts
 
 
 def planted() -> list[str]:
@@ -223,4 +273,5 @@ def planted() -> list[str]:
 
 if __name__ == "__main__":
     case = sys.argv[1]
-    print(json.dumps(planted() if case == "planted" else main(CASES[case])))
+    planted_cases = {"planted": planted, "planted-races": planted_races}
+    print(json.dumps(planted_cases[case]() if case in planted_cases else main(CASES[case])))

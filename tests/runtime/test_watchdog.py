@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from raypipe.errors import TransportError
+from tests.exhaustive import crossed
 from tests.runtime.runs.small_runs import drive, new_driver, small_job
 from tests.runtime.transport.kinds import BETWEEN_CPUS
 
@@ -25,8 +26,7 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("transport", BETWEEN_CPUS)
-@pytest.mark.parametrize("waits_for", WAITS)
+@pytest.mark.parametrize(("transport", "waits_for"), crossed(BETWEEN_CPUS, list(WAITS)))
 def test_a_peer_that_never_sends(waits_for, transport, stage_pool, text_folder, tmp_path) -> None:
     rank, task, peer, message = WAITS[waits_for]
     job = small_job(text_folder, PLAN | {"transport": transport}, message_timeout_s=TIMEOUT_S)

@@ -13,6 +13,7 @@ from raypipe.search.recompute_stages import search_recompute
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
 from tests.bench.search.zero_bubble_heuristic import shortest
+from tests.exhaustive import crossed
 
 NAMES = sorted(set(SCHEDULES) - {"dapple", "pipedream", "pipedream-2bw"})
 """Of steps with one version of the weights, each once."""
@@ -29,8 +30,7 @@ def shape_of(name, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("objective", ["makespan", "span", "period"])
+@pytest.mark.parametrize(("name", "objective"), crossed(NAMES, ["makespan", "span", "period"]))
 def test_no_named_schedule_is_shorter(name, objective):
     """Hardly any time to search: what is found is mostly what the search began with."""
     rng = random.Random(f"{name} {objective}")

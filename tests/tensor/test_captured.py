@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from raypipe.models import build_model
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.one_device import Outcome, even_cut, run_step
 from tests.runtime.runs.test_any_model import CASES, fields_of, job_of
 from tests.tensor.threads import run_tensor_ranks
 
-FAMILIES = ["gpt2", "opt", "qwen3", "bert", "t5", "vit"]
 DROPOUT_INSIDE = {"gpt2", "bert", "t5"}
 """Those that drop attention weights, of which every member has its heads'."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", ["gpt2", "t5", "vit", *exhaustive("opt", "qwen3", "bert")])
 def test_a_divided_model_trains_as_the_whole_one(case: str) -> None:
     spec, rows = CASES[case]
     job, size = job_of(spec), 2

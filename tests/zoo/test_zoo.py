@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from tests.exhaustive import exhaustive
 from tests.zoo.compare import compare
 from tests.zoo.families import FAMILIES
 
 SUITE = (
-    "nn.TransformerEncoder causal", "nn.Transformer", "nn.MultiheadAttention", "nn.LSTM dropout", "nn.GRU",
-    "stochastic depth", "noise", "weight_norm", "orthogonal", "spectral_norm", "nn.EmbeddingBag", "expert tensors",
-    "U-Net", "a dict", "a part that branches", "a model that branches",
+    "nn.MultiheadAttention", "nn.LSTM dropout", "stochastic depth", "noise", "weight_norm", "spectral_norm",
+    "expert tensors", "a dict", "a part that branches", "a model that branches",
 )  # fmt: skip
+MORE = ("nn.TransformerEncoder causal", "nn.Transformer", "nn.GRU", "orthogonal", "nn.EmbeddingBag", "U-Net")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SUITE)
+@pytest.mark.parametrize("name", [*SUITE, *exhaustive(*MORE)])
 def test_a_family_is_exact_or_refused(name: str) -> None:
     family = FAMILIES[name]
     row = compare(family)

@@ -15,7 +15,7 @@ from raypipe.job import GptSpec
 from raypipe.models.gpt import modules as gpt
 from raypipe.models.gpt.unset import allocate, unset_parameters
 from raypipe.models.keyed_random import fold64
-from raypipe.models.layered import CutTensor, LayeredModel, StageBody, TiedGroup
+from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
 from raypipe.tensor import Division
 
@@ -59,10 +59,10 @@ class GptLayers(LayeredModel):
             self.division.divide(layer, self.model.type, self.model, gather_logits=False, part=True)
         return layer
 
-    def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
+    def tensors(self, results: Sequence[int], samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
         """Return the residual stream, which keeps the parameters' dtype under autocast too."""
         sequence = lengths.get("input_ids", self.model.sequence)
-        return (CutTensor((samples, sequence, self.model.hidden), self.dtype, True),)
+        return (CutTensor((samples, sequence, self.model.hidden), self.dtype, True),) * len(results)
 
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """Return ``input_ids`` if the embedding is among these layers."""
@@ -96,8 +96,10 @@ class GptLayers(LayeredModel):
                 return group.name
         return name
 
-    def build_stage(self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> StageBody:
-        """Build these layers as one stage."""
+    def build_stage(
+        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: Ends | None = None
+    ) -> StageBody:
+        """Build these layers as one stage; they are consecutive, for a GPT has no branches."""
         built = {i: self.build(i, seed, device) for i in layers}
         join_tied(self, built)
         return GptStage(built)

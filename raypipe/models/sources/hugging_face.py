@@ -14,6 +14,7 @@ from raypipe.graph.fingerprint import transformers_code
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
 from raypipe.models.more_tasks import Pixels, Transcript
+from raypipe.models.sources.adapters import AdapterValues, with_adapters, without_adapters
 from raypipe.models.sources.saved_values import Saved
 from raypipe.models.sources.source import Identity
 from raypipe.models.start_values import Constructed, StartValues
@@ -65,12 +66,13 @@ class HuggingFace:
         """Construct the model with random weights."""
         # In float32 whatever precision the directory has, because the job chooses the precision.
         module: nn.Module = self.kind._from_config(self.config, dtype=torch.float32)
-        return module
+        return module if self.spec.lora is None else with_adapters(module, self.spec.lora)
 
     def identity(self, build: Callable[[], nn.Module]) -> Identity:
         """Return the model's class, its configuration, and the library's code."""
         says = [self.kind.__name__, self.config.to_dict()]
-        return Identity(says, transformers_code(self.config.model_type), ("torch", "transformers"))
+        packages = ("torch", "transformers", *(() if self.spec.lora is None else ("peft",)))
+        return Identity(says, transformers_code(self.config.model_type), packages)
 
     def task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
         """Return the task of the model's class."""
@@ -127,9 +129,10 @@ class HuggingFace:
     def values(self, build: Callable[[], nn.Module]) -> StartValues:
         """Return random start values for a model type, and the saved ones for a directory."""
         directory = Path(self.spec.hf)
+        constructed: StartValues = Constructed(build) if self.spec.lora is None else AdapterValues(Constructed(build))
         if not directory.is_dir():
-            return Constructed(build)
-        return Saved(directory, str(self.kind.base_model_prefix), build, Constructed(build))
+            return constructed
+        return Saved(directory, str(self.kind.base_model_prefix), build, constructed, without_adapters)
 
 
 def _class_and_task(config: Any, spec: HfSpec) -> tuple[Any, TaskName]:

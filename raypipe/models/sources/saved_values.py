@@ -19,14 +19,19 @@ class Saved:
     """Start values saved in ``model.safetensors``, or in several files with an index.
 
     Names in the files are the module's own, with or without ``prefix`` (that of the base model: ``transformer``).
-    Parameters that are not in the files, such as those of a new head, start with the values of ``others``.
+    ``renamed`` maps a name to one that the files may have. Parameters that are not in the files, such as those of a new
+    head, start with the values of ``others``.
 
     Raises:
         SpecError: there are no such files, or they hold none of the model's tensors.
     """
 
-    def __init__(self, directory: Path, prefix: str, build: Callable[[], nn.Module], others: StartValues) -> None:
+    def __init__(
+        self, directory: Path, prefix: str, build: Callable[[], nn.Module], others: StartValues,
+        renamed: Callable[[str], str] = str,
+    ) -> None:  # fmt: skip
         self.directory, self.prefix, self.build, self.others = directory, prefix, build, others
+        self.renamed = renamed
         self.files = _files(directory)
         self._aliases: dict[str, tuple[str, ...]] | None = None
 
@@ -42,7 +47,7 @@ class Saved:
     def key(self, name: str) -> str | None:
         """Return the name of a parameter or buffer in the files; None if they do not hold it."""
         start = f"{self.prefix}."
-        for alias in self._names().get(name, (name,)):
+        for alias in map(self.renamed, self._names().get(name, (name,))):
             for key in (alias, alias.removeprefix(start), start + alias):
                 if key in self.files:
                     return key

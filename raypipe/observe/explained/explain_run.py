@@ -195,6 +195,8 @@ def _notes(run: RunRecord, recorded: RecordedSteps, has_profile: bool) -> list[s
         found.append("only one step was recorded, so what is between steps is not known")
     if run.parallel.get("sync") in BY_LAYER:
         found.append("with this parallel.sync, tasks wait inside for gradient sums: that is not told apart from work")
+    if run.parallel.get("side_stream") is not None:
+        found.append("weight gradients run on a second stream, whose time is not told apart: theirs look like nothing")
     if recorded.schedule.replicas == 1 and not has_profile and recorded.schedule.devices > 1:
         found.append(
             "there is no profile and no second copy of a stage to compare with, so a device that was slow from the "

@@ -18,7 +18,6 @@ from raypipe.plan.online.raise_kept_share import Raiser, raises
 from raypipe.plan.online.replan import Replanner
 from raypipe.plan.plan import Plan
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.passes.sync import BY_LAYER
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -131,7 +130,7 @@ class ControllerSequence:
 
     def _predict(self, clock: StepClock, at_end: bool = False) -> CostTable | None:
         """Predict if the clock can now; return the measured costs behind the prediction and log an event."""
-        if self._present.plan.parallel.sync in BY_LAYER:  # forwards wait for sums: simulated, both would count
+        if self._present.plan.parallel.late_updates:  # forwards wait for updates: simulated, both would count
             return None
         prediction = self._guard("the prediction", clock.predict, at_end)
         if prediction is None:

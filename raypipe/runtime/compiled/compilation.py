@@ -104,4 +104,6 @@ def refusal(parallel: ParallelSpec) -> str | None:
         return "its layers are divided over tensor ranks, whose collectives cannot be compiled yet"
     if parallel.sync in BY_LAYER:
         return f"parallel.sync: {parallel.sync} updates layer by layer, and a compiled forward runs all layers at once"
+    if parallel.side_stream is not None:
+        return "nobody has tried compiled stages with parallel.side_stream"
     return missing_toolchain()

@@ -148,8 +148,8 @@ class StageCompiler:
         lengths = executor.feed.lengths("train", self.done, needed.microbatch)
         inputs = executor.feed.inputs("train", self.done, needed.microbatch) if module.reads else {}
         read = {name: TensorSpec(tuple(x.shape), x.dtype) for name, x in inputs.items() if name in module.reads}
-        arrived: tuple[TensorSpec, ...] = executor.io_specs.of(stage - 1, lengths).act if stage else ()
-        task = None if stage in executor.io_specs else executor.task
+        arrived: tuple[TensorSpec, ...] = executor.io_specs.arriving(stage, lengths)
+        task = None if module.sends_on else executor.task
         samples = executor.settings.samples_per_microbatch
         autocast = executor.settings.autocast
         whole = Example(samples, arrived, read, None, autocast, task)
@@ -164,9 +164,9 @@ class StageCompiler:
 
     def _leaving(self, module: StageModule, segment: Segment, lengths: Lengths) -> tuple[TensorSpec, ...]:
         """Return what a segment passes to the next one."""
-        last = module.parts[segment.end - 1][-1]
-        crossing = self.executor.io_specs.model.crossing(last, self.executor.settings.samples_per_microbatch, lengths)
-        return tuple(TensorSpec(t.shape, t.dtype) for t in crossing)
+        handed_on, samples = module.between[segment.end - 1], self.executor.settings.samples_per_microbatch
+        tensors = self.executor.io_specs.model.tensors(handed_on, samples, lengths)
+        return tuple(TensorSpec(t.shape, t.dtype) for t in tensors)
 
 
 def swap_in(executor: Executor, ready: Mapping[StageKey, CompiledStage]) -> None:

@@ -120,7 +120,9 @@ class DeviceProcesses:
         self._turn += 1
         if self._turn in self._early:
             self._early.pop(self._turn).set()
-        answers = [await asyncio.wrap_future(one) for one in started]
+        answers = await asyncio.gather(
+            *map(asyncio.wrap_future, started)
+        )  # the first error, not that of the first device
         return answers if len(answers) > 1 else answers[0]
 
     def _read(self) -> None:

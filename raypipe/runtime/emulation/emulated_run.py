@@ -31,6 +31,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule, Task, Versions
 from raypipe.schedule.kinds import NETWORK
+from raypipe.schedule.latency import each_latency
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import edges, step_programs
@@ -129,7 +130,7 @@ def rehearsal(
         schedule=schedule,
         costs=replace(
             costs,
-            comm=tuple(c + links.latency_s for c in costs.links),
+            comm=each_latency(costs.comm, lambda c: c + links.latency_s),
             all_reduce=tuple(
                 replace(links, gradient_bytes=links.gradient_bytes / m).all_reduce_s(r // m)
                 for r, m in zip(holders, members, strict=True)
@@ -295,10 +296,9 @@ def _setup(workers: WorkerGroup, what: Rehearsal, faults: Mapping[int, DeviceFau
             rank=rank,
             topology=topology,
             microbatches=schedule.microbatches,
-            stages=schedule.stages,
             programs={part: rows[rank] for part, rows in lowered.items()},
             durations={part: rows[rank] for part, rows in times.items()},
-            latency_s=costs.links,
+            latency_s=costs.comm,
             seconds_per_message=what.seconds_per_message,
             waits=waits[rank],
             groups={part: rows[rank] for part, rows in groups.items()},

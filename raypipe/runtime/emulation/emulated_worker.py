@@ -31,7 +31,7 @@ from raypipe.runtime.runner import ProgramRunner
 from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, StageIOSpec, TakesIn, TensorSpec
 from raypipe.runtime.update.norm import Shares
 from raypipe.schedule.kinds import NETWORK
-from raypipe.schedule.latency import Comm, latency
+from raypipe.schedule.latency import Comm, latencies, latency
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import Action, Message, Program
@@ -51,7 +51,6 @@ class EmulatedSetup:
     rank: int
     topology: Topology
     microbatches: int
-    stages: int
     programs: dict[Part, Program]
     durations: dict[Part, tuple[float, ...]]
     """Seconds of each action of each program; an AR counts from when its last holder has issued it and is free."""
@@ -78,10 +77,9 @@ class EmulatedRunner(ProgramRunner):
         self, setup: EmulatedSetup, senders: Mapping[int, Sender], receivers: Mapping[int, Receiver],
         groups: Mapping[str, dist.ProcessGroup], world: dist.ProcessGroup | None, run_clock: SharedClock,
     ) -> None:  # fmt: skip
-        io_spec = dict.fromkeys(range(setup.stages), STAMP)
         super().__init__(
             setup.microbatches, timeout_s=setup.topology.timeout_s, senders=senders, receivers=receivers,
-            io_spec=io_spec,
+            io_spec={},
         )  # fmt: skip
         self.setup = setup
         self.run_clock = run_clock
@@ -160,6 +158,10 @@ class EmulatedRunner(ProgramRunner):
         """Send the next message that ``run_task`` has prepared."""
         self._ready.popleft()()
 
+    def io_spec_of(self, src: int, dst: int, mb: int) -> StageIOSpec:
+        """See ProgramRunner.io_spec_of; every message is a stamp, whatever its emulated size."""
+        return STAMP
+
     def _slot(self, m: Message) -> tuple[str, int, int, int]:
         return (m.direction, m.src_stage, m.dst_stage, self.base + m.mb)
 
@@ -197,8 +199,7 @@ class EmulatedRunner(ProgramRunner):
     def _known_at(self) -> float:
         """Return when the norm is known, on this host's clock: one message time after the last other device is done."""
         done = self.shares.wait(self.outgoing.push)
-        latency_s = self.setup.latency_s
-        lag = (max(latency_s) if isinstance(latency_s, tuple) else latency_s) + self.setup.seconds_per_message
+        lag = max(latencies(self.setup.latency_s), default=0.0) + self.setup.seconds_per_message
         others = [at for rank, at in enumerate(done) if rank != self.setup.rank]
         return self.run_clock.local(max(others)) + lag + self.setup.faults.norm_s if others else 0.0
 

@@ -25,7 +25,6 @@ from raypipe.runtime.recovery.standing import Facts, Standing, agreed_steps
 from raypipe.runtime.recovery.twins import transfers
 from raypipe.runtime.set_up_workers import setups_of
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.passes.sync import BY_LAYER
 
 AT_ONE_STEP = 3
 """Recoveries after the same step, beyond which the run restarts: whatever kills the workers comes with that step."""
@@ -63,7 +62,7 @@ def can_recover(job: JobSpec, schedule: Schedule, workers: WorkerGroup) -> bool:
         and workers.on_cpus()
         and schedule.versions == "flush"
         and schedule.sharding is None
-        and parallel.sync not in BY_LAYER  # one layer's update can be final on one device and not on another
+        and not parallel.late_updates  # one layer's update can be final on one device and not on another
         and parallel.tensor == 1  # nobody has tried it with ranks that share their layers
         and parallel.transport != "ray-collective"  # it joins a world once in the life of a process
         and all(transfers(schedule.placement, {rank}, parallel.tensor) is not None for rank in range(ranks))

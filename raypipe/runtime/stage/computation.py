@@ -48,7 +48,6 @@ class StageComputation:
         modules: the device's stage replicas.
         task: what the model is trained for; the end of the last stage is its loss.
         casts: casts to the autocast dtype.
-        sends_on: whether a stage sends its outputs on; the last one gives the loss instead.
         building: what surrounds the forward of a stage replica on a micro-batch (``backward.postponed``).
     """
 
@@ -58,11 +57,10 @@ class StageComputation:
         modules: Mapping[tuple[int, int], StageModule],
         task: Task,
         casts: Casts,
-        sends_on: Callable[[int], bool],
         building: Callable[[tuple[int, int], int], AbstractContextManager[None]],
     ) -> None:
         self.settings, self.modules, self.task, self.casts = settings, modules, task, casts
-        self.sends_on, self.building = sends_on, building
+        self.building = building
         self.training = True
         """Whether dropout draws; validation does not."""
         self.compiled: dict[tuple[int, int], CompiledForward] = {}
@@ -86,7 +84,7 @@ class StageComputation:
         each = self.settings.samples_per_microbatch
         samples = [sample for mb in microbatches.ids for sample in range(mb * each, (mb + 1) * each)]
         module = self.modules[key]
-        sends_on = self.sends_on(key[0])
+        sends_on = module.sends_on
         inputs = stacked_inputs(list(microbatches.inputs)) if module.reads else {}
 
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:

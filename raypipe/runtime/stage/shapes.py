@@ -4,44 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from raypipe.models import LayeredModel, Lengths
+from raypipe.graph.stages.links import stage_ends
+from raypipe.models import Ends, LayeredModel, Lengths
 from raypipe.runtime.transport.channel import StageIOSpec, TensorSpec
+from raypipe.schedule.ir import StageGraph
+
+Edge = tuple[int, int]
+"""(sending stage, receiving stage) of activations; gradients go the other way."""
 
 
-class StageIOSpecs(Mapping[int, StageIOSpec]):
-    """Per stage but the last, the tensors it sends for a micro-batch of ``samples``, and the gradients it gets back.
+class StageIOSpecs(Mapping[Edge, StageIOSpec]):
+    """Per edge of the stage graph, the tensors sent for a micro-batch of ``samples``, and the gradients sent back.
 
     As a mapping, it gives the specs of micro-batches that are padded to the longest sample of all.
+
+    Args:
+        model: the model.
+        cut: layers of each stage.
+        samples: of a micro-batch.
+        graph: which stages talk; None for a chain.
+        devices: device of each stage, in any replica; they matter where the graph is no chain.
     """
 
-    def __init__(self, model: LayeredModel, cut: Sequence[Sequence[int]], samples: int) -> None:
+    def __init__(
+        self, model: LayeredModel, cut: Sequence[Sequence[int]], samples: int, graph: StageGraph | None = None,
+        devices: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.samples = model, samples
-        self.ends = tuple(layers[-1] for layers in cut[:-1])
-        self._known: dict[tuple[int, tuple[tuple[str, int], ...]], StageIOSpec] = {}
+        self.ends = stage_ends(model.results, cut, graph or StageGraph.chain(len(cut)), devices)
+        """What each stage exchanges with which."""
+        self._known: dict[tuple[Edge, tuple[tuple[str, int], ...]], StageIOSpec] = {}
 
-    def of(self, stage: int, lengths: Lengths) -> StageIOSpec:
-        """Return a stage's spec for micro-batches of these lengths, from the shapes the model was captured with.
+    def ends_of(self, stage: int) -> Ends:
+        """Return all results that a stage receives and sends on."""
+        return Ends(self.ends[stage].arriving, self.ends[stage].leaving)
+
+    def of(self, edge: Edge, lengths: Lengths) -> StageIOSpec:
+        """Return an edge's spec for micro-batches of these lengths, from the shapes the model was captured with.
 
         Raises:
             RaypipeError: the model was captured for other lengths only.
         """
-        key = (stage, tuple(lengths.items()))
+        key = (edge, tuple(lengths.items()))
         found = self._known.get(key)
         if found is None:
-            crossing = self.model.crossing(self.ends[stage], self.samples, lengths)
+            tensors = self.model.tensors(self.ends[edge[0]].leaves[edge[1]], self.samples, lengths)
             found = self._known[key] = StageIOSpec(
-                act=tuple(TensorSpec(t.shape, t.dtype) for t in crossing),
-                differentiable=tuple(t.differentiable for t in crossing),
+                act=tuple(TensorSpec(t.shape, t.dtype) for t in tensors),
+                differentiable=tuple(t.differentiable for t in tensors),
             )
         return found
 
-    def __getitem__(self, stage: int) -> StageIOSpec:
-        if not 0 <= stage < len(self.ends):
-            raise KeyError(stage)
-        return self.of(stage, {})
+    def arriving(self, stage: int, lengths: Lengths) -> tuple[TensorSpec, ...]:
+        """Return the tensors that a stage receives, from all stages."""
+        return tuple(spec for source in self.ends[stage].arrives for spec in self.of((source, stage), lengths).act)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self.ends)))
+    def __getitem__(self, edge: Edge) -> StageIOSpec:
+        if edge[0] not in range(len(self.ends)) or edge[1] not in self.ends[edge[0]].leaves:
+            raise KeyError(edge)
+        return self.of(edge, {})
+
+    def __iter__(self) -> Iterator[Edge]:
+        return iter([(s, n) for s, ends in enumerate(self.ends) for n in ends.leaves])
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return sum(len(ends.leaves) for ends in self.ends)

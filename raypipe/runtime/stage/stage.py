@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from raypipe.models import Chain, Inputs, LayeredModel, StageBody
+from raypipe.graph.stages.links import between_parts
+from raypipe.models import Chain, Ends, Inputs, LayeredModel, StageBody
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, parts_of, segments_of
 from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
 from raypipe.runtime.backward.stack import can_stack, stacked, unstacked
@@ -61,6 +62,7 @@ class StageModule(nn.Module):
         split: whether to defer weight gradients, for W tasks.
         recomputed: layers that an R task recomputes; None for all of them.
         finest: whether ``recomputed`` may change later (``set_recomputed``).
+        ends: the results that it receives and sends on; None for consecutive layers, as a stage of a chain.
     """
 
     def __init__(
@@ -72,16 +74,21 @@ class StageModule(nn.Module):
         split: bool,
         recomputed: Collection[int] | None = None,
         finest: bool = False,
+        ends: Ends | None = None,
     ) -> None:
         super().__init__()
+        ends = ends or model.ends_in_chain(layers)
+        self.ends = ends
         self.layers = tuple(layers)
         """Numbers of the layers that this stage holds."""
         self.parts = parts_of(layers, recomputed, finest)
         single = len(self.parts) == 1
         self.body: StageBody = (
-            model.build_stage(layers, seed, device) if single else Chain(model, self.parts, seed, device)
+            model.build_stage(layers, seed, device, ends) if single else Chain(model, self.parts, seed, device, ends)
         )
-        self.gives_between = [tuple(t.differentiable for t in model.crossing(part[-1], 1)) for part in self.parts[:-1]]
+        self.between = between_parts(model.results, self.parts, *ends)
+        """Per part but the last, the results that it passes on to the next."""
+        self.gives_between = [tuple(t.differentiable for t in model.tensors(some, 1)) for some in self.between]
         """Per part but the last, and per tensor that it passes on, whether a gradient comes back."""
         self.set_recomputed(recomputed)
         self.named = self.body.named()
@@ -90,16 +97,15 @@ class StageModule(nn.Module):
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         """The parameters that the optimizer updates; the others are frozen."""
         last = layers[-1] == model.count - 1
+        self.sends_on = not last
+        """Whether its outputs go to other stages; those of the last stage give the loss instead."""
         self.reads = model.reads(layers) | (model.task.reads if last else frozenset())
         """Names of the raw inputs that the stage reads."""
-        arriving = model.crossing(layers[0] - 1, 1) if layers[0] else ()
-        self.takes_gradient = tuple(t.differentiable for t in arriving)
+        self.takes_gradient = tuple(t.differentiable for t in model.tensors(ends.arriving, 1))
         """Per received tensor, whether its gradient is sent back."""
-        leaving = () if last else model.crossing(layers[-1], 1)
-        self.gives_gradient = tuple(t.differentiable for t in leaving) or (True,)
+        self.gives_gradient = tuple(t.differentiable for t in model.tensors(ends.leaving, 1)) or (True,)
         """Per output, whether a gradient is received for it; the last stage's output is the loss."""
-        borders = [layers[0] - 1] * bool(layers[0]) + [layers[-1]] * (not last)
-        stacks = all(can_stack(model.crossing(i, 1), model.crossing(i, 2)) for i in borders)
+        stacks = all(can_stack(model.tensors(some, 1), model.tensors(some, 2)) for some in ends)
         self.stacks = stacks and not model.batch_statistics
         """Whether several micro-batches can be stacked into one, and one divided into two halves."""
         self.statistics = self.body.statistics

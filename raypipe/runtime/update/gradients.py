@@ -307,6 +307,11 @@ class GradientSync:
             started.append(TieSum(tie.name, copies, total, work))
         return started
 
+    @property
+    def tied_copies(self) -> list[list[nn.Parameter]]:
+        """This device's copies of each parameter that several stages hold."""
+        return [copies for _, copies in self._ties]
+
     def norm_squared(self, of: Iterable[nn.Parameter] | None = None) -> Tensor:
         """This device's share of the squared global norm, float64 scalar; the shares of all devices add up to it.
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from raypipe.runtime.clocks.clock import Clock, HostClock, Mark
-from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.update.collective import Push
 from raypipe.runtime.update.gradients import GradientSync, StageKey, TieSum
 from raypipe.schedule.lowering.programs import Program
@@ -91,6 +91,19 @@ class LayerUpdates:
                 self._reads[key, number] = [trained[id(p)] for p in block.parameters() if id(p) in trained]
                 hook = block.register_forward_pre_hook(partial(self._before, key, number))
                 self._hooks.append(hook)
+
+    def begin_step(self, program: Program, step: int, lr: float) -> None:
+        """See LateUpdates.begin_step."""
+
+    def before_forward(self, key: StageKey) -> None:
+        """See LateUpdates.before_forward: each block waits for its own part (``_before``)."""
+
+    def before_backward(self, key: StageKey) -> None:
+        """See LateUpdates.before_backward."""
+
+    def takes(self, key: StageKey, saved: MicrobatchState) -> bool:
+        """See LateUpdates.takes: the executor computes them."""
+        return False
 
     def begin(self) -> None:
         """All sums of this device's step have been started: start those of parameters that several stages hold."""

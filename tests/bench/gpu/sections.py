@@ -82,7 +82,8 @@ def tests(device: torch.device) -> Found:
 def losses(device: torch.device) -> Found:
     """Losses and norms in float64, with dropout and clipping, are the CPU's to 1e-9."""
     worst = 0.0
-    for how in ({}, {"split": True}, {"clip": 1e-3}, {"recompute": True, "pairs": True}):
+    side = {"clip": None, "side": {1: 0, 2: 1}}
+    for how in ({}, {"split": True}, {"clip": 1e-3}, {"recompute": True, "pairs": True}, side):
         pairs = []
         for where in (device, CPU):
             runner, program, train = executor(where, how)

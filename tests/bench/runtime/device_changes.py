@@ -2,17 +2,18 @@
 
 A Ray cluster of two nodes with two CPUs each trains a pipeline over all four devices; then one node's raylet is killed
 with all of its processes, a new node starts, and that one is drained, as before a preemption. The run goes on with two
-devices, with four and with two (``train.elastic``), pipelined all along. With ``--autoscaler`` it begins on a head with
-two CPUs, and Ray's autoscaler starts the second node for it. Prints the seconds from each event to the first step after
-the change, without the ``wait_s`` that lost devices have to come back, and those for which nothing was trained; and the
-losses' largest difference from a plain PyTorch loop in one process. Exit status 1 where training stood still for longer
-than the limit, or a loss differs.
+devices, with four and with two (``train.elastic``), pipelined all along; ``--rounds`` kills and starts a node as often,
+at random moments. With ``--autoscaler`` it begins on a head with two CPUs, and Ray's autoscaler starts the second node.
+Prints the seconds from each event to the first step after the change, without the ``wait_s`` that lost devices have to
+come back, and those for which nothing was trained; and the losses' largest difference from a plain PyTorch loop in one
+process. Exit status 1 where training stood still for longer than the limit, or a loss differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import tempfile
 import time
@@ -55,8 +56,9 @@ AUTOSCALING: dict[str, Any] = {
 """Ray's provider of nodes that are processes of this machine; ``train.elastic.max_devices`` asks for the second."""
 
 
-Seconds = dict[str, tuple[float, float]]
-"""By event: until the next step, and without training."""
+Seconds = list[tuple[str, float, float]]
+"""Of each event: what it was, until the next step, and without training."""
+KILL, START, DRAIN = "a node is killed", "a node starts", "a node is to go"
 
 
 def stood_still(run: ElasticRun) -> float:
@@ -64,25 +66,24 @@ def stood_still(run: ElasticRun) -> float:
     return time.time() - float(events(run.directory, "paused")[-1]["time"])
 
 
-def with_nodes(folder: Path) -> tuple[ElasticRun, Seconds]:
-    """Kill, start and drain a node; return the run and the seconds that each took."""
+def with_nodes(folder: Path, rounds: int) -> tuple[ElasticRun, Seconds]:
+    """Kill and start a node ``rounds`` times, then drain it; return the run and the seconds of each event."""
     nodes = TwoNodes()
+    bring = {KILL: nodes.kill, START: nodes.add, DRAIN: nodes.drain}
     try:
         run = ElasticRun(folder, text_in(folder), nodes.settings)
-        seconds: Seconds = {}
+        seconds: Seconds = []
         try:
-            for number, (what, event) in enumerate(
-                {"a node is killed": nodes.kill, "a node starts": nodes.add, "a node is to go": nodes.drain}.items(), 1
-            ):
-                here = run.steps()
-                run.wait(lambda: run.steps() > here + 50)  # noqa: B023 - called at once
+            for number, what in enumerate([KILL, START] * rounds + [DRAIN], 1):
+                wanted = run.steps() + random.randint(30, 90)
+                run.wait(lambda: run.steps() > wanted)  # noqa: B023 - called at once
                 begun = time.monotonic()
-                event()
-                if event != nodes.kill:  # what brings it about takes time; a kill is the first thing that happens
+                bring[what]()
+                if what != KILL:  # what brings it about takes time; a kill is the first thing that happens
                     begun = time.monotonic()
                 run.next_step_after_change(number)
                 took = time.monotonic() - begun
-                seconds[what] = (took - WAIT_S,) * 2 if event == nodes.kill else (took, stood_still(run))
+                seconds.append((what, *((took - WAIT_S,) * 2 if what == KILL else (took, stood_still(run)))))
             run.finish()
         finally:
             run.close()
@@ -104,7 +105,7 @@ def with_autoscaler(folder: Path) -> tuple[ElasticRun, Seconds]:
             run.wait(lambda: run.steps() > 0)
             begun = time.monotonic()  # the run has asked for the node before
             run.next_step_after_change(1)
-            seconds = {"the autoscaler starts a node": (time.monotonic() - begun, stood_still(run))}
+            seconds = [("the autoscaler starts a node", time.monotonic() - begun, stood_still(run))]
             run.finish()
         finally:
             run.close()
@@ -118,9 +119,10 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--autoscaler", action="store_true", help="begin on one node, and let an autoscaler add one")
+    parser.add_argument("--rounds", type=int, default=1, help="of killing and starting a node")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="raypipe-elastic-") as name:
-        run, seconds = (with_autoscaler if args.autoscaler else with_nodes)(Path(name))
+        run, seconds = with_autoscaler(Path(name)) if args.autoscaler else with_nodes(Path(name), args.rounds)
         if not run.result:
             print(run.said[-3000:], file=sys.stderr)
             return 1
@@ -128,7 +130,7 @@ def main() -> int:
         changes = events(run.directory, "resized")
         plain = plain_losses(load_job(run.job), run.directory / "data", len(losses))
     difference = max(abs(a - b) for a, b in zip(losses, plain, strict=True))
-    for (what, (took, still)), change in zip(seconds.items(), changes, strict=True):
+    for (what, took, still), change in zip(seconds, changes, strict=True):
         plan = f"{change['plan']['schedule']} over {change['plan']['stages']} stages"
         print(
             f"{what}: {change['was']} -> {change['devices']} devices, {plan}: next step after {took:.1f} s, "
@@ -138,7 +140,7 @@ def main() -> int:
         f"limit {LIMIT_S:g} s without training; {len(losses)} losses, at most {difference:.1e} from a plain loop "
         f"({LOSS_LIMIT:g})"
     )
-    return 0 if max(still for _, still in seconds.values()) <= LIMIT_S and difference <= LOSS_LIMIT else 1
+    return 0 if max(still for _, _, still in seconds) <= LIMIT_S and difference <= LOSS_LIMIT else 1
 
 
 if __name__ == "__main__":

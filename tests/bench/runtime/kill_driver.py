@@ -40,14 +40,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="raypipe-kill-") as folder:
         job = Path(folder) / "job.yaml"
         job.write_text(JOB.format(path=text_in(Path(folder)), steps=args.steps))
-        undisturbed = run_killing(None, job, Path(folder) / "undisturbed", root=os.getpid())
+        undisturbed = run_killing((), job, Path(folder) / "undisturbed", root=os.getpid())
         if undisturbed.status != 0:
             print(undisturbed.said, file=sys.stderr)
             return 1
         for trial in range(args.trials):
             for title, found in seconds.items():
                 directory = Path(folder) / f"{title.partition('::')[2]}-{trial}"
-                done = run_killing(title, job, directory, root=os.getpid())
+                done = run_killing((title,), job, directory, root=os.getpid())
                 same = done.result.get("losses") == undisturbed.result["losses"]
                 found.append(done.seconds)
                 print(

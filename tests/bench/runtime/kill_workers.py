@@ -86,7 +86,7 @@ def processes(host: Host) -> dict[int, str]:
         if entry.name.isdigit():
             try:
                 if os.readlink(entry / "ns" / "pid") == space:
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
+                    found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
             except OSError:  # it has ended meanwhile
                 continue
     return found

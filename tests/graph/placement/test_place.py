@@ -16,6 +16,7 @@ from raypipe.graph.placement.placement import Placement, timed
 from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph, check_fit
 from raypipe.graph.placement.routes import Routes
 from raypipe.graph.placement.segments import solve_by_segments
+from tests.exhaustive import exhaustive
 from tests.graph.placement.brute_force import best_makespan
 from tests.graph.placement.random_problems import random_problem
 
@@ -61,7 +62,7 @@ def assert_obeys(graph: PlacementGraph, hardware: HardwareGraph, found: Placemen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", range(0, 220, 20))
+@pytest.mark.parametrize("base", [0, 20, *exhaustive(*range(40, 220, 20))])
 def test_as_short_as_the_best_of_all(base: int) -> None:
     for seed in range(base, base + 20):
         graph, hardware = random_problem(seed, operations=7)
@@ -106,7 +107,7 @@ def blocks(seed: int, count: int, backward: bool) -> tuple[dict[str, Any], dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(6), *exhaustive(*range(6, 30))])
 def test_blocks_between_gates_are_solved_one_by_one(seed: int) -> None:
     """The same optimum as by trying everything, and as the whole program's."""
     graph, machine = blocks(seed, 1 + seed % 2, backward=seed % 3 > 0 and seed % 2 == 0)
@@ -122,7 +123,7 @@ def test_blocks_between_gates_are_solved_one_by_one(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *exhaustive(*range(2, 6))])
 def test_several_blocks_as_the_whole_program(seed: int) -> None:
     operations, hardware = checked(*blocks(seed, 2, backward=True))
     routes = Routes(hardware)
@@ -203,7 +204,7 @@ def test_contention_takes_another_route() -> None:
     assert sorted(len(route) for route in found.routes.values()) == [1, 2]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(12), *exhaustive(*range(12, 40))])
 def test_contention_only_costs(seed: int) -> None:
     try:
         graph, hardware = checked(*random_problem(seed, operations=6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.costs import CostTable
 from raypipe.search import search
 from raypipe.simulate.period import period
+from tests.exhaustive import exhaustive
 from tests.plan.certificate.exact import arrangements, optimum
 from tests.plan.conftest import make_job, make_profile
 
@@ -49,7 +51,7 @@ def both(i, known):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(6), *exhaustive(*range(6, 16))])
 def test_no_cut_placement_and_order_is_shorter(seed) -> None:
     times, devices, count, message, kept, room = tiny(seed)
     best = optimum(*times, devices, count, message, kept, room)
@@ -114,8 +116,10 @@ def test_each_bound_on_cases_whose_answer_is_plain() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(
+    ("seed", "clip"),
+    [(0, None), (1, 1.0), *exhaustive((0, 1.0), (1, None), *itertools.product(range(2, 6), (None, 1.0)))],
+)
 def test_no_plan_of_any_family_beats_its_certificate(seed, clip) -> None:
     """Every schedule, recomputed and divided ones too, on several grids, with links and updates of all sizes."""
     rng = random.Random(seed)

@@ -13,7 +13,11 @@ from raypipe.plan.predict.at_scale import at_scale
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.shape import Grid
+from tests.exhaustive import exhaustive
 from tests.plan.conftest import make_job, make_profile
+
+SOME = ("1f1b", "interleaved-1f1b", "zb-v", "chimera", "zeropp")
+NAMES = [n for n in SCHEDULES if n not in (*SOME, "dapple", "pipedream", "pipedream-2bw")]
 
 
 def test_a_line_is_followed_and_a_bend_is_not() -> None:
@@ -63,7 +67,7 @@ def test_units_too_long_to_be_timed(count: int, unit: int, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in SCHEDULES if n not in ("dapple", "pipedream", "pipedream-2bw")])
+@pytest.mark.parametrize("name", [*SOME, *exhaustive(*NAMES)])
 def test_figures_of_long_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the same step simulated whole: time, busy time and memory of every device."""
     rng = random.Random(name)

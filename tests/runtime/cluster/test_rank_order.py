@@ -14,7 +14,7 @@ import pytest
 from raypipe.cost.hosts import Hosts, devices_on_hosts
 from raypipe.cost.stages import Placed
 from raypipe.runtime.cluster.rank_order import Bundle, DeviceKinds, in_rank_order
-from tests.runtime.runs.killing import environment
+from tests.ray_environment import without_ray
 
 
 def test_hosts_follow_one_another_the_fullest_first() -> None:
@@ -146,7 +146,7 @@ cluster.shutdown()
 
 @pytest.mark.runs
 def test_ranks_of_five_nodes_lie_host_by_host() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, env=environment())
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, env=without_ray())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for name, counts in (("all", (5, 4, 3, 2, 2)), ("gpus", (4, 2)), ("gpu pairs", (4, 2))):

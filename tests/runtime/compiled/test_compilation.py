@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raypipe.job import GptSpec
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.compiled.compilation import MEASURED, Compilation, refusal
 from raypipe.runtime.compiled.toolchain import missing_toolchain
@@ -25,8 +26,8 @@ def device() -> OneDevice:
     return one_device(model, even_cut(model, 2), rows, torch.float64, 2, split=True)
 
 
-def parallel(**keys: Any) -> Any:
-    return SimpleNamespace(**{"tensor": 1, "sync": "lazy", **keys})
+def parallel(**keys: Any) -> ParallelSpec:
+    return ParallelSpec(schedule="1f1b", stages=2, microbatch=1, **keys)
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ def lone_runner(sender: object, receiver: object, offset_s: float = 0.0) -> Emul
     """Device 0 of two, before its first task; its host's clock is ``offset_s`` behind the run's."""
     program = programs(generate("1f1b", Shape(devices=2, microbatches=2)))[0]
     setup = EmulatedSetup(
-        rank=0, topology=Topology((), "", (), {}, "auto", ""), microbatches=2, stages=2, programs={WHOLE: program},
+        rank=0, topology=Topology((), "", (), {}, "auto", ""), microbatches=2, programs={WHOLE: program},
         durations={WHOLE: (2 * MS,) * len(program.actions)}, groups={WHOLE: ("",) * len(program.actions)},
         latency_s=4 * MS, seconds_per_message=0.0,
     )  # fmt: skip

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from raypipe.runtime.cluster.worker_group import WorkerGroup
 from tests.bench.runtime.explain_faults import KINDS, judge, start
+from tests.exhaustive import exhaustive
+
+
+@pytest.fixture(scope="module")
+def workers(local_ray: None) -> Iterator[WorkerGroup]:
+    started = start()
+    yield started
+    started.stop()
 
 
 @pytest.mark.slow
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    "kinds", [("uneven_cut", "noisy_neighbour", "slow_link"), ("exposed_sync", "late_data", "host_delay")]
+    "kind",
+    ["uneven_cut", "slow_link", "late_data", *exhaustive("noisy_neighbour", "exposed_sync", "host_delay")],
 )
-def test_the_fault_is_the_first_cause_and_mending_it_gains_what_is_predicted(
-    local_ray: None, kinds: tuple[str, ...]
-) -> None:
+def test_the_fault_is_the_first_cause_and_mending_it_gains_what_is_predicted(workers: WorkerGroup, kind: str) -> None:
     """The benchmark (``tests/bench/runtime/explain_faults.py``) runs all kinds, with narrower limits."""
-    workers = start()
-    try:
-        for kind in kinds:
-            judged = judge(next(iter(KINDS[kind]())), workers, steps=8)
-            assert judged.right, judged.row()
-            assert judged.predicted == pytest.approx(judged.gained, abs=0.1), judged.row()
-    finally:
-        workers.stop()
+    judged = judge(next(iter(KINDS[kind]())), workers, steps=8)
+    assert judged.right, judged.row()
+    assert judged.predicted == pytest.approx(judged.gained, abs=0.1), judged.row()

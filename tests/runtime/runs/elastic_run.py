@@ -15,7 +15,8 @@ from typing import Any
 from ray.cluster_utils import Cluster
 
 from raypipe.observe.run_dir import ask_to_stop
-from tests.runtime.runs.killing import environment, events, rows
+from tests.ray_environment import without_ray
+from tests.runtime.runs.killing import events, rows
 
 WAIT_S = 1.0
 PATIENCE_S = 300.0
@@ -24,7 +25,7 @@ JOB = """
 name: elastic
 model: {{type: gpt, layers: 6, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
 data: {{type: bytes, path: "{path}"}}
-train: {{steps: 5000, batch: 8, lr: 0.001, seed: 0, dtype: float64, clip: 1.0, eval_batches: 1, checkpoint_every: 50,
+train: {{steps: 20000, batch: 8, lr: 0.001, seed: 0, dtype: float64, clip: 1.0, eval_batches: 1, checkpoint_every: 50,
   keep_checkpoints: 2, elastic: {elastic}}}
 parallel: {{auto: true, replicas: 1, microbatch: 1}}
 """
@@ -54,7 +55,7 @@ class TwoNodes:
         subprocess.run(
             [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *words, "--reason", reason,
              "--deadline-remaining-seconds", "600"],
-            env=environment(), check=True, capture_output=True,
+            env=without_ray(), check=True, capture_output=True,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -79,7 +80,7 @@ class ElasticRun:
         self.said = ""
         self.process = subprocess.Popen(
             [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=environment() | settings, start_new_session=True,
+            env=without_ray(**settings), start_new_session=True,
         )  # fmt: skip
 
     def steps(self) -> int:

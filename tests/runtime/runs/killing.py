@@ -1,4 +1,4 @@
-"""A run on a Ray whose two CPUs it needs both of, of which a chosen process is killed in the middle.
+"""A run on a Ray whose two CPUs it needs both of, of which chosen processes are killed in the middle.
 
 ``python -m tests.runtime.runs.killing train JOB ...`` is ``raypipe train JOB ...`` on such a Ray of its own.
 """
@@ -12,10 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests.ray_environment import without_ray
 
 DRIVER, CONTROLLER = "ray::RayTrainWorker", "ray::TrainController"
 JOB = """
@@ -37,12 +40,7 @@ class Outcome:
     said: str
     """Standard error."""
     seconds: float
-    """From the kill to the first step done after it; NaN where nothing was killed or no step followed."""
-
-
-def environment() -> dict[str, str]:
-    """This process's, without any Ray of it."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    """From the last kill to the first step done after it; NaN where nothing was killed or no step followed."""
 
 
 def descendants(root: int) -> dict[int, str]:
@@ -51,8 +49,8 @@ def descendants(root: int) -> dict[int, str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                stat = (entry / "stat").read_text()
-                titles[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
+                stat = (entry / "stat").read_text(errors="replace")
+                titles[int(entry.name)] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
             except OSError:  # it has ended meanwhile
                 continue
             parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
@@ -77,8 +75,10 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in rows(directory / "events.jsonl") if row["event"] == kind]
 
 
-def run_killing(title: str | None, job: Path, directory: Path, *extra: str, root: int | None = None) -> Outcome:
-    """Run ``job`` and kill the process called ``title`` after the first checkpoint; None kills nothing.
+def run_killing(
+    titles: Sequence[str], job: Path, directory: Path, *extra: str, root: int | None = None
+) -> Outcome:  # fmt: skip
+    """Run ``job`` and kill the processes called ``titles``: one after the first checkpoint, the next when it goes on.
 
     The run brings up its own Ray, unless ``root`` is the process that has started the one of RAY_ADDRESS.
     """
@@ -86,19 +86,19 @@ def run_killing(title: str | None, job: Path, directory: Path, *extra: str, root
     process = subprocess.Popen(
         [sys.executable, "-m", program, "train", str(job), "--run-dir", str(directory), "--json", *extra],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment() if root is None else dict(os.environ),
+        env=without_ray() if root is None else dict(os.environ),
     )  # fmt: skip
     seconds = float("nan")
     try:
-        if title is not None:
-            _wait(process, lambda: bool(events(directory, "checkpoint")))
+        _wait(process, lambda: not titles or bool(events(directory, "checkpoint")))
+        for kills, title in enumerate(titles, 1):
             above = process.pid if root is None else root
             # A process that it has just forked has its title too, but comes after it.
             victim = next((pid for pid, name in descendants(above).items() if name.startswith(title)), None)
             assert victim is not None, f"no {title} is left to kill"
             began = time.monotonic()
             os.kill(victim, signal.SIGKILL)
-            _wait(process, lambda: _goes_on(directory))
+            _wait(process, partial(_goes_on, directory, kills))
             seconds = time.monotonic() - began
         out, said = process.communicate(timeout=240)
     finally:
@@ -106,11 +106,11 @@ def run_killing(title: str | None, job: Path, directory: Path, *extra: str, root
     return Outcome(process.returncode, json.loads(out) if process.returncode == 0 else {}, said, seconds)
 
 
-def _goes_on(directory: Path) -> bool:
-    """Whether the second attempt has done a step."""
+def _goes_on(directory: Path, kills: int) -> bool:
+    """Whether the attempt after so many kills has done a step."""
     started = events(directory, "started")
     steps = [row["step"] for row in rows(directory / "metrics.jsonl") if "loss" in row]
-    return len(started) > 1 and bool(steps) and steps[-1] > (started[-1]["resumed_from"] or 0)
+    return len(started) > kills and bool(steps) and steps[-1] > (started[-1]["resumed_from"] or 0)
 
 
 def _wait(process: subprocess.Popen[str], there: Callable[[], bool], limit_s: float = 240.0) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -24,6 +24,7 @@ from raypipe.runtime.step import StepSettings
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders
 from raypipe.runtime.update.norm import Shares
 from raypipe.schedule.forms.text import from_text
+from raypipe.schedule.ir import StageGraph
 from raypipe.schedule.lowering.programs import Program, programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync
 from raypipe.schedule.verify import verify
@@ -92,26 +93,34 @@ class OneDevice:
 
 
 def one_device(
-    model: LayeredModel, cut: list[range], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
+    model: LayeredModel, cut: Sequence[Sequence[int]], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
     *, split: bool = False, recompute: bool = False, pairs: bool = False, seed: int = 3,
     autocast: torch.dtype | None = None, recomputed: set[int] | None = None, finest: bool = False,
     lengths: Mapping[str, NDArray[np.int64]] | None = None, groups: Mapping[str, Any] | None = None,
-    by_layer: bool = False, first_k: int | None = None,
+    by_layer: bool = False, first_k: int | None = None, graph: StageGraph | None = None, text: str | None = None,
+    side_stream: Mapping[int, int] | None = None,
 ) -> OneDevice:  # fmt: skip
     """An executor for steps over all rows, with plain SGD.
 
     ``groups``: process groups over which stages all-reduce their gradients, as in a data-parallel copy; ``by_layer``:
-    each layer is updated when its own sum is in; ``first_k``: layers whose weight gradients are postponed.
+    each layer is updated when its own sum is in; ``first_k``: layers whose weight gradients are postponed; ``graph``:
+    which stages talk, where they are no chain. ``text``: the order, if not ``order``'s; ``side_stream``: as in a job.
     """
     device = torch.device("cpu")
     batch = len(next(iter(rows.values())))
     count = batch // microbatch
-    schedule = from_text(order(len(cut), count, split, recompute, pairs))
+    schedule = from_text(order(len(cut), count, split, recompute, pairs) if text is None else text)
+    if graph is not None:
+        schedule = replace(schedule, graph=graph)
+    specs = StageIOSpecs(model, cut, microbatch, graph)
     if groups is not None:
         schedule = place_gradient_sync(schedule, "eager", copies=2)
     schedule = add_updates(schedule)
     verify(schedule)
-    stages = [StageModule(model, part, seed, device, split or first_k is not None, recomputed, finest) for part in cut]
+    stages = [
+        StageModule(model, part, seed, device, split or first_k is not None, recomputed, finest, specs.ends_of(s))
+        for s, part in enumerate(cut)
+    ]
     modules = {(s, 0): stage for s, stage in enumerate(stages)}
     optimizers: dict[Any, torch.optim.Optimizer] = {
         key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR) for key, m in modules.items()
@@ -125,7 +134,7 @@ def one_device(
     executor = Executor(
         StepSettings(
             seed=seed, microbatches=count, samples_per_microbatch=microbatch, clip=None, update="wait", timeout_s=10.0,
-            autocast=autocast, device=device, by_layer=by_layer,
+            autocast=autocast, device=device, by_layer=by_layer, side_stream=side_stream,
         ),
         modules, optimizers, model.task, feed,
         GradientSync(
@@ -133,15 +142,15 @@ def one_device(
             tuner=None if first_k is None else partial(FirstKTuner, fixed=first_k),
         ),
         Shares(None),
-        {}, {}, StageIOSpecs(model, cut, microbatch), {},
+        {}, {}, specs, {},
     )  # fmt: skip
     (program,) = programs(schedule)
     return OneDevice(executor, program, stages)
 
 
 def run_step(
-    model: LayeredModel, cut: list[range], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
-    *, step: int = 5, **variant: Any,
+    model: LayeredModel, cut: Sequence[Sequence[int]], rows: Mapping[str, Tensor], dtype: torch.dtype,
+    microbatch: int, *, step: int = 5, **variant: Any,
 ) -> Outcome:  # fmt: skip
     """One training step over all rows; gradients are read off a plain SGD update. ``variant``: as ``one_device``'s."""
     made = one_device(model, cut, rows, dtype, microbatch, **variant)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from raypipe.checkpoint import open_checkpoint
 from raypipe.observe.run_log import EVENTS, read_rows
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive, small_job
 
 
@@ -25,8 +26,10 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     [
         ({"schedule": "zb-v", "stages": 2, "replicas": 2, "microbatch": 1}, {"clip": 100.0}),
         ({"schedule": "1f1b", "stages": 2, "replicas": 2, "microbatch": 2, "shard": "zero3"}, {}),
-        ({"schedule": "1f1b", "stages": 2, "tensor": 2}, {"clip": 0.5}),
-        ({"schedule": "pipedream-2bw", "stages": 2}, {}),
+        *exhaustive(
+            ({"schedule": "1f1b", "stages": 2, "tensor": 2}, {"clip": 0.5}),
+            ({"schedule": "pipedream-2bw", "stages": 2}, {}),
+        ),
     ],
     ids=["optimistic", "sharded", "tensor", "2bw"],
 )

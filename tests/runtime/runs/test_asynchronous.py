@@ -8,6 +8,7 @@ import pytest
 
 from raypipe.data import prepare
 from raypipe.train import make_plan
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.plain_training import plain_losses, stashed_losses, two_buffered_losses
 from tests.runtime.runs.test_exactness import STEPS, make_job, pipeline_losses
 
@@ -18,7 +19,7 @@ SGD = {"optimizer": "sgd", "lr": 0.5, "weight_decay": 0.0}
 @pytest.mark.runs
 @pytest.mark.parametrize(
     "parallel",
-    [{"stages": 2}, {"stages": 4}, {"stages": 2, "replicas": 2}, {"stages": 1, "recompute": "full"}],
+    [{"stages": 4}, {"stages": 2, "replicas": 2}, *exhaustive({"stages": 2}, {"stages": 1, "recompute": "full"})],
     ids=lambda p: "-".join(map(str, p.values())),
 )
 def test_two_buffered_weights(parallel, stage_pool, text_folder: Path, tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_two_buffered_weights(parallel, stage_pool, text_folder: Path, tmp_path:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [*exhaustive(2), 4])
 def test_weight_stashing(stages: int, stage_pool, text_folder: Path, tmp_path: Path) -> None:
     parallel = {"schedule": "pipedream", "stages": stages, "microbatch": 1}
     job = make_job(text_folder, parallel, tied=False, clip=None, optimizer="sgd", lr=0.05, weight_decay=0.0)

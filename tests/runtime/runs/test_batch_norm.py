@@ -21,6 +21,7 @@ from raypipe.models.task import Field
 from raypipe.profiling import profile_and_plan
 from raypipe.train import prepare_run
 from tests.capture.models import Residual
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.eager_reference import with_values
 from tests.runtime.runs.one_device import even_cut, run_step
 from tests.runtime.runs.small_runs import Done, drive
@@ -133,27 +134,32 @@ def check(done: Done, plain: Plain) -> Checkpoint:
     return saved
 
 
+PLANS: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b", "stages": 2, "recompute": "full"},
+    "chimera": {"schedule": "chimera", "stages": 2},
+    "by layer": {"schedule": "1f1b", "stages": 1, "replicas": 2, "sync": "reverse-first-k", "first_k": 4},
+    "zb-h1": {"schedule": "zb-h1", "stages": 2},
+    "gpipe": {"schedule": "gpipe", "stages": 2},
+    "replicas": {"schedule": "1f1b", "stages": 2, "replicas": 2},
+}
+
+
 @pytest.mark.runs
-def test_losses_statistics_and_evaluation_are_those_of_gradient_accumulation(stage_pool, rows, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "plans", [["by layer", "chimera", "1f1b"], *exhaustive(["zb-h1", "gpipe", "replicas"])], ids=str
+)
+def test_losses_statistics_and_evaluation_are_those_of_gradient_accumulation(plans, stage_pool, rows, tmp_path) -> None:
     """One process, and every plan: schedules, replicas, two directions; micro-batches of one step in any place."""
     plain: Plain | None = None
-    plans: dict[str, dict[str, Any]] = {
-        "gpipe": {"schedule": "gpipe", "stages": 2},
-        "1f1b": {"schedule": "1f1b", "stages": 2, "recompute": "full"},
-        "zb-h1": {"schedule": "zb-h1", "stages": 2},
-        "chimera": {"schedule": "chimera", "stages": 2},
-        "by layer": {"schedule": "1f1b", "stages": 1, "replicas": 2, "sync": "reverse-first-k", "first_k": 4},
-        "replicas": {"schedule": "1f1b", "stages": 2, "replicas": 2},
-    }
-    for name, parallel in plans.items():
-        job = make_job(rows, parallel)
+    for name in plans:
+        job = make_job(rows, PLANS[name])
         done = drive(job, stage_pool, tmp_path / name)
         if plain is None:
             plain = Plain(job, tmp_path / name / "data")
         check(done, plain)
     # Another plan goes on from the middle of the last one.
     assert plain is not None
-    rest = drive(make_job(rows, plans["zb-h1"]), stage_pool, tmp_path / "rest", done.checkpoints[2], 2)
+    rest = drive(make_job(rows, PLANS["zb-h1"]), stage_pool, tmp_path / "rest", done.checkpoints[2], 2)
     assert rest.losses == pytest.approx(plain.losses[2:], abs=1e-9, rel=0)
     assert rest.val_losses[-1] == pytest.approx(plain.val_loss, abs=1e-9, rel=0)
 

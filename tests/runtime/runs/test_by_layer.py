@@ -10,6 +10,7 @@ import pytest
 from raypipe.data import prepare
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.observe.run_view.event_sentences import event_sentences
+from tests.exhaustive import crossed, exhaustive
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, small_job
 
@@ -34,8 +35,10 @@ def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("sync", ["prioritised", "reverse-first-k"])
-@pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
+@pytest.mark.parametrize(
+    ("parallel", "sync"), crossed(PLANS, ["prioritised", "reverse-first-k"]),
+    ids=lambda p: p if isinstance(p, str) else "-".join(str(v) for v in p.values()),
+)  # fmt: skip
 def test_losses_of_plain_pytorch(parallel, sync, reference, stage_pool, text_folder, tmp_path) -> None:
     first_k = {"first_k": 3} if sync == "reverse-first-k" else {}
     job = small_job(text_folder, {"sync": sync, **first_k, **parallel}, steps=STEPS)
@@ -45,7 +48,7 @@ def test_losses_of_plain_pytorch(parallel, sync, reference, stage_pool, text_fol
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16-true"])
+@pytest.mark.parametrize("dtype", [*exhaustive("bfloat16"), "bfloat16-true"])
 def test_casts_and_master_weights_follow_each_layer(dtype, stage_pool, text_folder, tmp_path) -> None:
     """Two replicas' sums are the same in any pieces, and so are all losses."""
     kinds = {"usual": {}, "done": {"sync": "prioritised"}}

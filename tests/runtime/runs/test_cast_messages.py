@@ -18,6 +18,7 @@ from raypipe.plan.plan import build_schedule
 from raypipe.runtime.cast_messages import MessageCast, message_cast_of
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.train import make_plan
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive, small_job
 
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
@@ -80,12 +81,14 @@ def plain(job: JobSpec, data: Path, dtype: torch.dtype, scale: float) -> tuple[l
 
 
 PLANS = [
-    ({"schedule": "1f1b", "stages": 4}, "bfloat16", 3),
     ({"schedule": "1f1b", "stages": 2, "replicas": 2, "transport": "gloo"}, "float16", 1),
     ({"schedule": "gpipe", "stages": 2, "transport": "ray-collective", "recompute": "full"}, "float32", 1),
-    ({"schedule": "chimera", "stages": 2}, "bfloat16", 1),
-    ({"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2}, "bfloat16", 3),
     ({"schedule": "zb-v", "stages": 2}, "bfloat16", 2),  # of three cuts, one is inside a device
+    *exhaustive(
+        ({"schedule": "1f1b", "stages": 4}, "bfloat16", 3),
+        ({"schedule": "chimera", "stages": 2}, "bfloat16", 1),
+        ({"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2}, "bfloat16", 3),
+    ),
 ]
 
 

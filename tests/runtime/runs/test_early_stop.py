@@ -19,6 +19,7 @@ from raypipe.launch.resume import check_resume
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
 from raypipe.observe.summary import summarise, summary_lines
 from raypipe.runtime.early_stop import Patience, patience_of
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive, small_job
 
 LOSSES = st.lists(st.sampled_from([1.0, 1.5, 2.0, 2.25, 3.0, math.nan]), min_size=1, max_size=12)
@@ -87,7 +88,7 @@ def parameters(path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream-2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b", *exhaustive("pipedream-2bw")])
 def test_a_run_stops_with_the_parameters_that_were_validated(schedule, stage_pool, text_folder, tmp_path) -> None:
     parallel = {"schedule": schedule, "stages": 2}
     whole = drive(small_job(text_folder, parallel, **HASTY), stage_pool, tmp_path / "whole")

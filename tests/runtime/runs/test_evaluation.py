@@ -12,6 +12,7 @@ from raypipe.checkpoint import open_checkpoint
 from raypipe.data import Corpus
 from raypipe.job.spec import JobSpec
 from raypipe.models import GptLayers
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive, small_job
 
 EVERY = {"steps": 3, "eval_every": 1, "eval_batches": 2, "checkpoint_every": 1}
@@ -36,7 +37,7 @@ def plain_validation(job: JobSpec, data: Path, checkpoint: Path) -> float:
 
 
 PLANS = [
-    {"schedule": "1f1b", "stages": 2},
+    *exhaustive({"schedule": "1f1b", "stages": 2}),
     {"schedule": "chimera", "stages": 4},
     {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "replicas": 2},
 ]

@@ -16,6 +16,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.text import to_text
 from raypipe.search import search
 from raypipe.train import make_plan
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.plain_training import plain_losses
 
 STEPS = 5
@@ -52,34 +53,23 @@ def pipeline_losses(job: JobSpec, pool, directory: Path) -> list[float]:
 
 PLANS = [
     {"schedule": "1f1b", "stages": 1},
-    {"schedule": "1f1b", "stages": 1, "replicas": 2},
-    {"schedule": "1f1b", "stages": 2},
     {"schedule": "1f1b", "stages": 4, "replicas": 2, "sync": "eager"},
     {"schedule": "1f1b", "stages": 1, "replicas": 4, "microbatch": 2, "sync": "wait-free"},
-    {"schedule": "gpipe", "stages": 2, "replicas": 2},
     {"schedule": "gpipe", "stages": 4},
-    {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2},
     {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "replicas": 2},
     {"schedule": "bfs", "stages": 2, "chunks": 2},
-    {"schedule": "chimera", "stages": 2, "replicas": 2},
-    {"schedule": "chimera", "stages": 4},
     {"schedule": "chimera", "stages": 4, "replicas": 2, "sync": "eager-opt"},
     {"schedule": "chimera", "stages": 4, "pipelines": 4},
-    {"schedule": "chimera", "stages": 2, "concat": "doubling"},
     {"schedule": "chimera", "stages": 4, "concat": "doubling"},
     {"schedule": "chimera", "stages": 4, "concat": "halving"},
     {"schedule": "chimera-tight", "stages": 4},
-    {"schedule": "gems", "stages": 2},
     {"schedule": "gems", "stages": 4},
-    {"schedule": "zb-h1", "stages": 2},
     {"schedule": "zb-h1", "stages": 4, "replicas": 2},
     {"schedule": "zb-h2", "stages": 4},
-    {"schedule": "zb-v", "stages": 2},
     {"schedule": "zb-v", "stages": 2, "replicas": 2},
     {"schedule": "zeropp", "stages": 2, "chunks": 2, "unit": 3},
     {"schedule": "zeropp", "stages": 4, "unit": 4},
     {"schedule": "early-recompute", "stages": 2},
-    {"schedule": "shifted-critical-path", "stages": 4},
     {"schedule": "1f1b", "stages": 4, "recompute": "full", "keep": [0.0, 0.4, 0.5, 1.0]},
     {"schedule": "zb-v", "stages": 2, "recompute": "full"},
     {"schedule": "shifted-critical-path", "stages": 2, "recompute": "stage-aware", "alphas": 0.67},
@@ -91,6 +81,20 @@ PLANS = [
     {"schedule": "auto", "stages": 2, "chunks": 2, "placement": "v"},
     {"schedule": "auto", "stages": 2, "placement": "bidirectional", "replicas": 2},
 ]
+MORE = [
+    {"schedule": "1f1b", "stages": 1, "replicas": 2},
+    {"schedule": "1f1b", "stages": 2},
+    {"schedule": "gpipe", "stages": 2, "replicas": 2},
+    {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2},
+    {"schedule": "chimera", "stages": 2, "replicas": 2},
+    {"schedule": "chimera", "stages": 4},
+    {"schedule": "chimera", "stages": 2, "concat": "doubling"},
+    {"schedule": "gems", "stages": 2},
+    {"schedule": "zb-h1", "stages": 2},
+    {"schedule": "zb-v", "stages": 2},
+    {"schedule": "shifted-critical-path", "stages": 4},
+]
+"""Other shapes of the same schedules."""
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +106,7 @@ def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
+@pytest.mark.parametrize("parallel", [*PLANS, *exhaustive(*MORE)], ids=lambda p: "-".join(str(v) for v in p.values()))
 def test_loss_curve_is_that_of_plain_pytorch(parallel, reference, stage_pool, text_folder, tmp_path) -> None:
     losses = pipeline_losses(make_job(text_folder, parallel), stage_pool, tmp_path)
     assert losses == pytest.approx(reference, abs=1e-9, rel=0)
@@ -115,7 +119,7 @@ device 1: 1F0 1B0 1F1 1BW1 1F2 1W0 1B2 1F3 1B3 1W2 1W3
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [*exhaustive(1), 2])
 def test_a_hand_written_schedule_trains(replicas, reference, stage_pool, text_folder, tmp_path) -> None:
     """Split and joint backwards mixed, weight gradients in no particular order."""
     file = tmp_path / "mine.txt"
@@ -126,7 +130,7 @@ def test_a_hand_written_schedule_trains(replicas, reference, stage_pool, text_fo
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [*exhaustive(1), 2])
 def test_a_free_placement_trains(replicas, reference, stage_pool, text_folder, tmp_path) -> None:
     """As a plan of the planner has it: five unequal stages on two devices, three on the one, two on the other."""
     parallel = {

@@ -12,6 +12,7 @@ from raypipe.explain.replay import Replay
 from raypipe.observe.explained.explain_run import explained
 from raypipe.observe.timelines import save_timelines
 from raypipe.plan.online.recorded_steps import recorded_from_json
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import Pool, drive, small_job
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -24,7 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.runs
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["zero3", "2bw", *exhaustive("1f1b", "chimera")])
 def test_a_run_is_explained(name: str, stage_pool: Pool, text_folder: Path, tmp_path: Path) -> None:
     done = drive(small_job(text_folder, PLANS[name], steps=7, checkpoint_every=0, eval_every=0), stage_pool, tmp_path)
     recorded = done.driver.clock.recorded

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.runs.killing import JOB, environment
+from tests.ray_environment import without_ray
+from tests.runtime.runs.killing import JOB
 
 pytestmark = pytest.mark.runs
 CODE = """
@@ -19,6 +20,8 @@ import ray
 from raypipe.cli import run
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.reserve import reserve
+from tests.driver_here import without_ray_train
+without_ray_train()
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
          configure_logging=False, _node_ip_address="127.0.0.1")
 other = reserve(2, DeviceRequest(1.0, 0.0), 60.0)
@@ -32,7 +35,7 @@ def test_it_waits_says_so_and_runs(text_folder: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(JOB.format(path=text_folder, steps=4))
     done = subprocess.run(
-        [sys.executable, "-c", CODE, "train", str(job)], capture_output=True, text=True, timeout=240, env=environment()
+        [sys.executable, "-c", CODE, "train", str(job)], capture_output=True, text=True, timeout=240, env=without_ray()
     )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith(("needs", "devices: "))]

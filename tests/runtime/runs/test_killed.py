@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from raypipe.job import load_job
 from tests.runtime.runs.killing import CONTROLLER, DRIVER, JOB, events, run_killing
+from tests.runtime.runs.small_runs import drive
 
-pytestmark = pytest.mark.runs
-STEPS = 400
-"""Seconds of work behind the first checkpoint, so that the kill comes in time on a busy machine."""
+pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
+STEPS = 200
+"""A second or more of work behind the first checkpoint, so that the kills come in time on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -20,26 +22,24 @@ def job(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def undisturbed(job: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    done = run_killing(None, job, tmp_path_factory.mktemp("undisturbed") / "run")
-    assert done.status == 0, done.said
-    return done.result["losses"]
-
-
-@pytest.mark.parametrize(("title", "why"), [(DRIVER, "the driver's process died"), (CONTROLLER, "controller died")])
-def test_a_killed_process_changes_no_loss(title: str, why: str, undisturbed, job: Path, tmp_path: Path) -> None:
-    done = run_killing(title, job, tmp_path / "run")
+def test_killed_processes_change_no_loss(job: Path, stage_pool, tmp_path: Path) -> None:
+    """The driver's, and then the controller's, which has started another driver by then."""
+    undisturbed = drive(load_job(job), stage_pool, tmp_path / "undisturbed").losses
+    done = run_killing([DRIVER, CONTROLLER], job, tmp_path / "run")
     assert done.status == 0, done.said
     assert done.result["losses"] == undisturbed
-    assert done.result["recoveries"] == 1
-    assert [why in line for line in done.said.splitlines() if line.startswith("failed: ")] == [True]
+    assert done.result["recoveries"] == 2
+    said = [line for line in done.said.splitlines() if line.startswith("failed: ")]
+    assert [why in line for why, line in zip(("the driver's process died", "controller died"), said, strict=True)] == [
+        True, True,
+    ]  # fmt: skip
     assert "Traceback" not in done.said
     assert not events(tmp_path / "run", "waiting")  # the devices were never anybody else's
 
 
+@pytest.mark.exhaustive  # tests/runtime/cluster/test_ray_train.py counts restarts without processes
 def test_where_no_restart_is_allowed_it_is_one_error(job: Path, tmp_path: Path) -> None:
-    done = run_killing(DRIVER, job, tmp_path / "run", "--set", "train.max_failures=0")
+    done = run_killing([DRIVER], job, tmp_path / "run", "--set", "train.max_failures=0")
     assert done.status == 1
     said = [line for line in done.said.splitlines() if line.strip()]
     at = said.index("run: the driver's process died")

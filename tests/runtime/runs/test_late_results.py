@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raypipe.runtime.cluster.worker_group import WorkerGroup
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive, small_job
 
 
@@ -17,7 +18,7 @@ def with_late_results(workers: WorkerGroup) -> WorkerGroup:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("parallel", [{"stages": 1}, {"stages": 1, "replicas": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [*exhaustive({"stages": 1}), {"stages": 1, "replicas": 2}], ids=str)
 def test_late_results_are_the_same(parallel, stage_pool, text_folder, tmp_path) -> None:
     """Losses, norms, validations and checkpoints, with steps between them that are still unread."""
     # No messages: the channels of what is taken for a GPU would need one.

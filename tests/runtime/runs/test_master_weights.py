@@ -20,6 +20,7 @@ from raypipe.runtime.update.master_weights import updated_tensor
 from raypipe.runtime.update.optimizer import make_optimizer
 from raypipe.runtime.update.updates import OptimizerSnapshot
 from tests.capture.models import FAMILIES
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive, small_job
 
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
@@ -73,7 +74,7 @@ def job_of(text_folder: Path, parallel: dict, model: dict | None = None, **train
 
 
 # The kernels are the same, in the same order, so that nothing may differ: of one stage, or without a parameter in two.
-EXACT = [(ONE, {}), (ONE, {"optimizer": "adamw", "clip": 0.5}), (TWO, {}), (TWO | {"stages": 4}, {})]
+EXACT = [(ONE, {"optimizer": "adamw", "clip": 0.5}), (TWO | {"stages": 4}, {}), *exhaustive((ONE, {}), (TWO, {}))]
 
 
 @pytest.mark.runs
@@ -89,15 +90,17 @@ def test_losses_are_those_of_a_plain_loop(parallel, train, stage_pool, text_fold
 # Here gradients are summed in another order (over copies, over the stages of a tied parameter, in W), each sum rounded
 # to 8 bits. A first step is the plain loop's all the same, and later losses come within such roundings of it.
 OTHERS = [
-    TWO,
-    {"schedule": "zb-h1", "stages": 2},
     {"schedule": "zb-v", "stages": 2},
-    {"schedule": "chimera", "stages": 2},
     {"schedule": "1f1b", "stages": 2, "update": "optimistic"},
-    {"schedule": "1f1b", "stages": 1, "replicas": 2},
-    {"schedule": "1f1b", "stages": 1, "replicas": 2, "shard": "zero1"},
     {"schedule": "1f1b", "stages": 2, "replicas": 2, "shard": "zero3"},
     {"schedule": "1f1b", "stages": 1, "tensor": 2},
+    *exhaustive(
+        TWO,
+        {"schedule": "zb-h1", "stages": 2},
+        {"schedule": "chimera", "stages": 2},
+        {"schedule": "1f1b", "stages": 1, "replicas": 2},
+        {"schedule": "1f1b", "stages": 1, "replicas": 2, "shard": "zero1"},
+    ),
 ]
 
 
@@ -113,7 +116,7 @@ def test_every_kind_of_plan_trains_with_master_weights(parallel, stage_pool, tex
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("schedule", ["pipedream", *exhaustive("pipedream-2bw")])
 def test_weight_versions_are_of_the_rounded_weights(schedule, stage_pool, text_folder, tmp_path) -> None:
     parallel = {"schedule": schedule, "stages": 2}
     job = job_of(text_folder, parallel, {"tie_embeddings": False})
@@ -123,7 +126,9 @@ def test_weight_versions_are_of_the_rounded_weights(schedule, stage_pool, text_f
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("parallel", [TWO, {"schedule": "1f1b", "stages": 1, "replicas": 2, "shard": "zero3"}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [*exhaustive(TWO), {"schedule": "1f1b", "stages": 1, "replicas": 2, "shard": "zero3"}], ids=str
+)
 def test_a_checkpoint_has_the_master_weights_and_goes_on_from_them(parallel, stage_pool, text_folder, tmp_path) -> None:
     settings = {"steps": 6, "checkpoint_every": 3, "clip": 0.5, "keep_checkpoints": 4}
     job = job_of(text_folder, parallel, **settings)
@@ -138,7 +143,7 @@ def test_a_checkpoint_has_the_master_weights_and_goes_on_from_them(parallel, sta
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", [*exhaustive("gpt2"), "llama"])
 def test_captured_models_train_in_bfloat16(family, stage_pool, text_folder, tmp_path) -> None:
     pytest.importorskip("transformers")
     model = {"hf": family, "config": {**FAMILIES[family], "vocab_size": 257}, "sequence": 16}

@@ -15,6 +15,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers, random_keys
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, small_job
 from tests.runtime.transport.kinds import BETWEEN_CPUS
@@ -138,7 +139,7 @@ def test_optimizers_are_pytorchs_with_the_jobs_settings(name, kind) -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize(
     "parallel",
-    [TWO, {"stages": 1, "microbatch": 4, "tensor": 2}, {"schedule": "chimera", "stages": 2, "microbatch": 2}],
+    [TWO, {"stages": 1, "microbatch": 4, "tensor": 2}, *exhaustive({"schedule": "chimera", "stages": 2})],
     ids=["tied-over-stages", "divided", "two-replicas"],
 )
 def test_norms_and_biases_do_not_decay_under_any_plan(parallel, stage_pool, text_folder, tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from raypipe.observe.metrics import DATA_WAIT, MEMORY_PLANNED, METRICS
 from raypipe.observe.run_log import METRICS as ROWS
 from raypipe.observe.run_log import read_rows
+from tests.ray_environment import without_ray
 from tests.ray_head import Head, ray_head
 
 ROOT = Path(__file__).parents[3]
@@ -40,12 +42,12 @@ def head() -> Iterator[Head]:
 
 def environment(**more: str) -> dict[str, str]:
     tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"PATH": tools, **more}
+    return without_ray(PATH=tools, **more)
 
 
 @pytest.mark.runs
 def test_a_submitted_job_exports_every_metric(head: Head, text_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB.format(path=text_folder, steps=400))
+    (tmp_path / "job.yaml").write_text(JOB.format(path=text_folder, steps=150))
     run = tmp_path / "run"
     words = ["submit", "job.yaml", "--address", head.dashboard, "--run-dir", str(run)]
     process = subprocess.Popen(
@@ -102,40 +104,29 @@ def test_a_submitted_job_exports_every_metric(head: Head, text_folder: Path, tmp
 
 
 @pytest.mark.runs
-def test_the_documented_command_submits_the_clone(head: Head, tmp_path: Path) -> None:
-    cut = ["steps=3", "batch=8", "eval_batches=1"]
+def test_the_documented_command_submits_the_clone_and_a_stopped_job_works_no_more(head: Head, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cut = ["steps=100000", "batch=8", "eval_batches=1"]
     words = [
-        *["ray", "job", "submit", "--address", head.dashboard, "--working-dir", "."],
+        *["ray", "job", "submit", "--address", head.dashboard, "--no-wait", "--working-dir", "."],
         *["--runtime-env", "jobs/runtime_env.yaml"],
-        *["--", "raypipe", "train", "jobs/quickstart.yaml", "--run-dir", str(tmp_path / "run"), "--json"],
+        *["--", "raypipe", "train", "jobs/quickstart.yaml", "--run-dir", str(run), "--json"],
         *[word for each in cut for word in ("--set", f"train.{each}")],
         *[word for each in ("schedule=1f1b", "stages=2", "microbatch=2") for word in ("--set", f"parallel.{each}")],
     ]  # fmt: skip
-    done = subprocess.run(
-        words, cwd=ROOT, env=environment(**head.token), capture_output=True, text=True, timeout=WAIT_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "succeeded" in done.stdout
-    assert [row["step"] for row in read_rows(tmp_path / "run" / ROWS) if "val_loss" not in row] == [1, 2, 3]
-    # It ran the clone that travelled with it, not the one that is installed.
-    assert json.loads((tmp_path / "run" / "job.json").read_text())["name"] == "quickstart"
-
-
-@pytest.mark.runs
-def test_a_job_is_stopped_and_its_devices_work_no_more(head: Head, text_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB.format(path=text_folder, steps=100_000))
-    run = tmp_path / "run"
     settings = environment(**head.token, RAY_API_SERVER_ADDRESS=head.dashboard)
-    words = [sys.executable, "-m", "raypipe", "submit", "job.yaml", "--no-wait", "--run-dir", str(run)]
-    taken = subprocess.run(words, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=WAIT_S)
-    assert taken.returncode == 0, taken.stderr
-    job = taken.stdout.strip()
-    assert job.startswith("raysubmit_")
+    done = subprocess.run(words, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = re.search(r"raysubmit_\w+", done.stdout + done.stderr)
+    assert job is not None, done.stdout + done.stderr
     deadline = time.monotonic() + WAIT_S
-    while not (run / ROWS).exists() or not read_rows(run / ROWS):
+    while not (run / ROWS).exists() or len(read_rows(run / ROWS)) < 3:
         assert time.monotonic() < deadline, (head.folder / "head.log").read_text()
         time.sleep(0.3)
-    done = subprocess.run(["ray", "job", "stop", job], env=settings, capture_output=True, text=True, timeout=WAIT_S)
+    assert [row["step"] for row in read_rows(run / ROWS)][:3] == [1, 2, 3]
+    # It ran the clone that travelled with it, not the one that is installed.
+    assert json.loads((run / "job.json").read_text())["name"] == "quickstart"
+    done = subprocess.run(["ray", "job", "stop", job[0]], env=settings, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "was stopped" in done.stdout + done.stderr
     written = -1
@@ -143,3 +134,19 @@ def test_a_job_is_stopped_and_its_devices_work_no_more(head: Head, text_folder: 
         assert time.monotonic() < deadline, "a stopped job trains on"
         written = now
         time.sleep(2.0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.runs
+def test_a_job_that_is_not_waited_for_says_its_id(head: Head, text_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.format(path=text_folder, steps=3))
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "raypipe", "submit", "job.yaml", "--no-wait", "--run-dir", str(run)]
+    settings = environment(**head.token, RAY_API_SERVER_ADDRESS=head.dashboard)
+    taken = subprocess.run(words, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=WAIT_S)
+    assert taken.returncode == 0, taken.stderr
+    assert re.fullmatch(r"raysubmit_\w+", taken.stdout.strip())
+    deadline = time.monotonic() + WAIT_S
+    while not (run / ROWS).exists() or len(read_rows(run / ROWS)) < 3:
+        assert time.monotonic() < deadline, (head.folder / "head.log").read_text()
+        time.sleep(0.3)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,12 @@ import pytest
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.worker_group import start_worker_group
+from raypipe.runtime.cluster.reserve import Reservation, reserve
+from raypipe.runtime.cluster.worker_group import Survivors, WorkerGroup, start_worker_group
+from raypipe.schedule.ir import Schedule
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.dying_worker import dying
-from tests.runtime.runs.small_runs import drive, new_driver, small_job
+from tests.runtime.runs.small_runs import Done, drive, new_driver, small_job
 
 pytestmark = pytest.mark.runs
 STEP = 2
@@ -20,41 +26,82 @@ TWO_COPIES = {"schedule": "1f1b", "stages": 2, "replicas": 2}
 FOLDED = {"schedule": "zb-v", "stages": 2, "replicas": 2, "microbatch": 1}
 BOTH_WAYS = {"schedule": "chimera", "stages": 4, "microbatch": 1}
 TRAIN: dict[str, Any] = {"steps": 5, "eval_every": 3, "checkpoint_every": 3}
+CPU = DeviceRequest(cpus=1.0, gpus=0.0)
+
+
+@dataclass
+class Mortals:
+    """Four devices whose workers serve one case after another, like those of a run that changes its plan."""
+
+    held: Reservation
+    file: Path
+    """Says who dies, and when."""
+    survivors: Survivors = field(default_factory=Survivors)
+
+    def take(self, schedule: Schedule, copies: int) -> WorkerGroup:
+        return start_worker_group(
+            schedule, copies, CPU, dying(self.file), reservation=self.held, kept=self.survivors.actors
+        )
+
+    def leave(self, workers: WorkerGroup) -> None:
+        self.survivors = workers.leave()
+
+
+@pytest.fixture(scope="module")
+def mortals(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mortals]:
+    found = Mortals(reserve(4, CPU, 60.0), tmp_path_factory.mktemp("mortals") / "dies")
+    yield found
+    found.survivors.end()
+    found.held.give_back()
+
+
+@pytest.fixture(scope="module")
+def undisturbed_runs() -> dict[str, Done]:
+    """By what is asked for."""
+    return {}
 
 
 @pytest.mark.parametrize(
     ("parallel", "train", "rank", "moment", "repeated"),
     [
-        pytest.param(TWO_COPIES, {}, 0, "F 0", 1, id="first-task"),
-        pytest.param(TWO_COPIES, {}, 3, "summed 0", 1, id="gradients-not-told"),
-        pytest.param(TWO_COPIES, {"clip": 0.5}, 1, "agreed 0", None, id="before-its-update"),
-        pytest.param(TWO_COPIES, {}, 3, "ended 0", None, id="result-not-delivered"),
-        pytest.param(FOLDED, {"clip": 100.0}, 2, "U 1", None, id="between-its-optimistic-updates"),
-        pytest.param(FOLDED, {"clip": 100.0}, 1, "told 0", None, id="optimistic-and-told"),
-        pytest.param(BOTH_WAYS, {"clip": 0.5}, 1, "U 1", None, id="between-its-updates"),
-        pytest.param(BOTH_WAYS, {}, 3, "BW 1", 1, id="in-a-backward"),
-        pytest.param(TWO_COPIES, {}, 0, "write 0", None, id="while-it-writes-its-shard"),
+        (TWO_COPIES, {}, 3, "summed 0", 1),
+        (TWO_COPIES, {}, 0, "write 0", None),
+        (FOLDED, {"clip": 100.0}, 1, "told 0", None),
+        (BOTH_WAYS, {"clip": 0.5}, 1, "U 1", None),
+        *exhaustive(
+            (TWO_COPIES, {}, 0, "F 0", 1),
+            (TWO_COPIES, {"clip": 0.5}, 1, "agreed 0", None),
+            (TWO_COPIES, {}, 3, "ended 0", None),
+            (FOLDED, {"clip": 100.0}, 2, "U 1", None),
+            (BOTH_WAYS, {}, 3, "BW 1", 1),
+        ),
     ],
-)
+    ids=[
+        "gradients-not-told", "while-it-writes-its-shard", "optimistic-and-told", "between-its-updates", "first-task",
+        "before-its-update", "result-not-delivered", "between-its-optimistic-updates", "in-a-backward",
+    ],
+)  # fmt: skip
 def test_a_worker_is_replaced(
     parallel: dict[str, Any], train: dict[str, Any], rank: int, moment: str, repeated: int | None, text_folder: Path,
-    stage_pool, tmp_path: Path,
+    stage_pool, mortals: Mortals, undisturbed_runs: dict[str, Done], tmp_path: Path,
 ) -> None:  # fmt: skip
     job = small_job(text_folder, parallel, **TRAIN, **train)
-    undisturbed = drive(job, stage_pool, tmp_path / "undisturbed")
-    file = tmp_path / "dies"
-    file.write_text(f"{rank} {STEP} {moment}")
+    asked = json.dumps([parallel, train])
+    if asked not in undisturbed_runs:
+        undisturbed_runs[asked] = drive(job, stage_pool, tmp_path / "undisturbed")
+    undisturbed = undisturbed_runs[asked]
+    mortals.file.write_text(f"{rank} {STEP} {moment}")
     directory = tmp_path / "disturbed"
     driver = new_driver(job, directory)
     copies = job.parallel.replicas
-    workers = start_worker_group(driver.schedule, copies, DeviceRequest(cpus=1.0, gpus=0.0), dying(file))
+    workers = mortals.take(driver.schedule, copies)
     before = [at.pid for at in workers.locations]
     try:
         driver.run(workers, None, 0)
     finally:
-        workers.stop()
+        mortals.leave(workers)
         driver.log.close()
-    assert not file.exists()  # it has died
+    assert not mortals.file.exists()  # it has died
     rows = read_rows(directory / METRICS)
     assert [r["loss"] for r in rows if "loss" in r] == undisturbed.losses
     assert [r["val_loss"] for r in rows if "val_loss" in r] == undisturbed.val_losses

@@ -12,19 +12,17 @@ from raypipe.data import Corpus, prepare
 from raypipe.job.spec import JobSpec
 from raypipe.plan.less_memory import less_memory
 from raypipe.train import make_plan
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.plain_training import _mean_loss, _model
 from tests.runtime.runs.small_runs import drive, small_job
 
 STEPS = 4
-PLANS: list[dict[str, Any]] = [
-    {},
-    {"sync": "prioritised"},
-    {"sync": "reverse-first-k", "first_k": 2},
+PLANS = [
     {"stages": 2},
-    {"shard": "zero1"},
+    {"sync": "reverse-first-k", "first_k": 2},
     {"shard": "zero2"},
-    {"shard": "zero3"},
     {"stages": 2, "shard": "zero3"},
+    *exhaustive({}, {"sync": "prioritised"}, {"shard": "zero1"}, {"shard": "zero3"}),
 ]
 
 

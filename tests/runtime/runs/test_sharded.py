@@ -16,6 +16,7 @@ from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.ir import Sharding
 from raypipe.search.gathers.positions import search_gathers
 from raypipe.train import make_plan
+from tests.exhaustive import crossed, exhaustive
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, small_job
 
@@ -50,8 +51,10 @@ def plain(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[f
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
+@pytest.mark.parametrize(
+    ("parallel", "shard"), crossed(PLANS, ["zero3", "zero1", "zero2"]),
+    ids=lambda p: p if isinstance(p, str) else "-".join(str(v) for v in p.values()),
+)  # fmt: skip
 def test_loss_curve_is_that_of_plain_pytorch(parallel, shard, plain, stage_pool, text_folder, tmp_path) -> None:
     done = drive(job(text_folder, {**parallel, "shard": shard}), stage_pool, tmp_path)
     assert done.losses == pytest.approx(plain, abs=1e-9, rel=0)
@@ -61,7 +64,9 @@ def test_loss_curve_is_that_of_plain_pytorch(parallel, shard, plain, stage_pool,
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("parallel", [{}, {"shard_replicas": 2, "replicas": 4, "microbatch": 1}], ids=["all", "pairs"])
+@pytest.mark.parametrize(
+    "parallel", [{"shard_replicas": 2, "replicas": 4, "microbatch": 1}, *exhaustive({})], ids=["pairs", "all"]
+)
 def test_searched_gathers_change_no_loss(parallel, plain, stage_pool, text_folder, tmp_path) -> None:
     """Room for four of gathered stages and full gradients: some stages are kept, others gathered several times."""
     zeropp = {"schedule": "zeropp", "stages": 1, "chunks": 3, "unit": 1, "replicas": 2, "shard": "zero3", **parallel}
@@ -83,7 +88,7 @@ def test_searched_gathers_change_no_loss(parallel, plain, stage_pool, text_folde
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("shard", ["zero1", "zero3"])
+@pytest.mark.parametrize("shard", [*exhaustive("zero1"), "zero3"])
 def test_pieces_of_norms_and_biases_do_not_decay(shard, stage_pool, text_folder, tmp_path) -> None:
     """An optimizer sees flat pieces; what decays follows from the parameters that they are pieces of."""
     train = {"decay": "matrices", "weight_decay": 3.0}
@@ -95,21 +100,22 @@ def test_pieces_of_norms_and_biases_do_not_decay(shard, stage_pool, text_folder,
     assert all_decay.losses != pytest.approx(whole.losses, abs=1e-6, rel=0)
 
 
+CHANGES = [
+    ({"stages": 2, "replicas": 2, "shard": "zero3"}, {"stages": 1}),
+    ({"stages": 1}, {"stages": 2, "replicas": 2, "shard": "zero3"}),
+    ({"stages": 1, "replicas": 4, "shard": "zero2"}, {"stages": 2, "replicas": 2, "shard": "zero1"}),
+]
+
+
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({"stages": 2, "replicas": 2, "shard": "zero3"}, {"stages": 1}),
-        ({"stages": 1}, {"stages": 2, "replicas": 2, "shard": "zero3"}),
-        ({"stages": 1, "replicas": 4, "shard": "zero2"}, {"stages": 2, "replicas": 2, "shard": "zero1"}),
-    ],
-    ids=str,
+    ("plans", "optimizer"), crossed(CHANGES, [{}, {"optimizer": "sgd", "momentum": 0.9, "lr": 0.1}]), ids=str
 )
-@pytest.mark.parametrize("optimizer", [{}, {"optimizer": "sgd", "momentum": 0.9, "lr": 0.1}], ids=["adamw", "sgd"])
 def test_a_checkpoint_continues_under_any_plan(
-    before: dict[str, Any], after: dict[str, Any], optimizer: dict[str, Any], stage_pool: Callable[[int], Any],
+    plans: tuple[dict[str, Any], dict[str, Any]], optimizer: dict[str, Any], stage_pool: Callable[[int], Any],
     text_folder: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
+    before, after = plans
     train = {"checkpoint_every": 2, **optimizer}
     whole = drive(job(text_folder, {"stages": 1}, **train), stage_pool, tmp_path / "whole")
     first = drive(job(text_folder, before, **train), stage_pool, tmp_path / "first")

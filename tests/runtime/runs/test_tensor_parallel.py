@@ -18,6 +18,7 @@ from raypipe.plan.choose import choose
 from raypipe.plan.decision_json import as_json
 from raypipe.runtime.driver import Driver
 from raypipe.train import make_plan, prepare_run
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive, small_job
 
 STEPS = 4
@@ -31,15 +32,16 @@ def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory, stage
 
 HALFWAY = {"steps": STEPS, "checkpoint_every": 2, "clip": 0.5}
 
-PLANS: list[dict[str, Any]] = [
-    {"schedule": "1f1b", "stages": 1},
-    {"schedule": "1f1b", "stages": 2},
+PLANS = [
     {"schedule": "zb-h1", "stages": 2},
     {"schedule": "chimera", "stages": 2},
     {"schedule": "1f1b", "stages": 2, "replicas": 2, "sync": "eager"},
-    {"schedule": "zb-h1", "stages": 2, "sub_pipelined": True},
     {"schedule": "early-recompute", "stages": 2, "sub_pipelined": True},
-]
+    *exhaustive(
+        {"schedule": "1f1b", "stages": 1}, {"schedule": "1f1b", "stages": 2},
+        {"schedule": "zb-h1", "stages": 2, "sub_pipelined": True},
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.runs
@@ -63,8 +65,12 @@ def test_the_curve_is_that_of_one_device(parallel, reference, stage_pool, text_f
 @pytest.mark.runs
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"stages": 2, "tensor": 2}, {}), ({}, {"stages": 1, "tensor": 2}), ({"tensor": 2}, {"stages": 2, "tensor": 2})],
-    ids=["joined", "divided", "moved"],
+    [
+        ({"tensor": 2}, {"stages": 2, "tensor": 2}),
+        ({"stages": 2, "tensor": 2}, {}),
+        *exhaustive(({}, {"stages": 1, "tensor": 2})),
+    ],
+    ids=["moved", "joined", "divided"],
 )
 def test_a_checkpoint_is_of_whole_parameters(before, after, reference, stage_pool, text_folder, tmp_path) -> None:
     first = drive(small_job(text_folder, before, **HALFWAY), stage_pool, tmp_path / "first")

@@ -23,6 +23,7 @@ parallel: {{schedule: 1f1b, stages: 3, tensor: 2, microbatch: 2}}
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.runs
 def test_tensor_groups_on_three_hosts_train_as_one_process_does(text_folder, tmp_path) -> None:
     job = tmp_path / "job.yaml"

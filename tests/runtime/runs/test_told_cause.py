@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.runtime.runs.killing import environment, events, run_killing
+from raypipe.cli import run
+from tests.runtime.runs.killing import events
 
 pytestmark = pytest.mark.runs
 JOB = """
@@ -31,26 +30,25 @@ def wrong_job(folder: Path) -> Path:
     return job
 
 
-def test_labels_that_no_class_has_end_the_run_at_once(tmp_path: Path) -> None:
-    job, run = wrong_job(tmp_path), tmp_path / "run"
-    done = run_killing(None, job, run)
-    assert done.status == 1, done.said
-    assert "device 1, " in done.said, done.said
-    error = done.said[done.said.index("stage 1 · replica 0 · device 1, ") :].splitlines()
+def test_labels_that_no_class_has_end_the_run_at_once(driver_here, tmp_path: Path, capfd) -> None:
+    directory = tmp_path / "run"
+    assert run(["train", str(wrong_job(tmp_path)), "--run-dir", str(directory), "--json"]) == 1
+    said = capfd.readouterr().err
+    assert "device 1, " in said, said
+    error = said[said.index("stage 1 · replica 0 · device 1, ") :].splitlines()
     assert error[0].startswith("stage 1 · replica 0 · device 1, 1F0 of step 1: IndexError: Target 7 is out of bounds.")
     assert error[1].startswith("  fix: correct the model, its data or the job")
     assert len(error) == 2
-    assert "Traceback" not in done.said
-    assert not events(run, "restarted")
-    assert str(run / "failure.txt") in error[1]
-    assert "IndexError: Target 7 is out of bounds." in (run / "failure.txt").read_text()
+    assert "Traceback" not in said
+    assert not events(directory, "restarted")
+    assert str(directory / "failure.txt") in error[1]
+    assert "IndexError: Target 7 is out of bounds." in (directory / "failure.txt").read_text()
 
 
-def test_labels_that_no_class_has_end_a_profile_at_once(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "tests.runtime.runs.killing", "profile", str(wrong_job(tmp_path)), "--quick"]
-    done = subprocess.run(program, capture_output=True, text=True, env=environment(), timeout=240)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    error = done.stderr[done.stderr.index("profile · device ") :].splitlines()
+def test_labels_that_no_class_has_end_a_profile_at_once(local_ray, tmp_path: Path, capfd) -> None:
+    assert run(["profile", str(wrong_job(tmp_path)), "--quick", "--devices", "2"]) == 1
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    error = said[said.index("profile · device ") :].splitlines()
     assert "IndexError: Target 7 is out of bounds." in error[0]
     assert error[1:] == ["  fix: correct the model, its data or the job"]

@@ -1,17 +1,25 @@
-"""The whole way as a user goes it: the command, Ray Train, stage actors; then resuming, and a killed actor."""
+"""The whole way as a user goes it: the command, Ray Train, stage actors; then resuming, and a killed actor.
+
+The command runs as a process once; after that in this one, with its driver.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.ray_environment import without_ray
+
+pytestmark = pytest.mark.own_ray
 JOB = """
 name: small
 model: {{type: gpt, layers: 2, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
@@ -22,23 +30,11 @@ parallel: {{schedule: 1f1b, stages: 2, replicas: 1, microbatch: 2}}
 """
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "raypipe", *words]
+def train(capsys: pytest.CaptureFixture[str], job: Path, directory: Path, *extra: str) -> dict:
+    from raypipe.cli import run
 
-
-def environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"RAY_ADDRESS": "local"}
-
-
-def train(job: Path, directory: Path, *extra: str) -> dict:
-    done = subprocess.run(
-        command("train", str(job), "--run-dir", str(directory), "--json", *extra),
-        capture_output=True, text=True, timeout=240, env=environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.strip().splitlines()
-    assert len(lines) == 1, done.stdout  # nothing but the object
-    return json.loads(lines[0])
+    assert run(["train", str(job), "--run-dir", str(directory), "--json", *extra]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +47,14 @@ def job(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
     directory = tmp_path_factory.mktemp("runs") / "undisturbed"
-    return train(job, directory), directory
+    done = subprocess.run(
+        [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(directory), "--json"],
+        capture_output=True, text=True, timeout=240, env=without_ray(RAY_ADDRESS="local"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 1, done.stdout  # nothing but the object
+    return json.loads(lines[0]), directory
 
 
 @pytest.mark.runs
@@ -79,33 +82,26 @@ def test_run_directory_and_result(undisturbed) -> None:
 
 
 @pytest.mark.runs
-def test_resumed_run_is_bit_identical(undisturbed, job: Path, tmp_path: Path) -> None:
-    result, _ = undisturbed
+def test_resumed_run_is_bit_identical(undisturbed, driver_here, job: Path, tmp_path: Path, capsys) -> None:
+    """As after a crash: the log has more steps than the newest checkpoint."""
+    result, done = undisturbed
     directory = tmp_path / "stopped"
-    half = train(job, directory, "--set", "train.steps=20")
-    assert half["losses"] == result["losses"][:20]
-    rest = train(job, directory, "--resume")
-    assert rest["resumed_from"] == 20
+    shutil.copytree(done, directory)
+    shutil.rmtree(directory / "checkpoints" / "step-00000040")
+    rest = train(capsys, job, directory, "--resume")
+    assert rest["resumed_from"] == 30
     assert rest["losses"] == result["losses"]  # to the last bit
     assert rest["val_loss"] == result["val_loss"]
 
 
 @pytest.mark.runs
-def test_killed_stage_actor_changes_no_loss(undisturbed, job: Path, tmp_path: Path) -> None:
+def test_killed_stage_actor_changes_no_loss(undisturbed, driver_here, job: Path, tmp_path: Path, capsys) -> None:
     result, _ = undisturbed
     directory = tmp_path / "killed"
-    process = subprocess.Popen(
-        command("train", str(job), "--run-dir", str(directory), "--json", "--set", "train.standby=1"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
-    try:
-        pid = _wait_for_checkpoint(directory)
-        os.kill(pid, signal.SIGKILL)
-        out, err = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err
-    after = json.loads(out)
+    killer = threading.Thread(target=_kill_after_a_checkpoint, args=(directory,))
+    killer.start()
+    after = train(capsys, job, directory, "--set", "train.standby=1")
+    killer.join()
     assert after["recoveries"] == 1
     assert after["losses"] == result["losses"]
     assert after["val_loss"] == result["val_loss"]
@@ -120,15 +116,15 @@ def _events(directory: Path) -> list[dict]:
     return [json.loads(x) for x in path.read_text().splitlines() if x] if path.exists() else []
 
 
-def _wait_for_checkpoint(directory: Path) -> int:
-    """The process id of stage 1's actor, once the first checkpoint is there."""
+def _kill_after_a_checkpoint(directory: Path) -> None:
+    """Kill stage 1's actor once the first checkpoint is there."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         rows = _events(directory)
         if any(r["event"] == "checkpoint" for r in rows):
-            return int(next(r for r in rows if r["event"] == "started")["devices"][1]["pid"])
+            os.kill(int(next(r for r in rows if r["event"] == "started")["devices"][1]["pid"]), signal.SIGKILL)
+            return
         time.sleep(0.02)
-    raise AssertionError("no checkpoint came")
 
 
 @pytest.mark.runs

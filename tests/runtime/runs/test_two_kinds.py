@@ -11,7 +11,7 @@ import pytest
 
 from raypipe.job.load import load_job
 from raypipe.observe.run_log import EVENTS, read_rows
-from tests.runtime.cluster.test_rank_order import environment
+from tests.ray_environment import without_ray
 from tests.runtime.runs.plain_training import plain_losses
 
 STEPS = 4
@@ -23,8 +23,9 @@ train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 3, dtype: float64, eval_batch
 parallel: {{auto: true, schedule: 1f1b, stages: 2, replan: false}}
 """
 CODE = """
-import atexit, json, os, subprocess, sys
+import atexit, json, os, sys
 from pathlib import Path
+os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
 import ray
 from ray.cluster_utils import Cluster
 
@@ -56,12 +57,11 @@ plan.save(folder / "plan.json")
 found = {node["NodeID"]: [name[-1] for name in node["Resources"] if name.startswith("accelerator_type:")]
          for node in ray.nodes()}
 (folder / "nodes.json").write_text(json.dumps(found))
-ray.shutdown()
+from raypipe.cli import run
+from tests.driver_here import without_ray_train
+without_ray_train()
 words = ["train", str(folder / "job.yaml"), "--plan", str(folder / "plan.json"), "--run-dir", str(folder / "run")]
-done = subprocess.run([sys.executable, "-m", "raypipe", *words, "--json"], capture_output=True, text=True)
-print(done.stderr, file=sys.stderr)
-print(done.stdout)
-sys.exit(done.returncode)
+sys.exit(run([*words, "--json"]))
 """
 
 
@@ -70,7 +70,7 @@ def test_each_stage_is_on_the_type_that_it_was_planned_for(text_folder, tmp_path
     job = tmp_path / "job.yaml"
     job.write_text(JOB.format(path=text_folder, steps=STEPS))
     words = [sys.executable, "-c", CODE, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=400, env=environment())
+    done = subprocess.run(words, capture_output=True, text=True, timeout=400, env=without_ray())
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     expected = plain_losses(load_job(job), tmp_path / "run" / "data", STEPS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from raypipe.data import Corpus, open_data, prepare_data
+from raypipe.data import open_data, prepare_data
 from raypipe.errors import SpecError
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
@@ -15,19 +15,9 @@ from raypipe.models.task import NextToken
 from tests.data.documents_on_disk import some_documents, write_jsonl, write_parquet
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, new_driver
+from tests.runtime.samples.from_memory import FromMemory
 
 STEPS = 12
-
-
-class FromMemory(Corpus):
-    """Samples of documents that this process reads by itself, for the plain loop."""
-
-    def __init__(self, folder: Path) -> None:
-        object.__setattr__(self, "data", open_data(folder, NextToken()))
-
-    def samples(self, split, seed, step, first, count, batch):
-        rows = self.data.batch(split, seed, step, batch)
-        return rows["input_ids"][first : first + count], rows["shift_labels"][first : first + count]
 
 
 def documents_job(path: Path, parallel: dict[str, object], **train: object) -> JobSpec:

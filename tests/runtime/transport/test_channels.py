@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import crossed
 from tests.runtime.transport.kinds import BETWEEN_CPUS, IN_ACTORS
 from tests.runtime.transport.scenarios import DEATHS, NAMES
 
@@ -63,8 +64,7 @@ def test_channel(outcomes: list[dict[str, str] | str], name: str) -> None:
         assert report[name] == "ok", f"rank {rank}:\n{report[name]}"
 
 
-@pytest.mark.parametrize("death", DEATHS)
-@pytest.mark.parametrize("kind", IN_PROCESSES)
+@pytest.mark.parametrize(("kind", "death"), crossed(IN_PROCESSES, list(DEATHS)))
 def test_death_of_the_peer_is_noticed(kind: str, death: str) -> None:
     survivor = pair(kind, death)[0]
     assert survivor == {death: "ok"}, survivor

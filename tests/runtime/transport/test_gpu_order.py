@@ -57,7 +57,7 @@ class FakeKernels(ProgramRunner):
         sums: Mapping[int, threading.Barrier], timeout_s: float,
     ) -> None:  # fmt: skip
         spec = StageIOSpec((SPEC,), (True,))
-        io = dict.fromkeys(range(schedule.stages), spec)
+        io = dict.fromkeys(schedule.graph.edges, spec)
         super().__init__(schedule.microbatches, timeout_s, senders, receivers, io)
         self.gpu, self.sums = gpu, sums
         self.group = {stage: gpu.stream() for stage in sums}

@@ -10,6 +10,7 @@ import pytest
 
 from raypipe.data import prepare
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
+from tests.exhaustive import crossed, exhaustive
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, small_job
 
@@ -65,8 +66,10 @@ def same_as_plain(found: Run, data: Path, plain: dict[float, list[float]]) -> bo
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("clip", ["sometimes", "always"])
-@pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
+@pytest.mark.parametrize(
+    ("parallel", "clip"), crossed(PLANS, ["sometimes", "always"]),
+    ids=lambda p: p if isinstance(p, str) else "-".join(str(v) for v in p.values()),
+)  # fmt: skip
 def test_undone_updates_change_nothing(parallel, clip, plain, stage_pool, text_folder, tmp_path) -> None:
     """Every update is made before its norm is known; wrong ones would show in the next loss."""
     limit, clipped = CLIPS[clip]
@@ -78,8 +81,8 @@ def test_undone_updates_change_nothing(parallel, clip, plain, stage_pool, text_f
 @pytest.mark.runs
 @pytest.mark.parametrize(
     ("parallel", "train"),
-    [(PLANS[1], {}), (PLANS[3], {"optimizer": "sgd", "momentum": 0.9, "lr": 0.3, "clip": 3.0})],
-    ids=["zb-h2-adamw", "zb-v-sgd"],
+    [(PLANS[3], {"optimizer": "sgd", "momentum": 0.9, "lr": 0.3, "clip": 3.0}), *exhaustive((PLANS[1], {}))],
+    ids=["zb-v-sgd", "zb-h2-adamw"],
 )
 def test_to_the_last_bit_as_if_waited_for(parallel, train, stage_pool, text_folder, tmp_path) -> None:
     train = {"clip": 1.3} | train

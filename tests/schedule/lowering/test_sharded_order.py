@@ -22,9 +22,11 @@ from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.sharding.members import shard_members
 from raypipe.schedule.verify import verify
+from tests.exhaustive import exhaustive
 from tests.schedule.lowering.test_stream_order import finishes
 
 SYNCHRONOUS = [name for name in SCHEDULES if not name.startswith("pipedream")]
+SOME = ("1f1b", "interleaved-1f1b", "zb-v", "chimera", "zeropp")
 QUEUES = (1, 2, 4, 8)
 
 
@@ -63,7 +65,7 @@ def shapes(name: str) -> Iterator[Schedule]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", [*SOME, *exhaustive(*(name for name in SYNCHRONOUS if name not in SOME))])
 def test_named_schedules_cannot_deadlock(name: str) -> None:
     checked = 0
     kinds = ((2, None, "eager"), (4, 2, "lazy"))  # HSDP with the smaller shape, which has twice the copies

@@ -1,0 +1,136 @@
+"""Low-rank adapters (``model.lora``): Hugging Face's peft puts them into a model and reads what is saved of them.
+
+Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from raypipe.errors import SpecError, install
+from raypipe.job.model_spec import LoraSpec
+from raypipe.models.start_values import StartValues
+
+WRAPPERS = (".base_layer.", ".original_module.", ".modules_to_save.default.")
+"""What peft adds to the names of parameters that the model has without adapters."""
+HEADS = ("classifier", "score")
+"""New layers of classifiers, which peft trains whole beside the adapters."""
+TYPES = {
+    "ForCausalLM": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
+}  # fmt: skip
+"""peft's task types by the end of a class's name; others have none."""
+_ADAPTER = ".lora_"
+_ABOUT = (
+    "task_type", "base_model_name_or_path", "inference_mode", "revision", "peft_type", "auto_mapping",
+    "fan_in_fan_out", "peft_version",
+)  # fmt: skip
+"""Keys of peft's configuration that say nothing of the adapter, or that follow from the model."""
+
+
+def with_adapters(module: nn.Module, spec: LoraSpec) -> nn.Module:
+    """Put adapters into a model, in place; they and ``modules_to_save`` train, and nothing else does.
+
+    Raises:
+        SpecError: peft is not installed, or the model has no such layers.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise SpecError("model.lora", "needs peft, which is not installed", install("hf")) from None
+    whole = spec.modules_to_save
+    if whole is None:
+        whole = [name for name in HEADS if isinstance(getattr(module, name, None), nn.Module)]
+    kind = next((kind for end, kind in TYPES.items() if type(module).__name__.endswith(end)), None)
+    config = LoraConfig(
+        r=spec.r, lora_alpha=spec.lora_alpha, lora_dropout=spec.lora_dropout, target_modules=spec.target_modules,  # type: ignore[arg-type]
+        use_rslora=spec.use_rslora, modules_to_save=whole or None, task_type=kind,
+    )  # fmt: skip
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft then sets what the layer needs
+            return inject_adapter_in_model(config, module)
+    except ValueError as error:
+        fix = "name layers of the model, or give all-linear"
+        raise SpecError("model.lora.target_modules", str(error).partition(".\n")[0], fix) from None
+
+
+def base_of(model: Any) -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
+    """Take a ``peft.PeftModel`` apart: return transformers' model, its state without adapters, and ``model.lora``.
+
+    Raises:
+        SpecError: the adapter is not LoRA, has options that ``model.lora`` lacks, or has been trained.
+    """
+    from peft import LoraConfig
+
+    config = next(iter(model.peft_config.values()))
+    if len(model.peft_config) != 1 or type(config) is not LoraConfig:
+        raise SpecError("model", "its adapters are not one of LoRA", "give a model with one LoRA adapter")
+    mine, plain = config.to_dict(), LoraConfig().to_dict()  # type: ignore[no-untyped-call]
+    other = [key for key, value in mine.items() if value != plain[key] and key not in (*LoraSpec.model_fields, *_ABOUT)]
+    if other:
+        known = ", ".join(LoraSpec.model_fields)
+        raise SpecError("model", f"its adapter sets {', '.join(sorted(other))}", f"use {known}")
+    base = model.get_base_model()
+    state = base.state_dict()
+    if any(bool(value.any()) for name, value in state.items() if ".lora_B." in name):
+        why = "its adapters have been trained, and a run begins with new ones"
+        raise SpecError("model", why, "merge them first: model.merge_and_unload()")
+    beside = (_ADAPTER, ".modules_to_save.")
+    kept = {without_adapters(name): value for name, value in state.items() if not any(part in name for part in beside)}
+    lora = {key: mine[key] for key in LoraSpec.model_fields if mine[key] is not None}
+    return base, kept, {key: sorted(value) if isinstance(value, set) else value for key, value in lora.items()}
+
+
+def without_adapters(name: str) -> str:
+    """Return the name that a parameter has in the model without adapters.
+
+    >>> without_adapters("h.0.attn.c_attn.base_layer.weight")
+    'h.0.attn.c_attn.weight'
+    """
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, ".")
+    return name
+
+
+class AdapterValues:
+    """Start values of a model with adapters, from those that its constructor draws.
+
+    peft moves an adapter to the device of the layer that it belongs to, which is the meta device where a stage does not
+    read that layer's weight from its constructor. So the constructor makes that weight too.
+    """
+
+    def __init__(self, constructed: StartValues) -> None:
+        self.constructed = constructed
+
+    def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
+        """Return the values as ``StartValues`` does."""
+        layers = {f"{name.partition(_ADAPTER)[0]}.base_layer.weight" for name in parameters if _ADAPTER in name}
+        found = self.constructed.read({*parameters, *layers}, buffers, seed)
+        return {name: value for name, value in found.items() if name not in layers or name in parameters}
+
+
+def save_adapters(module: nn.Module, folder: Path, base: str) -> None:
+    """Write the adapters of a model so that ``peft.PeftModel.from_pretrained`` opens them.
+
+    Args:
+        module: a model with adapters, all of it in memory.
+        folder: an empty directory.
+        base: type or directory of the model without adapters.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    holder: Any = module
+    config = copy(holder.peft_config["default"])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(str(folder))
+    state = get_peft_model_state_dict(module, save_embedding_layers=False)
+    named = {f"base_model.model.{name}": value.contiguous() for name, value in state.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,154 @@
+"""A second stream of work on one device: a CUDA stream of lower priority, or a thread where kernels run in the call.
+
+Work is queued behind all that the main stream has been given so far, and the main stream waits for it only where it is
+told to. On a GPU the host never waits.
+
+Source: Oh et al. 2022 (OOO backprop), sections 4.1 and 6 (a light-weight sub-stream with events between the streams).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from raypipe.models.host_copies import runs_behind
+
+Work = Callable[[], None]
+MAIN_PRIORITY, SIDE_PRIORITY = -1, 0
+"""CUDA's, where smaller is more urgent; the default stream has 0, so a main stream of its own is needed."""
+
+
+class Done(Protocol):
+    """The end of work on the second stream."""
+
+    def wait(self) -> None:
+        """Let the main stream wait for it; raises what the work has raised, where that is known."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+
+
+class SideStream(Protocol):
+    """The second stream of a device."""
+
+    def run(self, work: Work, keep: Sequence[object] = ()) -> Done:
+        """Queue work behind what the main stream has been given so far, and behind earlier work of this stream.
+
+        ``keep``: what it reads, which must live until then.
+        """
+
+    def close(self) -> None:
+        """Let go of everything; work that has not begun is dropped."""
+
+
+def side_stream(device: torch.device) -> SideStream:
+    """Return a second stream of a device."""
+    return DeviceStream(device) if runs_behind(device) else ThreadStream()
+
+
+class ThreadStream:
+    """A thread: torch's kernels let go of Python's lock, so those of two threads run at the same time."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="raypipe-side-stream")
+
+    def run(self, work: Work, keep: Sequence[object] = ()) -> Done:
+        """See SideStream.run."""
+        return _ThreadDone(self._pool.submit(_without_gradients, work))
+
+    def close(self) -> None:
+        """See SideStream.close."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _without_gradients(work: Work) -> None:
+    with torch.no_grad():
+        work()
+
+
+class _ThreadDone:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """See Done.wait."""
+        self._future.result()
+
+    def synchronize(self) -> None:
+        """See Done.synchronize."""
+        self._future.result()
+
+
+def make_stream(device: torch.device) -> Any:
+    """Return a stream of lower priority than the main one."""
+    return torch.cuda.Stream(device, priority=SIDE_PRIORITY)  # type: ignore[no-untyped-call]
+
+
+def make_event() -> Any:
+    """Return an event that takes no times."""
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream that kernels are being launched on."""
+    return torch.cuda.current_stream(device)
+
+
+def use(stream: Any) -> AbstractContextManager[object]:
+    """Launch kernels on a stream inside the block."""
+    return torch.cuda.stream(stream)
+
+
+def prefer_main_stream(device: torch.device) -> None:
+    """Compute on a stream that goes before a second one, from now on; does nothing without a GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=MAIN_PRIORITY))  # type: ignore[no-untyped-call]
+
+
+class DeviceStream:
+    """A stream of a device that works off what the host has launched.
+
+    What work reads lives until the device has come to its end: torch's allocator would give memory of the main stream
+    that the host has let go of to the main stream's next kernel, while the second stream still reads it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, make_stream(device)
+        self._kept: deque[tuple[Any, Sequence[object]]] = deque()
+
+    def run(self, work: Work, keep: Sequence[object] = ()) -> Done:
+        """See SideStream.run."""
+        while self._kept and self._kept[0][0].query():
+            self._kept.popleft()
+        begin, end = make_event(), make_event()
+        begin.record(current_stream(self._device))
+        self._stream.wait_event(begin)
+        with use(self._stream), torch.no_grad():
+            work()
+        end.record(self._stream)
+        self._kept.append((end, keep))
+        return _DeviceDone(self._device, end)
+
+    def close(self) -> None:
+        """See SideStream.close."""
+        if self._kept:
+            self._kept[-1][0].synchronize()
+        self._kept.clear()
+
+
+class _DeviceDone:
+    def __init__(self, device: torch.device, end: Any) -> None:
+        self._device, self._end = device, end
+
+    def wait(self) -> None:
+        """See Done.wait."""
+        current_stream(self._device).wait_event(self._end)
+
+    def synchronize(self) -> None:
+        """See Done.synchronize."""
+        self._end.synchronize()

@@ -1,0 +1,116 @@
+"""Adapters of peft: trained in stages as in a plain loop over peft's own model, and written so that peft opens them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from raypipe.data import Corpus, known_fields, prepare_data
+from raypipe.errors import SpecError
+from raypipe.export import export
+from raypipe.job.load import job_from
+from raypipe.job.spec import JobSpec
+from raypipe.launch.run_directory import RECORD
+from raypipe.models import build_model
+from raypipe.trained import load_hugging_face
+from tests.runtime.runs.small_runs import drive
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+STEPS = 5
+TINY = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 32, "use_cache": False,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved Llama with random weights."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "base"
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **TINY)).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def job_with(base: Path, text: Path, lora: dict[str, object], **parallel: object) -> JobSpec:
+    return job_from(
+        {
+            "name": "adapters", "model": {"hf": str(base), "sequence": 16, "lora": lora},
+            "data": {"type": "bytes", "path": str(text)},
+            "train": {
+                "steps": STEPS, "batch": 8, "lr": 0.001, "seed": 3, "dtype": "float64", "eval_batches": 1,
+                "checkpoint_every": STEPS, "clip": 1.0,
+            },
+            "parallel": {"schedule": "zb-h1", "stages": 2, "microbatch": 2, **parallel},
+        }
+    )  # fmt: skip
+
+
+def plain_losses(job: JobSpec, base: Path, data: Path) -> tuple[list[float], torch.nn.Module]:
+    """Losses of the same steps of peft's own model, from the adapters that the stages start with."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    model = peft.get_peft_model(model, peft.LoraConfig(**LORA, task_type="CAUSAL_LM"))
+    built = build_model(job, known_fields(data))
+    starts = built.build_stage(range(built.count), seed=3).named()
+    with torch.no_grad():
+        for name, parameter in model.get_base_model().named_parameters():
+            parameter.copy_(starts[name])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=job.train.lr, weight_decay=job.train.weight_decay)
+    corpus, losses = Corpus.open(data), []
+    for step in range(STEPS):
+        tokens, targets = corpus.samples("train", 3, step, 0, 8, 8)
+        loss = torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.runs
+def test_stages_train_adapters_as_peft_does_and_peft_opens_them(base, text_folder, stage_pool, tmp_path) -> None:
+    job = job_with(base, text_folder, LORA)
+    done = drive(job, stage_pool, tmp_path / "run")
+    expected, plain = plain_losses(job, base, tmp_path / "run" / "data")
+    assert done.losses == pytest.approx(expected, abs=1e-9, rel=0)
+    assert expected[-1] != expected[0]
+    (tmp_path / "run" / RECORD).write_text(job.model_dump_json())
+    out = export(tmp_path / "run", tmp_path / "out")
+    assert {file.name for file in out.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    opened = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), out)
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        logits = plain.to(torch.float32)(tokens).logits
+        assert torch.allclose(opened(tokens).logits, logits, atol=1e-5)
+        _, module = load_hugging_face(tmp_path / "run", job, job.model)
+        assert torch.equal(module(tokens).logits, opened(tokens).logits)
+        bare = transformers.AutoModelForCausalLM.from_pretrained(base)
+        assert not torch.allclose(bare(tokens).logits, logits, atol=1e-5), "the adapters do nothing"
+
+
+def test_only_adapters_train_and_the_base_is_what_was_saved(base, text_folder, tmp_path) -> None:
+    job = job_with(base, text_folder, LORA)
+    prepare_data(job, build_model(job, None).task, tmp_path)
+    model = build_model(job, known_fields(tmp_path))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64).state_dict()
+    for layers in (range(model.count // 2), range(model.count // 2, model.count)):
+        for name, parameter in model.build_stage(layers, seed=0).named().items():
+            assert parameter.requires_grad is (".lora_" in name), name
+            if not parameter.requires_grad:
+                assert torch.equal(parameter, saved[name.replace(".base_layer", "")]), name
+
+
+def test_a_layer_that_the_model_lacks_is_one_error(base, text_folder) -> None:
+    job = job_with(base, text_folder, {"target_modules": ["c_attn"]})
+    with pytest.raises(SpecError, match=r"model\.lora\.target_modules: .*c_attn"):
+        build_model(job, None)
