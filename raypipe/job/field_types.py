@@ -10,6 +10,8 @@ MOST = 2**53
 """Largest whole number: above it, floats, which JSON readers and costs use, are no longer exact."""
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
+CountKey = Annotated[int, Field(ge=0, le=MOST, strict=False)]
+"""A ``Count`` that is a key; keys of JSON are text."""
 MOST_DEVICES = 100_000
 """More devices than in any cluster that has run Ray. Every device's order is built before a run starts."""
 Devices = Annotated[int, Field(ge=1, le=MOST_DEVICES)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from raypipe.job.field_types import Count, Positive, ReduceDtype, Spec, WireDtype
+from raypipe.job.field_types import Count, CountKey, Positive, ReduceDtype, Spec, WireDtype
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.passes.sync import BY_LAYER
@@ -87,7 +87,7 @@ class ParallelSpec(Spec):
     where ``memory_cap_mb`` limits it. null: each stage's is chosen from measured times after 8 steps, among those that
     fit ``memory_cap_mb``, or else the worker's share of its host's memory, and taken back after 16 where steps have not
     become shorter."""
-    side_stream: dict[Count, Count] | None = None
+    side_stream: dict[CountKey, Count] | None = None
     """On one device: run weight gradients and updates on a second stream beside forwards and input gradients, as
     ``raypipe regions`` plans it (multi-region joint scheduling). Per stage whose weight gradient runs beside the next
     step's forward, the stage before whose forward it begins; ``{}``: all run in the backward, where the order has them.

@@ -2,7 +2,8 @@
 
     python -m tests.bench.runtime.soak [--minutes 30] [--warm-up 5] [--every 60] [--checkpoint-every 300] [--json FILE]
 
-Two stages in two copies; a random worker is killed (SIGKILL) every ``--every`` seconds and replaced in place. Every few
+Two stages in two copies; a random worker is killed (SIGKILL) every ``--every`` seconds, until two such times before the
+end, and replaced in place. Every few
 seconds the bench reads the memory that each process has to itself (USS, MiB) of the driver and of the workers that have
 lived for half a minute, their open files, the number of processes below Ray, and what is in /dev/shm beside Ray's own.
 Prints their medians in the first and the last third of the time after the warm-up. Exit status 1 if memory has grown by
@@ -146,14 +147,14 @@ def main() -> int:
         watch = Watch(directory)
         process = train(job, directory, "--set", f"train.checkpoint_every={args.checkpoint_every}")
         kills, due, looked = 0, time.monotonic() + args.every, 0.0
-        began = time.monotonic()
-        while process.poll() is None and time.monotonic() < began + 60 * args.minutes:
+        ends = time.monotonic() + 60 * args.minutes
+        while process.poll() is None and time.monotonic() < ends:
             time.sleep(0.2)
             now = time.monotonic()
             if now > looked + SAMPLE_S:
                 looked = now
                 watch.look()
-            if now > due and newest(directory) > 3 and len(events(directory, "recovered")) == kills:
+            if due < now < ends - 2 * args.every and newest(directory) > 3 and len(events(directory, "recovered")) == kills:
                 with suppress(ProcessLookupError):
                     os.kill(random.choice(pids_of(directory)), signal.SIGKILL)
                     kills += 1

@@ -10,7 +10,7 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.job.load import job_from
-from raypipe.plan.plan import build_schedule
+from raypipe.plan.plan import Plan, build_schedule
 from raypipe.plan.regions.as_plan import held_until, order_of, plan_of
 from raypipe.plan.regions.joint import Joint, assign, joint_schedule
 from raypipe.plan.regions.profile import load_regions
@@ -53,6 +53,7 @@ def test_every_plan_builds_and_verifies() -> None:
         plan = plan_of(job(len(profile.layers)), profile, joint)
         assert build_schedule(plan, 4).devices == 1
         assert (plan.parallel.side_stream is not None) == joint.gains
+        assert Plan.model_validate_json(plan.text()).parallel == plan.parallel
 
 
 def test_without_a_gain_the_plan_has_one_stream() -> None:
