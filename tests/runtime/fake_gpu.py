@@ -52,6 +52,20 @@ class OnDevice(Tensor):
     def __init__(self, value: Tensor, device: torch.device) -> None:
         pass
 
+    @property
+    def data(self) -> Any:
+        """See ``torch.Tensor.data``."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, new: OnDevice) -> None:
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.value = new.value
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of the values, so that it can be freed and filled again."""
+        return self.value.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert FakeGpu.current is not None

@@ -1,16 +1,25 @@
-"""Runs training steps on a fake GPU and on the CPU; prints both losses and norms, and where the host waited, as JSON.
+"""Runs training steps on fake GPUs and on the CPU; prints both losses and norms, and where hosts waited, as JSON.
 
 ``python -m tests.runtime.host_waits CASE``: one of ``CASES``, or ``planted``.
+
+A sharded case has two fake GPUs, each in a process of its own and with one data-parallel copy; Gloo carries their
+collectives. A wait for one of these is none of the host: as with NCCL, it is the device's stream that would wait.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from raypipe.job import GptSpec
 from raypipe.job.load import load_job
@@ -18,17 +27,22 @@ from raypipe.models import DTYPES, GptLayers, host_copies
 from raypipe.runtime.clocks import clock
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.late import side_stream
+from raypipe.runtime.shard.device_shards import divide, shard_groups
+from raypipe.runtime.shard.sharded_stage import ShardedStage
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.step import StepResult, StepSettings
+from raypipe.runtime.transport.interfaces import GLOO
+from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.update.device_norm import DeviceShares
-from raypipe.runtime.update.gradients import GradientSync, TiedHolders
+from raypipe.runtime.update.gradients import GradientSync, TiedHolders, shared_groups
 from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import Program, programs
-from raypipe.schedule.passes import add_updates
+from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
+from raypipe.schedule.verify import verify
 from tests.runtime.fake_gpu import FakeGpu
 from tests.runtime.runs.one_device import even_cut, order
 
@@ -36,6 +50,8 @@ STEPS = 6
 STEADY = 2
 """Steps before the host's waits count: the first ones make optimizer state and meet the sites of dropout."""
 BATCH, MICROBATCH = 8, 2
+COPIES = 2
+"""Data-parallel copies of a sharded case."""
 
 
 @dataclass
@@ -62,7 +78,14 @@ CASES: dict[str, dict[str, Any]] = {
     "side-stream": {"clip": None, "side": {}},
     "side-stream-held": {"clip": None, "side": {1: 0, 2: 1}},
     "sgd": {"optimizer": "sgd", "lr": 0.1, "clip": 0.5},
+    "zero3": {"shard": 3},
+    "zero3-gathered-often": {"shard": 3, "gather": "microbatch", "clip": 1e-3},
+    "zero2-split-backward": {"shard": 2, "split": True, "clip": None},
 }
+
+
+Found = tuple[list[Any], list[Any], list[Any]]
+"""What ``on_gpu`` returns."""
 
 
 def side_order(stages: int, microbatches: int, held: dict[int, int]) -> str:
@@ -78,11 +101,17 @@ def side_order(stages: int, microbatches: int, held: dict[int, int]) -> str:
     return "device 0: " + " ".join(tasks)
 
 
-def executor(device: torch.device, how: dict[str, Any]) -> tuple[Executor, Program, Any]:
-    """The quickstart job's model and training settings with shorter sequences, in two stages on one device."""
+def executor(
+    device: torch.device, how: dict[str, Any], shares: Shares | DeviceShares, copy: int | None = None
+) -> tuple[Executor, Program, Any]:
+    """The quickstart job's model and training settings with shorter sequences, in two stages on one device.
+
+    ``copy``: the number of the data-parallel copy that it has; None for the whole mini-batch, and no shards.
+    """
     job = load_job("jobs/quickstart.yaml")
     how = {"batch": BATCH, "steps": STEPS, "sequence": 16, "dtype": "float64", **how}
     shape = {name: how.pop(name) for name in ("split", "recompute", "pairs") if name in how}
+    level, gather = how.pop("shard", 0), how.pop("gather", "unit")
     sequence, microbatches = how.pop("sequence"), how["batch"] // MICROBATCH
     train = job.train.model_copy(update=how)
     side = how.pop("side", None)
@@ -92,40 +121,68 @@ def executor(device: torch.device, how: dict[str, Any]) -> tuple[Executor, Progr
     assert spec.dropout > 0
     model = GptLayers(spec, dtype)
     cut = even_cut(model, 2 if side is None else 4)
-    text = order(2, microbatches, **{"split": False} | shape) if side is None else side_order(4, microbatches, side)
-    schedule = add_updates(from_text(text))
-    split = shape.get("split", side is not None)
+    own, copies = (0, 1) if copy is None else (copy, COPIES)
+    count, split = microbatches // copies, shape.get("split", side is not None)
+    text = order(2, count, **{"split": False} | shape) if side is None else side_order(4, count, side)
+    schedule = replicate(from_text(text), copies)
+    if copy is not None:
+        schedule = place_gradient_sync(shard(schedule, level, gather=gather, copies=copies), "lazy")
+    schedule = add_updates(schedule)
+    verify(schedule)
     stages = [StageModule(model, part, train.seed, device, split) for part in cut]
-    modules = {(s, 0): stage for s, stage in enumerate(stages)}
+    modules = {(s, own): stage for s, stage in enumerate(stages)}
     tied = tuple(
-        TiedHolders(g.name, tuple(name for _, name in g.parameters), (0,), g.parameters[0][0]) for g in model.tied
+        TiedHolders(g.name, tuple(name for _, name in g.parameters), tuple(range(copies)), g.parameters[0][0])
+        for g in model.tied
     )
+    wanted = shared_groups(schedule.placement, tied, True) | shard_groups(schedule.sharding, schedule.placement)
+    groups = create_groups(wanted, "gloo") if copy is not None else {}
+    shards = divide(modules, schedule.sharding, schedule.placement, tied, groups)
+    assert set(shards.stages) == (set(modules) if copy is not None else set())
+    dims = {piece: n for stage in shards.stages.values() for piece, n in stage.dims.items()}
     fields = {name for stage in stages for name in stage.reads}
     settings = StepSettings(
         seed=train.seed, microbatches=microbatches, samples_per_microbatch=MICROBATCH, clip=train.clip,
-        update="auto", timeout_s=10.0, autocast=autocast, device=device, side_stream=side,
+        update="auto" if copy is None else "wait", timeout_s=10.0, autocast=autocast, device=device, side_stream=side,
     )  # fmt: skip
     feed = Feed(Noise(spec), model.task, fields, train.seed, train.batch, MICROBATCH, device, dtype)
     made = Executor(
-        settings, modules, {key: make_optimizer(train, m.trained.values()) for key, m in modules.items()},
-        model.task, feed, GradientSync(0, modules, schedule.placement, tied, {}),
-        Shares(None) if device.type == "cpu" else DeviceShares(None), {}, {}, StageIOSpecs(model, cut, MICROBATCH), {},
+        settings, modules,
+        {
+            key: make_optimizer(train, updated(m, shards.stages.get(key)), lambda p: dims.get(p, p.dim()))
+            for key, m in modules.items()
+        },
+        model.task, feed, GradientSync(own, modules, schedule.placement, tied, groups, sharded=shards.stages),
+        shares, {}, {}, StageIOSpecs(model, cut, MICROBATCH), {}, shards,
     )  # fmt: skip
-    (program,) = programs(schedule)
-    return made, program, train
+    return made, programs(schedule)[own], train
+
+
+def updated(module: StageModule, divided: ShardedStage | None) -> list[torch.nn.Parameter]:
+    """What the optimizer of a stage updates: whole parameters, and this device's pieces of divided ones."""
+    if divided is None:
+        return list(module.trained.values())
+    return [*(p for name, p in module.trained.items() if name not in divided.names), *divided.pieces]
 
 
 def numbers(result: StepResult) -> list[float]:
     return [result.loss_sum, result.norm_squared, result.samples]
 
 
-def main(how: dict[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(1)
+def on_gpu(
+    how: dict[str, Any], copy: int | None = None, meet: Path | None = None
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Per step the numbers of one fake GPU, which come during the next one, and where its host waited; its races."""
     with FakeGpu() as gpu:
         host_copies.pinned, clock.timing_event = gpu.pin, gpu.event
+        shares = DeviceShares(None)
+        if copy is not None:
+            os.environ[GLOO] = "lo"
+            dist.init_process_group("gloo", store=dist.FileStore(str(meet), COPIES), rank=copy, world_size=COPIES)
+            shares = DeviceShares(dist.group.WORLD, gpu.event)
         side_stream.make_stream, side_stream.make_event, side_stream.use = gpu.new_stream, gpu.event, gpu.use
         side_stream.current_stream = lambda device: gpu.stream
-        runner, program, train = executor(gpu.device, how)
+        runner, program, train = executor(gpu.device, how, shares, copy)
         late, counts, before = [], [], None
         for step in range(STEPS):
             gpu.sites.clear()
@@ -138,11 +195,33 @@ def main(how: dict[str, Any]) -> dict[str, Any]:
         assert before is not None
         gpu.advance(before[1])
         late.append(numbers(before[0].result()))
+    return late, counts, gpu.races
+
+
+def on_gpus(how: dict[str, Any]) -> list[Found]:
+    """What each of a sharded case's fake GPUs has; torch allows one per process."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(COPIES, multiprocessing.get_context("fork")) as pool,
+    ):
+        runs = [pool.submit(on_gpu, how, copy, Path(folder) / "store") for copy in range(COPIES)]
+        return [run.result() for run in runs]
+
+
+def main(how: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    found = on_gpus(how) if "shard" in how else [on_gpu(how)]
     # After the device: autograd starts its threads, one per device, with the first backward.
-    runner, program, train = executor(torch.device("cpu"), how)
+    runner, program, train = executor(torch.device("cpu"), how, Shares(None))
     plain = [numbers(runner.run(program, step, learning_rate(train, step))) for step in range(STEPS)]
+    totals = [
+        [sum(parts) for parts in zip(*step, strict=True)] for step in zip(*(late for late, *_ in found), strict=True)
+    ]
+    waits = [
+        [site for sites in step for site in sites] for step in zip(*(counts for _, counts, _ in found), strict=True)
+    ]
     runner.close()
-    return {"cpu": plain, "gpu": late, "waits": counts, "races": gpu.races}
+    return {"cpu": plain, "gpu": totals, "waits": waits, "races": [race for *_, races in found for race in races]}
 
 
 def planted_races() -> list[int]:

@@ -13,15 +13,20 @@ calls. The actor passes on what it need not understand, so it imports no torch e
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import os
 import pickle
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -46,7 +51,9 @@ class Pickled:
 
 
 class DeviceProcesses:
-    """Starts the processes of emulated devices, and calls them.
+    """Starts the processes of emulated devices, and calls them: as an actor of Ray's, many of them with one call.
+
+    A device's calls run in the order in which they are started. A thread reads the answers of all devices.
 
     Args:
         workers: per device, the arguments of its ``EmulatedWorker``: rank, title, and its node's id and address.
@@ -65,23 +72,89 @@ class DeviceProcesses:
             their.close()
         for connection, arguments in zip(self._connections, workers, strict=True):
             connection.send(arguments)
+        self._lock = threading.Lock()
+        self._called: list[deque[Future[Pickled]]] = [deque() for _ in workers]
+        """Per device, the calls that it has not answered."""
+        self._ended: set[int] = set()
+        self._turn = 0
+        self._early: dict[int, asyncio.Event] = {}
+        threading.Thread(target=self._read, name="raypipe-devices", daemon=True).start()
+
+    def start(self, device: int, request: bytes) -> Future[Pickled]:
+        """Call a device's worker, ``request`` being the pickled name of a method and its arguments. One thread does so.
+
+        Returns what will have the answer, or the error that was raised: RunError if the device's process has ended.
+        """
+        answer: Future[Pickled] = Future()
+        with self._lock:
+            self._called[device].append(answer)
+            ended = device in self._ended
+        if ended:
+            self._end(device)
+        else:
+            with suppress(OSError):  # its process has ended, as the thread will see
+                self._connections[device].send_bytes(request)
+        return answer
 
     def call(self, device: int, request: bytes) -> Pickled:
-        """Call a device's worker, ``request`` being the pickled name of a method and its arguments; raise its errors.
+        """As ``start``, but wait for the answer and return it, or raise the error."""
+        return self.start(device, request).result()
+
+    async def calls(self, turn: int, requests: Sequence[tuple[int, bytes]]) -> Any:
+        """Call several devices, each with a request of its own; return their answers in this order.
+
+        Args:
+            turn: number of this call of ``calls``, from 0. Ray may begin calls of an actor in another order.
+            requests: pairs of a device and what ``start`` takes.
+
+        Returns:
+            The answers; of one device, its answer alone, as Ray wants it.
 
         Raises:
-            RunError: the device's process has ended.
+            RunError: a device's process has ended.
         """
-        try:
-            self._connections[device].send_bytes(request)
-            answer = self._connections[device].recv_bytes()
-        except (EOFError, ConnectionError):
-            raise RunError(
-                self._titles[device], "its process has ended", "see whether the node ran out of memory"
-            ) from None
-        if answer[:1] == RAISED:
-            raise pickle.loads(answer[1:])
-        return Pickled(answer[1:])
+        if turn != self._turn:
+            event = self._early[turn] = asyncio.Event()
+            await event.wait()
+        started = [self.start(*request) for request in requests]
+        self._turn += 1
+        if self._turn in self._early:
+            self._early.pop(self._turn).set()
+        answers = await asyncio.gather(
+            *map(asyncio.wrap_future, started)
+        )  # the first error, not that of the first device
+        return answers if len(answers) > 1 else answers[0]
+
+    def _read(self) -> None:
+        """Hand every answer to the oldest open call of its device."""
+        with selectors.DefaultSelector() as selector:
+            for device, connection in enumerate(self._connections):
+                selector.register(connection, selectors.EVENT_READ, device)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    try:
+                        answer = self._connections[key.data].recv_bytes()
+                    except (EOFError, OSError):
+                        selector.unregister(key.fileobj)
+                        self._end(key.data)
+                        continue
+                    with self._lock:
+                        called = self._called[key.data].popleft()
+                    if answer[:1] == RAISED:
+                        called.set_exception(pickle.loads(answer[1:]))
+                    else:
+                        called.set_result(Pickled(answer[1:]))
+
+    def _end(self, device: int) -> None:
+        """Fail the open calls of a device whose process has ended."""
+        with self._lock:
+            self._ended.add(device)
+            left = list(self._called[device])
+            self._called[device].clear()
+        for called in left:
+            called.set_exception(
+                RunError(self._titles[device], "its process has ended", "see whether the node ran out of memory")
+            )
 
 
 def serve(connection: Connection) -> None:
@@ -113,8 +186,9 @@ def fork_devices(sockets: Sequence[int]) -> None:
     """Fork a process for each socket, and end them when standard input ends."""
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)  # Ray starts processes at niceness 15
-    import raypipe.runtime.emulation.emulated_worker  # noqa: F401
+    import raypipe.runtime.emulation.emulated_worker as emulation
 
+    emulation.set_up_device()  # what it loads and sets, devices have from here
     gc.freeze()  # a collection in a device would write to the pages of what is imported, and so copy them
     children = []
     for number, one in enumerate(sockets):

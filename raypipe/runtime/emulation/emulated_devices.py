@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import ray
@@ -25,11 +25,24 @@ class _Call:
     remote: Callable[..., Any]
 
 
+class EmulatedNode:
+    """The actor of the devices of one node."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self._turns = count()
+
+    def calls(self, requests: Sequence[tuple[int, bytes]]) -> list[Any]:
+        """See DeviceProcesses.calls; return one reference per request."""
+        refs = self.actor.calls.options(num_returns=len(requests)).remote(next(self._turns), requests)
+        return refs if len(requests) > 1 else [refs]
+
+
 class EmulatedDevice:
     """The handle of one device, used as that of an actor of its own; calls run one after another."""
 
-    def __init__(self, node: Any, number: int) -> None:
-        self._node, self._number = node, number
+    def __init__(self, node: EmulatedNode, number: int) -> None:
+        self.node, self.number = node, number
 
     def __getattr__(self, method: str) -> _Call:
         if method.startswith("_"):
@@ -37,8 +50,7 @@ class EmulatedDevice:
         return _Call(partial(self._call, method))
 
     def _call(self, method: str, *arguments: object) -> Any:
-        in_order = self._node.call.options(concurrency_group=_group(self._number))
-        return in_order.remote(self._number, pickle.dumps((method, arguments)))
+        return self.node.calls([(self.number, pickle.dumps((method, arguments)))])[0]
 
 
 @dataclass(slots=True)
@@ -51,6 +63,23 @@ class EmulatedDevices(WorkerGroup):
     def processes(self) -> list[Any]:
         """See WorkerGroup.processes."""
         return self.nodes
+
+    def call(self, method: str, *args: object) -> list[Any]:
+        """See WorkerGroup.call."""
+        return self._calls([pickle.dumps((method, args))] * len(self.actors))
+
+    def call_each(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+        """See WorkerGroup.call_each."""
+        return self._calls([pickle.dumps((method, args)) for args in arguments])
+
+    def _calls(self, requests: Sequence[bytes]) -> list[Any]:
+        """Send each device its request, with one call per node: a hundred calls would take Ray a second of CPU time."""
+        refs: list[Any] = []
+        pairs = zip(self.actors, requests, strict=True)
+        for _, found in groupby(pairs, key=lambda pair: id(pair[0].node)):  # a node's ranks follow one another
+            together = list(found)
+            refs += together[0][0].node.calls([(device.number, request) for device, request in together])
+        return self.note(refs)
 
 
 def start_emulated_devices(
@@ -69,7 +98,7 @@ def start_emulated_devices(
             ranks = list(found)
             workers = [(rank, titles[rank], at[rank].node, at[rank].address) for rank in ranks]
             node = (
-                ray.remote(concurrency_groups={_group(number): 1 for number in range(len(ranks))})(DeviceProcesses)
+                ray.remote(DeviceProcesses)
                 .options(
                     name=f"{len(ranks)} emulated devices · {place.run_id}",
                     scheduling_strategy=place.strategy(at[ranks[0]].number),
@@ -79,14 +108,10 @@ def start_emulated_devices(
                 .remote(workers)
             )
             devices.nodes.append(node)
-            devices.actors += [EmulatedDevice(node, number) for number in range(len(ranks))]
+            shared = EmulatedNode(node)
+            devices.actors += [EmulatedDevice(shared, number) for number in range(len(ranks))]
         devices.locate()
     except BaseException:
         devices.stop()  # the caller has no group yet that it could stop
         raise
     return devices
-
-
-def _group(number: int) -> str:
-    """Return the name of a device's concurrency group, which keeps its calls in order."""
-    return f"device {number}"

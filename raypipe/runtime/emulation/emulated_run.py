@@ -25,6 +25,7 @@ from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup
 from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
 from raypipe.runtime.shard.device_shards import dividing_group, same_shard_group, shard_groups
+from raypipe.runtime.transport.same_host.shared_memory import SMALLEST_RING
 from raypipe.runtime.update.gradients import shared_groups, stage_group
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
@@ -283,33 +284,31 @@ def _setup(workers: WorkerGroup, what: Rehearsal, faults: Mapping[int, DeviceFau
         groups=shared_groups(schedule.placement, ()) | shard_groups(schedule.sharding, schedule.placement),
         transport="auto",
         run_id=workers.run_id,
+        ring_bytes=SMALLEST_RING,  # a message is one number, which travels in the pipe
     )
     ways = parts(schedule)
     lowered = step_programs(schedule, ahead=what.norm == "optimistic")
     waits = collective_waits(schedule)
     groups = {part: collective_groups(one, topology.groups) for part, one in ways.items()}
     times = {part: [tuple(costs.durations(one, list(order))) for order in one.orders] for part, one in ways.items()}
-    ray.get(
-        [
-            actor.setup.remote(
-                EmulatedSetup(
-                    rank=rank,
-                    topology=topology,
-                    microbatches=schedule.microbatches,
-                    programs={part: rows[rank] for part, rows in lowered.items()},
-                    durations={part: rows[rank] for part, rows in times.items()},
-                    latency_s=costs.comm,
-                    seconds_per_message=what.seconds_per_message,
-                    waits=waits[rank],
-                    groups={part: rows[rank] for part, rows in groups.items()},
-                    norm=what.norm,
-                    clip_every=what.clip_every,
-                    faults=faults.get(rank, NO_FAULTS),
-                )
-            )
-            for rank, actor in enumerate(workers.actors)
-        ]
-    )
+    setups = [
+        EmulatedSetup(
+            rank=rank,
+            topology=topology,
+            microbatches=schedule.microbatches,
+            programs={part: rows[rank] for part, rows in lowered.items()},
+            durations={part: rows[rank] for part, rows in times.items()},
+            latency_s=costs.comm,
+            seconds_per_message=what.seconds_per_message,
+            waits=waits[rank],
+            groups={part: rows[rank] for part, rows in groups.items()},
+            norm=what.norm,
+            clip_every=what.clip_every,
+            faults=faults.get(rank, NO_FAULTS),
+        )
+        for rank in range(len(workers.actors))
+    ]
+    ray.get(workers.call_each("setup", [(one,) for one in setups]))
 
 
 def collective_groups(schedule: Schedule, groups: Collection[str]) -> list[tuple[str, ...]]:

@@ -232,6 +232,11 @@ def wait_until(moment: float) -> None:
         left = moment - time.monotonic()
 
 
+def set_up_device() -> None:
+    """Make the settings of a device's process."""
+    set_up_process(torch.device("cpu"))
+
+
 class EmulatedWorker:
     """What serves the calls for one emulated device, in a process of its own (``device_processes``)."""
 
@@ -239,7 +244,7 @@ class EmulatedWorker:
         self.rank, self.title, self.node = rank, title, Node(node, address)
         self.communicators: Communicators | None = None
         self.runner: EmulatedRunner | None = None
-        set_up_process(torch.device("cpu"))
+        set_up_device()
         gc.freeze()  # so that a garbage collection during a task does not scan torch's modules
 
     def locate(self) -> Location:

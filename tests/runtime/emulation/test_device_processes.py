@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import signal
@@ -68,6 +69,29 @@ def test_what_a_worker_raises_comes_back(processes) -> None:
     with pytest.raises(AttributeError, match="no_such"):
         called(processes, 0, "no_such")
     assert isinstance(called(processes, 0, "locate"), Location)
+
+
+@pytest.mark.slow
+def test_calls_begin_in_the_order_of_their_turns(processes, monkeypatch) -> None:
+    """Ray may begin an actor's calls in another order than that in which they were made."""
+    begun: list[int] = []
+    start = processes.start
+
+    def noted(device: int, request: bytes) -> object:
+        begun.append(device)
+        return start(device, request)
+
+    monkeypatch.setattr(processes, "start", noted)
+    locate = pickle.dumps(("locate", ()))
+
+    async def swapped() -> list[object]:
+        both, one = processes.calls(1, [(1, locate), (0, locate)]), processes.calls(0, [(0, locate)])
+        return await asyncio.gather(both, one)
+
+    both, one = pickle.loads(pickle.dumps(asyncio.run(swapped())))
+    assert begun == [0, 1, 0]
+    assert [place.peer.rank for place in both] == [1, 0]
+    assert one.peer.rank == 0
 
 
 @pytest.mark.slow
