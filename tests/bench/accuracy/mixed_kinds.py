@@ -63,7 +63,7 @@ class Case:
 
     def plan(self) -> Plan:
         """What the planner makes of it."""
-        job = make_job(LAYERS, BATCH, {"auto": True, **self.parallel}, clip=None)
+        job = make_job(LAYERS, BATCH, {"auto": True, "shard": "none", **self.parallel}, clip=None)
         return choose(job, self.profile(), search_s=self.search_s).plan
 
 
