@@ -14,6 +14,7 @@ from raypipe.errors import SpecError
 from raypipe.job import CapturedSpec, HfSpec, JobSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.models import StageBody, build_model
+from raypipe.models.sources.adapters import ORIGINAL
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.saved_values import Saved
 
@@ -73,7 +74,7 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace) -> Non
     """Fill the parameters from the checkpoint, and the buffers from it or, if it lacks them, from the initial model."""
     values = source.values(source.build)
     parameters = dict(module.named_parameters())  # tied parameters by their first name, as in checkpoints
-    unused = [name for name in parameters if f"param/{name}" not in checkpoint.files]  # beside layers that train whole
+    unused = [name for name in parameters if ORIGINAL in name]
     others = values.read(unused, (), 0) if unused else {}
     for name, parameter in parameters.items():
         value = others[name] if name in others else checkpoint.read([f"param/{name}"])[f"param/{name}"]

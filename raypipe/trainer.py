@@ -114,7 +114,7 @@ class PipelineTrainer:
         self._ray_callbacks = [callback for callback in others if _is_rays(callback)]
         self._early_stop = _early_stop([callback for callback in others if not _is_rays(callback)])
         self._model, self._train, self._eval, self._more = model, train_dataset, eval_dataset, job or {}
-        self._collator, self._resumes = data_collator, False
+        self._collator = data_collator
 
     def train(self, resume_from_checkpoint: bool = False) -> Result:
         """Train and return Ray Train's result (metrics, newest checkpoint, path).
@@ -151,15 +151,14 @@ class PipelineTrainer:
     def prepare(self, resume: bool = False) -> Prepared:
         """Create the run directory, write the data and make the plan: the part of ``train`` before Ray Train starts."""
         claim(self.directory, resume=resume)  # check the directory before writing into it
-        self._resumes = resume
-        data = {"type": "arrays", "path": str(self._write(self._train, "train"))}
+        data = {"type": "arrays", "path": str(self._write(self._train, "train", resume))}
         if self._eval is not None:
-            data["held_out"] = str(self._write(self._eval, "eval"))
+            data["held_out"] = str(self._write(self._eval, "eval", resume))
         return prepare_run(self._job(data), self.directory, resume=resume, say=_say)
 
-    def _write(self, rows: Rows, name: str) -> Path:
+    def _write(self, rows: Rows, name: str, resume: bool) -> Path:
         path = self.directory / "datasets" / f"{name}.npz"
-        if self._resumes and path.is_file():  # the order of the samples is a function of these rows
+        if resume and path.is_file():  # the order of the samples is a function of these rows
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         from raypipe.data import columns_of, flat

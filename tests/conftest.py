@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.ray_environment import LEAN
+from tests.ray_environment import LEAN, start_ray
 
 if TYPE_CHECKING:
     from raypipe.capture.captured import Captured
@@ -55,10 +54,7 @@ def local_ray() -> Iterator[None]:
 
     already = ray.is_initialized()
     if not already:
-        ray.init(
-            address="local", num_cpus=2 * DEVICES + 1, include_dashboard=False, log_to_driver=False,
-            logging_level=logging.ERROR, configure_logging=False, _node_ip_address="127.0.0.1",
-        )  # fmt: skip
+        start_ray(2 * DEVICES + 1)
     yield
     if not already:
         ray.shutdown()

@@ -1,7 +1,8 @@
-"""The environment of processes that tests start: it leads to no Ray of anybody else's."""
+"""Rays of tests and benches: the environment of processes that they start, and a Ray of this process's own."""
 
 from __future__ import annotations
 
+import logging
 import os
 
 LEAN = {
@@ -17,3 +18,14 @@ def without_ray(**settings: str) -> dict[str, str]:
     """This process's environment, but for Ray's own variables; ``settings`` are added."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return ours | LEAN | settings
+
+
+def start_ray(cpus: int) -> str:
+    """Start a Ray on loopback that ends with this process; return the address at which others join it."""
+    import ray
+
+    ray.init(
+        address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+        configure_logging=False, _node_ip_address="127.0.0.1",
+    )  # fmt: skip
+    return str(ray.get_runtime_context().gcs_address)

@@ -1,4 +1,4 @@
-"""``raypipe export``: write a trained Hugging Face model to a directory that transformers can load."""
+"""``raypipe export``: write a trained Hugging Face model for transformers to load, or its adapters for peft."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def export(
         typer.Option("--output", "-o", parser=named("--output"), help="Directory to write; it must be new or empty."),
     ],
 ) -> None:
-    """Write the model of the newest checkpoint (with train.load_best_at_end: the best) for from_pretrained."""
+    """Write the model of the newest checkpoint (with train.load_best_at_end: the best) for from_pretrained.
+
+    Of a run with model.lora, write the adapters, for peft.PeftModel.from_pretrained.
+    """
     from raypipe.export import export as write
 
     print(write(run_dir, output))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from raypipe.data import Corpus, known_fields, prepare_data
+from raypipe.checkpoint import commit, step_directory, write_shard
+from raypipe.data import Corpus, declared_fields, known_fields, prepare_data
 from raypipe.errors import SpecError
 from raypipe.export import export
 from raypipe.job.load import job_from
@@ -21,6 +23,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 STEPS = 5
+HEAD = "score.modules_to_save.default.weight"
 TINY = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 32, "use_cache": False,
@@ -108,6 +111,42 @@ def test_only_adapters_train_and_the_base_is_what_was_saved(base, text_folder, t
             assert parameter.requires_grad is (".lora_" in name), name
             if not parameter.requires_grad:
                 assert torch.equal(parameter, saved[name.replace(".base_layer", "")]), name
+
+
+def test_a_classifiers_head_trains_whole_and_is_written_too(tmp_path) -> None:
+    """From start values that are changed by hand, since how they train is shown above."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("llama", **TINY, num_labels=3, pad_token_id=0)
+    bare, base = transformers.AutoModelForSequenceClassification.from_config(config), tmp_path / "base"
+    bare.save_pretrained(base)
+    spec = {"hf": str(base), "lora": {"r": 2, "target_modules": ["q_proj"]}}
+    np.savez(tmp_path / "rows.npz", input_ids=np.arange(64).reshape(4, 16), labels=np.array([0, 1, 2, 1]))
+    job = job_from(
+        {
+            "name": "head", "model": spec, "data": {"type": "arrays", "path": str(tmp_path / "rows.npz")},
+            "train": {"steps": 1, "batch": 2}, "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 1},
+        }
+    )  # fmt: skip
+    run = tmp_path / "run"
+    model = build_model(job, declared_fields(job.data))
+    prepare_data(job, model.task, run / "data")
+    named = model.build_stage(range(model.count), seed=0).named()
+    assert sorted(name for name, one in named.items() if one.requires_grad and ".lora_" not in name) == [HEAD]
+    assert not [name for name in named if ".original_module." in name], "the layer that it replaces is not in the graph"
+    assert torch.equal(named[HEAD], bare.score.weight)
+    trained = {name: one.detach() + (0.5 if one.requires_grad else 0.0) for name, one in named.items()}
+    path = step_directory(run / "checkpoints", 1)
+    path.mkdir(parents=True)
+    commit(path, 1, [write_shard(path, "rank-0", {f"param/{name}": one for name, one in trained.items()})], {})
+    (run / RECORD).write_text(job.model_dump_json())
+    _, module = load_hugging_face(run, job, job.model)
+    out = export(run, tmp_path / "out")
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(base)
+    opened = peft.PeftModel.from_pretrained(again, out)
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        assert torch.equal(opened(tokens).logits, module(tokens).logits)
+        assert torch.equal(dict(opened.get_base_model().named_parameters())[HEAD], trained[HEAD])
 
 
 def test_a_layer_that_the_model_lacks_is_one_error(base, text_folder) -> None:

@@ -17,7 +17,9 @@ from raypipe.errors import SpecError, install
 from raypipe.job.model_spec import LoraSpec
 from raypipe.models.start_values import StartValues
 
-WRAPPERS = (".base_layer.", ".original_module.", ".modules_to_save.default.")
+ORIGINAL = ".original_module."
+"""In the names of parameters that peft keeps beside those of a layer that trains whole; no forward reads them."""
+WRAPPERS = (".base_layer.", ORIGINAL, ".modules_to_save.default.")
 """What peft adds to the names of parameters that the model has without adapters."""
 HEADS = ("classifier", "score")
 """New layers of classifiers, which peft trains whole beside the adapters."""

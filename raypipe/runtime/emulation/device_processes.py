@@ -96,10 +96,6 @@ class DeviceProcesses:
                 self._connections[device].send_bytes(request)
         return answer
 
-    def call(self, device: int, request: bytes) -> Pickled:
-        """As ``start``, but wait for the answer and return it, or raise the error."""
-        return self.start(device, request).result()
-
     async def calls(self, turn: int, requests: Sequence[tuple[int, bytes]]) -> Any:
         """Call several devices, each with a request of its own; return their answers in this order.
 
@@ -120,9 +116,8 @@ class DeviceProcesses:
         self._turn += 1
         if self._turn in self._early:
             self._early.pop(self._turn).set()
-        answers = await asyncio.gather(
-            *map(asyncio.wrap_future, started)
-        )  # the first error, not that of the first device
+        # Raises the first error that comes: devices before the failed one may wait for it until their time is over.
+        answers = await asyncio.gather(*map(asyncio.wrap_future, started))
         return answers if len(answers) > 1 else answers[0]
 
     def _read(self) -> None:

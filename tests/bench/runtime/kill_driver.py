@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import statistics
 import sys
@@ -19,8 +18,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-import ray
-
+from tests.ray_environment import start_ray
 from tests.runtime.runs.killing import CONTROLLER, DRIVER, JOB, run_killing
 
 
@@ -30,11 +28,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds as JSON")
     args = parser.parse_args()
-    ray.init(
-        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-        configure_logging=False, _node_ip_address="127.0.0.1",
-    )  # fmt: skip
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    os.environ["RAY_ADDRESS"] = start_ray(2)
     seconds: dict[str, list[float]] = {DRIVER: [], CONTROLLER: []}
     failed = 0
     with tempfile.TemporaryDirectory(prefix="raypipe-kill-") as folder:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import random
 import signal
@@ -34,6 +33,7 @@ from ray.util import list_named_actors
 
 from tests.bench.runtime.kill_driver import text_in
 from tests.bench.runtime.kill_workers import ended
+from tests.ray_environment import start_ray
 from tests.runtime.runs.killing import events, rows
 
 SHAPES = (
@@ -186,11 +186,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     random.seed(args.seed)
-    ray.init(
-        address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-        configure_logging=False, _node_ip_address="127.0.0.1",
-    )  # fmt: skip
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    os.environ["RAY_ADDRESS"] = start_ray(8)
     found: list[Run] = []
     restarted: list[float] = []
     with tempfile.TemporaryDirectory(prefix="raypipe-recover-") as name:

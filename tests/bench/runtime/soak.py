@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import random
 import signal
@@ -27,12 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-import ray
-
 from raypipe.observe.run_dir import ask_to_stop
 from tests.bench.runtime.kill_driver import text_in
 from tests.bench.runtime.kill_workers import ended
 from tests.bench.runtime.recoveries import JOB, RUN_S, alive, newest, pids_of, train
+from tests.ray_environment import start_ray
 from tests.runtime.runs.killing import DRIVER, descendants, events
 
 SAMPLE_S, SETTLED_S = 3.0, 30.0
@@ -132,11 +130,7 @@ def main() -> int:
     parser.add_argument("--checkpoint-every", type=int, default=300, help="steps; 300 are some 20 s on two cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples")
     args = parser.parse_args()
-    ray.init(
-        address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-        configure_logging=False, _node_ip_address="127.0.0.1",
-    )  # fmt: skip
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    os.environ["RAY_ADDRESS"] = start_ray(8)
     with tempfile.TemporaryDirectory(prefix="raypipe-soak-") as name:
         folder = Path(name)
         job, directory = folder / "job.yaml", folder / "run"

@@ -25,7 +25,7 @@ WAIT_S = 60.0
 
 def called(processes: DeviceProcesses, device: int, method: str, *arguments: object) -> object:
     """What the caller gets after it has come through Ray."""
-    return pickle.loads(pickle.dumps(processes.call(device, pickle.dumps((method, arguments)))))
+    return pickle.loads(pickle.dumps(processes.start(device, pickle.dumps((method, arguments))).result()))
 
 
 def gone(pid: int) -> bool:
@@ -110,7 +110,7 @@ def test_no_process_outlives_the_one_that_started_it(victim) -> None:
     code = (
         "import pickle, time; from raypipe.runtime.emulation.device_processes import DeviceProcesses; "
         f"d = DeviceProcesses({WORKERS!r}); "
-        "found = [pickle.loads(d.call(i, pickle.dumps(('locate', ()))).data) for i in (0, 1)]; "
+        "found = [pickle.loads(d.start(i, pickle.dumps(('locate', ()))).result().data) for i in (0, 1)]; "
         "print(d._forking.pid, *(one.pid for one in found), flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as actor:

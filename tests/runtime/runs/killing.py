@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.ray_environment import without_ray
+from tests.ray_environment import start_ray, without_ray
 
 DRIVER, CONTROLLER = "ray::RayTrainWorker", "ray::TrainController"
 JOB = """
@@ -122,15 +121,11 @@ def _wait(process: subprocess.Popen[str], there: Callable[[], bool], limit_s: fl
 
 
 def main() -> int:
-    import ray
 
     from raypipe.cli import run
 
     os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
-    ray.init(
-        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-        configure_logging=False, _node_ip_address="127.0.0.1",
-    )  # fmt: skip
+    start_ray(2)
     return run(sys.argv[1:])
 
 
