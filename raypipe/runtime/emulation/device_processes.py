@@ -37,7 +37,12 @@ PR_SET_PDEATHSIG = 1
 """Of ``man 2 prctl``: the signal that a process gets when its parent ends."""
 RETURNED, RAISED = b"+", b"-"
 """First byte of an answer; then comes what was returned, or raised, pickled."""
-THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RES_OPTIONS": "attempts:0"}
+"""Of a device's process: one thread, and no questions to a name server.
+
+torch's store looks up the name of the address that it connects to, for its log. A hundred processes that ask at the
+same time lose answers, and the C library asks again after 5 s; devices know one another by address and need no names.
+"""
 
 
 class Pickled:
@@ -66,7 +71,7 @@ class DeviceProcesses:
         theirs = [their.fileno() for _, their in pairs]
         self._forking = subprocess.Popen(
             [sys.executable, "-m", __name__, *map(str, theirs)], stdin=subprocess.PIPE, pass_fds=theirs,
-            env={**os.environ, **THREADS, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )  # fmt: skip
         for _, their in pairs:
             their.close()

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from raypipe.runtime.communicators import Communicators, Topology
+from raypipe.runtime.emulation.device_processes import ENVIRONMENT
 from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.interfaces import LOOPBACK
 from raypipe.runtime.transport.process_groups import in_rounds
@@ -82,6 +83,7 @@ def device(rank: int, topology: Topology, starts: Any, ends: Any, found: Any) ->
 
 def connect(devices: int, hosts: bool) -> str:
     """A row of the table of communicators."""
+    os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("fork")
     starts, ends, found = context.Event(), context.Event(), context.SimpleQueue()
     topology = topology_of(replicate(pipeline(), devices // DEPTH), hosts, f"start-up-{os.getpid()}-{devices}")
