@@ -120,6 +120,7 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--autoscaler", action="store_true", help="begin on one node, and let an autoscaler add one")
     parser.add_argument("--rounds", type=int, default=1, help="of killing and starting a node")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="raypipe-elastic-") as name:
         run, seconds = with_autoscaler(Path(name)) if args.autoscaler else with_nodes(Path(name), args.rounds)
@@ -136,6 +137,9 @@ def main() -> int:
             f"{what}: {change['was']} -> {change['devices']} devices, {plan}: next step after {took:.1f} s, "
             f"{still:.1f} s of it without training"
         )
+    if args.json is not None:
+        rows = [{"what": what, "seconds": took, "without_training": still} for what, took, still in seconds]
+        args.json.write_text(json.dumps(rows) + "\n")
     limit_s = AUTOSCALER_S if args.autoscaler else LIMIT_S
     print(
         f"limit {limit_s:g} s without training; {len(losses)} losses, at most {difference:.1e} from a plain loop "

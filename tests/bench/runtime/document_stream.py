@@ -88,9 +88,8 @@ def job_of(folder: Path, steps: int) -> JobSpec:
 
 def stored_bytes() -> float:
     """Return what Ray's object store holds."""
-    from ray._private.internal_api import node_stats
-
-    return float(node_stats().store_stats.object_store_bytes_used)
+    name = "object_store_memory"
+    return float(ray.cluster_resources()[name] - ray.available_resources().get(name, 0.0))
 
 
 def through_the_stream(run: Path) -> None:
