@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError
@@ -25,6 +25,9 @@ from raypipe.launch.run import execute, run
 from raypipe.launch.run_directory import claim, run_directory, saved_job, unusable
 from raypipe.observe.run_dir import RECORD, place, put_aside, stillborn
 
+if TYPE_CHECKING:
+    from raypipe.runtime.validation.metrics import ValidationMetrics
+
 __all__ = ["Prepared", "claim", "execute", "make_plan", "prepare_run", "run", "saved_job", "with_plan"]
 
 Say = Callable[[str], None]
@@ -33,7 +36,7 @@ Say = Callable[[str], None]
 def prepare_run(
     job: JobSpec, directory: Path | None, resume: bool, plan_file: Path | None = None,
     dashboard_port: int | None = None, say: Say = lambda _: None,
-    beside: Mapping[str, Any] = MappingProxyType({}),
+    beside: Mapping[str, Any] = MappingProxyType({}), validation: ValidationMetrics | None = None,
 ) -> Prepared:  # fmt: skip
     """Check the request, make the plan and create the run directory.
 
@@ -48,6 +51,7 @@ def prepare_run(
         dashboard_port: port of Ray's dashboard; None for none.
         say: called with notes and the progress of planning.
         beside: ``parallel`` keys given together with ``plan_file``.
+        validation: functions for figures of a validation, instead of those that ``train.metrics`` names.
 
     Raises:
         SpecError, ScheduleError: something is wrong with the request.
@@ -67,6 +71,7 @@ def prepare_run(
         )  # fmt: skip
     planned = _planned_at_once(job, directory if resume else None, plan_file, beside, say)
     model = JobModel(job) if planned is None else planned.model
+    _check_metrics(job, model, validation)
 
     where = run_directory(job, directory, resume)
     data = where / "data"
@@ -91,7 +96,7 @@ def prepare_run(
 
     layers = model.prepared(data)
     units = units_of(layers.task, planned.job, data)
-    return Prepared(planned.job, layers, planned.plan, planned.schedule, where, resume, job, units)
+    return Prepared(planned.job, layers, planned.plan, planned.schedule, where, resume, job, units, validation)
 
 
 def _check_compiler(job: JobSpec) -> None:
@@ -102,6 +107,19 @@ def _check_compiler(job: JobSpec) -> None:
         raise SpecError(
             "train.compile", why, "install g++ and Python's headers (or name another compiler in CXX), or use none"
         )
+
+
+def _check_metrics(job: JobSpec, model: JobModel, validation: ValidationMetrics | None) -> None:
+    """Raise an error if figures of a validation are asked for that nothing can compute."""
+    from raypipe.runtime.validation.metrics import validation_metrics
+
+    if (validation or validation_metrics(job.train)) is None:
+        if job.train.best_metric != "loss":
+            why = f"{job.train.best_metric}, but no function computes figures of a validation"
+            raise SpecError("train.best_metric", why, "give the function in train.metrics, or use loss")
+    elif not model.declared.task.predicts:
+        why = "the model ends with its loss, so there are no predictions"
+        raise SpecError("train.metrics", why, "leave it out, or train with model.loss: task")
 
 
 def _check_storage(uri: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,6 +69,25 @@ def load_hugging_face(directory: Path, job: JobSpec, spec: HfSpec) -> tuple[Hugg
     module = build_without_memory(source.build)
     _fill(module, checkpoint, source)
     return source, module
+
+
+def fill(module: nn.Module, directory: Path, job: JobSpec) -> None:
+    """Put the trained values into a transformers model that the run began with, or one of ``peft.get_peft_model``.
+
+    Raises:
+        SpecError: the run has no checkpoint yet.
+    """
+    checkpoint = last_checkpoint(directory, job)
+    inner: Any = module
+    if hasattr(module, "peft_config"):
+        inner = inner.base_model.model
+    with torch.no_grad():
+        for name, parameter in inner.named_parameters():
+            if (key := f"param/{name}") in checkpoint.files:
+                parameter.copy_(checkpoint.read([key])[key])
+        for name, buffer in inner.named_buffers():
+            if (key := buffer_key(name)) in checkpoint.files:
+                buffer.copy_(checkpoint.read([key])[key])
 
 
 def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from raypipe.checkpoint import best, forget_best, keep_best, latest, open_checkpoint, outcome
 from raypipe.errors import SpecError
-from raypipe.job.train_spec import EarlyStopSpec
+from raypipe.job.train_spec import EarlyStopSpec, TrainSpec
 from raypipe.launch.resume import check_resume
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
 from raypipe.observe.summary import summarise, summary_lines
@@ -40,7 +40,7 @@ def stops_at(losses: list[float], patience: int, min_delta: float = 0.0) -> int 
 
 
 def first_exhausted(losses: list[float], spec: EarlyStopSpec) -> int | None:
-    patience = Patience(spec)
+    patience = Patience(TrainSpec(steps=1, batch=1, early_stop=spec))
     for number, loss in enumerate(losses, 1):
         patience.saw(number, loss)
         if patience.exhausted:
@@ -53,6 +53,14 @@ def first_exhausted(losses: list[float], spec: EarlyStopSpec) -> int | None:
 def test_it_stops_after_so_many_validations_without_an_improvement(losses, patience, min_delta) -> None:
     spec = EarlyStopSpec(patience=patience, min_delta=min_delta)
     assert first_exhausted(losses, spec) == stops_at(losses, patience, min_delta)
+
+
+@settings(deadline=None)
+@given(LOSSES, st.sampled_from([0.5, 1.0, 2.1]), st.sampled_from([None, 2]))
+def test_it_stops_at_the_first_validation_at_or_below_the_target(losses, target, patience) -> None:
+    first = next((number for number, loss in enumerate(losses, 1) if loss <= target), None)
+    ends = [n for n in (first, stops_at(losses, patience) if patience else None) if n is not None]
+    assert first_exhausted(losses, EarlyStopSpec(target=target, patience=patience)) == min(ends, default=None)
 
 
 @settings(deadline=None)
@@ -135,10 +143,15 @@ def test_a_run_stops_with_the_parameters_that_were_validated(schedule, stage_poo
     middle = stop - EVERY
     rewound = drive(small_job(text_folder, parallel, **changed | {"steps": middle}), stage_pool, again)
     rewind(again, middle)
-    assert patience_of(again, job.train.early_stop, middle).waited == patience - 1
+    assert patience_of(again, job.train, middle).waited == patience - 1
     on = drive(job, stage_pool, again, rewound.checkpoints[middle], middle)
     assert max(on.checkpoints) == stop
     assert on.losses == whole.losses[:stop]
+
+    # With a target it stops at the first validation that reaches it.
+    target = {"checkpoint_every": 0, "early_stop": {"target": whole.val_losses[0]}}
+    reached = drive(small_job(text_folder, parallel, **HASTY | target), stage_pool, tmp_path / "reached")
+    assert (max(reached.checkpoints), reached.losses) == (EVERY, whole.losses[:EVERY])
 
 
 @pytest.mark.slow

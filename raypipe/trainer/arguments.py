@@ -22,25 +22,28 @@ READ: dict[str, Any] = {
     "eval_steps": None, "logging_steps": 500, "save_strategy": "steps", "save_steps": 500, "save_total_limit": None,
     "activation_checkpointing": None, "gradient_checkpointing": None, "full_determinism": False,
     "load_best_model_at_end": False, "metric_for_best_model": None, "greater_is_better": None, "report_to": "none",
+    "logging_strategy": "steps", "logging_first_step": False, "remove_unused_columns": True,
+    "per_device_eval_batch_size": 8, "train_sampling_strategy": "random", "group_by_length": False,
 }  # fmt: skip
 """The arguments that are translated, with transformers' defaults. A dict may contain no others."""
 REFUSED = {
     "fp16", "label_smoothing_factor", "lr_scheduler_kwargs", "optim_args", "optim_target_modules",
-    "neftune_noise_alpha", "auto_find_batch_size", "train_sampling_strategy", "group_by_length", "data_seed",
+    "neftune_noise_alpha", "auto_find_batch_size", "data_seed",
     "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "label_names", "torch_compile",
     "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cpu",
 }  # fmt: skip
 """Arguments that are refused, because without them the run would not be the requested one."""
 NO_MATTER = {
-    "logging_strategy", "logging_first_step", "logging_dir", "log_on_each_node", "logging_nan_inf_filter", "log_level",
+    "logging_dir", "log_on_each_node", "logging_nan_inf_filter", "log_level",
     "log_level_replica", "disable_tqdm", "run_name", "project", "average_tokens_across_devices",
-    "per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches", "eval_accumulation_steps",
+    "prediction_loss_only", "eval_do_concat_batches", "eval_accumulation_steps",
     "save_on_each_node", "enable_jit_checkpoint", "skip_memory_metrics", "do_train", "do_eval", "do_predict",
-    "local_rank", "remove_unused_columns", "use_cache", "accelerator_config", "activation_checkpointing_kwargs",
+    "local_rank", "use_cache", "accelerator_config", "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs", "overwrite_output_dir",
 }  # fmt: skip
 """Arguments that are ignored, because they do not affect training; likewise ``dataloader_*`` and ``ddp_*``."""
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+SAMPLING = ("random", "group_by_length")
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 
 
@@ -81,9 +84,13 @@ def train_keys(
     Raises:
         SpecError: raypipe does not have the optimizer, learning-rate schedule or strategy.
     """
-    metric = a["metric_for_best_model"] or "loss"
-    if (a["load_best_model_at_end"] or early_stop) and (metric not in ("loss", "eval_loss") or a["greater_is_better"]):
-        raise SpecError("args.metric_for_best_model", f"{metric} is not available as a metric", "use eval_loss")
+    metric = (a["metric_for_best_model"] or "loss").removeprefix("eval_")
+    highest = a["greater_is_better"]
+    if highest is None:  # as the Trainer decides it
+        highest = not metric.endswith("loss")
+    if _text(a["train_sampling_strategy"]) not in SAMPLING:
+        why = f"{_text(a['train_sampling_strategy'])} is not available"
+        raise SpecError("args.train_sampling_strategy", why, f"use {' or '.join(SAMPLING)}")
     batch = int(a["per_device_train_batch_size"]) * int(a["gradient_accumulation_steps"]) * replicas
     steps = int(a["max_steps"])
     if steps <= 0:
@@ -97,8 +104,10 @@ def train_keys(
         "clip": float(a["max_grad_norm"] or 0.0) or None, "dtype": "bfloat16" if a["bf16"] else "float32",
         "lr_schedule": _one_of(SCHEDULES, a["lr_scheduler_type"], "lr_scheduler_type"),
         "warmup_steps": _warmup(steps, float(a["warmup_steps"] or 0.0), float(a["warmup_ratio"] or 0.0)),
-        "eval_every": _every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, epoch),
-        "checkpoint_every": _every(a, "save", a["save_steps"], steps, epoch),
+        "warmup_from_zero": True,
+        "eval_every": every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, epoch),
+        "checkpoint_every": every(a, "save", a["save_steps"], steps, epoch),
+        "best_metric": metric, "best_is": "highest" if highest else "lowest",
         "keep_checkpoints": int(a["save_total_limit"] or 2), "deterministic": bool(a["full_determinism"]),
         "load_best_at_end": bool(a["load_best_model_at_end"]), "early_stop": early_stop,
         "report_to": _loggers(a["report_to"]),
@@ -150,8 +159,19 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _every(a: Mapping[str, Any], what: str, given: Any, steps: int, epoch: int) -> int:
-    """Steps between two evaluations or saves; a given number below 1 is a share of all steps."""
+def every(a: Mapping[str, Any], what: str, given: Any, steps: int, epoch: int) -> int:
+    """Return the steps between two evaluations, saves or logs, as ``WHAT_strategy`` says; 0 for none.
+
+    Args:
+        a: values of the arguments.
+        what: ``eval``, ``save`` or ``logging``.
+        given: the number for the strategy ``steps``; below 1, a share of all steps.
+        steps: of the run.
+        epoch: steps of an epoch.
+
+    Raises:
+        SpecError: there is no such strategy.
+    """
     strategy = _text(a[f"{what}_strategy"])
     if strategy not in ("no", "steps", "epoch"):
         raise SpecError(f"args.{what}_strategy", f"{strategy} is not available", "use no, steps or epoch")

@@ -12,6 +12,9 @@ import torch
 
 import raypipe
 from raypipe.errors import SpecError
+from raypipe.runtime.update.optimizer import learning_rate
+from raypipe.trainer.datasets import PadRows
+from raypipe.trainer.history import History
 
 SMALL = {
     "vocab_size": 96,
@@ -103,6 +106,41 @@ def test_early_stopping_is_transformers(tmp_path) -> None:
     train = trainer(tmp_path, args, callbacks=[callback])._job({"type": "arrays", "path": "x"}).train
     assert (train.early_stop.patience, train.early_stop.min_delta, train.load_best_at_end) == (3, 0.5, True)
     assert trainer(tmp_path)._job({"type": "arrays", "path": "x"}).train.early_stop is None
+
+
+def test_the_log_is_the_trainers() -> None:
+    """Means since the entry before, epochs by samples, a validation's figures by its names."""
+    history = History(every=2, batch=4, samples=16, first=True)
+    rows = [{"step": k, "loss": float(k), "grad_norm": 1.0, "lr": 0.1} for k in range(1, 5)]
+    rows.insert(3, {"step": 3, "val_loss": 2.5, "val_accuracy": 0.5})
+    assert [history.take(row) for row in rows] == [
+        {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "epoch": 0.25},
+        {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "epoch": 0.5},
+        None,
+        {"eval_loss": 2.5, "eval_accuracy": 0.5, "epoch": 0.75},
+        {"loss": 3.5, "grad_norm": 1.0, "learning_rate": 0.1, "epoch": 1.0},
+    ]
+    assert [entry["step"] for entry in history.entries] == [1, 2, 3, 4]
+
+
+def test_the_best_by_another_figure_and_rows_by_length(tmp_path) -> None:
+    args = {
+        "output_dir": str(tmp_path / "run"), "metric_for_best_model": "eval_f1", "load_best_model_at_end": True,
+        "eval_strategy": "epoch", "warmup_steps": 3, "train_sampling_strategy": "group_by_length",
+    }  # fmt: skip
+    job = job_of(args, compute_metrics=lambda p: {"f1": 1.0})
+    assert (job.train.best_metric, job.train.best_is, job.train.warmup_from_zero) == ("f1", "highest", True)
+    assert job.data.group_by_length
+    assert [learning_rate(job.train, step) / job.train.lr for step in range(4)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    lowest = job_of({**args, "greater_is_better": False}, compute_metrics=lambda p: {"f1": 1.0})
+    assert lowest.train.best_is == "lowest"
+
+
+def test_rows_that_nothing_collates_are_padded_as_in_training() -> None:
+    batch = PadRows(7)([{"input_ids": [1, 2, 3], "label": [1, 2, 3]}, {"input_ids": [4], "label": [5]}])
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
+    assert batch["labels"].tolist() == [[1, 2, 3], [5, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 def job_of(args, **more):
@@ -200,13 +238,13 @@ WRONG = {
     "another optimizer": ({"args": {"optim": "adafactor"}}, "adafactor is not available"),
     "no output_dir": ({"args": {"output_dir": ""}}, "output_dir"),
     "rows of two widths": (
-        {"train_dataset": [{"pixels": [[1, 2]], "labels": 0}, {"pixels": [[1]], "labels": 1}]},
+        {"train_dataset": [{"inputs_embeds": [[1, 2]], "labels": 0}, {"inputs_embeds": [[1]], "labels": 1}]},
         "only the first size may differ",
     ),
     "a row that is no box": ({"train_dataset": [{"input_ids": [[1, 2], [3]]}] * 2}, "not a number or tensor"),
     "an empty row": ({"train_dataset": [TWO[0], {"input_ids": [], "labels": []}]}, "input_ids of row 1 is empty"),
     "rows of values that nothing can pad": (
-        {"train_dataset": [{"x": [0.5, 1.0], "labels": 0}, {"x": [0.5], "labels": 1}]},
+        {"train_dataset": [{"inputs_embeds": [0.5, 1.0], "labels": 0}, {"inputs_embeds": [0.5], "labels": 1}]},
         "which is not padded",
     ),
     "labels that are too few": (
@@ -223,15 +261,22 @@ WRONG = {
         "pad on the right",
     ),
     "rows of other names": ({"train_dataset": [{"input_ids": [1]}, {"ids": [1]}]}, "the same names"),
+    "columns that the model does not read": (
+        {"train_dataset": [{"sentence": "a b", "label": 1}] * 4},
+        "none of its columns sentence, label is an argument of the model",
+    ),
     "text": ({"train_dataset": [{"input_ids": "abc"}, {"input_ids": "abd"}]}, "tokenize it"),
     "rows that are tuples": ({"train_dataset": [(1, 2), (3, 4)]}, "give dicts"),
     "no dataset": ({"train_dataset": None}, "is missing"),
     "a module without a recipe": ({"model": torch.nn.Linear(1, 1)}, "import"),
     "another callback": ({"callbacks": [object()]}, "derive it from raypipe.Callback"),
-    "the best by another metric": (
-        {"args": {"metric_for_best_model": "accuracy", "load_best_model_at_end": True}},
-        "use eval_loss",
+    "the best by a figure that nothing computes": (
+        {"args": {"metric_for_best_model": "accuracy", "load_best_model_at_end": True, "eval_strategy": "epoch"}},
+        "give compute_metrics, or use eval_loss",
     ),
+    "another sampler": ({"args": {"train_sampling_strategy": "sequential"}}, "use random or group_by_length"),
+    "a loss of the Trainer's": ({"compute_loss_func": len}, "package.module:function"),
+    "validation on several datasets": ({"eval_dataset": {"a": TWO}}, "call evaluate for the others"),
     "no labels": ({"train_dataset": [{"input_ids": [1, 2]}] * 20}, "labels"),
 }
 

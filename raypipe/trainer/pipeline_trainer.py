@@ -1,0 +1,499 @@
+"""``PipelineTrainer``: a Python API in the style of the Hugging Face Trainer.
+
+    import raypipe
+
+    raypipe.init(pp=2)                      # optional; by default the planner chooses
+    trainer = raypipe.PipelineTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=others,
+                                      processing_class=tokenizer, compute_metrics=accuracy)
+    result = trainer.train()                # ray.train.Result, with what transformers.TrainOutput has
+    print(trainer.evaluate(), trainer.predict(more_rows).predictions)
+
+Datasets are written to the run directory as plain arrays, so neither code nor pickles are sent to the workers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raypipe.atomic_write import whole
+from raypipe.errors import SpecError
+from raypipe.job import JobSpec, job_from
+from raypipe.launch.callbacks import Callback, Callbacks
+from raypipe.observe.run_dir import RECORD, place
+from raypipe.observe.run_log import METRICS, read_rows
+from raypipe.train import Prepared, claim, prepare_run, run, saved_job
+from raypipe.trainer.arguments import every, read_arguments, recomputes, train_keys
+from raypipe.trainer.datasets import Columns, accepted, collator_of
+from raypipe.trainer.degrees import degrees
+from raypipe.trainer.history import History, PrintedLog
+
+if TYPE_CHECKING:
+    from raypipe.data.rows import Collator, Rows
+    from raypipe.trainer.result import TrainResult
+    from raypipe.trainer.trainer_callbacks import TrainerCallbacks
+
+REFUSED = {
+    "compute_loss_func": 'give the loss as model={"import": ..., "loss": "package.module:function"}',
+    "optimizers": "choose one by args.optim, its rate by args.lr_scheduler_type",
+    "optimizer_cls_and_kwargs": "choose one by args.optim",
+}
+"""Arguments of the Trainer that are refused, with what to do instead."""
+
+
+class PipelineTrainer:
+    """Trains a model with pipeline parallelism; the result does not depend on the number of stages.
+
+    The arguments are those of ``transformers.Trainer``, in its order. The mini-batch is per_device_train_batch_size *
+    gradient_accumulation_steps * dp (``dp`` of ``init``, else 1), for any plan; the trainer or the planner chooses the
+    micro-batch size.
+
+    Args:
+        model: a transformers model, whose weights are the initial ones, and which has the trained ones after ``train``;
+            one with LoRA adapters of ``peft.get_peft_model``, which are drawn anew; a transformers model type or local
+            directory; or the ``model`` section of a job file as a dict.
+        args: ``transformers.TrainingArguments``, or a dict with names from ``arguments.READ``.
+        data_collator: converts rows to the model's arguments. It is called in this process, once per row before
+            training, so it is not sent to the workers; its padding is used. By default, with a ``processing_class``, as
+            the Trainer: ``DataCollatorWithPadding``.
+        train_dataset: a ``torch.utils.data.Dataset``, a Hugging Face dataset or a list of dicts; all rows have the same
+            names. Rows may differ in length: each micro-batch is padded to its longest row, tokens with the model's
+            padding token, labels with -100, masks with 0. A missing ``attention_mask`` is added.
+        eval_dataset: rows to validate on; by default a tenth of ``train_dataset``.
+        processing_class: a tokenizer (or a processor), for the default collator and ``save_model``.
+        model_init: returns the model, instead of ``model``.
+        compute_metrics: returns figures of a validation from an object with ``predictions`` and ``label_ids``. While
+            training goes on it runs in the driver's process.
+        callbacks: instances of ``raypipe.Callback``; of ``transformers.TrainerCallback`` (or classes); of
+            ``ray.train.UserCallback``, which hear of every checkpoint and failure in Ray Train's controller.
+        preprocess_logits_for_metrics: from logits and labels to what ``compute_metrics`` gets; runs on the devices.
+        job: further keys of a job file by section, such as ``{"parallel": {"schedule": "zb-h1"}}``.
+        refused: see ``REFUSED``.
+
+    Raises:
+        SpecError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Collator | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | None = None,
+        processing_class: Any = None,
+        model_init: Callable[[], Any] | None = None,
+        *,
+        compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        job: Mapping[str, Mapping[str, Any]] | None = None,
+        **refused: Any,
+    ) -> None:
+        _check_refused(refused)
+        if train_dataset is None:
+            raise SpecError("train_dataset", "is missing", "give a dataset of dicts")
+        if isinstance(eval_dataset, Mapping):
+            raise SpecError("eval_dataset", "is a dict of datasets", "give one, and call evaluate for the others")
+        self.args, self.arguments = args, read_arguments(args)
+        output = self.arguments["output_dir"]
+        if not output:
+            raise SpecError("args.output_dir", "is missing", "give a directory for the run's files")
+        self.directory = place(output, "args.output_dir")
+        self.degrees = degrees()
+        self._model = _given_model(model, model_init, int(self.arguments["seed"]))
+        self._metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
+        self.processing_class, self.data_collator = processing_class, data_collator
+        self._collator = collator_of(data_collator, processing_class)
+        self._train, self._eval, self._more = train_dataset, eval_dataset, job or {}
+        self._callbacks, self._ray_callbacks, theirs = _by_kind(callbacks or ())
+        self._early_stop = _early_stop(theirs)
+        self._watched = self._followed([one for one in theirs if not _stops_early(one)])
+        self._loaded: tuple[Path, Any] | None = None
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
+        """Train and return Ray Train's result (metrics, newest checkpoint, path), with ``training_loss``.
+
+        Args:
+            resume_from_checkpoint: go on from the newest checkpoint in ``output_dir``, with the rows that the run there
+                began with; for more steps, with a larger ``max_steps``. A path means the same: it is in ``output_dir``.
+
+        Raises:
+            SpecError: the model or the data cannot be trained with these arguments, or there is nothing to resume.
+            RunError: the run failed and was not restarted, or a callback raised an error.
+        """
+        from raypipe.trainer.result import result_of
+
+        began = time.monotonic()
+        prepared = self.prepare(bool(resume_from_checkpoint))
+        done = len(self._steps())
+        followers: list[Callback] = [PrintedLog(self._history()), *self._callbacks]
+        callbacks = Callbacks([*followers, *([] if self._watched is None else [self._watched])], self.directory)
+        if self._watched is not None:
+            self._watched.begin(done)
+        try:
+            result, _ = run(prepared, None, callbacks.update, self._ray_callbacks)
+            callbacks.update()  # what was logged since the last call
+        finally:
+            callbacks.raise_error()
+        if self._watched is not None:
+            self._watched.end()
+        self._fill_given()
+        steps = self._steps()
+        epochs = self._history().epoch(len(steps))
+        return result_of(result, steps[done:], prepared.job, time.monotonic() - began, epochs)
+
+    def evaluate(
+        self, eval_dataset: Rows | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Return loss and figures of the trained model on a dataset, by default ``eval_dataset``.
+
+        The Hugging Face Trainer makes them, in this process, with the whole model.
+
+        Raises:
+            SpecError: there is no dataset, or nothing has been trained.
+        """
+        rows = self._eval if eval_dataset is None else eval_dataset
+        if rows is None:
+            raise SpecError("eval_dataset", "is missing", "give rows to evaluate")
+        found: dict[str, float] = self._in_process().evaluate(rows, ignore_keys, metric_key_prefix)
+        found.pop(f"{metric_key_prefix}_model_preparation_time", None)  # of a Trainer that has not trained
+        if self._watched is not None:
+            self._watched.evaluated(found)
+        return found
+
+    def predict(self, test_dataset: Rows, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """Return ``transformers.trainer_utils.PredictionOutput``: predictions, label_ids, metrics; see ``evaluate``.
+
+        Raises:
+            SpecError: nothing has been trained.
+        """
+        found = self._in_process().predict(test_dataset, ignore_keys, metric_key_prefix)
+        found.metrics.pop(f"{metric_key_prefix}_model_preparation_time", None)
+        if self._watched is not None:
+            self._watched.predicted(found.metrics)
+        return found
+
+    @property
+    def model(self) -> Any:
+        """The model, with the trained weights once there are any.
+
+        Raises:
+            SpecError: it was given by name, and nothing has been trained.
+        """
+        if hasattr(self._model, "named_parameters"):
+            return self._model
+        from raypipe.job import HfSpec
+        from raypipe.trained import last_checkpoint, load_hugging_face
+
+        job = self._trained_job()
+        newest = last_checkpoint(self.directory, job).path
+        if self._loaded is None or self._loaded[0] != newest:
+            if not isinstance(job.model, HfSpec):
+                raise SpecError("model", "is no model of transformers", "load its checkpoint by raypipe export")
+            self._loaded = (newest, load_hugging_face(self.directory, job, job.model)[1])
+        return self._loaded[1]
+
+    @property
+    def state(self) -> Any:
+        """``transformers.TrainerState`` of the run so far: steps, epochs, ``log_history``, the best checkpoint."""
+        from transformers import TrainerState
+
+        from raypipe.checkpoint import best
+
+        history = self._history()
+        rows = read_rows(self.directory / METRICS)
+        for row in rows:
+            history.take(row)
+        steps = self._steps()
+        state = TrainerState(
+            epoch=history.epoch(len(steps)), global_step=len(steps), log_history=history.entries,
+            max_steps=saved_job(self.directory).train.steps if (self.directory / RECORD).exists() else 0,
+        )  # fmt: skip
+        kept = best(self.directory / "checkpoints")
+        if kept is not None:
+            metric = saved_job(self.directory).train.best_metric
+            state.best_model_checkpoint, state.best_global_step = str(kept.path), kept.step
+            state.best_metric = next(
+                (row.get(f"val_{metric}") for row in rows if row["step"] == kept.step and "val_loss" in row), None
+            )
+        return state
+
+    def save_model(self, output_dir: str | None = None) -> Path:
+        """Write the trained model for transformers' ``from_pretrained``, and the tokenizer; return the directory.
+
+        Of a model with adapters, these are written, for ``peft.PeftModel.from_pretrained``.
+
+        Args:
+            output_dir: a new directory; by default ``args.output_dir``, beside the run's files, as the Trainer does.
+
+        Raises:
+            SpecError: nothing has been trained, it is not a model of transformers, or the directory is not empty.
+        """
+        from raypipe.export import export, export_into
+
+        out = None if output_dir is None else Path(output_dir)
+        made = export_into(self.directory) if out is None else export(self.directory, out)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(str(made))
+        return made
+
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Print metrics as the Trainer's scripts do."""
+        from transformers.trainer_pt_utils import log_metrics
+
+        log_metrics(self, split, metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        """Write metrics to ``SPLIT_results.json`` in ``output_dir``, and with ``combined`` to ``all_results.json``."""
+        from transformers.trainer_pt_utils import save_metrics
+
+        save_metrics(_Saves(self), split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write ``state`` to ``trainer_state.json`` in ``output_dir``."""
+        self.state.save_to_json(str(self.directory / "trainer_state.json"))
+
+    def is_world_process_zero(self) -> bool:
+        """Return True: the process that calls ``train`` is the only one that runs the script."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    def prepare(self, resume: bool = False) -> Prepared:
+        """Create the run directory, write the data and make the plan: the part of ``train`` before Ray Train starts."""
+        claim(self.directory, resume=resume)  # check the directory before writing into it
+        model = self._spec()
+        data = {"type": "arrays", "path": str(self._write(self._train, "train", resume))}
+        if self._eval is not None:
+            data["held_out"] = str(self._write(self._eval, "eval", resume))
+        validation = None
+        if self._metrics is not None:
+            from raypipe.runtime.validation.metrics import ValidationMetrics
+
+            validation = ValidationMetrics(self._metrics, self._preprocess)
+        return prepare_run(self._job(data, model), self.directory, resume=resume, say=_say, validation=validation)
+
+    def _write(self, rows: Rows, name: str, resume: bool) -> Path:
+        path = self.directory / "datasets" / f"{name}.npz"
+        if resume and path.is_file():  # the order of the samples is a function of these rows
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        from raypipe.data import columns_of, flat
+
+        names = self._columns() if self.arguments["remove_unused_columns"] else None
+        chosen = Columns(rows, names, renames=self._collator is None)
+        chosen.check(f"{name}_dataset")
+        columns = columns_of(chosen, f"{name}_dataset", self._collator, int(self.arguments["seed"]))
+        with whole(path) as partial, partial.open("wb") as out:
+            np.savez(out, **flat(columns))  # type: ignore[arg-type]
+        return path
+
+    def _columns(self) -> frozenset[str] | None:
+        """Return the columns that the model reads; None if that is not known."""
+        model = self._model
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        if hasattr(model, "forward"):
+            return accepted(model.forward)
+        spec = self._job({"type": "arrays", "path": "unread"}).model
+        from raypipe.job import HfSpec
+
+        if not isinstance(spec, HfSpec):
+            return None
+        from raypipe.models.sources.hugging_face import HuggingFace
+
+        return accepted(HuggingFace(spec).kind.forward)
+
+    def _job(self, data: dict[str, str], model: dict[str, Any] | None = None) -> JobSpec:
+        a = self.arguments
+        dp = self.degrees.dp or 1
+        held_out = len(self._eval) if self._eval is not None else None
+        train = train_keys(a, len(self._train), held_out, dp, self._early_stop)
+        if train["best_metric"] != "loss" and self._metrics is None:
+            why = f"{train['best_metric']} is no figure of a validation without compute_metrics"
+            raise SpecError("args.metric_for_best_model", why, "give compute_metrics, or use eval_loss")
+        parallel: dict[str, Any] = {"auto": True}
+        if self.degrees.pp is not None:
+            stages = self.degrees.pp
+            parallel = {
+                "schedule": "1f1b", "stages": stages, "replicas": dp, "tensor": self.degrees.tp or 1,
+                "microbatch": microbatch(train["batch"] // dp, stages),
+            }  # fmt: skip
+        elif self.degrees.dp is not None:
+            parallel["replicas"] = dp
+        if recomputes(a):
+            parallel["recompute"] = "full"
+        grouped = a["train_sampling_strategy"] == "group_by_length" or bool(a["group_by_length"])
+        sections: dict[str, Any] = {
+            "model": model or self._spec(), "data": {**data, "group_by_length": grouped}, "train": train,
+            "parallel": parallel,
+        }  # fmt: skip
+        for name, keys in self._more.items():
+            sections[name] = {**sections.get(name, {}), **keys}
+        return job_from({"name": self.directory.name, **sections}, "PipelineTrainer")
+
+    def _spec(self) -> dict[str, Any]:
+        """Return the ``model`` section of the job; a model that was given is written to the run directory first."""
+        model = self._model
+        if isinstance(model, str):
+            return {"hf": model}
+        if isinstance(model, Mapping):
+            return dict(model)
+        if hasattr(model, "save_pretrained") and hasattr(model, "config"):
+            path = self.directory / "model"
+            if hasattr(model, "peft_config"):
+                from raypipe.models.sources.adapters import base_of
+
+                base, state, lora = base_of(model)
+                base.save_pretrained(path, state_dict=state)
+                return {"hf": str(path), "lora": lora}
+            model.save_pretrained(path)
+            return {"hf": str(path)}
+        raise SpecError(
+            "model", f"a {type(model).__name__} cannot be rebuilt on the workers",
+            'give {"import": "package.module:function"} for a function that builds it',
+        )  # fmt: skip
+
+    def _in_process(self) -> Any:
+        """Return a ``transformers.Trainer`` of the model as it is now."""
+        from raypipe.trainer.in_process import trainer_of
+
+        made = trainer_of(
+            self.model, self.args, str(self.directory), self.data_collator, self.processing_class, self._metrics,
+            self._preprocess,
+        )  # fmt: skip
+        made.state.epoch = self._history().epoch(len(self._steps()))
+        return made
+
+    def _followed(self, theirs: Sequence[Any]) -> TrainerCallbacks | None:
+        """Return what tells the Trainer's callbacks of the run; None without any."""
+        if not theirs:
+            return None
+        from transformers import TrainerState
+
+        from raypipe.trainer.in_process import training_arguments
+        from raypipe.trainer.trainer_callbacks import TrainerCallbacks
+
+        history, given = self._history(), {"processing_class": self.processing_class}
+        given["model"] = self._model if hasattr(self._model, "named_parameters") else None
+        args = self.args if hasattr(self.args, "output_dir") else training_arguments(self.args, str(self.directory))
+        steps = train_keys(self.arguments, len(self._train), None, self.degrees.dp or 1, None)["steps"]
+        state = TrainerState(max_steps=steps, logging_steps=history.every)
+        return TrainerCallbacks(theirs, args, state, history, self.directory, given)
+
+    def _history(self) -> History:
+        a = self.arguments
+        keys = train_keys(a, len(self._train), None, self.degrees.dp or 1, None)
+        epoch = max(1, round(len(self._train) / keys["batch"]))
+        steps = every(a, "logging", a["logging_steps"], keys["steps"], epoch)
+        return History(steps, keys["batch"], len(self._train), bool(a["logging_first_step"]))
+
+    def _steps(self) -> list[dict[str, Any]]:
+        return [row for row in read_rows(self.directory / METRICS) if "val_loss" not in row]
+
+    def _trained_job(self) -> JobSpec:
+        if not (self.directory / RECORD).exists():
+            raise SpecError("PipelineTrainer", "nothing has been trained", "call train first, or give a model to it")
+        return saved_job(self.directory)
+
+    def _fill_given(self) -> None:
+        """Put the trained weights into the model that was given, as the Trainer trains it in place."""
+        if hasattr(self._model, "named_parameters"):
+            from raypipe.trained import fill
+
+            fill(self._model, self.directory, saved_job(self.directory))
+
+
+class _Saves:
+    """What ``transformers.trainer_pt_utils`` needs of a Trainer to write its files."""
+
+    def __init__(self, trainer: PipelineTrainer) -> None:
+        from types import SimpleNamespace
+
+        self.args = SimpleNamespace(output_dir=str(trainer.directory))
+        self.is_world_process_zero = trainer.is_world_process_zero
+
+
+def _check_refused(given: Mapping[str, Any]) -> None:
+    """Raise an error for arguments that the Trainer has and this one has not; their defaults are accepted."""
+    for name, value in given.items():
+        if name not in REFUSED:
+            own = [p.name for p in inspect.signature(PipelineTrainer.__init__).parameters.values()][1:]
+            raise TypeError(f"PipelineTrainer has no argument {name}; it has {', '.join(own[:-1])}")
+        if value is not None and value != (None, None):
+            raise SpecError(name, "is not supported", REFUSED[name])
+
+
+def _given_model(model: Any, model_init: Callable[[], Any] | None, seed: int) -> Any:
+    if model_init is None:
+        if model is None:
+            raise SpecError("model", "is missing", "give a model, or model_init")
+        return model
+    if model is not None:
+        raise SpecError("model_init", "and model are both given", "give one of them")
+    from transformers import set_seed
+
+    set_seed(seed)  # as the Trainer does
+    return model_init()
+
+
+def _by_kind(callbacks: Sequence[Any]) -> tuple[list[Callback], list[Any], list[Any]]:
+    """Return raypipe's callbacks, Ray Train's, and those of transformers.
+
+    Raises:
+        SpecError: a callback is of neither kind.
+    """
+    from ray.train import UserCallback
+
+    own, rays, theirs = [], [], []
+    for given in callbacks:
+        callback = given() if isinstance(given, type) else given
+        if isinstance(callback, Callback):
+            own.append(callback)
+        elif isinstance(callback, UserCallback):
+            rays.append(callback)
+        elif hasattr(callback, "on_train_begin") and hasattr(callback, "on_step_end"):
+            theirs.append(callback)
+        else:
+            raise SpecError(
+                "callbacks", f"a {type(callback).__name__} is no callback",
+                "derive it from raypipe.Callback, transformers.TrainerCallback or ray.train.UserCallback",
+            )  # fmt: skip
+    return own, rays, theirs
+
+
+def _stops_early(callback: Any) -> bool:
+    return hasattr(callback, "early_stopping_patience")
+
+
+def _early_stop(callbacks: Sequence[Any]) -> dict[str, Any] | None:
+    """Translate transformers' EarlyStoppingCallback to ``train.early_stop``."""
+    found: dict[str, Any] | None = None
+    for callback in filter(_stops_early, callbacks):
+        found = {
+            "patience": int(callback.early_stopping_patience),
+            "min_delta": float(callback.early_stopping_threshold or 0.0),
+        }
+    return found
+
+
+def _say(text: str) -> None:
+    """Print the progress of profiling and planning."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def microbatch(share: int, stages: int) -> int:
+    """Return the largest micro-batch size that divides ``share`` into at least two micro-batches per stage, else 1.
+
+    >>> microbatch(32, 4), microbatch(12, 2), microbatch(4, 8)
+    (4, 3, 1)
+    """
+    most = max(1, share // (2 * stages))
+    return max(size for size in range(1, most + 1) if share % size == 0)

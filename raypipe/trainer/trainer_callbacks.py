@@ -1,0 +1,104 @@
+"""Callbacks of the Hugging Face Trainer, ``transformers.TrainerCallback``, told of a run in other processes.
+
+They get the arguments, a ``TrainerState`` and a ``TrainerControl`` as there, and of ``model``, ``processing_class``,
+``optimizer`` and so on what this process has: the model that was given, with the weights that it was given, and the
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from raypipe.launch.callbacks import Callback
+from raypipe.observe.run_dir import ask_to_save
+from raypipe.trainer.history import History, evaluation
+
+
+class TrainerCallbacks(Callback):
+    """Passes on what ``raypipe.Callback`` hears.
+
+    Args:
+        callbacks: the Trainer's, instances.
+        args: ``transformers.TrainingArguments``.
+        state: ``transformers.TrainerState``, kept up to date.
+        history: takes in the run's rows.
+        directory: the run directory.
+        given: ``model`` and ``processing_class``.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[Any], args: Any, state: Any, history: History, directory: Path, given: dict[str, Any]
+    ) -> None:
+        from transformers import TrainerControl
+
+        self._callbacks, self._args, self._state = tuple(callbacks), args, state
+        self._history, self._directory = history, directory
+        self._control = TrainerControl()
+        self._given = dict.fromkeys(("optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")) | given
+        self._epoch = -1
+        self._state.log_history = history.entries
+        self._tell("on_init_end")
+
+    def begin(self, step: int) -> None:
+        """The run begins after ``step`` steps."""
+        self._state.global_step, self._state.epoch = step, self._history.epoch(step)
+        self._control.should_training_stop = False
+        self._tell("on_train_begin")
+
+    def end(self) -> None:
+        """The run has ended."""
+        if self._epoch >= 0:
+            self._tell("on_epoch_end")
+        self._tell("on_train_end")
+
+    def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
+        """See Callback; an epoch begins with the first step that has a sample of it."""
+        epoch = int(self._history.epoch(step - 1))
+        if epoch > self._epoch:
+            if self._epoch >= 0:
+                self._tell("on_epoch_end")
+            self._epoch = epoch
+            self._tell("on_epoch_begin")
+        self._tell("on_step_begin")
+        self._state.global_step, self._state.epoch = step, self._history.epoch(step)
+        for event in ("on_pre_optimizer_step", "on_optimizer_step", "on_step_end"):
+            self._tell(event)
+        entry = self._history.take(metrics)
+        if entry is not None:
+            self._tell("on_log", logs=entry)
+
+    def on_evaluate(self, step: int, metrics: dict[str, Any]) -> None:
+        """See Callback."""
+        entry = self._history.take(metrics)
+        self._tell("on_log", logs=entry)
+        self.evaluated(evaluation(metrics))
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        """``evaluate`` was called, or the run has validated."""
+        self._tell("on_evaluate", metrics=metrics)
+
+    def predicted(self, metrics: dict[str, Any]) -> None:
+        """``predict`` was called."""
+        self._tell("on_predict", metrics=metrics)
+
+    def on_save(self, step: int, path: Path) -> None:
+        """See Callback."""
+        self._tell("on_save")
+
+    def should_stop(self) -> bool:
+        """Return whether a callback has set ``control.should_training_stop``."""
+        return bool(self._control.should_training_stop)
+
+    def _tell(self, event: str, **more: Any) -> None:
+        for callback in self._callbacks:
+            answer = getattr(callback, event)(self._args, self._state, self._control, **self._given, **more)
+            self._control = self._control if answer is None else answer
+        if self._control.should_save:
+            self._control.should_save = False
+            ask_to_save(self._directory)
+        if self._control.should_evaluate:
+            self._control.should_evaluate = False
+            warnings.warn("a callback asked for an evaluation: raypipe evaluates by args.eval_strategy", stacklevel=2)
