@@ -6,6 +6,7 @@ and the tokenizer that the run started with.
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,15 @@ BESIDE = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "chat_template*",
 )  # fmt: skip
 """Files of a model directory that training does not change."""
+
+
+def export_into(directory: Path) -> Path:
+    """Write the model of a run into its own directory, beside the run's files, and return that; see ``export``."""
+    made = export(directory, directory / ".export")
+    for file in made.iterdir():
+        os.replace(file, directory / file.name)
+    made.rmdir()
+    return directory
 
 
 def export(directory: Path, out: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
@@ -11,6 +12,9 @@ import torch
 from torch import nn
 
 from raypipe.errors import CaptureError
+
+OWN = str(Path(__file__).parent)
+"""The code that captures, which is not to blame."""
 
 
 class Blame(NamedTuple):
@@ -38,7 +42,7 @@ def blame(model: nn.Module, error: BaseException) -> Blame:
         if isinstance(called, nn.Module) and id(called) in paths:
             module, place, code = paths[id(called)], "", ""
         name = frame.f_code.co_filename
-        if "/torch/" not in name and not name.endswith(("capture/torch_export.py", "capture/capture.py")):
+        if "/torch/" not in name and not name.startswith(OWN):
             place, code = f"{name}:{line}", linecache.getline(name, line).strip()
     kind = type(model.get_submodule(module)).__name__
     where = ", ".join(part for part in (f"{kind} {module}".strip(), place) if part)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from raypipe.capture.attention_masks import replace_masks
-from raypipe.capture.blame import StoppedError, blame
+from raypipe.capture.blame import Blame, StoppedError, blame
 from raypipe.capture.captured import Captured
-from raypipe.capture.encode import encode
+from raypipe.capture.encode import Encoded, encode
 from raypipe.capture.meta import tied_names
 from raypipe.capture.opaque import WHOLE, CannotRunAloneError
 from raypipe.capture.torch_export import export
@@ -33,6 +33,7 @@ def capture(
     *,
     outputs: Sequence[str] | None = None,
     dynamic: Mapping[str, tuple[int, ...]] | None = None,
+    as_it_is: Sequence[str] = (),
     notify: Notify = to_stderr,
 ) -> Captured:
     """Capture the forward of a module on example inputs, in its current mode (training or evaluation).
@@ -47,6 +48,7 @@ def capture(
             a structure, "0", "1", ... in a tuple, or "output" if it is the only one.
         dynamic: per input, the dimensions that may differ at run time; by default the first of each, and the second of
             integer inputs (tokens).
+        as_it_is: paths of submodules that are opaque from the beginning.
         notify: called with a sentence about each submodule that becomes opaque.
 
     Raises:
@@ -60,33 +62,64 @@ def capture(
     _check_buffers(module)
     ties = tied_names(module)
     classes = {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in module.named_modules()}
-    opaque: list[str] = []
+
+    def traced(given: Mapping[str, object], listed: list[str] | None) -> tuple[Any, Encoded]:
+        made = export(module, given, dynamic, opaque, listed)
+        return made, encode(made, ties, _wanted(made, outputs), classes)
+
+    opaque: list[str] = list(as_it_is)
+    said: dict[str, str] = {}
+    stands_in = True
+    first: CaptureError | None = None
     while True:
+        listed: list[str] | None = [] if stands_in else None
         try:
-            program = export(module, inputs, dynamic, opaque)
-            encoded = encode(program, ties, _wanted(program, outputs), classes)
+            program, encoded = traced(inputs, listed)
+            if listed and traced(_one_sample_more(inputs), [])[1].calls != encoded.calls:
+                stands_in = False  # the model does something with how many samples there are
+                continue
             break
         except CannotRunAloneError as error:
-            if opaque == [WHOLE]:
+            path = error.path
+            outer = _caller(module, path, ties) if path not in as_it_is else WHOLE
+            if path == WHOLE or (outer == WHOLE and "forward" in vars(module)):
+                if first is not None:
+                    raise CaptureError(first.where, f"{first.why}; and as a whole it {error.why}", first.fix) from error
                 raise
-            notify(f"{AS_A_WHOLE}: {error.where}: {error.why}")
-            opaque = [WHOLE]
+            why = f"{error.where}: {error.why}"
+            because = why if first is None else f"{first.where}: {first.why}; {why}"
+            if outer == WHOLE:
+                opaque, said = [WHOLE], {WHOLE: f"{AS_A_WHOLE}: {because}"}
+                continue
+            # What calls it may be able to run alone.
+            siblings = _siblings(module, outer)
+            said[siblings[0]] = f"{_listed(siblings)} as it is, for it cannot be captured: {because}"
+            opaque = _outside(opaque, siblings) + siblings
         except CaptureError:
             raise  # of an output that is not there
         except Exception as error:  # a model's own code may raise anything when it is traced
             found = error.blame if isinstance(error, StoppedError) else blame(module, error)
-            if opaque == [WHOLE]:
-                raise found.error from error
+            first = first or found.error
             siblings = _siblings(module, found.module)
-            if not found.module or any(
+            as_a_whole = not found.module or any(
                 path == done or path.startswith(f"{done}.") for path in siblings for done in opaque
-            ):
-                notify(f"{AS_A_WHOLE}: {found.error.where}: {found.error.why}")
-                opaque = [WHOLE]
+            )
+            if not as_a_whole and (tied := _shares(ties, siblings)):
+                why = f"{found.error.why}; {tied}"
+                found = Blame(found.module, CaptureError(found.error.where, why, found.error.fix))
+                as_a_whole = True
+            if opaque == [WHOLE] or (as_a_whole and "forward" in vars(module)):
+                # A forward that was put on the model, such as one that ends with a loss function, is not its class's.
+                raise found.error from error
+            if as_a_whole:
+                opaque, said = [WHOLE], {WHOLE: f"{AS_A_WHOLE}: {found.error.where}: {found.error.why}"}
                 continue
-            notify(f"{_listed(siblings)} as it is, for it cannot be captured: {found.error.where}: {found.error.why}")
-            opaque = [done for done in opaque if not any(done.startswith(f"{path}.") for path in siblings)] + siblings
-    _check_ties(ties, opaque)
+            why = f"{found.error.where}: {found.error.why}"
+            said[siblings[0]] = f"{_listed(siblings)} as it is, for it cannot be captured: {why}"
+            opaque = _outside(opaque, siblings) + siblings
+    for path, words in said.items():
+        if path in opaque:
+            notify(words)
     values = {}
     stored = dict(module.named_buffers()) | {k: v for k, v in program.constants.items() if isinstance(v, Tensor)}
     for name, source in encoded.graph.sources.items():
@@ -95,6 +128,13 @@ def capture(
     plain = replace_masks(encoded, values, notify)
     read = plain.graph.sources.keys()
     return Captured(plain.graph, plain.calls, {name: value for name, value in values.items() if name in read})
+
+
+def _one_sample_more(inputs: Mapping[str, object]) -> dict[str, object]:
+    return {
+        name: torch.cat([value, value[:1]]) if isinstance(value, Tensor) and value.dim() else value
+        for name, value in inputs.items()
+    }
 
 
 def _check_buffers(module: nn.Module) -> None:
@@ -118,24 +158,32 @@ def _siblings(module: nn.Module, path: str) -> list[str]:
     return [p for p, part in module.named_modules() if type(part) is kind and re.sub(r"\d+", "0", p) == place]
 
 
+def _outside(opaque: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return those of ``opaque`` that are in none of the others."""
+    return [done for done in opaque if not any(done == path or done.startswith(f"{path}.") for path in others)]
+
+
+def _caller(module: nn.Module, path: str, ties: Sequence[tuple[str, ...]]) -> str:
+    """Return the module around the one at ``path`` that may run as it is; "" is the model itself."""
+    outer = path.rpartition(".")[0]
+    while outer and isinstance(module.get_submodule(outer), nn.ModuleList | nn.ModuleDict):
+        outer = outer.rpartition(".")[0]
+    return "" if _shares(ties, _siblings(module, outer)) else outer
+
+
 def _listed(paths: Sequence[str]) -> str:
     return f"module {paths[0]} runs" if len(paths) == 1 else f"each of {paths[0]} .. {paths[-1]} runs"
 
 
-def _check_ties(ties: Sequence[tuple[str, ...]], opaque: Sequence[str]) -> None:
-    """Check that no opaque module shares parameters with other modules, because it holds its own.
-
-    Raises:
-        CaptureError: one does.
-    """
-    for path in opaque:
+def _shares(ties: Sequence[tuple[str, ...]], paths: Sequence[str]) -> str:
+    """Say which parameter one of these modules shares with others, because an opaque module holds its own; or ""."""
+    for path in paths:
         for group in ties:
             inside = [name for name in group if name.startswith(f"{path}.")]
             if inside and len(inside) < len(group):
                 other = next(name for name in group if name not in inside)
-                raise CaptureError(
-                    f"module {path}", f"cannot be captured, and shares {inside[0]} with {other}", "untie them"
-                )
+                return f"it shares {inside[0]} with {other}"
+    return ""
 
 
 def _real(name: str, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ ids, running statistics) are small, and only the constructor knows their values.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,8 +52,25 @@ def build_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Run a constructor with parameters on the meta device; it fails if it needs their values (``needs_values``)."""
-    with _patching, torch.random.fork_rng(devices=[]), _meta_parameters(), _MetaForUninitialised():  # type: ignore[no-untyped-call]
+    with (
+        _patching,
+        torch.random.fork_rng(devices=[]),
+        loading_nothing(),
+        _meta_parameters(),
+        _MetaForUninitialised(),  # type: ignore[no-untyped-call]
+    ):
         return build()
+
+
+@contextmanager
+def loading_nothing() -> Iterator[None]:
+    """Silence torch's warnings that a state dict which a constructor loads has no effect on meta tensors.
+
+    The filters of warnings are the process's: callers hold a lock.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint to a meta")
+        yield
 
 
 def needs_values(error: BaseException) -> bool:

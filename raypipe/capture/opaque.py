@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from raypipe.capture.patches.structures import as_plain, like
 from raypipe.errors import CaptureError
 from raypipe.graph.calls import Call
 
@@ -26,10 +27,17 @@ TARGET = "raypipe.module.default"
 WHOLE = ""
 """Path of the whole model, where it is one opaque module."""
 PLAIN = (bool, int, float, str, type(None))
+LARGER: tuple[Callable[[int], int], ...] = (lambda n: n + 1, lambda n: 2 * n)
+"""Sizes of the second trial run; twice as large where a length must be a multiple of something."""
 
 
 class CannotRunAloneError(CaptureError):
-    """A module that cannot be captured cannot be run alone either, to learn the shapes of its results."""
+    """The module at ``path`` cannot be captured, nor run alone, to learn the shapes of its results."""
+
+    @property
+    def path(self) -> str:
+        """The module's path."""
+        return self.where.removeprefix("module ")
 
 
 class _Result(NamedTuple):
@@ -101,11 +109,14 @@ def _traced(path: str, part: nn.Module, real: nn.Module) -> Any:
             )
         noticed = _Draws()  # type: ignore[no-untyped-call]
         results, returned = _trial(path, real, leaves, structure, tensors, noticed)
+        plain, returns = pytree.tree_flatten(as_plain(returned))
         _results[path] = results
         call = {"args": _written(args, tensors), "kwargs": _written(kwargs, tensors), "draws": noticed.found,
                 "learns": _learns(part)}  # fmt: skip
         found = torch.ops.raypipe.module(path, json.dumps(call), tensors, list(part.parameters()))
-        return pytree.tree_unflatten(list(found), returned)
+        results_in_order = iter(found)
+        filled = [next(results_in_order) if isinstance(x, Tensor) else x for x in plain]
+        return like(returned, returns.unflatten(filled))
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward
@@ -117,8 +128,17 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        self.found = self.found or (torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args))
         return func(*args, **(kwargs or {}))
+
+
+def _without_dropout(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether this is attention without dropout, which torch marks as drawing like attention with it."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    return len(args) <= place or not args[place]
 
 
 def _learns(part: nn.Module) -> bool:
@@ -136,51 +156,64 @@ def learns(call: Call) -> bool:
 def _trial(
     path: str, real: nn.Module, leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor], noticed: _Draws
 ) -> tuple[list[_Result], Any]:
-    """Find the module's results and their structure, by running its real copy on random inputs of two sizes.
+    """Find the module's results and an example of what it returns, by running its real copy on inputs of two sizes.
 
     Raises:
         CaptureError: it cannot run alone, returns other things than tensors, or a result's size depends on more than
             one size of its inputs.
     """
-    runs = []
-    for more in (0, 1):
-        sizes = [[_size(d, more) for d in tensor.shape] for tensor in tensors]
-        kinds = [tensor.dtype for tensor in tensors]
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng([]):
-            given = iter([_drawn(s, k) for s, k in zip(sizes, kinds, strict=True)])
-            args, kwargs = pytree.tree_unflatten(
-                [next(given) if isinstance(x, Tensor) else x for x in leaves], structure
-            )
-            try:
-                with noticed:
-                    found, returned = pytree.tree_flatten(type(real).forward(real, *args, **kwargs))
-            except Exception as error:
-                raise CannotRunAloneError(
-                    f"module {path}", f"cannot be captured, nor run alone on random numbers: {error}",
-                    "write its forward with operations on tensors only",
-                ) from error  # fmt: skip
-        if not all(isinstance(x, Tensor) for x in found):
-            raise CannotRunAloneError(
-                f"module {path}", "cannot be captured, and returns more than tensors", "return tensors"
-            )
-        runs.append((sizes, [(tuple(x.shape), x.dtype) for x in found]))
-    (sizes, one), (other_sizes, two) = runs
+    sizes = [[_size(d, lambda n: n) for d in tensor.shape] for tensor in tensors]
+    one = _run(path, real, leaves, structure, [t.dtype for t in tensors], sizes, noticed)
+    other_sizes, two = sizes, one
+    for number, larger in enumerate(LARGER):
+        other_sizes = [[_size(d, larger) for d in tensor.shape] for tensor in tensors]
+        try:
+            two = _run(path, real, leaves, structure, [t.dtype for t in tensors], other_sizes, noticed)
+            break
+        except CannotRunAloneError:
+            if number == len(LARGER) - 1:
+                raise
+    kept, again = (pytree.tree_leaves(as_plain(run)) for run in (one, two))
+    others = [[x for x in found if not isinstance(x, Tensor)] for found in (kept, again)]
+    if not all(isinstance(x, PLAIN) for x in others[0]) or others[0] != others[1]:
+        why = "cannot be captured, and returns more than tensors"
+        raise CannotRunAloneError(f"module {path}", why, "return tensors")
     places = [(k, d) for k, size in enumerate(sizes) for d in range(len(size))]
     results = []
-    for (shape, dtype), (other, _) in zip(one, two, strict=True):
+    for small, large in zip(kept, again, strict=True):
+        if not isinstance(small, Tensor):
+            continue
         dims: list[int | tuple[int, int]] = []
-        for a, b in zip(shape, other, strict=True):
+        for a, b in zip(small.shape, large.shape, strict=True):
             same = [(k, d) for k, d in places if (sizes[k][d], other_sizes[k][d]) == (a, b)]
             if a != b and not same:
                 why = f"cannot be captured, and its result's size {a} equals no size of its inputs"
                 raise CannotRunAloneError(f"module {path}", why, "write its forward with operations on tensors only")
             dims.append(a if a == b else same[0])
-        results.append(_Result(tuple(dims), dtype))
-    return results, returned
+        results.append(_Result(tuple(dims), small.dtype))
+    return results, one
 
 
-def _size(size: int | torch.SymInt, more: int) -> int:
-    return int(size.node.hint) + more if isinstance(size, torch.SymInt) else size
+def _run(
+    path: str, real: nn.Module, leaves: Sequence[Any], structure: Any, kinds: Sequence[torch.dtype],
+    sizes: Sequence[Sequence[int]], noticed: _Draws,
+) -> Any:  # fmt: skip
+    """Return what the real copy of a module makes of random inputs of these sizes."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng([]):
+        given = iter([_drawn(s, k) for s, k in zip(sizes, kinds, strict=True)])
+        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], structure)
+        try:
+            with noticed:
+                return type(real).forward(real, *args, **kwargs)
+        except Exception as error:
+            raise CannotRunAloneError(
+                f"module {path}", f"cannot be captured, nor run alone on random numbers: {error}",
+                "write its forward with operations on tensors only",
+            ) from error  # fmt: skip
+
+
+def _size(size: int | torch.SymInt, larger: Callable[[int], int]) -> int:
+    return larger(int(size.node.hint)) if isinstance(size, torch.SymInt) else size
 
 
 def _drawn(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -220,5 +253,4 @@ def _read(value: Any, tensors: Sequence[Any]) -> Any:
 
 def flat_results(returned: Any) -> list[Tensor]:
     """Flatten what a module returns to the order of its operator's results."""
-    found: list[Tensor] = pytree.tree_leaves(returned)
-    return found
+    return [x for x in pytree.tree_leaves(as_plain(returned)) if isinstance(x, Tensor)]

@@ -6,8 +6,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import fields, is_dataclass
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from io import StringIO
 from typing import Any
 
@@ -16,15 +15,20 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
 from raypipe.capture.alpha_dropout import as_one_operation
 from raypipe.capture.opaque import opaque_modules
+from raypipe.capture.patches.listed_samples import listed_samples
+from raypipe.capture.patches.module_casts import module_casts
+from raypipe.capture.patches.own_backward import own_backwards
+from raypipe.capture.patches.sizes import symbolic_sizes
+from raypipe.capture.patches.structures import as_plain
 
 
 def export(
-    module: nn.Module, inputs: Mapping[str, object], dynamic: Mapping[str, tuple[int, ...]], opaque: Sequence[str] = ()
-) -> ExportedProgram:
+    module: nn.Module, inputs: Mapping[str, object], dynamic: Mapping[str, tuple[int, ...]], opaque: Sequence[str] = (),
+    listed: list[str] | None = None,
+) -> ExportedProgram:  # fmt: skip
     """Export a module in its current mode, training or evaluation.
 
     Its parameters may be on the meta device. In-place operations are replaced by out-of-place ones, so that a tensor
@@ -35,14 +39,20 @@ def export(
         inputs: the forward's arguments by name, tensors or plain values.
         dynamic: per input, the dimensions that may differ at run time.
         opaque: paths of submodules that are not traced.
+        listed: gets an entry for each list of the batch's samples, which then holds stand-ins (``listed_samples``);
+            without it, such a list fixes the number of samples.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with (
         opaque_modules(module, opaque),
         _plain_outputs(module),
-        _fake_parameters(module, fake),
+        fake_parameters(module, fake),
         as_one_operation(),
         _undecided_masks(),
+        module_casts(),
+        symbolic_sizes(),
+        own_backwards(),
+        nullcontext() if listed is None else listed_samples(_samples(inputs), listed),
         _quiet(),
     ):
         arguments = {
@@ -58,6 +68,10 @@ def export(
     return program
 
 
+def _samples(inputs: Mapping[str, object]) -> int:
+    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 0)
+
+
 @contextmanager
 def _plain_outputs(module: nn.Module) -> Iterator[None]:
     """Make a forward return a dict where it returns a structure that torch's pytrees do not know (diffusers')."""
@@ -65,14 +79,7 @@ def _plain_outputs(module: nn.Module) -> Iterator[None]:
 
     @functools.wraps(forward)
     def plain(*args: Any, **kwargs: Any) -> Any:
-        made = forward(*args, **kwargs)
-        if type(made) in pytree.SUPPORTED_NODES or isinstance(made, Tensor):
-            return made
-        if isinstance(made, Mapping):
-            return dict(made)
-        if is_dataclass(made) and not isinstance(made, type):
-            return {field.name: getattr(made, field.name) for field in fields(made)}
-        return made
+        return as_plain(forward(*args, **kwargs))
 
     module.forward = plain
     try:
@@ -135,7 +142,7 @@ def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
 
 
 @contextmanager
-def _fake_parameters(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
+def fake_parameters(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
     """Replace a module's parameters by fake ones on the CPU inside the block; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     restore: list[Callable[[], None]] = []

@@ -40,10 +40,13 @@ def configuration(model: str, changes: Mapping[str, Any] | None = None) -> Any:
             raise SpecError(f"model.config.{key}", f"{model} has no such key", nearest(key, known))
     if changes:
         config = _made(partial(make, **changes), model, "model.config")
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
+    for part in (config, config.get_text_config()):  # a language model inside another has a switch of its own
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id  # as in the published checkpoints of these types
+        config.decoder_start_token_id = getattr(
+            config, "pad_token_id", None
+        )  # as in the published checkpoints of these types
     return config
 
 

@@ -45,7 +45,7 @@ def fingerprint(asked: Mapping[str, Any], code: Iterable[Path], packages: Iterab
     digest.update(f"python {sys.version_info[:2]}".encode())
     for package in sorted(packages):
         digest.update(f"{package} {_version(package)}".encode())
-    own = [path for folder in OWN_CODE for path in sorted(folder.glob("*.py"))]
+    own = [path for folder in OWN_CODE for path in sorted(folder.rglob("*.py"))]
     for path in [*own, *sorted(set(code))]:
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}".encode())

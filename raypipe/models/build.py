@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from raypipe.capture.captured import Captured
 from raypipe.capture.meta import build_without_memory
 from raypipe.capture.reorder import reordered
 from raypipe.errors import SpecError, nearest
+from raypipe.graph.dims import evaluate_all
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint
 from raypipe.graph.operations import OperationGraph
 from raypipe.graph.stages.pieces import branch_order, piece_sharding
@@ -27,10 +28,12 @@ from raypipe.models.captured import CapturedModel, Share
 from raypipe.models.dict_argument import feed_as_dict
 from raypipe.models.gpt.layers import GptLayers
 from raypipe.models.layered import LayeredModel
+from raypipe.models.losses.function import end_with_loss, loss_code, loss_function
+from raypipe.models.losses.given import GivenLoss
 from raypipe.models.own_loss import LOSS, OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.imported import Imported
-from raypipe.models.sources.source import Identity, ModelSource
+from raypipe.models.sources.source import Identity, LossFunction, ModelSource
 from raypipe.models.task import MASK, Field, Task
 from raypipe.tensor import Division, divide_module
 
@@ -83,8 +86,11 @@ def _captured(
     arrays = None if given is None else dict(given)
     source: ModelSource = HuggingFace(spec) if isinstance(spec, HfSpec) else Imported(spec)
     task = source.task(arrays, mask)
+    function = source.loss if spec.loss == "task" else loss_function(spec)
     own = spec.loss == "model" or source.own_loss
-    if own:
+    if function is not None and spec.loss != "task" and spec.loss_per == "sample":
+        task = GivenLoss(task, arrays if arrays is not None else task.text_fields(_sequence(spec)))
+    elif own or function is not None:
         task = OwnLoss(task, arrays if arrays is not None else ("labels",))
     fields = dict(arrays) if arrays is not None else task.text_fields(_sequence(spec))
     fields |= _made(task, fields)
@@ -94,6 +100,8 @@ def _captured(
             raise SpecError("data.type", why, "use arrays with input_ids and labels")
         fields[MASK] = Field((_sequence(spec),), torch.int64)
     whole = build = _in_training(source.build, spec, DTYPES[dtype])
+    if function is not None:
+        build = _ending(whole, function, list(fields))
     share = None
     if division is not None:
         build = _divided(whole, division)
@@ -101,14 +109,22 @@ def _captured(
         share = Share(division, divide_module(build_without_memory(whole), division), undivided)
 
     def fresh() -> Captured:
-        from raypipe.capture.capture import capture  # with torch.export and SymPy, which workers need not import
+        # torch.export and SymPy, which workers need not import
+        from raypipe.capture.capture import capture
+        from raypipe.models.losses.capture_with_loss import capture_with_loss
+        from raypipe.models.losses.check import check_function
 
         skeleton = build_without_memory(build)
-        feed_as_dict(skeleton, [name for name in fields if name not in LABELS])
+        if function is None:
+            feed_as_dict(skeleton, [name for name in fields if name not in LABELS])
         arguments = _arguments(skeleton, fields, task)
         example: dict[str, object] = {n: _example(fields[field], DTYPES[dtype]) for n, field in arguments.items()}
+        if function is not None:
+            check_function(build_without_memory(whole), function, fields, task.of_microbatch)
+            return capture_with_loss(whole, function, list(fields), example)
         example |= source.constants
-        found = capture(skeleton, example, outputs=(LOSS,) if own and source.outputs is not None else source.outputs)
+        outputs = (LOSS,) if own and source.outputs is not None else source.outputs
+        found = capture(skeleton, example, outputs=outputs)
         wanted = LOSS if own else "logits"
         if len(found.graph.outputs) > 1:
             names = list(found.graph.outputs)
@@ -117,8 +133,10 @@ def _captured(
             _check_loss(found.graph)
         return found
 
-    found = captured_once(_key(source.identity(build), record, fields, dtype, share), fresh)
+    found = captured_once(_key(source.identity(whole), record, fields, dtype, share, loss_code(spec)), fresh)
     named = {name: _field(name, fields) for name in found.graph.inputs}
+    if isinstance(task, GivenLoss):
+        task.fit(_losses(found.graph, named, 2), _losses(found.graph, named, 3), fields)
     if not branches:
         return CapturedModel(found, shard(found.graph), task, source.values(whole), named, build, share)
     one = found.graph.sizes({name: (1, *field.shape) for name, (_, field) in named.items()})
@@ -137,6 +155,20 @@ def _check_loss(graph: OperationGraph) -> None:
                         'return a scalar, or a dict with "loss"; or leave model.loss out')  # fmt: skip
 
 
+def _losses(graph: OperationGraph, fields: Mapping[str, tuple[str, Field]], samples: int) -> tuple[int, ...]:
+    """Return the shape of what a loss function returns for so many samples."""
+    ((name, number),) = graph.outputs.items()
+    kind = graph.operations[number].type
+    if kind is None or not kind.floating:
+        raise SpecError("model.loss", f'the function returns "{name}", no tensor of floats', "return the losses")
+    sizes = graph.sizes({name: (samples, *field.shape) for name, (_, field) in fields.items()})
+    return tuple(int(size) for size in evaluate_all(kind.shape, sizes))
+
+
+def _ending(build: Callable[[], nn.Module], function: LossFunction, names: Sequence[str]) -> Callable[[], nn.Module]:
+    return lambda: end_with_loss(build(), function, names)
+
+
 def _divided(build: Callable[[], nn.Module], division: Division) -> Callable[[], nn.Module]:
     def divided() -> nn.Module:
         module = build()
@@ -146,11 +178,12 @@ def _divided(build: Callable[[], nn.Module], division: Division) -> Callable[[],
     return divided
 
 
-def _key(identity: Identity, record: str, fields: Fields, dtype: str, share: Share | None) -> str:
+def _key(identity: Identity, record: str, fields: Fields, dtype: str, share: Share | None,
+         loss: Sequence[Path]) -> str:  # fmt: skip
     """Return the key under which the captured model is cached."""
     given = {name: [list(field.shape), str(field.dtype)] for name, field in fields.items()}
     asked = {"model": record, "is": identity.says, "fields": given, "dtype": dtype}
-    code = [*identity.code, *sorted(MODEL_CODE.rglob("*.py"))]
+    code = [*identity.code, *loss, *sorted(MODEL_CODE.rglob("*.py"))]
     if share is not None:
         asked["divided"] = {name: repr(cut) for name, cut in share.shards.items()}
         own = share.division.table

@@ -21,7 +21,6 @@ from raypipe.graph.stages.links import Result
 from raypipe.graph.subgraphs import Sharding
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup
-from raypipe.models.own_loss import OwnLoss
 from raypipe.models.running_statistics import (
     RunningStatistics,
     check_buffers,
@@ -75,7 +74,7 @@ class CapturedModel(LayeredModel):
         self.edges = (*sharding.starts, sharding.end)
         self._handed_on, self._results = between_spans(graph, sharding.starts)
         check_buffers(graph, captured.calls)
-        self.batch_statistics = isinstance(task, OwnLoss) or any(
+        self.batch_statistics = task.of_microbatch or any(
             uses_batch_statistics(o, call.args) for o, call in zip(graph.operations, captured.calls, strict=True)
         )
         one = self.sizes(1)
@@ -104,6 +103,14 @@ class CapturedModel(LayeredModel):
     def parameters(self, i: int) -> int:
         """Count the elements of sub-graph ``i``'s parameters; tied ones count in each holder."""
         return sum(self.graph.parameters[name] for name in self.held[i])
+
+    def trained_parameters(self, i: int) -> int:
+        """Count those of ``parameters`` that are trained."""
+        return sum(self.graph.parameters[name] for name in self.held[i] if self.is_trained(name))
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the parameter of this name is trained."""
+        return self.graph.sources[name].requires_grad
 
     @property
     def results(self) -> tuple[Result, ...]:

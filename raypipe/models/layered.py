@@ -110,6 +110,19 @@ class LayeredModel(ABC):
     def parameters(self, i: int) -> int:
         """Count the elements of layer ``i``'s parameters; tied ones count in each holder."""
 
+    def trained_parameters(self, i: int) -> int:
+        """Count those of ``parameters`` that are trained; by default all are."""
+        return self.parameters(i)
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the parameter of this name is trained; by default all are."""
+        return True
+
+    def frozen_stages(self, cut: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the stages of a cut that have no trained parameter; none where nothing is trained at all."""
+        found = tuple(s for s, part in enumerate(cut) if not any(self.trained_parameters(i) for i in part))
+        return found if len(found) < len(cut) else ()
+
     @property
     def results(self) -> tuple[Result, ...]:
         """The tensors that layers hand to one another; by default one from each layer to the next."""

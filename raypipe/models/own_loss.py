@@ -21,6 +21,8 @@ class OwnLoss(Task):
     micro-batches, which ``(model(**micro_batch).loss / count).backward()`` accumulates.
     """
 
+    of_microbatch = True
+    predicts = False
     unit = "as the model computes it"
 
     def __init__(self, of: Task, fields: Collection[str]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raypipe.capture.meta import build_on_meta, needs_values
+from raypipe.capture.meta import build_on_meta, loading_nothing, needs_values
 from raypipe.errors import SpecError
 from raypipe.models.keyed_random import fold64
 
@@ -66,7 +66,13 @@ class Constructed:
                         "construct it on the CPU")  # fmt: skip
 
     def _values(self, parameters: Collection[str], kept: frozenset[int] | None, seed: int) -> dict[str, Tensor]:
-        with _registrations(kept), torch.random.fork_rng(devices=[]), _same_draws(), _KeyedDraws(seed):
+        with (
+            _registrations(kept),
+            torch.random.fork_rng(devices=[]),
+            loading_nothing(),
+            _same_draws(),
+            _KeyedDraws(seed),
+        ):
             module = self.build()
         made_parameters = dict(module.named_parameters(remove_duplicate=False))
         return {name: made_parameters[name].detach() for name in parameters}
@@ -244,5 +250,6 @@ class _KeyedDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws += 1
-            torch.manual_seed(fold64(self.seed, self.draws) >> 1)
+            # torch.manual_seed also formats its caller's stack, which took most of the time of building a stage.
+            torch.default_generator.manual_seed(fold64(self.seed, self.draws) >> 1)
         return func(*args, **(kwargs or {}))

@@ -51,6 +51,12 @@ class Task(ABC):
     """Whether every token has a label, at the same position."""
     unit = "nats per label"
     """Unit of the mean loss (the sum over the number of targets), for display."""
+    of_microbatch = False
+    """Whether the loss of a sample depends on the other samples of its micro-batch."""
+    predicts = True
+    """Whether the model's output is a prediction of labels; it may be the loss itself."""
+    classes: int | None = None
+    """Number of all classes, if the output is one tensor rank's share of them; None if it has all classes."""
 
     @abstractmethod
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
@@ -59,6 +65,10 @@ class Task(ABC):
     @abstractmethod
     def targets(self, inputs: Inputs) -> int:
         """Count the targets that ``loss`` sums over."""
+
+    def labels(self, inputs: Inputs) -> Tensor:
+        """Return what the output predicts, ``[samples, ...]``; only where it ``predicts``."""
+        return inputs["labels"]
 
     def window(self, sequence: int) -> int:
         """Return the number of bytes of text in a sample, without the one that follows it."""
@@ -93,8 +103,6 @@ class Labels(Task):
     """
 
     reads = frozenset({"labels"})
-    classes: int | None = None
-    """Number of all classes, if the output is one tensor rank's share of them; None if it has all classes."""
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the cross-entropy summed over the labels."""
@@ -132,6 +140,10 @@ class NextToken(Labels):
         """Count the positions whose next token is a target."""
         labels = inputs["shift_labels"] if self.shifted else inputs["labels"][:, 1:]
         return int((labels != IGNORED).sum())
+
+    def labels(self, inputs: Inputs) -> Tensor:
+        """Return the labels as the data has them: the tokens themselves, or each one's next token."""
+        return inputs["shift_labels" if self.shifted else "labels"]
 
     def from_text(self, rows: Tensor, keys: Sequence[int]) -> dict[str, Tensor]:
         """Return the bytes as ``input_ids``, and shifted by one as ``shift_labels``."""

@@ -57,10 +57,12 @@ def job_with(base: Path, text: Path, lora: dict[str, object], **parallel: object
     )  # fmt: skip
 
 
-def plain_losses(job: JobSpec, base: Path, data: Path) -> tuple[list[float], torch.nn.Module]:
+def plain_losses(
+    job: JobSpec, base: Path, data: Path, lora: dict[str, object] = LORA
+) -> tuple[list[float], torch.nn.Module]:
     """Losses of the same steps of peft's own model, from the adapters that the stages start with."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
-    model = peft.get_peft_model(model, peft.LoraConfig(**LORA, task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(model, peft.LoraConfig(**lora, task_type="CAUSAL_LM"))
     built = build_model(job, known_fields(data))
     starts = built.build_stage(range(built.count), seed=3).named()
     with torch.no_grad():
@@ -99,6 +101,20 @@ def test_stages_train_adapters_as_peft_does_and_peft_opens_them(base, text_folde
         assert torch.equal(module(tokens).logits, opened(tokens).logits)
         bare = transformers.AutoModelForCausalLM.from_pretrained(base)
         assert not torch.allclose(bare(tokens).logits, logits, atol=1e-5), "the adapters do nothing"
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_a_stage_before_the_first_adapter_changes_no_loss(schedule, base, text_folder, stage_pool, tmp_path) -> None:
+    """Adapters in the last block alone: no gradient travels to the first stage, in either direction of the pipeline."""
+    late = {**LORA, "target_modules": r".*\.layers\.1\..*(q_proj|down_proj)"}
+    job = job_with(base, text_folder, late, schedule=schedule)
+    built = build_model(job, None)
+    assert [built.trained_parameters(i) > 0 for i in range(built.count)].index(True) >= built.count // 2
+    done = drive(job, stage_pool, tmp_path / "run")
+    expected, _ = plain_losses(job, base, tmp_path / "run" / "data", late)
+    assert done.losses == pytest.approx(expected, abs=1e-9, rel=0)
+    assert expected[-1] != expected[0]
 
 
 def test_only_adapters_train_and_the_base_is_what_was_saved(base, text_folder, tmp_path) -> None:

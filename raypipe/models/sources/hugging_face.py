@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from raypipe.errors import SpecError, install
 from raypipe.graph.fingerprint import transformers_code
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
+from raypipe.models.losses.contrastive import contrastive
 from raypipe.models.more_tasks import Pixels, Transcript
 from raypipe.models.sources.adapters import AdapterValues, with_adapters, without_adapters
 from raypipe.models.sources.saved_values import Saved
-from raypipe.models.sources.source import Identity
+from raypipe.models.sources.source import Identity, LossFunction
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import BYTES, Field, Labels, MaskedToken, NextToken, Sequences, Task, Values
 
@@ -39,6 +41,18 @@ CLASSES: dict[TaskName, tuple[str, ...]] = {
 }
 """transformers' tables of classes by model type. A model is trained for the first task whose tables contain it."""
 
+NEEDED: dict[str, tuple[str, str, str]] = {
+    "switch_transformers": (
+        "attention_mask", "transformers' own forward of it fails without one",
+        "add an array attention_mask of ones, [rows, tokens]",
+    ),
+    "paligemma": (
+        "token_type_ids", "without them transformers' masks differ between a traced model and an eager one",
+        "add token_type_ids: 0 for the image and the prompt, 1 for the answer",
+    ),
+}  # fmt: skip
+"""Per model type, an array that it cannot do without although its forward does not require it; why, what to do."""
+
 
 class HuggingFace:
     """A model given as ``model: {hf: TYPE_OR_DIRECTORY, config: {...}}``.
@@ -59,7 +73,12 @@ class HuggingFace:
             raise SpecError("model.hf", "needs transformers, which is not installed", install("hf")) from None
         self.spec = spec
         self.kind, self.task_name = _class_and_task(self.config, spec)
-        self.own_loss = self.task_name == "contrastive"
+        two = self.task_name == "contrastive"
+        # Its own code takes the number of samples as fixed: arange(len(logits)).
+        self.loss: LossFunction | None = (
+            contrastive if two and hasattr(sys.modules[self.kind.__module__], "contrastive_loss") else None
+        )
+        self.own_loss = two and (self.loss is None or spec.loss == "model")
         self.constants: Mapping[str, object] = {"return_loss": True} if self.own_loss else {}
 
     def build(self) -> nn.Module:
@@ -85,12 +104,18 @@ class HuggingFace:
 
     def _task(self, arrays: Mapping[str, Field] | None, mask: float) -> Task:
         config = self.config
+        if config.model_type in NEEDED:
+            name, why, fix = NEEDED[config.model_type]
+            if name not in (arrays or {}):
+                raise SpecError("data", f"a {config.model_type} model needs {name}: {why}", fix)
         if arrays is None:
             self._check_bytes()
-        elif "input_ids" in arrays and arrays["input_ids"].shape:
-            longest = arrays["input_ids"].shape[0]
-            fix = "shorten it, or raise model.config.max_position_embeddings"
-            self._check_positions("data", f"the longest row has {longest} input_ids", longest, fix)
+        else:
+            for name, field in arrays.items():
+                if name.endswith("input_ids") and "decoder" not in name and field.shape:
+                    longest = field.shape[0]
+                    fix = "shorten it, or raise model.config.max_position_embeddings"
+                    self._check_positions("data", f"the longest row has {longest} {name}", longest, fix)
         if self.task_name == "causal-lm":
             return NextToken(arrays if arrays is not None else ("shift_labels",))
         if self.task_name == "masked-lm":
@@ -157,4 +182,8 @@ def _class_and_task(config: Any, spec: HfSpec) -> tuple[Any, TaskName]:
         fix = "leave model.task out, or use another model"
         raise SpecError("model.task", f"{what} can't be trained for {spec.task}", fix)
     tasks = ", ".join(CLASSES)
-    raise SpecError("model.hf", f"{what} has no class for any of {tasks}", "use a language or image model")
+    raise SpecError(
+        "model.hf",
+        f"{what} has no class for any of {tasks}",
+        "use a language or image model, or give it with model.import and a function in model.loss",
+    )

@@ -22,7 +22,7 @@ from raypipe.files import short
 from raypipe.graph.fingerprint import module_code, structure
 from raypipe.job import ImportSpec
 from raypipe.models.more_tasks import Pixels
-from raypipe.models.sources.source import Identity
+from raypipe.models.sources.source import Identity, LossFunction
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import Field, Labels, NextToken, Task, Values
 
@@ -39,11 +39,16 @@ class Imported:
 
     outputs: Sequence[str] | None = None
     own_loss = False
+    loss: LossFunction | None = None
     constants: Mapping[str, object] = MappingProxyType({})
 
     def __init__(self, spec: ImportSpec) -> None:
         self.spec = spec
-        found = _find(spec.function)
+        found = find_function(spec.function)
+        kind = _no_builder(found)
+        if kind is not None:
+            fix = "give a function of your own that returns a torch.nn.Module"
+            raise SpecError("model.import", f"{spec.function} is {kind}", fix)
         _check_arguments(found, spec)
         self.function: Callable[[], Any] = partial(found, **spec.args)
 
@@ -97,7 +102,12 @@ class Imported:
         return Constructed(build)
 
 
-def _find(name: str) -> Callable[..., Any]:
+def find_function(name: str, where: str = "model.import") -> Callable[..., Any]:
+    """Import a function of the user's, given as ``package.module:function``.
+
+    Raises:
+        SpecError: the module cannot be imported or has no such function; ``where`` is the key that names it.
+    """
     module_name, _, function = name.partition(":")
     # Python adds the current directory for `python -m`, but not for the installed `raypipe` command.
     if os.getcwd() not in sys.path:
@@ -106,17 +116,13 @@ def _find(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         if not isinstance(error, ImportError):
-            raise SpecError("model.import", f"{module_name} can't be imported: {_summary(error)}", MEND) from error
+            raise SpecError(where, f"{module_name} can't be imported: {_summary(error)}", MEND) from error
         fix = "start raypipe in the package's folder, set PYTHONPATH, or install it"
-        raise SpecError("model.import", f"{module_name} can't be imported: {error}", fix) from None
+        raise SpecError(where, f"{module_name} can't be imported: {error}", fix) from None
     found = getattr(module, function, None)
     if not callable(found):
         callables = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise SpecError("model.import", f"{module_name} has no function {function}", nearest(function, callables))
-    kind = _no_builder(found)
-    if kind is not None:
-        fix = "give a function of your own that returns a torch.nn.Module"
-        raise SpecError("model.import", f"{name} is {kind}", fix)
+        raise SpecError(where, f"{module_name} has no function {function}", nearest(function, callables))
     return found  # type: ignore[no-any-return]
 
 

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import Field, Task
+
+LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor]
+"""A loss, of the model and a batch by name."""
 
 
 class Identity(NamedTuple):
@@ -30,6 +33,8 @@ class ModelSource(Protocol):
     """Names of the outputs to capture; None for all that the model returns."""
     own_loss: bool
     """Whether the task has no loss but the model's own."""
+    loss: LossFunction | None
+    """The loss of a micro-batch as a whole, where the task has one of its own."""
     constants: Mapping[str, object]
     """Arguments of the forward that are not data."""
 

@@ -1,0 +1,94 @@
+"""Losses of pairs of texts, of which people preferred one: reward models and DPO.
+
+Both texts of a pair go through the model together, as one batch twice as large. A batch has ``chosen_input_ids`` and
+``rejected_input_ids``, int64 ``[samples, length]`` of one length, and where texts are padded ``chosen_attention_mask``
+and ``rejected_attention_mask`` of the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raypipe.errors import SpecError
+from raypipe.models.task import IGNORED, MASK
+
+KINDS = ("chosen", "rejected")
+REFERENCE = "reference_{}_logps"
+"""Name of the log-probabilities that the frozen reference gives to the labels of a text."""
+
+
+def reward(model: Any, batch: Mapping[str, Tensor], margin: float = 0.0) -> Tensor:
+    """Return ``-log sigmoid(r(chosen) - r(rejected) - margin)`` of each pair: ``[samples]``, in nats.
+
+    The model gives each text one value, ``[texts, 1]`` or ``[texts]``.
+
+    Source: Ouyang et al. 2022 (InstructGPT), equation 1; the margin as in Touvron et al. 2023 (Llama 2), equation 2.
+    """
+    rewards = logits_of(model(**_both(batch)))
+    chosen, rejected = _halves(_precise(rewards.flatten()), batch)
+    return -F.logsigmoid(chosen - rejected - margin)
+
+
+def dpo(model: Any, batch: Mapping[str, Tensor], beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
+    """Return the loss of direct preference optimisation of each pair: ``[samples]``, in nats.
+
+    ``chosen_labels`` and ``rejected_labels`` are the tokens themselves, with ``IGNORED`` where they do not count (the
+    prompt). The reference is the batch's ``reference_chosen_logps`` and ``reference_rejected_logps``, float
+    ``[samples]``, or else a frozen model beside the trained one, ``model.reference``.
+
+    Source: Rafailov et al. 2023, equation 7; label smoothing as in Mitchell 2023, "A note on DPO with noisy
+    preferences".
+
+    Raises:
+        SpecError: there is no reference.
+    """
+    inputs = _both(batch)
+    labels = torch.cat([batch[f"{kind}_labels"] for kind in KINDS])
+    ratios = log_probability(logits_of(model(**inputs)), labels)
+    if all(REFERENCE.format(kind) in batch for kind in KINDS):
+        ratios = ratios - torch.cat([batch[REFERENCE.format(kind)] for kind in KINDS]).to(ratios.dtype)
+    elif getattr(model, "reference", None) is not None:
+        ratios = ratios - log_probability(logits_of(model.reference(**inputs)), labels).detach()
+    else:
+        why = "dpo needs a reference, and neither data nor model have one"
+        fix = f"add arrays {REFERENCE.format(KINDS[0])} and {REFERENCE.format(KINDS[1])}, or a frozen model.reference"
+        raise SpecError("model.loss", why, fix)
+    chosen, rejected = _halves(ratios, batch)
+    margin = beta * (chosen - rejected)
+    return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+
+
+def log_probability(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each text's labels ``[texts, length]``, which are shifted here: ``[texts]``."""
+    labels = labels[:, 1:]
+    counts = labels != IGNORED
+    every = _precise(logits[:, :-1]).log_softmax(-1)
+    own = every.gather(-1, labels.masked_fill(~counts, 0).unsqueeze(-1)).squeeze(-1)
+    return own.masked_fill(~counts, 0.0).sum(-1)
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return ``logits`` of what a model returns: a field, a key, or the one tensor."""
+    if isinstance(output, Mapping):
+        return output["logits"]  # type: ignore[no-any-return]
+    return getattr(output, "logits", output)  # type: ignore[no-any-return]
+
+
+def _both(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model's arguments for the chosen texts, followed by the rejected ones."""
+    names = ["input_ids", *([MASK] if f"{KINDS[0]}_{MASK}" in batch else [])]
+    return {name: torch.cat([batch[f"{kind}_{name}"] for kind in KINDS]) for name in names}
+
+
+def _halves(values: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    samples = batch[f"{KINDS[0]}_input_ids"].shape[0]
+    return values[:samples], values[samples:]
+
+
+def _precise(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
