@@ -30,6 +30,7 @@ def analytic_profile(
     optimizer: str = "adamw",
     momentum: bool = False,
     tied: int = 0,
+    trained_tied: int | None = None,
 ) -> Profile:
     """Compute the costs of a model's layers on a cluster's devices.
 
@@ -41,6 +42,7 @@ def analytic_profile(
         optimizer: ``train.optimizer``; it decides how many bytes an update moves.
         momentum: whether ``sgd`` uses momentum.
         tied: parameter values that the first and last layer share; ignored for a GPT, which says so itself.
+        trained_tied: those of ``tied`` that are trained; None: all.
 
     Raises:
         SpecError: the device has no peak for this dtype, or there are no layers or sizes to profile.
@@ -65,7 +67,7 @@ def analytic_profile(
         host_links=cluster.host_links,
         memory_bytes=device.memory_gib * GIB, base_bytes=(1 - device.usable) * device.memory_gib * GIB,
         layers=tuple(_layer(work, device, rate, sizes) for work in works),
-        tied_parameters=_tied(model, tied),
+        tied_parameters=_tied(model, tied), trained_tied_parameters=trained_tied,
         update_s_per_parameter=update_bytes(optimizer, momentum, dtype) / (device.memory_gb_s * 1e9),
         inside=_link(cluster.inside), between=_link(cluster.between),
         collective=_path(cluster.collective) if cluster.collective else None,
@@ -112,7 +114,8 @@ def _layer(work: LayerWork, device: DeviceModel, rate: float, sizes: Sequence[in
         f, b, w = (e.seconds(size, *rates) for e in (work.forward, work.input_grad, work.weight_grad))
         times[size] = TaskTimes(forward=f, input_grad=b, weight_grad=w, joint=b + w, recompute=f)
     return LayerProfile(
-        name=work.name, parameters=work.parameters, times=times, kept_bytes=work.kept_bytes,
+        name=work.name, parameters=work.parameters, trained_parameters=work.trained_parameters, times=times,
+        kept_bytes=work.kept_bytes,
         kept_fixed_bytes=work.kept_fixed_bytes, cast_bytes=work.cast_bytes,
         waiting_bytes=work.waiting_bytes, output_bytes=work.output_bytes,
         output_floats=work.output_floats,

@@ -43,6 +43,7 @@ class LayerWork:
 
     name: str
     parameters: int
+    trained_parameters: int | None = None
     forward: Effort
     input_grad: Effort
     weight_grad: Effort

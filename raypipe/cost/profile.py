@@ -51,6 +51,8 @@ class LayerProfile(Spec):
     name: str
     parameters: Count
     """Number of parameter values; a tied matrix counts in each layer that holds it."""
+    trained_parameters: Count | None = None
+    """Those of ``parameters`` that are trained; the rest are frozen. None: all are."""
     times: dict[Positive, TaskTimes]
     """Micro-batch size in samples -> task times."""
     kept_bytes: Bytes
@@ -76,6 +78,17 @@ class LayerProfile(Spec):
     """The part that does not depend on the micro-batch size: a matrix's gradient before it is accumulated."""
     split_workspace_bytes: Bytes | None = None
     """``workspace_bytes`` of B with a split backward; None: the same as for the joint backward."""
+
+    @model_validator(mode="after")
+    def _trained_are_some(self) -> LayerProfile:
+        if self.trained > self.parameters:
+            raise ValueError(f"layer {self.name} trains more parameters than it has")
+        return self
+
+    @property
+    def trained(self) -> int:
+        """Number of parameter values that have a gradient and optimizer state."""
+        return self.parameters if self.trained_parameters is None else self.trained_parameters
 
     @property
     def waiting(self) -> float:
@@ -131,11 +144,19 @@ class TakenFor(Spec):
     model: dict[str, Any]
     """``model`` of the job, as JSON."""
     optimizer: str
+    compiled: bool = False
+    """``train.compile: inductor``: layers were measured compiled. With ``auto``, a run may stay eager."""
+    activation_memory_budget: float = 1.0
 
     @classmethod
     def job(cls, job: JobSpec) -> TakenFor:
         """Return the keys of a job."""
-        return cls(model=job.model.model_dump(mode="json"), optimizer=job.train.optimizer)
+        train = job.train
+        compiled = train.compile == "inductor"
+        return cls(
+            model=job.model.model_dump(mode="json"), optimizer=train.optimizer, compiled=compiled,
+            activation_memory_budget=job.parallel.activation_memory_budget if compiled else 1.0,
+        )  # fmt: skip
 
 
 class Profile(Spec):
@@ -174,7 +195,10 @@ class Profile(Spec):
     """Memory that kernels keep for one micro-batch size: oneDNN compiles code for each shape of a product."""
     layers: Annotated[tuple[LayerProfile, ...], Field(strict=False, min_length=1)]
     tied_parameters: Count = 0
-    """Values of matrices that the first and the last layer share; they are counted in both and trained once."""
+    """Values of matrices that the first and the last layer share; they are counted in both and held once by a stage
+    with both."""
+    trained_tied_parameters: Count | None = None
+    """Those of ``tied_parameters`` that are trained. None: all are."""
     update_s_per_parameter: Seconds
     """Seconds of an optimizer step, per parameter value."""
     alone: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -207,6 +231,18 @@ class Profile(Spec):
         if any(len(other.layers) != len(self.layers) for other in self.other_kinds):
             raise ValueError("the profiles of all kinds of device must be of the same layers")
         return self
+
+    @model_validator(mode="after")
+    def _trained_ties_are_some(self) -> Profile:
+        if self.trained_tied > self.tied_parameters:
+            raise ValueError("more tied parameters are trained than there are")
+        return self
+
+    @property
+    def trained_tied(self) -> int:
+        """Values of tied matrices that have a gradient, which their holders sum."""
+        trained = self.trained_tied_parameters
+        return self.tied_parameters if trained is None else trained
 
     @property
     def placed(self) -> Hosts:

@@ -54,13 +54,22 @@ def check_profile(job: JobSpec, profile: Profile) -> None:
 
 
 def _check_taken_for(theirs: TakenFor, ours: TakenFor) -> None:
-    then = {**dict(_flat("model", theirs.model)), "train.optimizer": theirs.optimizer}
-    now = {**dict(_flat("model", ours.model)), "train.optimizer": ours.optimizer}
+    then, now = _keys(theirs), _keys(ours)
     for key in sorted({*then, *now}, key=lambda key: (key not in now, key)):
         if then.get(key) != now.get(key):
             raise SpecError(
                 "profile", f"was taken for {key}: {_shown(then.get(key))}, the job has {_shown(now.get(key))}", AGAIN
             )
+
+
+def _keys(taken: TakenFor) -> dict[str, Any]:
+    """Return the job keys for which a profile is valid, as a job writes them."""
+    return {
+        **dict(_flat("model", taken.model)),
+        "train.optimizer": taken.optimizer,
+        "train.compile": "inductor" if taken.compiled else None,
+        "parallel.activation_memory_budget": taken.activation_memory_budget,
+    }
 
 
 def _flat(prefix: str, keys: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from math import gcd
 
 from raypipe.cost.collectives import Kind, Layout, collective_seconds
 from raypipe.cost.profile import Profile
-from raypipe.cost.stages import Cut, Placed, gradient_width, parameters, reduced_width
+from raypipe.cost.stages import Cut, Placed, gradient_width, reduced_width, trained_parameters
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
 
@@ -23,8 +24,9 @@ def with_sharding(
 ) -> CostTable:
     """Return the costs of a schedule's stages with what sharding makes of them.
 
-    A gather or a reduce-scatter moves the weights or gradients of a whole stage, over its shard group, gradients in the
-    dtype of their sums. An AR of a sharded stage sums its shards over the groups that replicate them, and U updates a
+    A gather or a reduce-scatter moves the trained weights or the gradients of a whole stage, over its shard group,
+    gradients in the dtype of their sums; frozen weights are not divided. Of several groups, the one that lies on most
+    hosts is costed. An AR of a sharded stage sums its shards over the groups that replicate them, and U updates a
     shard. Tied matrices are summed apart, whatever the level.
 
     Args:
@@ -43,7 +45,15 @@ def with_sharding(
     busy = placed.busy
     # The position in a copy matters only if hosts have several devices.
     devices = {0} if placed.one_per_host else {device for row in placed.rows for device in row}
-    layouts = {device: inner.layout([device]) for device in devices}
+    apart = min(copies // group, placed.turn // gcd(placed.turn, group))  # groups that may lie on hosts in other ways
+
+    def layouts_of(device: int) -> set[Layout]:
+        if apart <= 1:
+            return {inner.layout([device])}
+        groups = (range(g * group, (g + 1) * group) for g in range(apart))
+        return {Layout.of([placed.device(copy, device) for copy in group], placed.hosts) for group in groups}
+
+    layouts = {device: layouts_of(device) for device in devices}
 
     @cache
     def seconds(kind: Kind, size: float, layout: Layout) -> float:
@@ -51,7 +61,7 @@ def with_sharding(
 
     def over_group(kind: Kind, stage: int, size: float) -> float:
         held = {0} if placed.one_per_host else {row[stage] for row in placed.rows}
-        return max(seconds(kind, size, layouts[device]) for device in held)
+        return max(seconds(kind, size, layout) for device in held for layout in layouts[device])
 
     everywhere = replace(placed, copies=copies // group, width=placed.width * group)  # a shard's holder in each group
 
@@ -63,7 +73,7 @@ def with_sharding(
     all_reduce, update = list(costs.all_reduce), list(costs.update)
     for stage, layers in enumerate(cut):
         if sharding.levels[stage]:
-            values = parameters(profile, layers)
+            values = trained_parameters(profile, layers)
             gather[stage] = over_group("all_gather", stage, values * width)
             scatter[stage] = over_group("reduce_scatter", stage, values * reduced)
             all_reduce[stage] = between_groups(stage, values * reduced / group)

@@ -77,7 +77,7 @@ def stage_costs(
     kinds = profile.kinds
     tables = {kind: _table(kinds[kind], cut, placed, way) for kind in sorted(set().union(*holders))}
     table = next(iter(tables.values())) if len(tables) == 1 else _slowest(tables, holders)
-    if not profile.tied_parameters:
+    if not profile.trained_tied:
         return table
     # Tied gradients are all-reduced after all others and before the updates; the first and last stage wait for it.
     last = len(cut) - 1
@@ -122,18 +122,20 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
     """Return the costs of stages on devices of one kind, without the all-reduce of tied gradients."""
     samples, size, split, together, recomputed = way
     stages = [[profile.layers[i] for i in layers] for layers in cut]
+    frozen = frozen_stages(profile, cut)
     share = crowding(profile, placed.busy)
     times = [stage_times(layers, samples, share) for layers in stages]
     extra = profile.task_overhead_s
     ahead = times if together == 1 else [stage_times(layers, samples * together, share) for layers in stages]
     forward = [(t.forward + extra) / together for t in ahead]
-    weight = [t.weight_grad + extra for t in times]
+    weight = [0.0 if s in frozen else t.weight_grad + extra for s, t in enumerate(times)]  # no such task there
     inputs = [t.input_grad + extra for t in times]
     if not split:
         # A joint backward is one task with one overhead. Only the sum of B and W is used then; split it in proportion.
         scale = [(t.joint + extra) / (b + w) if b + w else 1.0 for t, b, w in zip(times, inputs, weight, strict=True)]
         inputs = [b * k for b, k in zip(inputs, scale, strict=True)]
         weight = [w * k for w, k in zip(weight, scale, strict=True)]
+    first = next((s for s in range(len(cut)) if s not in frozen), 0)
     recompute = times
     if recomputed is not None:
         recompute = [
@@ -141,11 +143,11 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
         ]
     return CostTable(
         forward=tuple(t / size for t in forward),
-        input_grad=tuple(t / size for t in inputs),
+        input_grad=tuple(0.0 if s < first else t / size for s, t in enumerate(inputs)),
         weight_grad=tuple(t / size for t in weight),
         recompute=tuple((t.recompute + extra) / size for t in recompute),
         all_reduce=_all_reduces(profile, cut, placed),
-        update=tuple(profile.update_s_per_parameter * parameters(profile, layers) for layers in cut),
+        update=tuple(profile.update_s_per_parameter * trained_parameters(profile, layers) for layers in cut),
         comm=_messages(profile, cut, placed, samples) if len(cut) > 1 else 0.0,
     )
 
@@ -281,12 +283,34 @@ def check_cut(profile: Profile, cut: Cut, placement: Sequence[Sequence[int]]) ->
 
 
 def parameters(profile: Profile, layers: Sequence[int]) -> int:
-    """Return the number of parameter values that a stage of these layers holds and updates.
+    """Return the number of parameter values that a stage of these layers holds, trained or not.
+
+    A matrix that two of the layers share counts once.
+    """
+    tied = profile.tied_parameters if _both_ends(profile, layers) else 0
+    return sum(profile.layers[i].parameters for i in layers) - tied
+
+
+def trained_parameters(profile: Profile, layers: Sequence[int]) -> int:
+    """Return the number of parameter values that a stage of these layers updates.
 
     A matrix that two of the layers share counts once; if they are on two stages, each stage updates its own copy.
     """
-    both_ends = {0, len(profile.layers) - 1} <= set(layers)
-    return sum(profile.layers[i].parameters for i in layers) - (profile.tied_parameters if both_ends else 0)
+    tied = profile.trained_tied if _both_ends(profile, layers) else 0
+    return sum(profile.layers[i].trained for i in layers) - tied
+
+
+def frozen_stages(profile: Profile, cut: Cut) -> tuple[int, ...]:
+    """Return the stages of a cut that have no trained parameter, as a schedule's rules name them.
+
+    None are, if no layer has one: the profile then knows nothing of what is trained.
+    """
+    found = tuple(s for s, layers in enumerate(cut) if not trained_parameters(profile, layers))
+    return found if len(found) < len(cut) else ()
+
+
+def _both_ends(profile: Profile, layers: Sequence[int]) -> bool:
+    return {0, len(profile.layers) - 1} <= set(layers)
 
 
 def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...]:
@@ -294,9 +318,12 @@ def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...
     width, known = reduced_width(profile), dict[tuple[int, frozenset[int]], float]()
     found = []
     for stage, layers in enumerate(cut):
-        own = parameters(profile, layers)
-        if profile.tied_parameters and {0, len(profile.layers) - 1} & set(layers):
-            own -= profile.tied_parameters
+        own = trained_parameters(profile, layers)
+        if {0, len(profile.layers) - 1} & set(layers):
+            own -= profile.trained_tied
+        if not own:
+            found.append(0.0)  # no collective is made
+            continue
         holders = frozenset(row[stage] for row in placed.rows)
         # The position of the holders in a copy matters only if hosts have several devices.
         key = own, frozenset(range(len(holders))) if placed.one_per_host else holders
@@ -308,10 +335,10 @@ def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...
 
 def tied_seconds(profile: Profile, cut: Cut, placed: Placed) -> float:
     """Return the seconds of the all-reduce of tied gradients over every device with the first or the last layer."""
-    if not profile.tied_parameters:
+    if not profile.trained_tied:
         return 0.0
     holders = {row[stage] for row in placed.rows for stage in (0, len(cut) - 1)}
-    return group_seconds(profile, profile.tied_parameters * reduced_width(profile), holders, placed)
+    return group_seconds(profile, profile.trained_tied * reduced_width(profile), holders, placed)
 
 
 def group_seconds(profile: Profile, size_bytes: float, holders: Collection[int], placed: Placed) -> float:

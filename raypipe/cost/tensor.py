@@ -102,8 +102,8 @@ def share(work: LayerWork, replicated: LayerWork, size: int) -> LayerWork:
         if isinstance(a, Effort):
             parts = {f.name: _part(getattr(a, f.name), getattr(b, f.name), size) for f in fields(Effort)}
             found[field.name] = Effort(**{**parts, "overhead": a.overhead})
-        elif field.name == "parameters":
-            found[field.name] = round(_part(a, b, size))
+        elif field.name in ("parameters", "trained_parameters"):
+            found[field.name] = None if a is None else round(_part(a, b or 0, size))
         elif isinstance(a, int | float):
             found[field.name] = _part(a, b or 0.0, size)
     return replace(work, **found)  # type: ignore[arg-type]
@@ -124,6 +124,7 @@ def tensor_profile(
     optimizer: str = "adamw",
     momentum: bool = False,
     tied: int = 0,
+    trained_tied: int | None = None,
 ) -> Profile:
     """Compute the profile of a cluster whose devices are tensor-parallel groups; see ``analytic_profile``.
 
@@ -141,6 +142,7 @@ def tensor_profile(
         sub_pipelined: ``parallel.sub_pipelined``.
         optimizer, momentum: as in ``train``.
         tied: parameter values of a rank's share that first and last layer share; ignored for a GPT.
+        trained_tied: those of ``tied`` that are trained; None: all.
 
     Raises:
         SpecError: the heads or the devices are not divisible by ``size``, or ``sub_pipelined`` without an even
@@ -186,7 +188,7 @@ def tensor_profile(
     return plain.model_copy(
         update={
             "layers": tuple(timed(*pair) for pair in zip(plain.layers, tensor_ranks, strict=True)),
-            "tied_parameters": tied,
+            "tied_parameters": tied, "trained_tied_parameters": trained_tied,
             "devices": cluster.devices // size, "devices_per_host": max(1, cluster.devices_per_host // size),
             "host_links": max(1, cluster.host_links // size), "between": between,
         }

@@ -109,9 +109,13 @@ class CostTable:
                 "costs", f"{self.stages} values for {schedule.stages} stages", f"give 1 or {schedule.stages} values"
             )
         table = {k: self.by_kind(k) for k in KINDS}
-        if schedule.rules.skip_first_b:  # stage 0 has no input gradient, so its joint backward is W alone
+        backwards = schedule.backwards
+        if not all(backward.input_grad for backward in backwards):  # without a B, a joint backward is W alone
             for joint in JOINT:
-                table[joint] = (self.weight_grad[0], *table[joint][1:])
+                table[joint] = tuple(
+                    t if backward.input_grad else w
+                    for t, w, backward in zip(table[joint], self.weight_grad, backwards, strict=True)
+                )
         size = float(schedule.size)
         if size == 1.0:
             return [table[k][s] * len(mbs) if len(mbs) > 1 else table[k][s] for k, s, mbs, _ in tasks]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from raypipe.errors import ScheduleError
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.grid import grid
-from raypipe.schedule.ir import Rules, Schedule, Task
+from raypipe.schedule.ir import Backward, Rules, Schedule, Task
 from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, KINDS, READS_WEIGHTS, WEIGHT_GRADIENTS, Kind
 
 Need = tuple[tuple[Kind, ...], int]
@@ -21,7 +21,7 @@ _BACKWARD = tuple(kind for kind in KINDS if kind in BACKWARD)
 
 
 def dependencies(
-    kind: Kind, stage: int, inputs: list[int], outputs: list[int], recomputed: bool, rules: Rules
+    kind: Kind, stage: int, inputs: list[int], outputs: list[int], recomputed: bool, rules: Rules, backward: Backward
 ) -> list[Need]:
     """Return what must have finished before a compute task of ``stage`` may start, for each of its micro-batches.
 
@@ -34,6 +34,7 @@ def dependencies(
         outputs: the stages that read ``stage``.
         recomputed: whether this (stage, micro-batch) has an R task.
         rules: the options of the schedule.
+        backward: what the backward of ``stage`` consists of (``ir.backwards``).
     """
     gradient: list[Need] = [(_BACKWARD, s) for s in outputs]
     own: list[Need] = [(("R",) if recomputed else ("F",), stage)]
@@ -44,7 +45,7 @@ def dependencies(
     if kind in BACKWARD:
         return own + gradient
     if kind == "W":
-        if rules.w_dep == "grad" or (rules.skip_first_b and not inputs):
+        if rules.w_dep == "grad" or not backward.input_grad:
             return own + gradient
         return [(("B",), stage)]
     return []
@@ -109,7 +110,7 @@ def link(schedule: Schedule) -> TaskGraph:
             other = where.get((single, stage), {})
             doubled.extend((joint[mb], other[mb]) for mb in joint.keys() & other.keys())
 
-    rules = schedule.rules
+    rules, backwards = schedule.rules, schedule.backwards
     inputs, outputs = schedule.graph.inputs(), schedule.graph.outputs()
     known: dict[tuple[Kind, int, bool], list[tuple[Need, list[dict[int, int]]]]] = {}
     empty: dict[int, int] = {}
@@ -122,7 +123,7 @@ def link(schedule: Schedule) -> TaskGraph:
         if len(mbs) == 1:  # nearly all tasks of nearly all schedules
             one = plain.get((kind, stage))
             if one is None and not recomputed[stage]:
-                rule = dependencies(kind, stage, inputs[stage], outputs[stage], False, rules)
+                rule = dependencies(kind, stage, inputs[stage], outputs[stage], False, rules, backwards[stage])
                 one = plain[kind, stage] = [_either(where, need) for need in rule]
             if one is not None:
                 (mb,) = mbs
@@ -136,7 +137,7 @@ def link(schedule: Schedule) -> TaskGraph:
             case = (kind, stage, mb in recomputed[stage])
             needs = known.get(case)
             if needs is None:
-                rule = dependencies(kind, stage, inputs[stage], outputs[stage], case[2], rules)
+                rule = dependencies(kind, stage, inputs[stage], outputs[stage], case[2], rules, backwards[stage])
                 needs = known[case] = [(n, [where.get((k, n[1]), empty) for k in n[0]]) for n in rule]
             for need, providers in needs:
                 for provider in providers:
@@ -149,7 +150,7 @@ def link(schedule: Schedule) -> TaskGraph:
                     missing.append((i, need, mb))
         preds.append(found)
     if bookkeeping:
-        _link_bookkeeping(tasks, bookkeeping, preds)
+        _link_bookkeeping(schedule, tasks, bookkeeping, preds)
     if schedule.sharding is not None:
         _link_sharding(schedule, tasks, first, preds)
     return TaskGraph(schedule, tasks, device, first, preds, missing, doubled)
@@ -167,16 +168,18 @@ def _either(where: dict[tuple[Kind, int], dict[int, int]], need: Need) -> dict[i
     return merged
 
 
-def _link_bookkeeping(tasks: list[Task], bookkeeping: list[int], preds: list[list[int]]) -> None:
+def _link_bookkeeping(schedule: Schedule, tasks: list[Task], bookkeeping: list[int], preds: list[list[int]]) -> None:
     """Resolve AR, which waits for the stage's weight gradients on every replica, and U, which waits for AR.
 
     Without AR, U waits for its own weight gradients. The last weight gradient of a device stands for all of them,
-    because a device runs its tasks in order. Where gradients are reduce-scattered, the last RS stands for them.
+    because a device runs its tasks in order; of a frozen stage, which has statistics at most to sum and update, its
+    last task does. Where gradients are reduce-scattered, the last RS stands for them.
     """
     last: dict[int, dict[int, int]] = {}
     reduced: dict[tuple[int, int], int] = {}
+    complete = [backward.last | {"RS"} for backward in schedule.backwards]
     for i, task in enumerate(tasks):
-        if task.kind in WEIGHT_GRADIENTS or task.kind == "RS":
+        if task.kind in complete[task.stage]:
             last.setdefault(task.stage, {})[task.replica] = i
         elif task.kind == "AR":
             reduced[(task.stage, task.replica)] = i

@@ -5,7 +5,8 @@ Glossary. Papers use these words in different ways; raypipe uses those of ZeroPP
     stage        a contiguous run of model layers      device    one entry of a placement
     micro-batch  one forward + backward unit of a step replica   one chain of stages; ``placement[replica][stage]``
     task         one unit of work of a device          order     a device's tasks, in the order it runs them
-    activation   what a stage keeps of a micro-batch from its F (its R, where recomputed) to its W or BW
+    activation   what a stage keeps of a micro-batch from its F (its R, where recomputed) to its last task: W or BW
+    frozen       a stage without a trained parameter; it has no W, and no B either where no gradient passes through it
     flush        the end of a synchronous step, when every stage has all its gradients and updates its weights
     version      a copy of a stage's weights that some micro-batch still needs; a flushed step has one
 
@@ -28,9 +29,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from raypipe.schedule.kinds import Kind
+from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS, Kind
 
 
 class Task(NamedTuple):
@@ -83,12 +85,61 @@ class Rules:
     w_dep: Literal["B", "grad"] = "B"
     """With ``B``, W waits for B of its stage; with ``grad``, only for the incoming gradient (out-of-order backprop)."""
     skip_first_b: bool = False
-    """Stage 0 computes no input gradient, so it has W tasks but no B."""
+    """A stage that sends no gradient on (stage 0, and others behind frozen stages alone) has W tasks but no B."""
+    frozen: tuple[int, ...] = ()
+    """Stages without a trained parameter, in ascending order; see ``Backward``."""
 
 
 Versions = Literal["flush", "stash", "2bw"]
 """Weight versions: ``flush`` has one (synchronous), ``stash`` one per micro-batch in flight (PipeDream), ``2bw`` two
 (PipeDream-2BW)."""
+
+
+class Backward(NamedTuple):
+    """What the backward of a stage consists of, for every micro-batch."""
+
+    input_grad: bool
+    """It has a B: a trained parameter lies before it, or in it (unless its W runs the whole backward)."""
+    weight_grad: bool
+    """It has a W: it has a trained parameter."""
+    sends_to: tuple[int, ...]
+    """The stages that a gradient is sent to: of those whose activations it reads, the ones with a backward."""
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is any task of the backward."""
+        return self.input_grad or self.weight_grad
+
+    @property
+    def last(self) -> frozenset[Kind]:
+        """The kinds of task of which one is the stage's last for a micro-batch and ends its activation.
+
+        Where W may run before B, W counts as the last one: it needs the activation, and B then only sends.
+        """
+        if self.weight_grad:
+            return WEIGHT_GRADIENTS
+        return BACKWARD if self.input_grad else _FORWARD
+
+
+_FORWARD: frozenset[Kind] = frozenset({"F"})
+
+
+@lru_cache(maxsize=4096)
+def backwards(graph: StageGraph, rules: Rules) -> tuple[Backward, ...]:
+    """Return what the backward of each stage consists of: the one answer to whether a stage has a B or a W.
+
+    Gradients go back from the loss to the first trained parameter and no further.
+
+    >>> [(b.input_grad, b.weight_grad, b.sends_to) for b in backwards(StageGraph.chain(3), Rules(frozen=(0, 2)))]
+    [(False, False, ()), (True, True, ()), (True, False, (1,))]
+    """
+    inputs = graph.inputs()
+    found: list[Backward] = []
+    for stage in range(graph.stages):
+        trained = stage not in rules.frozen
+        to = tuple(s for s in inputs[stage] if found[s].exists)
+        found.append(Backward(bool(to) or (trained and not rules.skip_first_b), trained, to))
+    return tuple(found)
 
 
 ZERO_LEVELS = (0, 1, 2, 3)
@@ -153,6 +204,11 @@ class Schedule:
     def stages(self) -> int:
         """Number of stages of one replica."""
         return self.graph.stages
+
+    @property
+    def backwards(self) -> tuple[Backward, ...]:
+        """Per stage, what its backward consists of."""
+        return backwards(self.graph, self.rules)
 
     def zero_level(self, stage: int) -> int:
         """Return the ZeRO level of a stage, 0 to 3."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raypipe.errors import ScheduleError
 from raypipe.schedule.grid import grid
-from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import JOINT, WEIGHT_GRADIENTS
+from raypipe.schedule.ir import Backward, Schedule, Task
 
 
 def recomputed_pairs(schedule: Schedule) -> set[tuple[int, int]]:
@@ -20,21 +21,26 @@ def births(task: Task, recomputed: set[tuple[int, int]]) -> int:
     return len(task.mbs) if task.kind == "R" else 0
 
 
-def deaths(task: Task) -> int:
-    """Return the number of activations freed by the task; B alone frees none, since weight gradients need them."""
-    return len(task.mbs) if task.kind in WEIGHT_GRADIENTS else 0
+def deaths(task: Task, backwards: Sequence[Backward]) -> int:
+    """Return the number of activations freed by the task; B frees none where weight gradients still need them.
+
+    Args:
+        task: of any kind.
+        backwards: ``schedule.backwards``.
+    """
+    return len(task.mbs) if task.kind in backwards[task.stage].last else 0
 
 
 def live_counts(schedule: Schedule) -> list[list[int]]:
     """Return ``[device][position]``: the activations alive while that task runs, counted per micro-batch id."""
-    again = recomputed_pairs(schedule)
+    again, backwards = recomputed_pairs(schedule), schedule.backwards
     rows = []
     for order in schedule.orders:
         alive, row = 0, []
         for task in order:
             alive += births(task, again)
             row.append(alive)
-            alive -= deaths(task)
+            alive -= deaths(task, backwards)
         rows.append(row)
     return rows
 
@@ -42,8 +48,8 @@ def live_counts(schedule: Schedule) -> list[list[int]]:
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     """Return the peak of live activations per device, in units of one stage and full micro-batch.
 
-    An activation is alive from the start of F (of R if recomputed) to the end of W or BW. An id that stands for half a
-    micro-batch counts one half.
+    An activation is alive from the start of F (of R if recomputed) to the end of the stage's last task for it: W or BW,
+    B in a frozen stage, F in one without a backward. An id that stands for half a micro-batch counts one half.
     """
     return tuple(float(max(row, default=0) * schedule.size) for row in live_counts(schedule))
 
@@ -53,12 +59,11 @@ def in_flight(schedule: Schedule) -> dict[tuple[int, int], int]:
     most: dict[tuple[int, int], int] = {}
     for device, order in enumerate(schedule.orders):
         now: dict[int, int] = {}
-        split = any(t.kind == "W" for t in order)
-        ends = WEIGHT_GRADIENTS - JOINT if split else JOINT
         for task in order:
-            step = len(task.mbs) * ((task.kind == "F") - (task.kind in ends))
-            now[task.stage] = now.get(task.stage, 0) + step
-            most[task.stage, device] = max(most.get((task.stage, device), 0), now[task.stage])
+            here = task.stage, device
+            now[task.stage] = now.get(task.stage, 0) + len(task.mbs) * (task.kind == "F")
+            most[here] = max(most.get(here, 0), now[task.stage])
+            now[task.stage] -= deaths(task, schedule.backwards)
     return most
 
 

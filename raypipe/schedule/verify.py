@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from raypipe.errors import ScheduleError
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran, fault_at
 from raypipe.schedule.grid import grid
-from raypipe.schedule.ir import Schedule
+from raypipe.schedule.ir import Backward, Schedule
 from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, SHARDED, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.live_activations import check_memory
 from raypipe.schedule.sharding.check import check_sharding
@@ -20,8 +22,8 @@ def verify(
 ) -> None:  # fmt: skip
     """Check placement, completeness, dependencies, freedom from deadlock, and the budgets.
 
-    A schedule is complete if every stage runs, for every micro-batch, exactly one F and one BW or one B and one W (no B
-    on a first stage that skips it). If one device all-reduces a stage, all devices with that stage must.
+    A schedule is complete if every stage runs, for every micro-batch, exactly one F and one BW or one B and one W, as
+    far as its backward has them (``ir.backwards``). If one device all-reduces a stage, all with that stage must.
 
     Args:
         schedule: the schedule to check.
@@ -36,6 +38,7 @@ def verify(
         raise ScheduleError("microbatches", "the step has no micro-batches", "use a whole number >= 1")
     _check_placement(schedule)
     _check_edges(schedule)
+    _check_frozen(schedule)
     graph = link(schedule) if graph is None else graph
     _check_tasks(graph)
     check_links(graph)
@@ -76,6 +79,19 @@ def _check_edges(schedule: Schedule) -> None:
                 "edges", f"{a}>{b} is given twice", "keep one: a stage sends its tensors as one message"
             )
         seen.add((a, b))
+
+
+def _check_frozen(schedule: Schedule) -> None:
+    frozen = schedule.rules.frozen
+    if list(frozen) != sorted(set(frozen)) or not all(0 <= s < schedule.stages for s in frozen):
+        raise ScheduleError(
+            "frozen", f"{' '.join(map(str, frozen))} of {schedule.stages} stages",
+            f"name each once, in ascending order, of 0 to {schedule.stages - 1}",
+        )  # fmt: skip
+    if len(frozen) == schedule.stages:
+        raise ScheduleError(
+            "frozen", "all stages: nothing would be trained", "leave out those that have weights to train"
+        )
 
 
 def _check_tasks(graph: TaskGraph) -> None:
@@ -119,15 +135,29 @@ def _check_complete(graph: TaskGraph) -> None:
     for kind, stage, mbs, _ in graph.tasks:
         if mbs:
             have[kind][stage] += len(mbs)
-    inputs = schedule.graph.inputs()
-    for s in range(schedule.stages):
-        without_b = schedule.rules.skip_first_b and not inputs[s]
+    for s, backward in enumerate(schedule.backwards):
+        wanted = {"F": True, "B": backward.input_grad, "W": backward.weight_grad}
         for kind, alike in _COMPLETE.items():
-            if sum(have[k][s] for k in alike) != count and not (kind == "B" and without_b):
+            if wanted[kind] and sum(have[k][s] for k in alike) != count:
                 _report_missing(graph, kind, s)
-        if without_b and have["B"][s]:
-            i = next(i for i, t in enumerate(graph.tasks) if t.kind == "B" and t.stage == s)
-            raise fault_at(graph, i, "this stage computes no input gradient (skip_first_B)", "remove it")
+        surplus = set(_surplus(backward))
+        if any(have[k][s] for k in surplus):
+            i = next(i for i, t in enumerate(graph.tasks) if t.stage == s and t.kind in surplus)
+            why = "this stage computes no input gradient (skip_first_B)"
+            if not backward.weight_grad:
+                none = "weight gradient" if backward.exists else "backward: no stage up to it has a trained parameter"
+                why = f"stage {s} is frozen and has no {none}"
+            raise fault_at(graph, i, why, "remove it")
+
+
+def _surplus(backward: Backward) -> Iterator[Kind]:
+    """Yield the kinds of task that a stage with this backward cannot have."""
+    if not backward.input_grad:
+        yield "B"
+    if not backward.weight_grad:
+        yield from WEIGHT_GRADIENTS
+    if not backward.exists:
+        yield "R"
 
 
 def _report_missing(graph: TaskGraph, kind: Kind, stage: int) -> None:

@@ -20,12 +20,14 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
         return (1,) * schedule.devices
     if schedule.versions == "2bw":
         return (2,) * schedule.devices
-    peaks = []
+    peaks, backwards = [], schedule.backwards
     for order in unroll(schedule, 3).orders:
         current: dict[tuple[int, int], int] = {}
         flying: dict[tuple[int, int], dict[int, int]] = {}
         peak = 1
         for kind, stage, mbs, replica in order:
+            if not backwards[stage].weight_grad:  # never updated
+                continue
             key = (stage, replica)
             stash = flying.setdefault(key, {})
             now = current.setdefault(key, 0)

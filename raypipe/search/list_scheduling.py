@@ -10,6 +10,7 @@ import heapq
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from raypipe.schedule.ir import backwards
 from raypipe.schedule.kinds import BACKWARD
 from raypipe.search.memory_safety import Safety
 from raypipe.search.problem import DeviceOrders, Problem, lane_order
@@ -73,11 +74,12 @@ class Layout:
         names = sorted({(p.replica[c], p.stage[c]) for c in range(len(p.kind))})
         index = {name: g for g, name in enumerate(names)}
         group = [index[p.replica[c], p.stage[c]] for c in range(len(p.kind))]
-        with_b = {g for c, g in enumerate(group) if p.kind[c] in BACKWARD}
+        of_stage = backwards(p.graph, p.rules)
         lead = []
-        for c, g in enumerate(group):
-            ends = p.kind[c] in BACKWARD or (p.kind[c] == "W" and g not in with_b)
-            lead.append(1 if p.kind[c] == "F" else -1 if ends else 0)
+        for c in range(len(group)):
+            back = of_stage[p.stage[c]]
+            ends = p.kind[c] in BACKWARD or (p.kind[c] == "W" and not back.input_grad)
+            lead.append(1 if p.kind[c] == "F" and back.exists else -1 if ends else 0)
         later: list[list[int]] = [[] for _ in group]
         others: list[list[int]] = [[] for _ in group]
         for c, g in enumerate(group):

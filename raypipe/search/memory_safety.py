@@ -7,7 +7,7 @@ one activation at every stage that it has not reached, and frees all of them whe
 
 from __future__ import annotations
 
-from raypipe.schedule.kinds import WEIGHT_GRADIENTS
+from raypipe.schedule.ir import backwards
 from raypipe.search.problem import Problem
 
 
@@ -16,21 +16,23 @@ class Safety:
 
     def __init__(self, p: Problem) -> None:
         self.devices, self.cap, self.replicas = p.devices, p.cap, len(p.placement)
+        last = [backward.last for backward in backwards(p.graph, p.rules)]
         self.firsts: list[list[int]] = [[] for _ in p.placement]
         """Per replica, the lanes that begin a stage (F)."""
         self.lasts: list[list[int]] = [[] for _ in p.placement]
-        """Per replica, the lanes that end a stage (W or BW)."""
+        """Per replica, the lanes that end a stage: W or BW, and B or F where it is frozen."""
         self.claims: list[list[tuple[int, int, float, bool]]] = [[] for _ in p.placement]
-        """Per replica: device, allocating lane, activations allocated, and whether the lane recomputes."""
+        """Per replica: device, allocating lane, activations allocated, and whether they are there for one task only: R,
+        or F of a stage without a backward."""
         self.frees: list[list[tuple[int, int, float]]] = [[] for _ in p.placement]
         """Per replica: device, freeing lane, activations freed."""
         for c, replica in enumerate(p.replica):
             if p.kind[c] == "F":
                 self.firsts[replica].append(c)
-            if p.kind[c] in WEIGHT_GRADIENTS:
+            if p.kind[c] in last[p.stage[c]]:
                 self.lasts[replica].append(c)
             if p.takes[c]:
-                self.claims[replica].append((p.device[c], c, p.takes[c], p.kind[c] == "R"))
+                self.claims[replica].append((p.device[c], c, p.takes[c], p.kind[c] == "R" or p.frees[c] > 0))
             if p.frees[c]:
                 self.frees[replica].append((p.device[c], c, p.frees[c]))
 
@@ -68,11 +70,11 @@ class Safety:
     def _fits(self, r: int, m: int, done: list[int], left: list[float]) -> bool:
         """Whether the remaining claims of micro-batch ``m`` of replica ``r`` fit; it recomputes one stage at a time."""
         need: dict[int, float] = {}
-        recomputed: dict[int, float] = {}
-        for d, c, amount, recomputes in self.claims[r]:
+        brief: dict[int, float] = {}
+        for d, c, amount, briefly in self.claims[r]:
             if m >= done[c]:
-                if recomputes:
-                    recomputed[d] = amount
+                if briefly:
+                    brief[d] = max(brief.get(d, 0.0), amount)
                 else:
                     need[d] = need.get(d, 0.0) + amount
-        return all(need.get(d, 0.0) + recomputed.get(d, 0.0) <= left[d] for d in {*need, *recomputed})
+        return all(need.get(d, 0.0) + brief.get(d, 0.0) <= left[d] for d in {*need, *brief})

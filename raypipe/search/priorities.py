@@ -132,7 +132,7 @@ def _until_backward(p: Problem) -> list[float]:
                     start[c] = max(ready)
             pace = sum(p.time[c] for c in forwards)
             if pace:
-                found[f] = min(start[c] for c in back) / pace
+                found[f] = min((start[c] for c in back), default=pace) / pace
     return found
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import dependencies
-from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Backward, Rules, Schedule, StageGraph, Task, backwards
 from raypipe.schedule.kinds import JOINT, Kind
 from raypipe.schedule.latency import delays
 
@@ -140,7 +140,7 @@ def build(
     if costs.stages != stages:
         raise ScheduleError("costs", f"{costs.stages} values for {stages} stages", f"give 1 or {stages} values")
     devices = 1 + max(d for row in places for d in row)
-    inputs, outputs = graph.inputs(), graph.outputs()
+    inputs, outputs, needs = graph.inputs(), graph.outputs(), backwards(graph, rules)
     p = Problem(
         places, graph, microbatches, rules, devices, [], [], [], [], [], [], [], [], [], [], [], [],
         [[] for _ in range(devices)], [],
@@ -149,9 +149,8 @@ def build(
     for replica, row in enumerate(places):
         count = max(0, -(-(microbatches - replica) // len(places)))
         for s in range(stages):
-            kinds: list[Kind] = ["F", "R"] if s in recompute else ["F"]
-            no_b = rules.skip_first_b and not inputs[s]
-            kinds += (["W"] if no_b else ["B", "W"]) if split else ["BW"]
+            kinds = _kinds(needs[s], s in recompute, split)
+            no_b = not needs[s].input_grad
             for kind in kinds:
                 c = number[kind, s, replica] = len(p.kind)
                 p.kind.append(kind)
@@ -165,15 +164,16 @@ def build(
                 p.lane += [c] * count
                 p.lanes_of[row[s]].append(c)
                 whole, waiting = (1.0, 1.0 - freed_by_b) if sizes is None else sizes[s]
-                if no_b or not split:
-                    waiting = whole
-                p.takes.append(whole if kind == ("R" if s in recompute else "F") else 0.0)
-                p.frees.append({"B": whole - waiting, "W": waiting, "BW": whole}.get(kind, 0.0))
+                if no_b or not split or not needs[s].weight_grad:
+                    waiting = whole if needs[s].weight_grad else 0.0
+                p.takes.append(whole if kind == ("R" if "R" in kinds else "F") else 0.0)
+                only = whole if kinds == ["F"] else 0.0  # nothing is kept without a backward
+                p.frees.append({"F": only, "B": whole - waiting, "W": waiting, "BW": whole}.get(kind, 0.0))
     latency = delays(places, graph, costs.comm)
     p.before = [[] for _ in p.kind]
     p.after = [[] for _ in p.kind]
     for (kind, s, replica), c in number.items():
-        for needed, at in dependencies(kind, s, inputs[s], outputs[s], s in recompute, rules):
+        for needed, at in dependencies(kind, s, inputs[s], outputs[s], s in recompute, rules, needs[s]):
             source = next(number[k, at, replica] for k in needed if (k, at, replica) in number)
             lag = latency[replica][s][at] if latency else 0.0
             p.before[c].append((source, lag))
@@ -185,8 +185,21 @@ def build(
     else:
         limits = [float(x) for x in memory_limit]
     p.cap, p.sized = limits, sizes is not None
-    _check_memory(p, recompute, [1.0] * stages if sizes is None else [whole for whole, _ in sizes])
+    dropped = {*recompute, *(s for s in range(stages) if not needs[s].exists)}
+    _check_memory(p, dropped, [1.0] * stages if sizes is None else [whole for whole, _ in sizes])
     return p
+
+
+def _kinds(backward: Backward, recomputed: bool, split: bool) -> list[Kind]:
+    """The kinds of task of a stage."""
+    found: list[Kind] = ["F", "R"] if recomputed and backward.exists else ["F"]
+    if not split and backward.weight_grad:
+        return [*found, "BW"]
+    if backward.input_grad:
+        found.append("B")
+    if backward.weight_grad:
+        found.append("W")
+    return found
 
 
 def lane_order(p: Problem) -> list[int]:
@@ -201,17 +214,18 @@ def lane_order(p: Problem) -> list[int]:
     return ready
 
 
-def _check_memory(p: Problem, recompute: Collection[int], sizes: Sequence[float]) -> None:
+def _check_memory(p: Problem, dropped: Collection[int], sizes: Sequence[float]) -> None:
     """Refuse a limit too small for one micro-batch.
 
-    When a micro-batch reaches its last stage, a device holds its activations at all its stages that do not recompute.
+    When a micro-batch reaches its last stage, a device holds its activations at all its stages but those that have
+    ``dropped`` them: they recompute them, or have no backward.
     """
     if len(p.cap) != p.devices:
         raise ScheduleError("memory_limit", f"{len(p.cap)} values for {p.devices} devices", "give one per device")
     for row in p.placement:
         for d in range(p.devices):
             own = [s for s, device in enumerate(row) if device == d]
-            need = max([sum(sizes[s] for s in own if s not in recompute), *(sizes[s] for s in own)], default=0.0)
+            need = max([sum(sizes[s] for s in own if s not in dropped), *(sizes[s] for s in own)], default=0.0)
             if p.cap[d] + 1e-9 < need:
                 raise ScheduleError(
                     "memory_limit", f"{p.cap[d]:g} activations; one micro-batch on device {d} needs {need:g}",

@@ -11,7 +11,7 @@ from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, StageGraph
 from raypipe.schedule.kinds import JOINT
-from raypipe.schedule.passes import add_recompute, fuse_backward, split_backward
+from raypipe.schedule.passes import add_recompute, fuse_backward, split_backward, without_frozen
 from raypipe.schedule.shape import Concat, Shape
 from raypipe.search.problem import DeviceOrders, Problem
 
@@ -41,7 +41,7 @@ def published(p: Problem, costs: CostTable) -> Iterator[DeviceOrders]:
                 continue
             if made.placement != p.placement or not _has_same_tasks(made, p):
                 continue
-            made = _split_forwards(made)
+            made = without_frozen(_split_forwards(made), p.rules.frozen)
             if recompute:
                 made = add_recompute(made, p.rules.recompute, recompute)
             orders = p.orders(split_backward(made) if split else fuse_backward(made, everywhere=True))

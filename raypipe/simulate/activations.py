@@ -21,7 +21,7 @@ def live_activations(timeline: Timeline) -> tuple[tuple[tuple[float, float], ...
         for task, start, end in row:
             if born := births(task, again):
                 changes.append((start, born))
-            if dead := deaths(task):
+            if dead := deaths(task, schedule.backwards):
                 changes.append((end, -dead))
         curve = [(0.0, 0.0)]
         alive = 0

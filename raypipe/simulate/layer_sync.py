@@ -62,6 +62,17 @@ class _Link:
 def layer_step_time(schedule: Schedule, costs: CostTable, sync: LayerSync, piece: float | None = None) -> float:
     """Return the steady time per step of a data-parallel copy whose stages are layers: the mean of 24 after 8.
 
+    The arguments are those of ``layer_step_ends``.
+    """
+    ends = layer_step_ends(schedule, costs, sync, _WARM + _STEPS, piece)
+    return (ends[-1] - ends[_WARM - 1]) / _STEPS
+
+
+def layer_step_ends(
+    schedule: Schedule, costs: CostTable, sync: LayerSync, steps: int, piece: float | None = None
+) -> list[float]:
+    """Return when the last computation of each step ends, of a data-parallel copy whose stages are layers.
+
     A layer's forward waits for its own sum of the step before, and for nothing else of it: there is no barrier at the
     optimizer. Copies are alike, so one stands for all.
 
@@ -69,6 +80,7 @@ def layer_step_time(schedule: Schedule, costs: CostTable, sync: LayerSync, piece
         schedule: of one device, with an AR per layer right where its gradient is complete.
         costs: per layer, with ``all_reduce``.
         sync: how sums are ordered.
+        steps: number of steps.
         piece: time of the pieces in which a prioritised sum is sent; a more urgent one waits for the end of a piece.
             None: sums can be interrupted at any time.
 
@@ -89,10 +101,8 @@ def layer_step_time(schedule: Schedule, costs: CostTable, sync: LayerSync, piece
     last = max((n for n, t in enumerate(tasks) if t.kind != "AR"), default=0)
     late = [t.stage for t in tasks if t.kind == "AR"] if sync == "lazy" else []
     summed: set[int] = set()
-    now, settled = 0.0, 0.0
-    for step in range(_WARM + _STEPS):
-        if step == _WARM:
-            settled = now
+    now, ends = 0.0, []
+    for _ in range(steps):
         for n, (task, duration) in enumerate(zip(tasks, durations, strict=True)):
             if task.kind == "AR":
                 if sync != "lazy":
@@ -107,4 +117,5 @@ def layer_step_time(schedule: Schedule, costs: CostTable, sync: LayerSync, piece
                 for layer in late:
                     link.arrive(layer, now)
                 summed.update(late)
-    return (now - settled) / _STEPS
+        ends.append(now)
+    return ends

@@ -65,6 +65,7 @@ EDITS: list[tuple[Edit, str]] = [
     (lambda p: p["layers"].pop(), "has 3 layers, the job's model 4"),
     (lambda p: p.update(dtype="bfloat16"), "was taken for bfloat16"),
     (lambda p: p["taken_for"].update(optimizer="sgd"), "train.optimizer: sgd, the job has adamw"),
+    (lambda p: p["taken_for"].update(compiled=True), "train.compile: inductor, the job has none"),
     (lambda p: p["taken_for"]["model"].update(hidden=64), "model.hidden: 64, the job has 32"),
 ]
 

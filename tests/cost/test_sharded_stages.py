@@ -2,9 +2,12 @@
 
 import pytest
 
+from raypipe.cost.collectives import Layout, collective_seconds
+from raypipe.cost.hosts import Hosts
 from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.stages import stage_costs, with_reduce_dtype
 from raypipe.schedule.ir import Sharding
+from raypipe.schedule.sharding.members import shard_members
 
 CUT = [(0, 1, 2), (3, 4, 5)]
 
@@ -56,3 +59,25 @@ def test_sums_in_half_the_bytes(profile):
     assert half.gather == own.gather
     assert half.reduce_scatter == pytest.approx((1 + 0.01 * size / 4,))
     assert half.all_reduce == pytest.approx((2 * 5 + 2 * 0.1 * (size / 8) * 2,))
+
+
+@pytest.mark.parametrize(("copies", "group", "hosts"), [
+    (6, 3, Hosts(4)), (6, 2, Hosts(3)), (12, 3, Hosts(4)), (8, 2, Hosts(4)), (6, 3, Hosts(4, (4, 1, 1)))
+])  # fmt: skip
+def test_the_slowest_of_several_groups_counts(profile, copies, group, hosts) -> None:
+    """A group's devices are those that the runtime would give it, however hosts divide them."""
+    profile = profile.model_copy(update={
+        "devices": copies, "devices_per_host": hosts.per_host, "hosts": hosts.counts,
+    })  # fmt: skip
+    layers = [tuple(range(6))]
+    plain = stage_costs(profile, layers, 2, ((0,),), copies=copies)
+    sharding = Sharding(levels=(3,), group=group)
+    found = with_sharding(plain, profile, layers, ((0,),), sharding, copies)
+    members = shard_members(Sharding(levels=(3,), group=group, copies=copies), tuple((d,) for d in range(copies)))
+    layouts = {Layout.of(member.group, hosts) for member in members.values()}
+    size = (60 + 4 * 20 + 55 - 50) * 4
+    each = [
+        collective_seconds(profile, "all_gather", size, layout, max(1, hosts.per_host // layout.per_host))
+        for layout in layouts
+    ]
+    assert found.gather == pytest.approx((max(each),))

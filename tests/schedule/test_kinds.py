@@ -6,9 +6,11 @@ from typing import get_args
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import dependencies
-from raypipe.schedule.ir import Rules, Task
+from raypipe.schedule.ir import Rules, StageGraph, Task, backwards
 from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, JOINT, KINDS, TRAITS, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.live_activations import deaths
+
+ONE = backwards(StageGraph.chain(1), Rules())
 
 
 def test_every_kind_has_its_row() -> None:
@@ -19,7 +21,7 @@ def test_what_computes_is_what_works_on_micro_batches() -> None:
     assert not COMPUTE & BOOKKEEPING
     assert set(KINDS) == COMPUTE | BOOKKEEPING
     for kind in KINDS:
-        assert bool(deaths(Task(kind, 0, (0,)))) == (kind in WEIGHT_GRADIENTS)
+        assert bool(deaths(Task(kind, 0, (0,)), ONE)) == (kind in WEIGHT_GRADIENTS)
 
 
 def test_times_come_from_the_named_costs() -> None:
@@ -46,5 +48,7 @@ def test_a_joint_default_time_is_the_sum_of_its_parts() -> None:
 
 def test_a_backward_waits_for_the_backward_of_the_stage_behind() -> None:
     for kind in KINDS:
-        waits = {k for kinds, stage in dependencies(kind, 0, [], [1], False, Rules()) if stage == 1 for k in kinds}
+        waits = {
+            k for kinds, stage in dependencies(kind, 0, [], [1], False, Rules(), ONE[0]) if stage == 1 for k in kinds
+        }
         assert waits == (BACKWARD if kind in BACKWARD else set())

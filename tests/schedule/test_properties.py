@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import dependencies
-from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
 from raypipe.schedule.kinds import COMPUTE
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.passes import (
@@ -67,13 +67,13 @@ def schedules(draw: st.DrawFn) -> Schedule:
     owner = [draw(st.integers(0, replicas - 1)) for _ in range(count)]
 
     todo: dict[Task, list[tuple[tuple[str, ...], int, int]]] = {}
-    inputs, outputs = graph.inputs(), graph.outputs()
+    inputs, outputs, needs_of = graph.inputs(), graph.outputs(), backwards(graph, rules)
     for m in range(count):
         for s in range(stages):
             again = draw(st.booleans())
             kinds = ["F", *(["B", "W"] if draw(st.booleans()) else ["BW"]), *(["R"] if again else [])]
             for kind in kinds:
-                needs = dependencies(kind, s, inputs[s], outputs[s], again, rules)  # type: ignore[arg-type]
+                needs = dependencies(kind, s, inputs[s], outputs[s], again, rules, needs_of[s])  # type: ignore[arg-type]
                 todo[Task(kind, s, (m,), owner[m])] = [(k, stage, m) for k, stage in needs]  # type: ignore[arg-type]
     orders: list[list[Task]] = [[] for _ in range(devices)]
     done: set[tuple[str, int, int]] = set()

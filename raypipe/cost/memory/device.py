@@ -72,6 +72,7 @@ def device_memory(
     versions = weight_versions(schedule) if schedule.versions != "flush" else None
     # Devices read the whole mini-batch, that of other copies as well, each input once whatever reads it.
     read = samples * schedule.microbatches * copies * (1 if versions is None else 2)
+    backwards = schedule.backwards
     setting = _Setting(
         schedule=schedule,
         base=process_bytes(profile, schedule.devices, copies),
@@ -79,7 +80,10 @@ def device_memory(
             stage_memory(profile, layers, samples, each, split=s in split, recomputed=recomputed)
             for s, layers in enumerate(cut)
         ],
-        shares_input=shares_input(schedule.placement),
+        shares_input=[
+            shared and (s == 0 or backwards[s - 1].exists)  # else the stage before keeps no output
+            for s, shared in enumerate(shares_input(schedule.placement))
+        ],
         reads=[read * max(profile.layers[i].read_bytes for i in layers) for layers in cut],
         holders=[copies * len({row[s] for row in schedule.placement}) for s in range(schedule.stages)],
         group=1 if schedule.sharding is None else schedule.sharding.group or schedule.sharding.copies * copies,
@@ -144,7 +148,7 @@ def _fullest(
     moments = _Moments(
         DeviceMemory(
             base=setting.base[device],
-            weights=sum(shares[s].weights for s in first),
+            weights=sum(shares[s].weights + shares[s].frozen for s in first),
             optimizer=sum(shares[s].optimizer for s in first),
             inputs=max((setting.reads[s] for s, _ in own), default=0.0),
             versions=sum(versions * stages[s].weights for s, _ in own),
@@ -158,9 +162,7 @@ def _fullest(
     # In the head of its order the last update may be undone; of 2BW it has yet to be made.
     copies = 0.0 if schedule.versions == "2bw" else sum(shares[s].undo for s, _ in own)
     undo = copies + sum(shares[s].gradients for s, _ in own)
-    for position, task in enumerate(schedule.orders[device]):
-        moments.undo = undo if position < head else 0.0
-        moments.task(task)
+    moments.play(schedule.orders[device], head, undo)
     moments.undo = 0.0
     moments.moment(max((shares[s].update for s, _ in own), default=0.0))  # one stage replica is updated at a time
     if not moments.reduced:
@@ -179,15 +181,14 @@ class _Moments:
     ) -> None:
         self.static, self.setting, self.primary = static, setting, primary
         self.stages, self.recomputed = setting.stages, setting.recomputed
+        self.last = [backward.last for backward in setting.schedule.backwards]
+        """Per stage, the kinds of task that end a micro-batch's activations."""
         self.versions = versions
         """Of the weights, that forwards in flight use."""
         self.with_b = with_b
         """(stage, micro-batch) that have a B on this device: its W does not end them if it comes first."""
-        self.alive: dict[tuple[int, int], float] = {}
         # Sums that every task changes a little, kept up to date: there are as many moments as tasks.
         self.activations = self.gradients = self.replica_gradients = self.reducing = self.casts = 0.0
-        self.ran: set[tuple[int, int]] = set()
-        """(stage, micro-batch) whose backward ran and whose B or W is still to come."""
         self.graded: set[tuple[int, int]] = set()
         self.reduced: set[tuple[int, int]] = set()
         self.cast: set[tuple[int, int]] = set()
@@ -200,11 +201,15 @@ class _Moments:
         self._most = 0.0
         self._terms: tuple[float, ...] = (0.0,) * 10
 
+    @property
+    def beside(self) -> float:
+        """What changes beside activations, workspace and messages."""
+        held = self.casts + self.gradients + self.replica_gradients + self.reducing + self.undo
+        return held + self.live.gathered + self.live.gradients
+
     def moment(self, workspace: float = 0.0, messages: float = 0.0) -> None:
         """Compare the present moment with the fullest one so far; ``messages`` are those of the running task."""
-        held = self.activations + self.casts
-        changing = held + self.gradients + self.replica_gradients + self.reducing + self.undo + workspace + messages
-        changing += self.live.gathered + self.live.gradients
+        changing = self.activations + self.beside + workspace + messages
         if changing > self._most:
             self._most = changing
             self._terms = (
@@ -224,14 +229,6 @@ class _Moments:
             messages=self.static.messages + messages,
             communication=self.static.communication + reducing + scattering, gathered=gathered,
         )  # fmt: skip
-
-    def hold(self, key: tuple[int, int], size: float) -> None:
-        """A micro-batch keeps so much from now on; 0 for the end of its life."""
-        self.activations += size - self.alive.pop(key, 0.0)
-        if size:
-            self.alive[key] = size
-        elif not self.alive:
-            self.activations = 0.0  # and no rounding goes on
 
     def grade(self, stage: int, replica: int) -> None:
         """A stage replica has gradients from now on."""
@@ -261,10 +258,9 @@ class _Moments:
             self.cast.add((stage, replica))
             self.casts += self.stages[stage].casts * self.versions
 
-    def task(self, task: Task) -> None:
-        """One task of the order."""
-        kind, s, mbs, replica = task
-        self.live.task(task)
+    def bookkeeping(self, task: Task) -> None:
+        """A task without micro-batches."""
+        kind, s, _, replica = task
         if kind in SHARDED:
             if kind == "FREE" and (s, replica) in self.cast:  # made of the gathered weights
                 self.cast.discard((s, replica))
@@ -275,34 +271,78 @@ class _Moments:
         if kind == "AR":
             self.reduce(s, replica)
             self.moment()
-        stage = self.stages[s]
-        if kind in ("F", "R"):
-            self.narrow(s, replica)
-        for mb in mbs:
-            key = (s, mb)
-            if kind == "F":
-                if key in self.recomputed:
-                    self.hold(key, stage.kept_for_r)
+
+    def play(self, order: Sequence[Task], head: int, undo: float) -> None:
+        """Run the tasks of the order; ``undo`` bytes can take the last update back while its first ``head`` tasks run.
+
+        A search plays thousands of orders: what every task changes has local names here, and ``moment`` is asked only
+        where one is fuller than all before.
+        """
+        recomputed, with_b, divided = self.recomputed, self.with_b, self.setting.schedule.sharding is not None
+        alive: dict[tuple[int, int], float] = {}
+        ran: set[tuple[int, int]] = set()  # (stage, micro-batch) whose backward ran and whose B or W is still to come
+        self.undo = undo if head > 0 else 0.0
+        activations, beside, most = 0.0, self.beside, self._most
+        for position, task in enumerate(order):
+            kind, s, mbs, replica = task
+            stage, level = self.stages[s], self.setting.schedule.zero_level(s) if divided else 0
+            if position == head or divided or not mbs:
+                self.undo = undo if position < head else 0.0
+                self.activations = activations
+                if divided:
+                    self.live.task(task)
+                if not mbs:
+                    self.bookkeeping(task)
+                beside, most = self.beside, self._most
+            if kind in ("F", "R") and (s, replica) not in self.cast:
+                self.narrow(s, replica)
+                beside = self.beside
+            ends = kind in self.last[s]
+            for mb in mbs:
+                key = (s, mb)
+                if kind in ("F", "R"):
+                    size = stage.kept
+                    if kind == "F" and key in recomputed:
+                        size = stage.kept_for_r
+                    elif kind == "F" and self.setting.shares_input[s] and (s - 1, mb) not in recomputed:
+                        size -= stage.input
+                    activations += size - alive.get(key, 0.0)
+                    alive[key] = size
+                    if activations + beside > most:
+                        self.activations = activations
+                        self.moment()
+                        most = self._most
+                    if ends:  # nothing is kept without a backward
+                        del alive[key]
+                        activations = activations - size if alive else 0.0
+                    continue
+                if key in ran:
+                    ran.discard(key)
+                    left = 0.0
                 else:
-                    shared = self.setting.shares_input[s] and (s - 1, mb) not in self.recomputed
-                    self.hold(key, stage.kept - stage.input if shared else stage.kept)
-                self.moment()
-            elif kind == "R":
-                self.hold(key, stage.kept)
-                self.moment()
-            elif key in self.ran:
-                self.ran.discard(key)
-                self.hold(key, 0.0)
-            else:
-                if kind in WEIGHT_GRADIENTS and self.setting.schedule.zero_level(s) == 1:
-                    self.grade(s, replica)  # the flat tensor is there before the backward begins
-                self.moment(stage.workspace, stage.messages)
-                if kind in WEIGHT_GRADIENTS and key not in self.with_b:
-                    self.hold(key, 0.0)
-                else:  # a W that ran the backward leaves B the gradient to send
-                    self.hold(key, stage.kept_for_w if kind == "B" else stage.input)
-                    self.ran.add(key)
-            if kind in WEIGHT_GRADIENTS and self.setting.schedule.zero_level(s) < 2:
-                self.grade(s, replica)
-            if kind in BACKWARD:
-                self.moment(messages=stage.messages)
+                    if level == 1 and kind in WEIGHT_GRADIENTS:
+                        self.grade(s, replica)  # the flat tensor is there before the backward begins
+                        beside = self.beside
+                    if activations + beside + stage.workspace + stage.messages > most:
+                        self.activations = activations
+                        self.moment(stage.workspace, stage.messages)
+                        most = self._most
+                    left = 0.0
+                    if not ends or (kind == "W" and key in with_b):
+                        # A W that ran the backward leaves B the gradient to send.
+                        left = stage.kept_for_w if kind == "B" else stage.input
+                        ran.add(key)
+                if left:
+                    activations += left - alive.get(key, 0.0)
+                    alive[key] = left
+                else:
+                    activations -= alive.pop(key, 0.0)
+                    activations = activations if alive else 0.0  # and no rounding goes on
+                if kind in WEIGHT_GRADIENTS and level < 2 and (s, replica) not in self.graded:
+                    self.grade(s, replica)
+                    beside = self.beside
+                if kind in BACKWARD and activations + beside + stage.messages > most:
+                    self.activations = activations
+                    self.moment(messages=stage.messages)
+                    most = self._most
+        self.activations = activations

@@ -28,6 +28,10 @@ class ParameterBytes(NamedTuple):
         """All of them."""
         return sum(self)
 
+    def held(self, values: int, trained: int) -> float:
+        """Bytes of ``values`` parameters of which ``trained`` are trained; of the others there are only weights."""
+        return float(self.total * trained + self.weight * (values - trained))
+
 
 def optimizer_values(optimizer: str, momentum: float) -> int:
     """Values of optimizer state per parameter.

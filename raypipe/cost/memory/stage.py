@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from raypipe.cost.memory.parameter import ParameterBytes
 from raypipe.cost.profile import LayerProfile, Profile
-from raypipe.cost.stages import parameters
+from raypipe.cost.stages import parameters, trained_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,9 @@ class StageMemory:
     """Bytes of one replica of a stage; activations and messages are those of one micro-batch."""
 
     weights: float
+    """Those that are trained."""
+    frozen: float
+    """Weights that are not trained. Every holder has all of them, and one copy whatever the versions of the others."""
     gradients: float
     optimizer: float
     """Optimizer state, with the master weights where there are any."""
@@ -40,7 +43,7 @@ class StageMemory:
     @property
     def state(self) -> float:
         """What is held from the first task of a step to the last: weights and optimizer state."""
-        return self.weights + self.optimizer
+        return self.weights + self.frozen + self.optimizer
 
     def divided(self, level: int, group: int) -> StageMemory:
         """What one of ``group`` holders has of it that divide the stage at this ZeRO level.
@@ -56,7 +59,7 @@ class StageMemory:
     @property
     def undo(self) -> float:
         """What undoing an update needs a copy of. Weights are not copied where master weights give them again."""
-        return self.optimizer if self.update else self.state
+        return self.optimizer if self.update else self.weights + self.optimizer
 
     @property
     def messages(self) -> float:
@@ -93,10 +96,11 @@ def stage_memory(
     # The executor holds a stage's output, with its graph, until the backward.
     output = own[-1].output_bytes * samples
     arriving = profile.layers[layers[0] - 1].output_bytes * samples if layers[0] else 0.0
-    values, tied = parameters(profile, layers), profile.tied_parameters
+    values, tied = trained_parameters(profile, layers), profile.trained_tied
     ends = {0, last} & set(layers)
     return StageMemory(
-        weights=float(values * each.weight), gradients=float(values * each.gradient),
+        weights=float(values * each.weight),
+        frozen=float((parameters(profile, layers) - values) * each.weight), gradients=float(values * each.gradient),
         optimizer=float(values * (each.optimizer + each.master)), update=float(values * each.master),
         casts=sum(layer.cast_bytes for layer in own),
         reduced=float((values - (tied if ends else 0)) * each.gradient),

@@ -20,7 +20,8 @@ from raypipe.runtime.backward.segments import Segment
 from raypipe.runtime.stage.stage import StageModule
 
 Snapshot = dict[str, Tensor]
-"""Parameter path inside the stage module -> its values; leaves that collect gradients of their own."""
+"""Path of a trained parameter inside the stage module -> its values; leaves that collect gradients of their own. Frozen
+parameters have one version, the module's own."""
 
 
 class WeightVersions:
@@ -28,12 +29,12 @@ class WeightVersions:
 
     def __init__(self, module: StageModule, rule: Literal["stash", "2bw"]) -> None:
         self.module, self.rule = module, rule
-        self.paths: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.paths: dict[str, nn.Parameter] = {path: p for path, p in module.named_parameters() if p.requires_grad}
         newest = self._snapshot()
         self.older, self.newest = newest, newest
 
     def _snapshot(self) -> Snapshot:
-        return {path: p.detach().clone().requires_grad_(p.requires_grad) for path, p in self.paths.items()}
+        return {path: p.detach().clone().requires_grad_() for path, p in self.paths.items()}
 
     def for_forward(self, ahead: bool) -> Snapshot:
         """Return the weights a forward runs on. With ``ahead`` it belongs to the step after the one not yet updated."""
@@ -64,9 +65,7 @@ class WeightVersions:
         self.newest = self._snapshot()
         self.older = self.newest
         if self.rule == "2bw" and previous:
-            self.older = {
-                path: t.clone().requires_grad_(self.paths[path].requires_grad) for path, t in previous.items()
-            }
+            self.older = {path: t.clone().requires_grad_() for path, t in previous.items()}
 
 
 def run_with(

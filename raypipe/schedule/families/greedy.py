@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
-from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
 from raypipe.schedule.kinds import Kind
 from raypipe.schedule.latency import delays
 from raypipe.schedule.shape import Shape
@@ -53,14 +53,15 @@ def ring(shape: Shape) -> tuple[int, ...]:
 
 def whole_step(name: str, placement: tuple[int, ...], count: int, rules: Rules | None = None) -> Schedule:
     """Return a schedule with F, B and W of every stage and micro-batch of a chain, whose order is still arbitrary."""
-    rules = Rules() if rules is None else rules
+    rules, graph = Rules() if rules is None else rules, StageGraph.chain(len(placement))
+    needs = backwards(graph, rules)
     rows: list[list[Task]] = [[] for _ in range(max(placement) + 1)]
     for stage, device in enumerate(placement):
-        kinds: tuple[Kind, ...] = ("F", "W") if rules.skip_first_b and stage == 0 else KINDS
+        kinds: tuple[Kind, ...] = KINDS if needs[stage].input_grad else ("F", "W")
         rows[device] += [Task(kind, stage, (m,)) for kind in kinds for m in range(count)]
     return Schedule(
         name=name, placement=(placement,), orders=tuple(map(tuple, rows)), microbatches=count,
-        graph=StageGraph.chain(len(placement)), rules=rules,
+        graph=graph, rules=rules,
     )  # fmt: skip
 
 
@@ -99,6 +100,8 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
     lead, allowed = [0] * schedule.stages, [len(tasks)] * schedule.stages
     if policy.ahead is not None:
         allowed = [policy.ahead(s) for s in range(schedule.stages)]
+    alone = [not backward.input_grad for backward in schedule.backwards]
+    """Per stage, whether its W runs the whole backward."""
     orders: list[list[Task]] = [[] for _ in range(n)]
     arrival = [0.0] * len(tasks)
     for i, open_needs in enumerate(needs):
@@ -161,8 +164,8 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
             lead[stage] -= 1
         else:
             live[d] -= 1
-            if stage == 0 and schedule.rules.skip_first_b:
-                lead[0] -= 1
+            if alone[stage]:
+                lead[stage] -= 1
         heapq.heappush(events, (end, d))
         wait = latency[replica][stage] if latency else None
         for j in after[i]:

@@ -2,10 +2,10 @@
 
 ``to_json`` and ``from_json`` are inverse to each other. A time is a number or a list with one value per stage; value s
 of ``comm`` is the latency between stages s and s+1 (see ``latency``). A task has ``dur`` if its time is not
-``durations[kind]``: a pair of forwards, or half a micro-batch. ``recompute``, ``w_dep`` and ``skip_first_B`` occur if
-a rule differs from the default; ``edges``, ``size`` and ``versions`` if the stage graph is not a chain, an id is a
-part of a micro-batch, or weights have several versions; ``zero``, ``copies`` and ``shard_group`` if data-parallel
-copies divide anything (``Sharding``).
+``durations[kind]``: a pair of forwards, or half a micro-batch. ``recompute``, ``w_dep``, ``skip_first_B`` and
+``frozen`` occur if a rule differs from the default; ``edges``, ``size`` and ``versions`` if the stage graph is not a
+chain, an id is a part of a micro-batch, or weights have several versions; ``zero``, ``copies`` and ``shard_group`` if
+data-parallel copies divide anything (``Sharding``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESULTS = (
 """Keys that a simulation or a search adds; a reader ignores them."""
 KEYS = (
     "name", "placement", "orders", "durations", "comm", "microbatches",
-    "recompute", "w_dep", "skip_first_B", "edges", "size", "versions", "zero", "copies", "shard_group",
+    "recompute", "w_dep", "skip_first_B", "frozen", "edges", "size", "versions", "zero", "copies", "shard_group",
 )  # fmt: skip
 
 
@@ -77,6 +77,8 @@ def to_json(
         found["w_dep"] = rules.w_dep
     if rules.skip_first_b:
         found["skip_first_B"] = True
+    if rules.frozen:
+        found["frozen"] = list(rules.frozen)
     if schedule.graph != StageGraph.chain(schedule.stages):
         found["edges"] = [list(edge) for edge in schedule.graph.edges]
     if schedule.size != 1:
@@ -166,10 +168,12 @@ def _edges(field: Field, stages: int) -> tuple[tuple[int, int], ...]:
 
 def _rules(top: Field) -> Rules:
     recompute, w_dep, skip = top.get("recompute"), top.get("w_dep"), top.get("skip_first_B")
+    frozen = top.get("frozen")
     return Rules(
         recompute="early" if recompute is None else recompute.choice(RECOMPUTE),
         w_dep="B" if w_dep is None else w_dep.choice(W_DEP),
         skip_first_b=False if skip is None else skip.flag(),
+        frozen=() if frozen is None else tuple(stage.whole() for stage in frozen.items("stages")),
     )
 
 

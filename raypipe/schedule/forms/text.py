@@ -7,9 +7,10 @@
     device 1: 1F0 1BW0 1F1 1BW1
 
 Further lines are present only if they differ from the default: ``edges 0>1 0>2 1>2`` (the stage graph is not a chain),
-``size 1/2``, ``versions stash``, ``recompute late``, ``w_dep grad``, ``skip_first_B``; ``zero 3 3`` (the ZeRO level of
-each stage), with ``copies 4`` and ``shard_group 2`` (``Sharding``). A hand-written file may omit
-``schedule``, ``microbatches`` and ``placement``, which follow from the tasks. ``#`` starts a comment.
+``size 1/2``, ``versions stash``, ``recompute late``, ``w_dep grad``, ``skip_first_B``, ``frozen 0 1`` (stages without a
+trained parameter); ``zero 3 3`` (the ZeRO level of each stage), with ``copies 4`` and ``shard_group 2`` (``Sharding``).
+A hand-written file may omit ``schedule``, ``microbatches`` and ``placement``, which follow from the tasks. ``#`` starts
+a comment.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def to_text(schedule: Schedule) -> str:
         lines.append(f"w_dep {rules.w_dep}")
     if rules.skip_first_b:
         lines.append("skip_first_B")
+    if rules.frozen:
+        lines.append(_words("frozen", rules.frozen))
     if schedule.sharding is not None:
         lines.append(_words("zero", schedule.sharding.levels))
         if schedule.sharding.copies != 1:
@@ -154,7 +157,7 @@ class _Reader:
 
     KEYS = (
         "schedule", "microbatches", "placement", "edges", "size", "versions", "recompute", "w_dep", "skip_first_B",
-        "zero", "copies", "shard_group",
+        "frozen", "zero", "copies", "shard_group",
     )  # fmt: skip
 
     def __init__(self, source: str) -> None:
@@ -232,6 +235,8 @@ class _Reader:
             self.rules = replace(self.rules, recompute=self.choice(rest, RECOMPUTE))
         elif key == "w_dep":
             self.rules = replace(self.rules, w_dep=self.choice(rest, W_DEP))
+        elif key == "frozen":
+            self.rules = replace(self.rules, frozen=tuple(self.whole(word, "a stage") for word in rest.split()))
         elif key == "zero":
             self.levels = tuple(self.whole(word, "a ZeRO level") for word in rest.split())
         elif key == "copies":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.schedule.passes.sync import held
 from raypipe.schedule.unroll import unroll
 
@@ -29,9 +28,9 @@ def parts(schedule: Schedule) -> dict[Part, Schedule]:
         return {WHOLE: schedule}
     count = schedule.microbatches
     three = unroll(schedule, 3)
-    cuts = [[_cut(order, (k + 1) * count) for k in range(3)] for order in three.orders]
+    cuts = list(zip(*(_cuts(three, (k + 1) * count) for k in range(3)), strict=True))
     found = {
-        WHOLE: [list(order[: _cut(order, count)]) for order in unroll(schedule, 1).orders],
+        WHOLE: [list(order) for order in unroll(schedule, 1).orders],
         (True, False): [list(order[: cut[0]]) for order, cut in zip(three.orders, cuts, strict=True)],
         (False, False): [_shift(order[cut[0] : cut[1]], count) for order, cut in zip(three.orders, cuts, strict=True)],
         (False, True): [
@@ -41,9 +40,30 @@ def parts(schedule: Schedule) -> dict[Part, Schedule]:
     return {part: schedule.with_orders(_updated(schedule, rows)) for part, rows in found.items()}
 
 
-def _cut(order: tuple[Task, ...], until: int) -> int:
-    """Position after the device's last weight gradient of the micro-batches below ``until``."""
-    return 1 + max(i for i, t in enumerate(order) if t.kind in WEIGHT_GRADIENTS and t.mbs[0] < until)
+def _cuts(schedule: Schedule, until: int) -> list[int]:
+    """Per device, the position after its last task of the micro-batches below ``until``.
+
+    A frozen stage without a backward, which waits for nobody, also runs the later forwards that other devices have
+    before theirs.
+    """
+    ends = [backward.last for backward in schedule.backwards]
+    cuts = [
+        1 + max(i for i, t in enumerate(order) if t.kind in ends[t.stage] and t.mbs[0] < until)
+        for order in schedule.orders
+    ]
+    inputs = schedule.graph.inputs()
+    where = {(t.stage, mb): (d, i) for d, order in enumerate(schedule.orders) for i, t in enumerate(order)
+             if t.kind == "F" for mb in t.mbs}  # fmt: skip
+    todo = list(range(schedule.devices))
+    while todo:
+        d = todo.pop()
+        for task in schedule.orders[d][: cuts[d]]:
+            for place in ((source, mb) for source in inputs[task.stage] for mb in task.mbs if task.kind == "F"):
+                e, i = where[place]
+                if i >= cuts[e]:
+                    cuts[e] = i + 1
+                    todo.append(e)
+    return cuts
 
 
 def _shift(order: tuple[Task, ...], by: int) -> list[Task]:
@@ -51,15 +71,16 @@ def _shift(order: tuple[Task, ...], by: int) -> list[Task]:
 
 
 def _updated(schedule: Schedule, rows: list[list[Task]]) -> list[list[Task]]:
-    """Insert the updates: after every weight gradient (stash), or once at the end, after the all-reduces."""
+    """Insert the updates: after every micro-batch's last task (stash), or once at the end, after the all-reduces."""
     if schedule.versions == "stash":
         if schedule.replicas > 1:
             raise ScheduleError(
                 "replicas", f"{schedule.name} updates after every micro-batch, so replicas would diverge",
                 "use one replica, or pipedream-2bw",
             )  # fmt: skip
+        ends = [backward.last for backward in schedule.backwards]
         return [
-            [u for t in row for u in ((t, Task("U", t.stage, (), t.replica)) if t.kind in WEIGHT_GRADIENTS else (t,))]
+            [u for t in row for u in ((t, Task("U", t.stage, (), t.replica)) if t.kind in ends[t.stage] else (t,))]
             for row in rows
         ]
     shared = schedule.replicas > 1

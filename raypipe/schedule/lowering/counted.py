@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule.kinds import WEIGHT_GRADIENTS
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import Kind
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program
 
@@ -18,28 +19,28 @@ Work = Mapping[tuple[str, int], Counter[int]]
 """(task, stage) -> how often it runs for each micro-batch; ids of the next step continue from N."""
 
 
-def check_counted(
-    train: Mapping[Part, Sequence[Program]], evaluate: Sequence[Program], stages: int, microbatches: int
-) -> None:
-    """Check that every stage runs each micro-batch's forward and, in training, weight gradient exactly once.
+def check_counted(train: Mapping[Part, Sequence[Program]], evaluate: Sequence[Program], schedule: Schedule) -> None:
+    """Check that every stage runs each micro-batch's forward and, in training, its last task exactly once.
+
+    That is the weight gradient; in a frozen stage the input gradient, or the forward itself (``ir.backwards``).
 
     Args:
         train: the programs of a step, one per device, for each way that a step begins and ends.
         evaluate: the programs of a validation batch, one per device.
-        stages: number of stages of one replica.
-        microbatches: N, the number of micro-batch ids in a step over all replicas.
+        schedule: what they were lowered from.
 
     Raises:
         ScheduleError: a task is left out or runs twice; it names the task.
     """
-    _check("validation", _work(evaluate), None, stages, microbatches, gradients=False)
-    done = {part: _work(rows) for part, rows in train.items()}
+    ends, microbatches = [backward.last for backward in schedule.backwards], schedule.microbatches
+    _check("validation", _work(evaluate, ends), None, schedule, FORWARD)
+    done = {part: _work(rows, ends) for part, rows in train.items()}
     for part, work in done.items():
         fills, drains = part
         # A step that does not fill the pipeline follows a step that did not drain it.
         before = [None] if fills else [done[other] for other in done if not other[1]]
         for earlier in before:
-            _check("a training step", work, earlier, stages, microbatches, gradients=True)
+            _check("a training step", work, earlier, schedule, FORWARD, LAST)
         if drains and any(mb >= microbatches for counts in work.values() for mb in counts):
             raise ScheduleError("programs", "a step that must drain the pipeline begins the next step", _REPORT)
 
@@ -47,21 +48,25 @@ def check_counted(
 _REPORT = "this is a bug of raypipe: report it with the plan.json"
 
 
-def _work(programs: Sequence[Program]) -> Work:
+FORWARD, LAST = "forward", "last task"
+
+
+def _work(programs: Sequence[Program], ends: Sequence[frozenset[Kind]]) -> Work:
     found: dict[tuple[str, int], Counter[int]] = {}
     for program in programs:
         for action in program.actions:
-            kind = action.task.kind
-            what = "forward" if kind == "F" else "weight gradient" if kind in WEIGHT_GRADIENTS else None
-            if what is not None:
-                found.setdefault((what, action.task.stage), Counter()).update(action.task.mbs)
+            kind, stage, mbs, _ = action.task
+            for what, kinds in ((FORWARD, "F"), (LAST, ends[stage])):
+                if kind in kinds:
+                    found.setdefault((what, stage), Counter()).update(mbs)
     return found
 
 
-def _check(which: str, work: Work, before: Work | None, stages: int, microbatches: int, gradients: bool) -> None:
+def _check(which: str, work: Work, before: Work | None, schedule: Schedule, *whats: str) -> None:
     """Check one kind of step that follows another, ``before``, which may have run some of its forwards."""
-    for what in ("forward", "weight gradient")[: 1 + gradients]:
-        for stage in range(stages):
+    microbatches = schedule.microbatches
+    for what in whats:
+        for stage in range(schedule.stages):
             own = work.get((what, stage), Counter())
             count = Counter({mb: n for mb, n in own.items() if mb < microbatches})
             if before is not None:

@@ -31,7 +31,7 @@ def held_messages(schedule: Schedule, sizes: Sequence[float]) -> list[list[float
         schedule: a step that drains.
         sizes: per stage, the bytes of the message with its output, and of the gradient of that.
     """
-    outputs = schedule.graph.outputs()
+    outputs, answers = schedule.graph.outputs(), schedule.backwards
     forwards: list[dict[int, _Place]] = [{} for _ in sizes]
     first: list[dict[int, _Place]] = [{} for _ in sizes]
     """Where a backward begins, by B, BW or W: it receives the gradient."""
@@ -52,7 +52,8 @@ def held_messages(schedule: Schedule, sizes: Sequence[float]) -> list[list[float
     ways: list[tuple[int, int, int, int, float]] = []
     for stage, size in enumerate(sizes):
         for n in outputs[stage]:
-            for made, used in ((forwards[stage], forwards[n]), (backwards[n], first[stage])):
+            gradients = backwards[n] if stage in answers[n].sends_to else {}
+            for made, used in ((forwards[stage], forwards[n]), (gradients, first[stage])):
                 for mb, (d, i) in made.items():
                     e, j = used.get(mb, (d, i))
                     if d != e:

@@ -83,6 +83,8 @@ class Program:
     """Whether its transfers have been proven free from deadlock on GPUs in exactly this order (``safe_order``)."""
     unreceived: Mapping[int, int] = field(default_factory=dict)
     """Per destination device, how many messages the host of a GPU lets be unreceived at once (``gpu_programs``)."""
+    ends_at: Mapping[int, Literal["F", "B"]] = field(default_factory=dict)
+    """Frozen stages: their last task for a micro-batch is its forward, where it has no backward, or B (no W)."""
 
 
 def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> list[Program]:
@@ -93,7 +95,10 @@ def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> li
     """
     heads = tasks_ahead(schedule) if ahead else [0] * schedule.devices
     early: list[dict[int, int]] = [{} for _ in schedule.orders]
-    inputs, outputs = schedule.graph.inputs(), schedule.graph.outputs()
+    inputs, outputs, backwards = schedule.graph.inputs(), schedule.graph.outputs(), schedule.backwards
+    frozen: dict[int, Literal["F", "B"]] = {
+        s: "B" if b.exists else "F" for s, b in enumerate(backwards) if not b.weight_grad
+    }
     arrivals: list[dict[int, list[Message]]] = [{} for _ in schedule.orders]
     lowered: list[tuple[tuple[Action, ...], frozenset[tuple[int, int]], frozenset[tuple[int, int]]]] = []
     for device, order in enumerate(schedule.orders):
@@ -118,7 +123,7 @@ def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> li
                         if task.kind == "W":
                             weights_first.add((s, mb))
                     if task.kind in BACKWARD:
-                        sends += [Message("grad", s, p, mb, device, held[p]) for p in inputs[s]]
+                        sends += [Message("grad", s, p, mb, device, held[p]) for p in backwards[s].sends_to]
             actions.append(Action(task, tuple(receives), tuple(sends)))
             for message in sends:
                 if not message.local:
@@ -131,7 +136,7 @@ def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> li
     return [
         Program(
             d, actions, {src: tuple(m) for src, m in arrivals[d].items()}, recomputed, weights_first, drains,
-            RunAhead(heads[d], early[d]) if ahead else None,
+            RunAhead(heads[d], early[d]) if ahead else None, ends_at=frozen,
         )
         for d, (actions, recomputed, weights_first) in enumerate(lowered)
     ]  # fmt: skip

@@ -9,13 +9,13 @@ from raypipe.schedule.kinds import JOINT
 
 @no_collection()
 def split_backward(schedule: Schedule) -> Schedule:
-    """Replace every BW by B followed directly by W, or by W alone if stage 0 computes no input gradient.
+    """Replace every BW by B followed directly by W, or by W alone if the stage has no B (``ir.backwards``).
 
     The stage before then waits for B only, so no task runs later than before.
 
     Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, section 2; OOO backprop section 3.
     """
-    inputs = schedule.graph.inputs()
+    backwards = schedule.backwards
     orders: list[list[Task]] = []
     for order in schedule.orders:
         new: list[Task] = []
@@ -23,7 +23,7 @@ def split_backward(schedule: Schedule) -> Schedule:
             if task.kind not in JOINT:
                 new.append(task)
                 continue
-            if inputs[task.stage] or not schedule.rules.skip_first_b:
+            if backwards[task.stage].input_grad:
                 new.append(task._replace(kind="B"))
             new.append(task._replace(kind="W"))
         orders.append(new)

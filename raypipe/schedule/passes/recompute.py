@@ -15,7 +15,7 @@ from raypipe.schedule.kinds import GRADIENTS
 def add_recompute(
     schedule: Schedule, when: Literal["early", "late"] = "late", stages: Collection[int] | None = None
 ) -> Schedule:
-    """Insert an R right before the first backward task of every micro-batch on the given stages.
+    """Insert an R right before the first backward task of every micro-batch on the given stages that have any.
 
     Args:
         schedule: any valid schedule; its R tasks on other stages are kept, those on the given stages are replaced.

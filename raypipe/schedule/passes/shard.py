@@ -78,6 +78,8 @@ def _bare(
     levels = (level,) * schedule.stages if isinstance(level, int) else tuple(level)
     if len(levels) != schedule.stages or not set(levels) <= set(ZERO_LEVELS):
         raise ScheduleError("zero", f"{level} for {schedule.stages} stages", "use 0, 1, 2 or 3, or one per stage")
+    # Shards divide what the optimizer updates, and every holder of a frozen stage has all of it.
+    levels = tuple(n if b.weight_grad else 0 for n, b in zip(levels, schedule.backwards, strict=True))
     if schedule.versions != "flush" and any(levels):
         raise ScheduleError(
             "zero", f"{schedule.name} keeps older versions of its weights, which shards do not have",

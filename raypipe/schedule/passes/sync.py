@@ -11,7 +11,6 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.schedule.walk import NetworkLanes, walk
 
 Sync = Literal["lazy", "eager", "eager-opt"]
@@ -107,18 +106,28 @@ def place_gradient_sync(
 
 
 def _scattered_over_all(schedule: Schedule, stage: int, copies: int) -> bool:
-    """Whether the stage's RS sums its gradients over all its holders, ``copies`` times those of the schedule."""
+    """Whether the stage's RS sums its gradients over all its holders, ``copies`` times those of the schedule.
+
+    So it is, too, with nothing to sum: a frozen stage beside sharded ones, which have no running statistics.
+    """
     sharding = schedule.sharding
-    if sharding is None or not sharding.levels[stage]:
+    if sharding is None:
+        return False
+    if not schedule.backwards[stage].weight_grad:
+        return True
+    if not sharding.levels[stage]:
         return False
     everyone = sharding.group is None or sharding.group == sharding.copies * copies
     return everyone and schedule.replicas == sharding.copies
 
 
 def last_gradients(graph: TaskGraph) -> dict[tuple[int, int], int]:
-    """(stage, replica) -> number of the task that completes its gradients; none for one without a micro-batch."""
-    complete = WEIGHT_GRADIENTS | {"RS"}
-    return {(t.stage, t.replica): i for i, t in enumerate(graph.tasks) if t.kind in complete}
+    """(stage, replica) -> number of the task that completes its gradients; none for one without a micro-batch.
+
+    Of a frozen stage it is its last task: its holders may have statistics to sum.
+    """
+    complete = [backward.last | {"RS"} for backward in graph.schedule.backwards]
+    return {(t.stage, t.replica): i for i, t in enumerate(graph.tasks) if t.kind in complete[t.stage]}
 
 
 def sync_order(graph: TaskGraph, last: dict[tuple[int, int], int], end: Sequence[float]) -> list[int]:

@@ -38,7 +38,7 @@ def insert_weights(
     check_links(graph)
     durations = costs.durations(schedule, graph.tasks)
     waits = delays(schedule.placement, schedule.graph, costs.comm)
-    recomputed = recomputed_pairs(schedule)
+    recomputed, backwards = recomputed_pairs(schedule), schedule.backwards
     limits = peak_activations(schedule) if memory_limit is None else memory_limit
     size = float(schedule.size)
     fixed = [
@@ -70,7 +70,7 @@ def insert_weights(
         return at
 
     def run(i: int, d: int, now: float) -> None:
-        alive[d] += births(graph.tasks[i], recomputed) - deaths(graph.tasks[i])
+        alive[d] += births(graph.tasks[i], recomputed) - deaths(graph.tasks[i], backwards)
         end[i] = free[d] = now + durations[i]
         rows[d].append(graph.tasks[i])
         heapq.heappush(events, (end[i], d))

@@ -31,7 +31,7 @@ def test_every_family_works_on_each_micro_batch_once(name: str, copies: int) -> 
     chunks = 2 if name in ("interleaved-1f1b", "bfs", "zeropp", "modulo") else 1
     schedule = replicate(generate(name, Shape(devices=4, microbatches=8, chunks=chunks)), copies)
     schedule = add_updates(place_gradient_sync(schedule, "lazy"))
-    check_counted(*lowered(schedule), schedule.stages, schedule.microbatches)
+    check_counted(*lowered(schedule), schedule)
 
 
 def without(program: Program, kind: str) -> Program:
@@ -52,7 +52,7 @@ def test_a_micro_batch_left_out_or_doubled_is_named(name: str, kind: str, change
     for part in train:
         changed = {**train, part: [train[part][0], change(train[part][1], kind)]}
         with pytest.raises(ScheduleError, match=f"on stage 1 runs {times} instead of once"):
-            check_counted(changed, evaluate, schedule.stages, schedule.microbatches)
+            check_counted(changed, evaluate, schedule)
     if kind == "F":
         with pytest.raises(ScheduleError, match="in validation"):
-            check_counted(train, [evaluate[0], change(evaluate[1], kind)], schedule.stages, schedule.microbatches)
+            check_counted(train, [evaluate[0], change(evaluate[1], kind)], schedule)
