@@ -30,15 +30,16 @@ lint: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not runs and not slow and not exhaustive"
 
-# Two at a time: mypy and the tests that start a Ray of their own beside all others. test-all takes the exhaustive ones
-# too.
+# mypy and the tests that start a Ray of their own, which often wait, run beside all others: those that share one Ray, then
+# what starts none, two at a time and with less priority. test-all takes the exhaustive ones too.
 test: CASES := and not exhaustive
 test test-all: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@( $(BIN)/mypy && $(BIN)/python -m pytest -m "own_ray $(CASES)" tests ) > .own_ray.log 2>&1 & other=$$!; \
 	trap "kill $$other" INT TERM; \
-	$(BIN)/python -m pytest -m "not own_ray $(CASES)"; status=$$?; \
+	$(BIN)/python -m pytest -m "runs and not own_ray $(CASES)"; status=$$?; \
+	nice -n 5 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not runs $(CASES)" || status=1; \
 	wait $$other || status=1; cat .own_ray.log; exit $$status
 
 bench: $(VENV)/.dev

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from tests.forked_workers.start import worker_program
 
 LEAN = {
     "RAY_prestart_worker_first_driver": "0",
@@ -20,12 +25,24 @@ def without_ray(**settings: str) -> dict[str, str]:
     return ours | LEAN | settings
 
 
+def node_settings() -> dict[str, Any]:
+    """Parameters of a Ray node: it forks its workers, and starts no process that shows anything to people."""
+    program = worker_program()
+    return {
+        "setup_worker_path": program, "worker_path": program, "include_dashboard": False, "include_log_monitor": False
+    }  # fmt: skip
+
+
 def start_ray(cpus: int) -> str:
     """Start a Ray on loopback that ends with this process; return the address at which others join it."""
     import ray
+    from ray._private.parameter import RayParams
 
-    ray.init(
-        address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-        configure_logging=False, _node_ip_address="127.0.0.1",
-    )  # fmt: skip
+    settings = node_settings()
+    del settings["include_dashboard"]  # ``ray.init`` names that one itself
+    with mock.patch("ray._private.parameter.RayParams", partial(RayParams, **settings)):
+        ray.init(
+            address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+            configure_logging=False, _node_ip_address="127.0.0.1",
+        )  # fmt: skip
     return str(ray.get_runtime_context().gcs_address)
