@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
     "errors", "files", "atomic_write", "schedule", "simulate", "search", "job", "cost", "graph", "plan", "explain",
     "checkpoint", "tensor", "capture", "models", "data", "partition", "observe", "runtime", "profiling", "launch",
-    "train", "trained", "sample", "export", "arguments", "trainer", "cli", "__main__",
+    "train", "trained", "sample", "export", "trainer", "cli", "__main__",
 ]  # fmt: skip
 """The rooms, in the order that data flows through them."""
 PLANNING = {

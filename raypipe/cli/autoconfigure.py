@@ -17,6 +17,7 @@ from raypipe.observe.strict_json import strict_json
 if TYPE_CHECKING:
     from raypipe.cost.profile import Profile
     from raypipe.job.spec import JobSpec
+    from raypipe.plan.choose import Decision
     from raypipe.plan.tensor_groups import Sharing
 
 ALLOWED = ("asynchronous",)
@@ -62,16 +63,26 @@ def autoconfigure(
     policy: Annotated[
         str, typer.Option(help="best: the fastest plan; largest-microbatch: Chimera's greedy rule.")
     ] = "best",
+    epochs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Epochs table, from `raypipe epochs`: choose the global batch too, by the time to the job's target.",
+        ),
+    ] = None,
     search: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Time to search orders for the best placements.")
     ] = 3.0,
 ) -> None:
     """Choose the schedule, pipeline depth, replicas, micro-batch size and further options for a job. Without --cluster
     and --profile, plan for the running Ray cluster or else this machine, after a short profile."""
-    from raypipe.cost.profile_check import check_profile, doubts
     from raypipe.job import load_job
+    from raypipe.observe.time_to_accuracy.batches_table import as_document, batches_table
     from raypipe.plan.choose import POLICIES, choose
     from raypipe.plan.decision_json import as_json
+    from raypipe.plan.hybrid import load_epochs
+    from raypipe.plan.time_to_target import rank_batches
+    from raypipe.profiling.memory_budgets import as_profiled, choose_budget, with_budget
 
     for word in allow or ():
         if word not in ALLOWED:
@@ -85,50 +96,89 @@ def autoconfigure(
     if out is not None:
         check_writable(out)
     spec = load_job(job, override or ())
-    costs, shared = _costs(spec, cluster, profile, devices)
-    check_profile(spec, costs)
-    for doubt in doubts(spec, costs, devices if profile is not None else None):
-        print(doubt, file=sys.stderr)
-    decision = choose(
-        spec, costs, devices, top=top, asynchronous="asynchronous" in (allow or ()), policy=policy, search_s=search,
-        shared=shared,
-    )  # fmt: skip
+    table = None if epochs is None else load_epochs(epochs)
+    each_s = search if table is None else search / len(table.epochs)
+    given = None if cluster is profile is None else _given_costs(spec, cluster, profile, devices)
+    if given is not None:
+        spec = as_profiled(spec, given[0])
+        _check(spec, given[0], devices if profile is not None else None)
+    taken: dict[float, Profile] = {}
+
+    def measure(one: JobSpec) -> Profile:
+        budget = one.parallel.activation_memory_budget  # the only key in which jobs differ here that costs depend on
+        if budget not in taken:
+            own = with_budget(spec, budget)
+            taken[budget] = _measured_costs(own, devices)
+            _check(own, taken[budget])
+        return taken[budget]
+
+    def plan(one: JobSpec, costs: Profile) -> Decision:
+        return choose(
+            one, costs, devices, top=top, asynchronous="asynchronous" in (allow or ()), policy=policy, search_s=each_s,
+            shared={} if given is None else given[1],
+        )  # fmt: skip
+
+    def plan_for(one: JobSpec) -> Decision:
+        if given is not None:
+            return plan(one, given[0])
+        return choose_budget(one, measure, plan, lambda text: print(text, file=sys.stderr))
+
+    batches = None if table is None else rank_batches(spec, table, plan_for)
+    decision = plan_for(spec) if batches is None else batches.ranked[0].decision
     if out is not None:
         write(out, decision.plan.text())
         print(f"wrote {out}", file=sys.stderr)
     if json:
-        print(strict_json(as_json(decision)))
+        print(strict_json(as_json(decision) | ({} if batches is None else {"time_to_target": as_document(batches)})))
         return
     from rich.console import Console
 
     from raypipe.observe.plan_table import WIDTH, show_decision
 
-    show_decision(decision, Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    if batches is not None:
+        console.print(batches_table(batches))
+        for batch, why in batches.left_out.items():
+            console.print(f"no plan for a batch of {batch}: {why}", markup=False)
+        first = batches.ranked[0]
+        keys = f"train.batch: {first.batch}" + ("" if first.lr is None else f" and train.lr: {first.lr:.3g}")
+        console.print(f"\nset {keys}; the plans of that batch:\n", markup=False)
+    show_decision(decision, console)
 
 
-def _costs(
+def _check(job: JobSpec, costs: Profile, devices: int | None = None) -> None:
+    """Refuse costs that are not the job's, and say where they may be off."""
+    from raypipe.cost.profile_check import check_profile, doubts
+
+    check_profile(job, costs)
+    for doubt in doubts(job, costs, devices):
+        print(doubt, file=sys.stderr)
+
+
+def _given_costs(
     job: JobSpec, cluster: Path | None, profile: Path | None, devices: int | None
 ) -> tuple[Profile, dict[Sharing, Profile]]:
-    """Return the profile to plan with: the given one, that of the described cluster, or one measured now.
-
-    For a described cluster, also return the profiles whose devices are tensor-parallel groups.
-    """
+    """Return the given profile, or that of the described cluster; then also those whose devices are tensor-parallel
+    groups."""
     if profile is not None:
         from raypipe.cost.profile import load_profile
 
         return load_profile(profile), {}
-    if cluster is not None:
-        from raypipe.job import load_cluster
-        from raypipe.partition.job_costs import job_profile, shared_profiles
+    from raypipe.job import load_cluster
+    from raypipe.partition.job_costs import job_profile, shared_profiles
 
-        described = load_cluster(cluster)
-        if devices is not None:
-            described = described.resized(devices)
-        with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; keep standard output for results
-            return job_profile(job, described), shared_profiles(job, described)
+    assert cluster is not None
+    described = load_cluster(cluster)
+    if devices is not None:
+        described = described.resized(devices)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; keep standard output for results
+        return job_profile(job, described), shared_profiles(job, described)
+
+
+def _measured_costs(job: JobSpec, devices: int | None) -> Profile:
     from raypipe.observe.progress import stderr_console
     from raypipe.profiling.profile_and_plan import profile_this_machine
 
     console = stderr_console()
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices; keep standard output for results
-        return profile_this_machine(job, devices, None, None, lambda text: console.print(text, style="dim")), {}
+        return profile_this_machine(job, devices, None, None, lambda text: console.print(text, style="dim"))

@@ -22,7 +22,6 @@ MOST_EPOCHS, MOST_SEEDS = 1_000_000, 1000
 
 def epochs(
     job: Annotated[Path, typer.Argument(help="Job file; its train.batch is one worker's batch.")],
-    target: Annotated[float, typer.Option(metavar="LOSS", help="Validation loss at which a run ends.")],
     out: Annotated[
         Path,
         typer.Option(
@@ -30,6 +29,10 @@ def epochs(
             help="Table for raypipe hybrid; FILE.runs.jsonl holds the runs, and is gone on with.",
         ),
     ],
+    target: Annotated[
+        float | None,
+        typer.Option(metavar="LOSS", help="Validation loss at which a run ends [the job's train.early_stop.target]."),
+    ] = None,
     workers: Annotated[str, typer.Option(metavar="N,N,..", help="Numbers of data-parallel workers.")] = "1,2,4,8,16,32",
     seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Runs for each number of workers.")] = 3,
     max_epochs: Annotated[float, typer.Option(metavar="E", help="Epochs after which a run gives up.")] = 50.0,
@@ -69,6 +72,10 @@ def epochs(
     spec = load_job(job, override or ())
     rules: dict[str, Scaling] = {"linear": "linear", "sqrt": "sqrt", "none": "none"}
     rule = default_scaling(spec) if lr_scaling is None else rules[lr_scaling]
+    if target is None and spec.train.early_stop is not None:
+        target = spec.train.early_stop.target
+    if target is None:
+        raise RequestError("--target", "is missing, and so is train.early_stop.target", "give the validation loss")
     asked = Asked(target, tuple(counts), seeds, max_epochs, rule)
     console = stderr_console()
 
@@ -78,7 +85,7 @@ def epochs(
     say(f"learning rate {spec.train.lr:g} for one worker, scaled by workers: {rule}")
     with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
         runs = measure_epochs(spec, asked, out.with_name(f"{out.name}.runs.jsonl"), say)
-    table, left_out = epochs_table(runs, speedups)
+    table, left_out = epochs_table(runs, speedups, spec.train.batch, target)
     if not table["epochs"]:
         why = f"no number of workers reached {target} with every seed within {max_epochs:g} epochs"
         raise RequestError("--target", why, "raise it, or --max-epochs")

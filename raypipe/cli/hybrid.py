@@ -71,12 +71,12 @@ def hybrid(
 
         save(hybrid_plot(found, epochs.stem), plot)
     if json:
-        from raypipe.observe.hybrid_table import hybrid_document
+        from raypipe.observe.time_to_accuracy.hybrid_table import hybrid_document
 
         print(strict_json(hybrid_document(found)))
         return
     from rich.console import Console
 
-    from raypipe.observe.hybrid_table import hybrid_table
+    from raypipe.observe.time_to_accuracy.hybrid_table import hybrid_table
 
     Console(highlight=False).print(hybrid_table(found))

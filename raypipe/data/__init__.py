@@ -10,6 +10,7 @@ from raypipe.data.dataset import (
     prepare_data,
     reads_bytes,
     tokens_per_sample,
+    validation_places,
 )
 from raypipe.data.prepare import prepare
 from raypipe.data.ragged import Ragged, flat
@@ -32,4 +33,5 @@ __all__ = [
     "prepare_data",
     "reads_bytes",
     "tokens_per_sample",
+    "validation_places",
 ]

@@ -35,7 +35,7 @@ from raypipe.data.ragged import (
     joined,
     of_one_form,
 )
-from raypipe.data.sample_order import permuted
+from raypipe.data.sample_order import GroupedByLength, permuted
 from raypipe.errors import SpecError
 from raypipe.files import expanded, read_json, sha256
 from raypipe.job import DataSpec
@@ -53,6 +53,8 @@ class Arrays:
     """The columns of each split, memory-mapped."""
 
     columns: dict[Split, dict[str, Column]]
+    grouped: bool = False
+    """Whether training takes rows of similar lengths together (``data.group_by_length``)."""
 
     @staticmethod
     def open(directory: Path, meta: str = META) -> Arrays:
@@ -73,7 +75,8 @@ class Arrays:
                     return mapped(split, name)
                 return Ragged(mapped(split, name), mapped(split, f"{name}{OFFSETS}"), fills[name])
 
-            return Arrays({split: {name: column(split, name) for name in about["columns"]} for split in SPLITS})
+            columns = {split: {name: column(split, name) for name in about["columns"]} for split in SPLITS}
+            return Arrays(columns, bool(about.get("group_by_length", False)))
         except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
             raise SpecError(str(directory), f"holds no arrays: {error}", AGAIN) from None
 
@@ -84,11 +87,24 @@ class Arrays:
     def places(self, split: Split, seed: int, step: int, batch: int) -> list[int]:
         """Return the row numbers of a step's mini-batch; held-out rows do not depend on the seed."""
         size = self.rows(split)
+        lengths = self._lengths if split == "train" else None
         found = []
         for sample in range(step * batch, (step + 1) * batch):
             epoch, position = divmod(sample, size)
-            found.append(permuted(order_key(split, seed if split == "train" else 0, epoch), size, position))
+            key = order_key(split, seed if split == "train" else 0, epoch)
+            if lengths is None:
+                found.append(permuted(key, size, position))
+            else:
+                found.append(lengths.place(key, position, batch))
         return found
+
+    @cached_property
+    def _lengths(self) -> GroupedByLength | None:
+        """What orders the training rows by length; None if nothing does."""
+        ragged = {name: c for name, c in self.columns["train"].items() if isinstance(c, Ragged)}
+        if not self.grouped or not ragged:
+            return None
+        return GroupedByLength(ragged.get(TOKENS, next(iter(ragged.values()))).lengths())
 
     @cached_property
     def longest(self) -> dict[str, int]:
@@ -162,13 +178,14 @@ def prepare_arrays(data: DataSpec, directory: Path, per_token: bool = False) -> 
     """
     train = read_columns(data.path, "data.path")
     check_beside(train, per_token, "data.path")
+    grouped = data.group_by_length
     if data.held_out is not None:
         train, held_out = of_one_form(train, read_columns(data.held_out, "data.held_out"))
         check_beside(held_out, per_token, "data.held_out")
         if {n: _form(c) for n, c in train.items()} != {n: _form(c) for n, c in held_out.items()}:
             raise SpecError("data.held_out", "has other fields than data.path", "give both the same names and shapes")
-        return write_arrays({"train": train, "val": held_out}, directory, data.path)
-    return write_arrays(split_rows(train), directory, data.path)
+        return write_arrays({"train": train, "val": held_out}, directory, data.path, grouped=grouped)
+    return write_arrays(split_rows(train), directory, data.path, grouped=grouped)
 
 
 def _form(column: Column) -> object:
@@ -192,7 +209,9 @@ def split_rows(columns: Columns) -> dict[Split, Columns]:
     }
 
 
-def write_arrays(splits: Mapping[Split, Columns], directory: Path, source: str, meta: str = META) -> Arrays:
+def write_arrays(
+    splits: Mapping[Split, Columns], directory: Path, source: str, meta: str = META, grouped: bool = False
+) -> Arrays:
     """Write checked columns for devices to read; ``meta`` is written last, so a reader never sees incomplete data."""
     directory.mkdir(parents=True, exist_ok=True)
     digests = {}
@@ -207,6 +226,7 @@ def write_arrays(splits: Mapping[Split, Columns], directory: Path, source: str, 
     train = splits["train"]
     about = {
         "source": source,
+        "group_by_length": grouped,
         "samples": {split: len(next(iter(splits[split].values()))) for split in SPLITS},
         "columns": list(train),
         "fills": {name: column.fill for name, column in train.items() if isinstance(column, Ragged)},

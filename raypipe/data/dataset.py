@@ -169,6 +169,13 @@ def tokens_per_sample(job: JobSpec, directory: Path) -> float:
     return job.tokens_per_sample if found is None else found
 
 
+def validation_places(job: JobSpec, directory: Path, samples: int) -> list[int] | None:
+    """Return the row of each of a validation's first ``samples`` samples; None where samples are no rows of a file."""
+    if job.data.type not in ("arrays", "lines"):
+        return None
+    return Arrays.open(directory, ARRAYS if job.data.type == "arrays" else LINES).places("val", 0, 0, samples)
+
+
 def counts_tokens(job: JobSpec, directory: Path) -> bool:
     """Return whether ``tokens_per_sample`` counts tokens; a sample of fixed-size arrays counts as one instead."""
     return job.data.type != "arrays" or mean_tokens(directory) is not None

@@ -102,6 +102,8 @@ def _collated(collator: Collator, rows: list[Any], what: str, where: str) -> dic
     except Exception as error:  # a user's collator may raise anything
         why = f"data_collator fails on {what}: {type(error).__name__}: {error}"
         raise SpecError(where, why, "correct it, or leave it out if rows hold only numbers") from error
+    if "labels" in made and "decoder_input_ids" not in rows[0]:
+        made.pop("decoder_input_ids", None)  # made of the labels; the model's task makes them again
     for name, value in made.items():
         if value.ndim < 1 or len(value) != len(rows):
             why = f"data_collator gives {name} of shape {value.shape} for {len(rows)} rows"

@@ -20,6 +20,8 @@ SPLITS: tuple[Split, Split] = ("train", "val")
 BLOCK = 4096
 """Number of places computed and cached together, because a step needs neighbouring ones."""
 ROUNDS = 4
+TOGETHER = 50
+"""Mini-batches of a piece that is sorted by length, where an epoch has at least four times as many."""
 _UINT = np.uint64
 _MASK64 = (1 << 64) - 1
 
@@ -36,6 +38,34 @@ def permuted(key: int, size: int, position: int) -> int:
     """Return the image of ``position`` under the permutation of ``range(size)`` that ``key`` (64 bits) selects."""
     block, offset = divmod(position, BLOCK)
     return int(_block(key & _MASK64, size, block)[offset])
+
+
+class GroupedByLength:
+    """An order of an epoch's rows in which neighbours have similar lengths.
+
+    The shuffled rows are cut into pieces of ``TOGETHER`` mini-batches, and each is sorted, the longest row first, as
+    ``transformers.trainer_pt_utils.LengthGroupedSampler`` does.
+
+    Args:
+        lengths: of every row.
+    """
+
+    def __init__(self, lengths: npt.NDArray[np.int64]) -> None:
+        self._lengths = lengths
+        self._piece = lru_cache(maxsize=4)(self._sorted)
+
+    def place(self, key: int, position: int, batch: int) -> int:
+        """Return the row at a position of the epoch that ``key`` selects, with mini-batches of ``batch`` rows."""
+        size = len(self._lengths)
+        rows = max(1, min(size // (batch * 4), TOGETHER)) * batch
+        piece, offset = divmod(position, rows)
+        return int(self._piece(key, piece * rows, min(size, (piece + 1) * rows))[offset])
+
+    def _sorted(self, key: int, begin: int, end: int) -> npt.NDArray[np.int64]:
+        rows = np.array([permuted(key, len(self._lengths), position) for position in range(begin, end)])
+        order = np.argsort(-self._lengths[rows], kind="stable")
+        found: npt.NDArray[np.int64] = rows[order]
+        return found
 
 
 @lru_cache(maxsize=8)

@@ -164,10 +164,17 @@ def _timeline(of: Measured, k: int) -> Timeline:
 
 
 def _other_cut(replay: Replay, planned: Planned, costs: CostTable, ahead: bool) -> tuple[Cut, float] | None:
-    """The best cut for the measured times, with its simulated step; None where stages are not runs of layers."""
+    """The best cut for the measured times, with its simulated step.
+
+    None where stages are not runs of layers, or some are frozen: no backward of their layers was timed.
+    """
     plan, schedule = planned.plan, replay.of.schedule
     cut = tuple(map(tuple, plan.cut))
-    if len(cut) < 2 or [layer for stage in cut for layer in stage] != list(range(sum(map(len, cut)))):
+    if (
+        len(cut) < 2
+        or schedule.rules.frozen
+        or [layer for stage in cut for layer in stage] != list(range(sum(map(len, cut))))
+    ):
         return None
     if planned.layer_s is not None and len(planned.layer_s) != sum(map(len, cut)):
         return None

@@ -134,6 +134,15 @@ class _Sums:
     backward_all_reduces: list[float] = field(default_factory=list)
     gathers: list[float] = field(default_factory=list)
 
+    def add_forward(self, other: _Sums) -> None:
+        """Add what another's forward does, without its backward and what is kept for that."""
+        self.forward_flops += other.forward_flops
+        self.operands += other.operands
+        self.traffic += other.traffic
+        self.kernels += other.kernels
+        self.matrices |= other.matrices
+        self.tables |= other.tables
+
 
 def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRankWork:
     graph = counted.graph
@@ -146,28 +155,33 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRa
     names = graph.parameters_of([graph.operations[i] for i in span])
     wide = max((ITEM_BYTES[graph.sources[n].type.dtype] for n in names), default=4)
     matrices = sum(sums.matrices.values())
-    tables = sum(sums.tables.values())
+    trained = {name: graph.parameters[name] for name in names if graph.sources[name].requires_grad}
+    gradients = {name: values for name, values in sums.matrices.items() if name in trained}
+    tables = {name: size for name, size in sums.tables.items() if name in trained}
+    backward = any(graph.requires_grad[i] for i in span)
     cast = counted.autocast and matrices > 0
     # A cast is charged to every micro-batch (cost.gpt_work). A gradient is written, then read and accumulated.
     read = matrices * (AUTOCAST_BYTES + wide + AUTOCAST_BYTES if cast else wide)
     overhead = sums.kernels / BLOCK
-    gradient = max([n * (wide + AUTOCAST_BYTES if cast else wide) for n in sums.matrices.values()], default=0.0)
-    fixed = max([gradient, *sums.tables.values()])
+    gradient = max([n * (wide + AUTOCAST_BYTES if cast else wide) for n in gradients.values()], default=0.0)
+    fixed = max([gradient, *tables.values()])
     cut = sharding.cuts[number] if number < sharding.count - 1 else ()
     behind = [kind for i in cut if (kind := graph.operations[i].type) is not None]
     work = LayerWork(
         name=f"{number} {sharding.labels[number]}", parameters=sum(graph.parameters[name] for name in names),
+        trained_parameters=sum(trained.values()),
         forward=Effort(
             flops=sums.forward_flops, operands=sums.operands, weights=read, traffic=sums.traffic, overhead=overhead
         ),
         input_grad=Effort(
             flops=sums.input_flops, operands=sums.back_operands, weights=read if sums.input_flops else 0.0,
-            traffic=sums.back_traffic, overhead=INPUT_GRAD * overhead,
+            traffic=sums.back_traffic, overhead=INPUT_GRAD * overhead if backward or not names else 0.0,
         ),
         # The gradient of an embedding is a whole table, mostly zeros, which is accumulated.
         weight_grad=Effort(
-            flops=sums.weight_flops, operands=sums.waiting, weights=3 * wide * matrices + 4 * tables,
-            traffic=sums.weight_traffic, overhead=WEIGHT_GRAD * overhead if names else 0.0,
+            flops=sums.weight_flops, operands=sums.waiting,
+            weights=3 * wide * sum(gradients.values()) + 4 * sum(tables.values()),
+            traffic=sums.weight_traffic, overhead=WEIGHT_GRAD * overhead if trained else 0.0,
         ),
         kept_bytes=sum(sums.kept.values()) + sums.aside, cast_bytes=matrices * AUTOCAST_BYTES if cast else 0.0,
         waiting_bytes=sums.waiting + sums.looked_up,
@@ -183,17 +197,34 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRa
 
 def _count(c: _Counted, i: int, sums: _Sums) -> None:
     """Add one operation's forward and backward to the sums."""
-    graph, operation, name = c.graph, c.graph.operations[i], c.name(i)
+    graph, name = c.graph, c.name(i)
     wanted = graph.requires_grad[i]
     if wanted:
         _gradients_of(c, i, sums)
     if is_view(graph, i) or c.replicated[i]:
         return
+    if wanted:
+        _operation(c, i, sums)
+    else:  # before the first trained parameter nothing is kept, and no gradient is made
+        apart = _Sums()
+        _operation(c, i, apart)
+        sums.add_forward(apart)
+    if name == "reduce_from_group":
+        sums.forward_all_reduces.append(c.bytes(i))
+    elif name == "copy_to_group" and wanted:
+        sums.backward_all_reduces.append(c.bytes(i))
+    elif name == "gather_from_group":
+        sums.gathers.append(c.bytes(i))
+
+
+def _operation(c: _Counted, i: int, sums: _Sums) -> None:
+    """Add the kernels of one operation that is no view."""
+    graph, operation, name = c.graph, c.graph.operations[i], c.name(i)
     sums.kernels += 1
     for operand in c.casts(i):
         if not c.is_parameter(operand):
             sums.traffic += c.bytes(operand) + c.entering(i, operand)
-            sums.back_traffic += c.bytes(operand) + c.entering(i, operand) if wanted else 0.0
+            sums.back_traffic += c.bytes(operand) + c.entering(i, operand)
     flops = matrix_flops(graph, operation, c.one)
     if name == ATTENTION:
         _attention(c, i, flops or 0.0, sums)
@@ -208,12 +239,6 @@ def _count(c: _Counted, i: int, sums: _Sums) -> None:
         sums.aside += kept * c.values(i)
     else:
         _plain(c, i, sums)
-    if name == "reduce_from_group":
-        sums.forward_all_reduces.append(c.bytes(i))
-    elif name == "copy_to_group" and wanted:
-        sums.backward_all_reduces.append(c.bytes(i))
-    elif name == "gather_from_group":
-        sums.gathers.append(c.bytes(i))
 
 
 def _gradients_of(c: _Counted, i: int, sums: _Sums) -> None:

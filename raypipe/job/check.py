@@ -10,7 +10,7 @@ from raypipe.files import is_url
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec, ModelSpec
-from raypipe.job.parallel_spec import JOBS_OWN, PLANNED, SHAPE, SHARDING, ParallelSpec
+from raypipe.job.parallel_spec import BUDGET, JOBS_OWN, PLANNED, SHAPE, SHARDING, ParallelSpec
 from raypipe.job.requested_schedule import checked_schedule, is_file
 from raypipe.job.size_limits import too_large, too_many
 from raypipe.job.train_spec import TrainSpec
@@ -54,6 +54,9 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
     yield from _wire(train, parallel)
     yield from _sync(train, parallel)
     yield from _side_stream(train, parallel)
+    if parallel.activation_memory_budget < 1 and train.compile == "none":
+        why = "has no effect without compiled stages"
+        yield Problem(f"parallel.{BUDGET}", why, "set train.compile to inductor, or use parallel.recompute")
     if train.on_nonfinite == "rewind" and parallel.transport == "ray-collective":
         why = "rewind sets all workers up again, and ray-collective can be set up only once in a process"
         yield Problem("train.on_nonfinite", why, "use skip or stop, or another transport")
@@ -74,6 +77,8 @@ DOCUMENTS_OWN = ("column", "tokenizer", "block_mb", "shuffle_blocks", "num_worke
 def _data(data: DataSpec) -> Iterator[Problem]:
     if data.held_out is not None and data.type not in ("arrays", "documents"):
         yield Problem("data.held_out", "text is split by file", "leave it out")
+    if data.group_by_length and data.type != "arrays":
+        yield Problem("data.group_by_length", f"has no effect on {data.type}", "leave it out, or use arrays")
     for key in DOCUMENTS_OWN if data.type != "documents" else ():
         if getattr(data, key) != type(data).model_fields[key].default:
             yield Problem(f"data.{key}", f"has no effect on {data.type}", "leave it out, or use data.type: documents")
@@ -99,6 +104,10 @@ def _gpt(model: GptSpec, data: DataSpec) -> Iterator[Problem]:
 
 
 def _captured(model: CapturedSpec, data: DataSpec) -> Iterator[Problem]:
+    if model.loss in ("task", "model"):
+        for key, given in (("loss_args", bool(model.loss_args)), ("loss_per", model.loss_per == "microbatch")):
+            if given:
+                yield Problem(f"model.{key}", "is for a loss function, and model.loss names none", "leave it out")
     if data.type != "arrays":
         if model.sequence is None:
             what = "a sample holds" if data.type == "bytes" else "the longest line may have"
@@ -223,8 +232,8 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
             why = "there is no all-reduce to overlap with tensor: 1"
             yield Problem("parallel.sub_pipelined", why, "leave it out, or raise tensor")
         return
-    if getattr(model, "loss", "task") == "model":
-        why = "a model's own loss cannot be divided over tensor ranks"
+    if getattr(model, "loss", "task") != "task":
+        why = "a loss other than the task's cannot be divided over tensor ranks"
         yield Problem("model.loss", why, "use tensor: 1, or loss: task")
     if getattr(model, "lora", None) is not None:
         yield Problem("model.lora", f"cannot be combined with tensor: {parallel.tensor}", "use tensor: 1")
@@ -233,7 +242,7 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
         yield Problem("parallel.update", why, "use auto, which then waits")
 
 
-WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, "sync", "recompute", "tensor_table"}
+WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, BUDGET, "sync", "recompute", "tensor_table"}
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 
 

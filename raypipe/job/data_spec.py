@@ -39,5 +39,8 @@ class DataSpec(Spec):
     pad_to_multiple_of: Positive = 8
     """If samples differ in length, a micro-batch is padded to its longest sample, rounded up to a multiple of this, so
     that there are few different shapes."""
+    group_by_length: bool = False
+    """For arrays whose rows differ in length: take rows of similar lengths into the same mini-batch, so that less is
+    padding. Every 50 mini-batches of the shuffled rows are sorted by length, as Hugging Face's sampler does."""
     mask: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the bytes that are masked for a masked language model to predict."""

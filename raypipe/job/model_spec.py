@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from types import FunctionType
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, field_validator
 
@@ -14,6 +15,10 @@ from raypipe.job.field_types import Positive, Share, Spec
 TaskName = Literal[
     "causal-lm", "masked-lm", "seq2seq", "classification", "regression", "segmentation", "ctc", "contrastive"
 ]
+
+
+LOSSES = r"^(task|model|reward|dpo|distillation|contrastive|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+"""What ``model.loss`` may be."""
 
 
 class GptSpec(Spec):
@@ -48,14 +53,31 @@ class CapturedSpec(Spec):
     """Tokens per text sample; with ``data.type: arrays``, the arrays define it."""
     task: TaskName | None = None
     """Training task; by default it follows from the model's architecture or else from the data's labels."""
-    loss: Literal["task", "model"] = "task"
+    loss: Annotated[str, Field(pattern=LOSSES)] = "task"
     """``task``: the loss is computed from the model's output and the labels, as a mean over the targets of the whole
     mini-batch. ``model``: the model returns the loss when it is given ``labels``, including its own terms (such as load
     balancing of experts); the loss of a mini-batch is the mean over its micro-batches, as with gradient
-    accumulation."""
+    accumulation. ``reward``, ``dpo``, ``distillation``, ``contrastive``: these losses. Else a function of the
+    model and the batch, as ``package.module:function``; in Python, the function itself."""
+    loss_args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments of the loss function."""
+    loss_per: Literal["sample", "microbatch"] = "sample"
+    """What a loss function returns: losses of each sample (or of each of its labels), whose mean over the whole
+    mini-batch is the loss; or one loss of a micro-batch as a whole, whose mean over micro-batches is the loss."""
     batch_norm: Literal["frozen"] | None = None
     """``frozen``: batch norm uses the model's initial running statistics and does not change them. By default it works
     as in PyTorch with gradient accumulation: each micro-batch is normalised by its own statistics."""
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _by_name(cls, loss: Any) -> Any:
+        """Name a function, so that other processes can import it."""
+        if not isinstance(loss, FunctionType):
+            return loss
+        if loss.__module__ == "__main__" or "<" in loss.__qualname__ or "." in loss.__qualname__:
+            raise ValueError(f"{loss.__qualname__} of {loss.__module__} can't be imported by other processes: "
+                             "define it at the top of a module that is not the script itself")  # fmt: skip
+        return f"{loss.__module__}:{loss.__qualname__}"
 
 
 class LoraSpec(Spec):

@@ -24,6 +24,8 @@ SHAPE = {f.name for f in fields(ParallelShape)} - {"microbatches", "memory_limit
 from the batch, and what the planner sets by the memory of the devices."""
 SHARDING = ("shard", "gather", "shard_replicas")
 """Keys of ``parallel`` that say what replicas divide; they may be given to the planner too."""
+BUDGET = "activation_memory_budget"
+"""The key of ``parallel`` that says how much compiled stages keep."""
 JOBS_OWN = ("transport", "wire_dtype", "reduce_dtype", "replan")
 """Keys of ``parallel`` that the job decides, whatever the plan."""
 SAME_AS = {"dapple": "1f1b"}
@@ -123,6 +125,11 @@ class ParallelSpec(Spec):
     memory_cap_mb: Annotated[float, Field(gt=0)] | None = None
     """MiB that a device may have allocated at its fullest moment, up to where a run raises ``alphas``, or postpones
     weight gradients (``first_k``, on CPUs): of its process's heap, on GPUs of torch's allocator."""
+    activation_memory_budget: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """With ``train.compile``: share of its activations that a compiled stage keeps from forward to backward; the
+    backward computes the others again. 1: all but what is cheap to compute; 0: the stage's inputs alone. Stages that
+    the plan recomputes keep what the plan says. With ``auto: true`` and ``compile: inductor``, leave it out to have it
+    chosen where memory is short."""
     keep: Shares | None = None
     """Where activations are recomputed: per stage, the share of its micro-batches that keep them all the same."""
     tensor: Positive = 1
@@ -167,7 +174,7 @@ class ParallelSpec(Spec):
         return all(
             getattr(plan, key) == (SAME_AS.get(wish, wish) if key == "schedule" else wish)
             for key, wish in self.given.items()
-            if key in SHAPE or key in SHARDING
+            if key in SHAPE or key in SHARDING or key == BUDGET
         )
 
     @property

@@ -56,7 +56,7 @@ def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str)
     shape = parallel.shape(batch)
     dropped = BOOKKEEPING
     if schedule.sharding is not None:
-        _check_shards(schedule.sharding, parallel, source)
+        _check_shards(schedule, schedule.sharding, parallel, source)
         if parallel.replicas > 1:
             dropped = BOOKKEEPING - SHARDED
         else:  # nobody to divide anything with
@@ -78,13 +78,14 @@ def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str)
     return bare
 
 
-def _check_shards(sharding: Sharding, parallel: ParallelSpec, source: str) -> None:
+def _check_shards(schedule: Schedule, sharding: Sharding, parallel: ParallelSpec, source: str) -> None:
     """Check that an order with gathers of its own divides what the job says.
 
     Raises:
         ScheduleError: it divides something else, or the job wants other gathers.
     """
-    words = {f"zero{level}" if level else "none" for level in sharding.levels}
+    trained = [n for n, backward in zip(sharding.levels, schedule.backwards, strict=True) if backward.weight_grad]
+    words = {f"zero{level}" if level else "none" for level in trained}
     if sharding.copies != 1:
         raise ScheduleError("copies", f"{source} holds {sharding.copies} copies", "give the order of one")
     if words != {parallel.shard}:

@@ -10,12 +10,22 @@ from raypipe.job.field_types import Count, Positive, Share, Spec
 
 
 class EarlyStopSpec(Spec):
-    """Stop the run when the validation loss no longer improves."""
+    """Stop the run when the validation loss, or ``best_metric``, no longer improves, or is good enough."""
 
-    patience: Positive
-    """The run stops after this many validations in a row without an improvement."""
+    patience: Positive | None = None
+    """The run stops after this many validations in a row without an improvement; null: it does not."""
+    target: float | None = None
+    """The run stops at the first validation with this loss or less (or this value of ``best_metric``); null: at none.
+    ``raypipe autoconfigure --epochs`` ranks plans by the time to it."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """A validation loss must be this much below the lowest one so far to count as an improvement."""
+    """A validation loss must be this much below the lowest one so far to count as an improvement; likewise a value of
+    ``best_metric``."""
+
+    @model_validator(mode="after")
+    def _stops(self) -> EarlyStopSpec:
+        if self.patience is None and self.target is None:
+            raise ValueError("gives neither patience nor target, so nothing would stop the run; give one of them")
+        return self
 
 
 class ElasticSpec(Spec):
@@ -75,6 +85,8 @@ class TrainSpec(Spec):
     """Learning rate after the warm-up; ``cosine`` and ``linear`` fall from ``lr`` to ``min_lr`` at the last step."""
     warmup_steps: Count = 0
     """Steps over which the learning rate rises linearly to ``lr``."""
+    warmup_from_zero: bool = False
+    """Begin the warm-up with a rate of 0, as Hugging Face's schedules do; else the first step has one part of it."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the last step with ``cosine`` and ``linear``."""
     clip: Annotated[float, Field(gt=0)] | None = None
@@ -101,9 +113,20 @@ class TrainSpec(Spec):
     eval_batches: Annotated[int, Field(ge=1, le=100_000)] = 8
     """Mini-batches of held-out data per validation, which are queued at once."""
     early_stop: EarlyStopSpec | None = None
-    """Stop before ``steps`` when validation no longer improves; null to run all steps."""
+    """Stop before ``steps`` when validation no longer improves, or reaches a target; null to run all steps."""
     load_best_at_end: bool = False
-    """Return the checkpoint with the lowest validation loss instead of the last one."""
+    """Return the best checkpoint instead of the last one: the one with the lowest validation loss, or as
+    ``best_metric`` says."""
+    metrics: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    """``package.module:function`` that computes figures of each validation from all its predictions, as
+    ``compute_metrics`` of Hugging Face's Trainer: it gets ``predictions`` and ``label_ids``, NumPy arrays with a row
+    per sample, and returns numbers by name, such as ``accuracy``. All predictions are in the driver's memory at once;
+    a function ``preprocess_logits(logits, labels)`` in the same module makes less of them where they are."""
+    best_metric: str = "loss"
+    """The figure of a validation by which the best checkpoint is chosen and ``early_stop`` judges: ``loss``, or one
+    that ``metrics`` returns."""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    """Which value of ``best_metric`` is the best."""
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 to save only at the end."""
     keep_checkpoints: Positive = 2
@@ -157,5 +180,5 @@ class TrainSpec(Spec):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the checkpoint with the lowest validation loss is kept in addition to the newest."""
+        """Whether the best checkpoint is kept in addition to the newest."""
         return self.early_stop is not None or self.load_best_at_end

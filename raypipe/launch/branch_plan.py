@@ -32,7 +32,7 @@ def branch_plan(job: JobSpec, model: LayeredModel) -> Plan:
     parallel = job.parallel
     costs = layer_costs(job, model, this_machine(job.train.dtype, 1))
     found = choose_branches(costs, parallel.stages, parallel.shape(job.train.batch).microbatches)
-    return plan_of(job, found)
+    return plan_of(job, found).model_copy(update={"frozen": model.frozen_stages(found.arranged.cut)})
 
 
 def plan_of(job: JobSpec, found: Branches) -> Plan:

@@ -66,7 +66,9 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
         if schedule.versions == "stash":
             _check_tied(layers, cut)
         order = to_text(schedule) if is_file(parallel.schedule) else None
-    plan = Plan(parallel=parallel, cut=cut, order=order)
+    # A file is run as it is written, with the gradients that frozen stages need not as well.
+    frozen = () if is_file(parallel.schedule) else layers.frozen_stages(cut)
+    plan = Plan(parallel=parallel, cut=cut, order=order, frozen=frozen)
     return Planned(job, model, plan, build_schedule(plan, job.train.batch))
 
 

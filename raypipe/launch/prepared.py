@@ -14,6 +14,7 @@ from raypipe.schedule.ir import Schedule
 
 if TYPE_CHECKING:
     from raypipe.models import LayeredModel, Task
+    from raypipe.runtime.validation.metrics import ValidationMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Prepared:
     asked: JobSpec
     """The job as it was given: its ``parallel`` keys leave to the planner what the plan has decided."""
     units: Units = OF_TEXT
+    validation: ValidationMetrics | None = None
+    """Functions of the Python API for figures of a validation."""
 
 
 def units_of(task: Task, job: JobSpec, data: Path) -> Units:

@@ -45,11 +45,11 @@ def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lam
         raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
     step = open_checkpoint(found, verify=False).step
     if job.train.early_stop is not None:
-        patience = patience_of(directory, job.train.early_stop, step)
+        patience = patience_of(directory, job.train, step)
         if patience.exhausted:
             raise SpecError(
                 "train.early_stop", f"the run stopped early after {step} steps: {patience}",
-                "to train on, raise train.early_stop.patience or set train.early_stop to null",
+                "to train on, raise train.early_stop.patience, lower its target, or set train.early_stop to null",
             )  # fmt: skip
     if step >= job.train.steps:
         raise SpecError(

@@ -111,7 +111,9 @@ def _on_devices(
             log.close()
 
     reservation = hold_for(prepared)
-    request = RunRequest(prepared.job, prepared.directory, prepared.resume, devices, reservation)
+    request = RunRequest(
+        prepared.job, prepared.directory, prepared.resume, devices, reservation, prepared.validation
+    )  # fmt: skip
     if prepared.job.train.elastic is None:
         drained = DrainedNodes(prepared.directory, reservation)
         try:

@@ -69,7 +69,9 @@ class ProgressView:
             self._event(row)
         for row in self._metrics.new_rows():
             if "val_loss" in row:
-                self._say(f"step {row['step']:>5}  validation loss {row['val_loss']:.4f}")
+                figures = {k.removeprefix("val_"): v for k, v in row.items() if k not in ("step", "val_loss")}
+                others = "".join(f", {name} {value:.4g}" for name, value in figures.items())
+                self._say(f"step {row['step']:>5}  validation loss {row['val_loss']:.4f}{others}")
             else:
                 self._step(row)
 

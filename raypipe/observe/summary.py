@@ -60,10 +60,13 @@ def summarise(
     predicted = [e["step_s"] for e in this_run if e["event"] == "predicted"]
     finished = [e for e in this_run if e["event"] == "finished"]
     step_s = median(r["step_s"] for r in timed) if timed else None
+    newest: dict[str, Any] = next((r for r in reversed(rows) if "val_loss" in r), {})
+    val_metrics = {k.removeprefix("val_"): value for k, value in newest.items() if k not in ("step", "val_loss")}
     return {
         "steps": steps[-1]["step"] if steps else 0,
         "loss": steps[-1]["loss"] if steps else None,
         "val_loss": validations[-1] if validations else None,
+        **({"val_metrics": val_metrics} if val_metrics else {}),
         "loss_unit": units.loss,
         "best": _best(rows, events),
         "stopped_early": next((e["message"] for e in this_run if e["event"] == "early_stop"), None),
@@ -167,6 +170,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     ]
     if result["val_loss"] is not None:
         lines.append(f"validation loss  {result['val_loss']:.4f} {result['loss_unit']}")
+    lines += [f"{'validation ' + name:<16} {value:.4g}" for name, value in result.get("val_metrics", {}).items()]
     for key, words in (("skipped_steps", "steps skipped   "), ("rewinds", "rewinds         ")):
         if result.get(key):
             lines.append(f"{words} {result[key]}: a loss or a gradient was not finite")

@@ -22,6 +22,8 @@ from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, tran
 from raypipe.job import HfSpec, JobSpec
 from raypipe.partition.report import Crossing, Piece
 
+KEPT_AS = 2
+"""Version of what is kept; increased when it changes, so that older pieces are no longer found."""
 Kept = tuple[tuple[Piece, ...], tuple[TensorRankWork, ...]]
 
 
@@ -36,7 +38,7 @@ def pieces_key(job: JobSpec) -> str | None:
         return None
     asked = {
         "model": job.model.model_dump(mode="json"), "config": says, "data": job.data.model_dump(mode="json"),
-        "dtype": job.train.dtype, "microbatch": job.parallel.microbatch,
+        "dtype": job.train.dtype, "microbatch": job.parallel.microbatch, "kept_as": KEPT_AS,
     }  # fmt: skip
     code = [*transformers_code(str(says.get("model_type"))), *sorted(MODEL_CODE.rglob("*.py"))]
     if job.parallel.tensor > 1:
@@ -79,7 +81,7 @@ def save_pieces(
 def _piece(item: dict[str, Any]) -> Piece:
     behind = tuple(Crossing(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in item["behind"])
     values = tuple((str(name), int(count)) for name, count in item["parameters"])
-    return Piece(**{**item, "behind": behind, "parameters": values})
+    return Piece(**{**item, "behind": behind, "parameters": values, "frozen": tuple(item["frozen"])})
 
 
 def _tensor_rank(item: list[Any]) -> TensorRankWork:

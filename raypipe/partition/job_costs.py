@@ -23,16 +23,18 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
         SpecError: the device has no peak for the job's arithmetic.
         CaptureError: the model cannot be captured.
     """
-    train, tied = job.train, 0
+    train, tied, trained_tied = job.train, 0, None
     model: GptSpec | list[LayerWork]
     if isinstance(job.model, GptSpec):
         model = job.model
     else:
         found = job_pieces(divided(job, 1))
-        model, tied = [tensor_rank.work for tensor_rank in found[1]], tied_values(found)
+        model = [tensor_rank.work for tensor_rank in found[1]]
+        tied, trained_tied = tied_values(found), tied_values(found, trained=True)
     momentum = train.momentum > 0
     return of_kinds([
-        analytic_profile(model, kind, train.dtype, optimizer=train.optimizer, momentum=momentum, tied=tied)
+        analytic_profile(model, kind, train.dtype, optimizer=train.optimizer, momentum=momentum, tied=tied,
+                         trained_tied=trained_tied)
         for kind in cluster.kinds
     ])  # fmt: skip
 
@@ -45,17 +47,17 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
         CaptureError: the model cannot be captured.
     """
     train, model = job.train, job.model
-    tied = 0
+    tied, trained_tied = 0, None
     tensor_ranks: GptSpec | tuple[TensorRankWork, ...]
     if isinstance(model, GptSpec):
         tensor_ranks = model
     else:
         found = job_pieces(divided(job, size))
-        tensor_ranks, tied = found[1], tied_values(found)
+        tensor_ranks, tied, trained_tied = found[1], tied_values(found), tied_values(found, trained=True)
     return of_kinds([
         tensor_profile(
             tensor_ranks, kind, train.dtype, size, sub_pipelined=sub_pipelined, optimizer=train.optimizer,
-            momentum=train.momentum > 0, tied=tied,
+            momentum=train.momentum > 0, tied=tied, trained_tied=trained_tied,
         )
         for kind in cluster.kinds
     ])  # fmt: skip
@@ -95,12 +97,13 @@ def shared_profiles(
     return found
 
 
-def tied_values(found: Kept) -> int:
-    """Values of the parameters that the first and the last piece share."""
+def tied_values(found: Kept, trained: bool = False) -> int:
+    """Values of the parameters that the first and the last piece share; ``trained``: only of those that are trained."""
     first, last = found[0][0], found[0][-1]
     if first is last:
         return 0
-    return sum(count for name, count in first.parameters if name in {other for other, _ in last.parameters})
+    shared = {name for name, _ in last.parameters} - set(first.frozen if trained else ())
+    return sum(count for name, count in first.parameters if name in shared)
 
 
 def group_sizes(cluster: ClusterSpec) -> list[int]:

@@ -48,7 +48,8 @@ def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
         )  # fmt: skip
         values = tuple((name, graph.parameters[name]) for name in names)
         waits = split_flops(graph, range(a, b), one)
-        made.append(Piece(sharding.labels[i], sharding.blocks[i], values, model.flops[i], behind, *waits))
+        frozen = tuple(name for name in names if not model.is_trained(name))
+        made.append(Piece(sharding.labels[i], sharding.blocks[i], values, model.flops[i], behind, *waits, frozen))
     return tuple(made)
 
 

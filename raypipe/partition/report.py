@@ -48,6 +48,8 @@ class Piece:
     """Of its weight gradients, for one sample."""
     weight_flops_in_b: float = 0.0
     """Those of them that cannot wait for W where backwards are split."""
+    frozen: tuple[str, ...] = ()
+    """Names of the parameters that are not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ def live_per_stage(schedule: Schedule) -> tuple[float, ...]:
         for task in order:
             alive[task.stage] += births(task, again)
             most[task.stage] = max(most[task.stage], alive[task.stage])
-            alive[task.stage] -= deaths(task)
+            alive[task.stage] -= deaths(task, schedule.backwards)
     return tuple(float(n * schedule.size) for n in most)
 
 
@@ -266,7 +268,7 @@ def _memory(
     return Memory(
         limit_bytes=limit,
         weights=[
-            {name: float(count * each.total) for name, count in piece.parameters}
+            {name: each.held(count, 0 if name in piece.frozen else count) for name, count in piece.parameters}
             | {f"casts of piece {i}": layer.cast_bytes}
             for i, (piece, layer) in enumerate(zip(pieces, profile.layers, strict=True))
         ],

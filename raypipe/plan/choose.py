@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
 from types import MappingProxyType
 from typing import Literal
 
@@ -14,7 +15,7 @@ from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS, SHARDING
+from raypipe.job.parallel_spec import BUDGET, JOBS_OWN, SAME_AS, SHARDING
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids
@@ -41,6 +42,11 @@ GRIDS = 3
 """Grids on which a family that is not among the best is tried for comparison."""
 DIVIDED = 3
 """Plans that fit of which it is tried whether they are faster when their copies divide optimizer state or gradients."""
+WORTH_DIVIDING = 0.02
+"""Where memory does not ask for it, weights are divided for a step that is shorter by more than this share: they are
+then sent in every step, and whatever slows a link down slows the step down."""
+DIVIDED_WAYS = 250
+"""Ways of dividing all weights over copies of the whole model that are tried."""
 TOO_LARGE = 3
 """Plans named that would be faster and do not fit."""
 PROOF, MOST_PROOF_S = 1 / 3, 1.0
@@ -154,6 +160,41 @@ class _Chooser:
                 best = min(tried, key=lambda p: (not p.fits, p.excess if not p.fits else 0.0, rank_key(p)))
                 yield faster_cut(self.judge, best) if best.fits else best
 
+    def divided(self, step_s: float) -> list[Prediction]:
+        """Copies of the whole model that divide its weights too (ZeRO-3), where memory does not ask for that but their
+        gathers hide more of the link's time than whole sums do: the fastest of those tried, if enough shorter than
+        ``step_s``."""
+        grids = sorted((g for g in self.grids if g.stages == g.tensor == 1 < g.replicas), key=self.judge.least_on)
+        on_each = [self._divided_on(grid) for grid in grids]
+        turns = (way for turn in zip_longest(*on_each) for way in turn if way is not None)
+        step_s *= 1 - WORTH_DIVIDING
+        best: Prediction | None = None
+        for way in islice(turns, DIVIDED_WAYS):
+            if self.judge.least(way) >= step_s:
+                continue
+            for p in self._fitting(way, step_s):
+                if p.step_s < step_s:
+                    best, step_s = self.judge.time(p, final=True), p.step_s
+        return [] if best is None else [best]
+
+    def _fitting(self, c: Candidate, step_s: float) -> Iterator[Prediction]:
+        """The candidate if it fits, else what may be faster than ``step_s`` of what it can recompute."""
+        try:
+            p = self.judge.predict(c)
+        except ScheduleError:
+            return
+        if p.fits:
+            yield p
+        for least, less in [] if p.fits else self.judge.oom_fallback(p):
+            if least < step_s and less.shard == c.shard:
+                yield from self._fitting(less, step_s)
+
+    def _divided_on(self, grid: Grid) -> list[Candidate]:
+        """The ways to divide all weights on a grid, by the time that each takes at least."""
+        made = [c for c in self.judge.on(grid) if c.shard == "none"]
+        ways = {way for c in made for way in self.judge.shard_ways(c) if way.level == 3 and self.pick(way) == way}
+        return sorted(ways, key=lambda way: (self.judge.least(way), way.simplicity))
+
     def _shared(self, ranked: list[Prediction]) -> list[Grid]:
         """Of the grids of groups that share layers, the most promising; none where the ranking has some already."""
         if any(p.candidate.tensor > 1 for p in ranked):
@@ -223,7 +264,7 @@ def label(c: Candidate) -> str:
 def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     """The ``parallel`` keys of a plan; what the job says of other things than the plan stays."""
     keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
-    stay = [*JOBS_OWN, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
+    stay = [*JOBS_OWN, BUDGET, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
     own = {key: value for key in stay if (value := job.parallel.given.get(key)) is not None}
     recomputed = {"recompute": tuple(sorted(p.recomputed))} if p.recomputed else {}
     return {**p.candidate.parallel(**keep, **own, **recomputed).model_dump(), "auto": False}
@@ -234,6 +275,7 @@ def plan_of(p: Prediction, job: JobSpec, certificate: Certificate | None = None)
     return Plan.model_validate(
         {
             "parallel": parallel_of(p, job), "cut": tuple(map(tuple, p.cut)), "predicted_step_s": p.step_s,
+            "frozen": p.frozen,
             "bound_s": None if certificate is None else certificate.bound_s,
             "order": to_text(replace(p.order, name=p.candidate.schedule)) if p.order is not None else None,
         }
@@ -317,6 +359,8 @@ def choose(
         raise chooser.nothing_fits(found)
     ranked = sorted((judge.time(p, final=True) for p in found.best + found.near), key=rank_key)
     ranked = [*(judge.with_shards(p) for p in ranked[:DIVIDED]), *ranked]
+    if not greedy:
+        ranked += chooser.divided(min(p.step_s for p in ranked))
     ranked = sorted({id(p): p for p in ranked}.values(), key=rank_key)
     if search_s > 0 and "gather" not in given and not greedy:
         ranked = sorted([*ranked, *searched_gathers(judge, ranked, search_s)], key=rank_key)

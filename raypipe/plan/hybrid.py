@@ -30,8 +30,8 @@ EXAMPLE = "jobs/epochs-inception-v3.yaml"
 class EpochsTable(Spec):
     """What is known about a model's convergence and about splitting it: the whole file of ``raypipe hybrid``."""
 
-    mp_speedup: Annotated[dict[Annotated[int, Field(ge=2, le=MOST_DEVICES)], Above], Field(min_length=1)]
-    """Speed-up of a step when M devices share one copy of the model, by M."""
+    mp_speedup: dict[Annotated[int, Field(ge=2, le=MOST_DEVICES)], Above] = Field(default_factory=dict)
+    """Speed-up of a step when M devices share one copy of the model, by M. Only ``raypipe hybrid`` needs it."""
     epochs: Annotated[dict[Devices, Above], Field(min_length=1)]
     """Epochs until the target accuracy, by the number of data-parallel workers. Below the smallest number given, they
     are what they are there."""
@@ -42,8 +42,14 @@ class EpochsTable(Spec):
     """Time of a step on one device, T_1. With ``steps_per_epoch``, times to converge are reported as well."""
     steps_per_epoch: Above | None = None
     """Steps of an epoch on one device, S_1."""
+    batch: Devices | None = None
+    """Samples of one worker's batch. With ``steps_per_epoch``, plans are ranked by time to the target."""
+    target: float | None = None
+    """Validation loss until which the epochs were measured."""
+    lr: dict[Devices, Above] = Field(default_factory=dict)
+    """Learning rate with which they were measured, by the number of workers."""
 
-    @field_validator("mp_speedup", "epochs", "scaling_efficiency", mode="before")
+    @field_validator("mp_speedup", "epochs", "scaling_efficiency", "lr", mode="before")
     @classmethod
     def _whole_number_keys(cls, value: Any) -> Any:
         """JSON has only text for keys."""
@@ -113,8 +119,11 @@ def compare(table: EpochsTable, devices: Iterable[int] | None = None) -> Compari
         devices: numbers of devices to compare at; None: the widths of ``table.epochs``, and halves of the smallest.
 
     Raises:
-        SpecError: the table does not say how many epochs, or which efficiency, one of the widths takes.
+        SpecError: the table has no speed-ups, or does not say how many epochs, or which efficiency, one of the widths
+            takes.
     """
+    if not table.mp_speedup:
+        raise SpecError("mp_speedup", "missing: no speed-up of a step on several devices", "add mp_speedup: {2: 1.3}")
     counts = _default_devices(table) if devices is None else sorted(set(devices))
     single = None
     if table.step_s is not None and table.steps_per_epoch is not None:

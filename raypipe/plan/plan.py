@@ -30,6 +30,7 @@ from raypipe.schedule.passes import (
     place_gradient_sync,
     replicate,
     shard,
+    without_frozen,
 )
 from raypipe.schedule.passes.sync import placement_of
 from raypipe.schedule.verify import verify
@@ -73,6 +74,9 @@ class Plan(Spec):
     """Per stage, the numbers of the model's layers that it holds."""
     order: str | None = None
     """Schedule of one pipeline in text form, if it was written by hand or searched; None if its name generates it."""
+
+    frozen: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Stages without a trained parameter, whose gradients the schedule leaves out (``passes.without_frozen``)."""
 
     predicted_step_s: Annotated[float, Field(gt=0)] | None = None
     """Predicted step time in seconds; None if there is no prediction."""
@@ -159,12 +163,15 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
 def one_copy(plan: Plan, batch: int) -> Schedule:
     """Build the compute tasks of one data-parallel copy, without all-reduces and updates.
 
+    The gradients that frozen stages need not are left out.
+
     An order with gathers of its own (``gather: order``) has them, and its recomputation, already.
 
     Raises:
         ScheduleError: as for ``build_schedule``.
     """
     schedule = base_schedule(plan.parallel, batch) if plan.order is None else _stored(plan, plan.order, batch)
+    schedule = without_frozen(schedule, plan.frozen)
     if schedule.sharding is None:
         return with_recompute(schedule, plan.parallel, plan.cut)
     written = is_file(plan.parallel.schedule) or not any(task.kind == "R" for task in schedule.tasks())

@@ -11,6 +11,7 @@ from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import Judges
+from raypipe.schedule.ir import Rules
 from raypipe.schedule.shape import Shape
 from raypipe.search import search
 from raypipe.search.placements import placed
@@ -94,7 +95,7 @@ def _searched(judge: Predictor, like: Prediction, c: Candidate, seconds: float) 
     try:
         found = search(
             like.form.placement, c.microbatches, costs, memory_limit=limit, budget_s=seconds,
-            starts=[judge.schedule_of(like)],
+            rules=Rules(frozen=judge.frozen(judge.cut(c, form))), starts=[judge.schedule_of(like)],
         )  # fmt: skip
     except ScheduleError:  # not even one micro-batch fits
         return None

@@ -94,21 +94,29 @@ def measure_epochs(job: JobSpec, asked: Asked, log: Path, say: Say) -> list[Run]
     return [known[pair] for pair in wanted]
 
 
-def epochs_table(runs: Sequence[Run], speedups: dict[int, float]) -> tuple[dict[str, Any], list[int]]:
-    """Return the table for ``raypipe hybrid``, and the numbers of workers left out of it.
+def epochs_table(
+    runs: Sequence[Run], speedups: dict[int, float], batch: int, target: float
+) -> tuple[dict[str, Any], list[int]]:
+    """Return the table for ``hybrid`` and ``autoconfigure --epochs``, and the numbers of workers left out of it.
 
-    Epochs are the mean over the seeds. Workers of which a run did not reach the target are left out.
+    Epochs are the mean over the seeds. Workers of which a run did not reach the target are left out. ``batch`` is one
+    worker's.
     """
-    epochs, left_out = {}, []
+    epochs, rates, left_out = {}, {}, []
     for workers in sorted({run.workers for run in runs}):
         own = [run.epochs for run in runs if run.workers == workers]
         reached = [e for e in own if e is not None]
         if len(reached) == len(own):
             epochs[str(workers)] = statistics.fmean(reached)
+            rates[str(workers)] = next(run.lr for run in runs if run.workers == workers)
         else:
             left_out.append(workers)
     table: dict[str, Any] = {"mp_speedup": {str(m): s for m, s in sorted(speedups.items())}} if speedups else {}
-    return table | {"epochs": epochs}, left_out
+    # Steps x workers x batch are epochs x samples, of every run that has ended.
+    ended = next((run for run in runs if run.epochs), None)
+    if ended is not None and ended.epochs is not None:
+        table["steps_per_epoch"] = ended.steps * ended.workers / ended.epochs
+    return table | {"epochs": epochs, "lr": rates, "batch": batch, "target": target}, left_out
 
 
 def _sentence(run: Run, job: JobSpec, asked: Asked) -> str:

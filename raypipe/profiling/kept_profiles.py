@@ -22,7 +22,7 @@ from raypipe.graph.captured_files import cache_folder
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 
-MEASURED_AS = 2
+MEASURED_AS = 3
 """Version of the measurements; increased when they change, so that older profiles are no longer found."""
 
 
@@ -35,10 +35,12 @@ def profile_path(job: JobSpec, model: LayeredModel, sizes: Sequence[int], device
         "model": job.model.model_dump(mode="json"),
         # A user's function may build another model under the same name.
         "layers": [
-            (name, model.flops[i], model.parameters(i), sorted(model.reads((i,))), repr(_crossing(model, i)))
+            (name, model.flops[i], model.parameters(i), model.trained_parameters(i), sorted(model.reads((i,))),
+             repr(_crossing(model, i)))
             for i, name in enumerate(model.names)
         ],
-        "train": [train.dtype, train.optimizer, train.momentum, train.clip is None, train.deterministic, train.batch],
+        "train": [train.dtype, train.optimizer, train.momentum, train.clip is None, train.deterministic, train.batch,
+                  train.compile == "inductor", job.parallel.activation_memory_budget],
         "data": job.data.type,
         "sizes": list(sizes),
         "devices": devices,

@@ -126,10 +126,10 @@ class LayerBench:
             )
 
     def _state_bytes(self, layer: int) -> float:
-        """Bytes of a layer's parameters with their gradients and optimizer state."""
+        """Bytes of a layer's parameters, with gradients and optimizer state of those that are trained."""
         train = self.job.train
         each = parameter_bytes(train.dtype, train.optimizer, train.momentum)
-        return float(each.total * self.model.parameters(layer))
+        return each.held(self.model.parameters(layer), self.model.trained_parameters(layer))
 
     def fits(self, size: int, room: float) -> bool:
         """Whether the activations of micro-batches of ``size`` fit, as far as known from a smaller size."""
@@ -150,9 +150,9 @@ class LayerBench:
         """
         found: dict[Way, list[Samples]] = {}
         for way in WAYS:
-            if way == "recompute":  # uses the modules built for joint; only R is new
+            if way == "recompute" and self.job.train.compile != "inductor":  # uses the modules built for joint
                 found[way] = self._run(size, way, 0, effort, False)
-            else:
+            else:  # a compiled stage has programs for the tasks of one way
                 self._hold(size, way)
                 # Memory use becomes steady later than times, so it needs one more warm-up step.
                 found[way] = self._run(size, way, effort.warm_up + memory, effort, memory)
@@ -308,6 +308,7 @@ class LayerBench:
         return LayerProfile(
             name=self.model.names[i],
             parameters=self.model.parameters(i),
+            trained_parameters=self.model.trained_parameters(i),
             times={size: times(size) for size in taken},
             kept_bytes=kept,
             kept_fixed_bytes=kept_fixed,
@@ -344,17 +345,21 @@ class LayerBench:
         return float(median(left)) / len(self.passes)
 
     def update_s_per_parameter(self) -> float:
-        """Return the seconds per parameter element of norm, clipping and optimizer step."""
-        values = sum(self.model.parameters(i) for i in self.measured)
+        """Return the seconds per trained parameter element of norm, clipping and optimizer step."""
+        values = sum(self.model.trained_parameters(i) for i in self.measured)
         return self._charge() * median(map(update_seconds, self._joint())) / values if values else 0.0
 
     def overhead_seconds(self) -> float:
         """Return the median seconds between two tasks of a device."""
         return median(overhead_seconds(found, self.measured) for found in self._joint())
 
-    def tied_parameters(self) -> int:
-        """Return the number of parameter elements that layers count beyond once, because they are tied."""
-        holders = [(group, {layer for layer, _ in group.parameters}) for group in self.model.tied]
+    def tied_parameters(self, trained: bool = False) -> int:
+        """Return the number of parameter elements that layers count beyond once, because they are tied.
+
+        ``trained``: only of those that are trained.
+        """
+        groups = [group for group in self.model.tied if not trained or self.model.is_trained(group.name)]
+        holders = [(group, {layer for layer, _ in group.parameters}) for group in groups]
         return sum((len(layers) - 1) * self.sizes.get(group.name, 0) for group, layers in holders)
 
 

@@ -15,6 +15,7 @@ from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import PROFILE
 from raypipe.plan.choose import Decision, choose, label
+from raypipe.profiling.memory_budgets import choose_budget
 from raypipe.profiling.profile_job import measure_profile
 from raypipe.runtime.cluster.connect import connect_all
 
@@ -79,13 +80,23 @@ def profile_and_plan(
         SpecError: no plan fits, or the job cannot be measured.
         RunError: a device died while measuring.
     """
-    profile = profile_this_machine(job, None, data, dashboard_port, say)
+    measured: dict[float, Profile] = {}
+
+    def measure(one: JobSpec) -> Profile:
+        profile = profile_this_machine(one, None, data, dashboard_port, say)
+        if (warning := profile.noise.warning()) is not None:
+            say(warning)
+        measured[one.parallel.activation_memory_budget] = profile
+        return profile
+
+    def plan(one: JobSpec, profile: Profile) -> Decision:
+        elastic = one.train.elastic
+        devices = None if elastic is None else elastic.within(profile.devices)
+        return choose(one, profile, devices, search_s=SEARCH_S)
+
+    decision = choose_budget(job, measure, plan, say)
+    profile = measured[decision.plan.parallel.activation_memory_budget]
     write_whole(directory / PROFILE, profile.model_dump_json(indent=1) + "\n")
-    if (warning := profile.noise.warning()) is not None:
-        say(warning)
-    elastic = job.train.elastic
-    devices = None if elastic is None else elastic.within(profile.devices)
-    decision = choose(job, profile, devices, search_s=SEARCH_S)
     for line in decision_lines(decision):
         say(line)
     return decision
@@ -94,9 +105,10 @@ def profile_and_plan(
 def decision_lines(decision: Decision) -> list[str]:
     """Describe the chosen plan, the reason, and the second best plan."""
     best, *others = decision.rows
-    c = best.prediction.candidate
+    c, budget = best.prediction.candidate, decision.plan.parallel.activation_memory_budget
+    keeps = f", stages keep {budget:g} of their activations" if budget < 1 else ""
     lines = [
-        f"planned: {c.schedule}, {c.stages} stages x {c.replicas} replicas, micro-batches of {c.microbatch}",
+        f"planned: {c.schedule}, {c.stages} stages x {c.replicas} replicas, micro-batches of {c.microbatch}{keeps}",
         f"{best.prediction.step_s:.4f} s a step expected; {best.why}",
     ]
     second = next((row for row in others if row.prediction.fits), None)

@@ -296,6 +296,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         code_bytes=code,
         layers=bench.profiles(),
         tied_parameters=bench.tied_parameters(),
+        trained_tied_parameters=bench.tied_parameters(trained=True),
         update_s_per_parameter=bench.update_s_per_parameter(),
         alone=bench.alone,
         noise=noise,

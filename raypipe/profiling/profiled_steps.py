@@ -37,14 +37,15 @@ Way = Literal["joint", "recompute", "split"]
 def alike(model: LayeredModel) -> list[int]:
     """Return, per layer, the first layer of the same kind.
 
-    Layers are of one kind if they have the same name except for digits, and the same FLOPs, parameters, inputs and
-    outputs. They take the same time, so one of them is measured for all.
+    Layers are of one kind if they have the same name except for digits, and the same FLOPs, parameters, trained
+    parameters, inputs and outputs. They take the same time, so one of them is measured for all.
     """
     first: dict[object, int] = {}
     found = []
     for i, name in enumerate(model.names):
         crossed = [model.crossing(k, 1) for k in (i - 1, i) if 0 <= k < model.count - 1]
-        key = (re.sub(r"\d+", "#", name), model.flops[i], model.parameters(i), model.reads((i,)), *crossed)
+        values = model.parameters(i), model.trained_parameters(i)
+        key = (re.sub(r"\d+", "#", name), model.flops[i], *values, model.reads((i,)), *crossed)
         found.append(first.setdefault(key, i))
     return found
 

@@ -132,6 +132,8 @@ class ProfilingWorker(StageWorker):
     def hold(self, setup: Setup) -> dict[str, int]:
         """Build the measured layers; the rest of the model is on a device that does not exist.
 
+        Layers are compiled if the job says so, before the first step.
+
         Returns the number of elements of each parameter, by name.
         """
         if not is_prepared(setup.data):  # the driver's temporary folder is on another host
@@ -142,6 +144,8 @@ class ProfilingWorker(StageWorker):
                 prepare_data(setup.job, build_model(setup.job, setup.fields).task, own)
             setup = replace(setup, data=own)
         self.setup(setup)
+        if setup.job.train.compile == "inductor":  # a layer that cannot be compiled runs eagerly, as in training
+            self.compile_stages()
         channel = FakeChannel(self.device)
         self.executor.senders = {1: channel}
         self.executor.receivers = {1: channel}

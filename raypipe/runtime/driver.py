@@ -42,6 +42,7 @@ from raypipe.runtime.saving.run_checkpoints import RunCheckpoints, Saved
 from raypipe.runtime.saving.saves import Save, Saves
 from raypipe.runtime.set_up_workers import install, set_up
 from raypipe.runtime.step import StepResult
+from raypipe.runtime.validation.metrics import ValidationMetrics
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.norm_policy import NormPolicy
@@ -68,7 +69,7 @@ class Driver:
 
     def __init__(
         self, job: JobSpec, plan: Plan, directory: Path, log: RunLog, saved: Saved,
-        copies: NeighbourCopies | None = None,
+        copies: NeighbourCopies | None = None, validation: ValidationMetrics | None = None,
     ) -> None:  # fmt: skip
         self.job, self.directory, self.log = job, directory, log
         batch, clips = job.train.batch, job.train.needs_norm
@@ -82,15 +83,16 @@ class Driver:
         self._rewinds = 0
         self.metrics = RunMetrics(job, plan, directory, self._notice)
         tokens = batch * tokens_per_sample(job, directory / "data")
-        self.results = RunResults(job, tokens, log, self.metrics, self.nonfinite)
+        self.results = RunResults(job, directory / "data", tokens, log, self.metrics, self.nonfinite)
+        self.results.validation_metrics = validation
         self.memory_bytes: list[int] = []
         self._live = LiveTimelines(directory)
         self.in_place: InPlace | None = None
         """Replaces workers that die; None where a run cannot go on without any of them."""
         self._validated = -1
         """Number of steps done at the newest validation that was collected."""
-        self._to_save: tuple[int, float, bool] | None = None
-        """What the newest validation has decided: number of steps, its loss, whether it is the best."""
+        self._to_save: tuple[int, float, float, bool] | None = None
+        """What the newest validation has decided: number of steps, its loss, its score, whether it is the best."""
         self.paused: dict[str, Any] | None = None
         """Number of steps done and reason, where the run was asked to end for now."""
         self._pending: deque[_Ticket] = deque()
@@ -168,7 +170,7 @@ class Driver:
     def _begin(self, checkpoint: Path | None, done: int, left_out: int) -> None:
         """Take up the state of a run at a checkpoint."""
         if self.job.train.early_stop is not None:
-            self.results.patience = patience_of(self.directory, self.job.train.early_stop, done)
+            self.results.patience = patience_of(self.directory, self.job.train, done)
         self.checkpoints.resume(checkpoint, done)
         self.checkpoints.left_out = left_out
 
@@ -379,21 +381,23 @@ class Driver:
         """Queue the validation and the save after ``done`` steps, unless they have been collected before."""
         train = self.job.train
         if evaluates and self._validated < done:
-            refs = [ref for batch in range(train.eval_batches) for ref in workers.call("evaluate", batch)]
+            metrics = self.results.validation_metrics
+            keeps = () if metrics is None else (True, metrics.preprocess)
+            refs = [ref for batch in range(train.eval_batches) for ref in workers.call("evaluate", batch, *keeps)]
             self._pending.append(_Ticket("eval", done, refs, self.clock))
-        val_loss, best = None, False
+        val_loss, score, best = None, None, False
         if evaluates and train.keeps_best:
             # Whether to save depends on the validation loss, and only the validated parameters may be saved, so
             # nothing is queued until it is known. The devices wait for the driver once per validation.
             self._collect_all()
             if self._to_save is None or self._to_save[0] != done:
-                loss = self.results.newest["val_loss"]
-                self._to_save = (done, loss, self.checkpoints.improves(loss))
-            _, val_loss, best = self._to_save
+                loss, found = self.results.newest["val_loss"], self.results.score
+                self._to_save = (done, loss, found, self.checkpoints.improves(found))
+            _, val_loss, score, best = self._to_save
             saves = saves or best or (self.patience is not None and self.patience.exhausted)
         if saves and self.saves.newest < done:
             save, refs = self.saves.call(workers, done)
-            save.val_loss, save.best = val_loss, best
+            save.val_loss, save.score, save.best = val_loss, score, best
             self._pending.append(_Ticket("save", done, refs, self.clock, save=save))
         elif self.copies.due(done):
             refs = self.copies.call(workers, done, self.checkpoints.left_out)

@@ -235,9 +235,9 @@ class Executor(ProgramRunner):
     def _keeps_nothing(self, task: PipelineTask) -> bool:
         """Return whether this forward keeps no graph for the backward, which would need one per micro-batch.
 
-        That is so in validation, and where the whole stage is recomputed.
+        That is so in validation, where the stage has no backward, and where the whole stage is recomputed.
         """
-        if not self.training:
+        if not self.training or self.program.ends_at.get(task.stage) == "F":
             return True
         recomputed = all((task.stage, mb) in self.program.recomputed for mb in task.mbs)
         return recomputed and self.modules[(task.stage, task.replica)].recomputes_whole
@@ -256,7 +256,8 @@ class Executor(ProgramRunner):
             )
             for mb in mbs
         ]  # fmt: skip
-        if self.training:
+        has_backward = self.training and self.program.ends_at.get(stage) != "F"
+        if has_backward:
             for one in arrived:
                 module.track(one)
         recomputed = self.training and (stage, mbs[0]) in self.program.recomputed
@@ -267,7 +268,7 @@ class Executor(ProgramRunner):
             outputs = self.computation.run_segments(key, computed, arrived[0], weights, boundaries)
             recomputed = module.segments[-1].recomputed
         else:
-            with torch.no_grad() if recomputed else nullcontext():
+            with nullcontext() if has_backward and not recomputed else torch.no_grad():
                 outputs, halves = self.computation.run(key, computed, stacked(arrived), weights)
         if not module.sends_on:
             of_step = self.step + mbs[0] // self.settings.microbatches
@@ -279,7 +280,7 @@ class Executor(ProgramRunner):
                 if m.mb == mb:
                     payload = tuple(made[i].detach() for i in sends[m.dst_stage])
                     self.p2p_buffers[("act", stage, m.dst_stage, self.base + mb)] = payload
-            if self.training:
+            if has_backward:
                 saved = MicrobatchState(inputs, () if recomputed else made, weights, boundaries=boundaries)
                 saved.halves = None if recomputed else halves
                 self._saved[(stage, self.base + mb)] = saved
@@ -324,7 +325,7 @@ class Executor(ProgramRunner):
                 back = saved.back
             if also_weights:
                 self._finish_weights(module, saved, (stage, task.replica), early, postponed if watched else None)
-            if also_weights or saved.back is not None:
+            if also_weights or saved.back is not None or self.program.ends_at.get(stage) == "B":
                 del self._saved[(stage, at)]
             returns = self.ports[stage, task.replica].returns
             for m in action.sends:

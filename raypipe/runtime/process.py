@@ -59,6 +59,15 @@ class _MallInfo(ctypes.Structure):
     ]  # fmt: skip
 
 
+def first_backward() -> None:
+    """Compute a gradient: the first time in a process, that imports SymPy, which takes 0.25 to 0.4 s.
+
+    In a pipeline's first step, one stage after the other would wait for it.
+    """
+    x = torch.ones(1, requires_grad=True)
+    torch.autograd.backward([x * 1], [torch.ones(1)])
+
+
 def heap_bytes() -> int:
     """Return the bytes that malloc has allocated and not freed, over all arenas.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from raypipe.job.spec import JobSpec
@@ -17,6 +18,8 @@ from raypipe.runtime.nonfinite.policy import NonFinitePolicy
 from raypipe.runtime.step import StepResult, check_samples, communication_counts, waits_of
 from raypipe.runtime.update.norm import clip_factor, norm_of
 from raypipe.runtime.update.optimizer import learning_rate
+from raypipe.runtime.validation.metrics import ValidationMetrics
+from raypipe.runtime.validation.score import score
 from raypipe.schedule.lowering.asynchronous import Part
 
 
@@ -25,6 +28,7 @@ class RunResults:
 
     Args:
         job: the job.
+        data: the run's prepared data.
         tokens_per_step: tokens of a mini-batch, or its samples where these are no tokens.
         log: gets a row for each step and validation.
         metrics: hear of them as well.
@@ -32,17 +36,22 @@ class RunResults:
     """
 
     def __init__(
-        self, job: JobSpec, tokens_per_step: float, log: RunLog, metrics: RunMetrics, nonfinite: NonFinitePolicy
-    ) -> None:
-        self._train, self._tokens_per_step = job.train, tokens_per_step
+        self, job: JobSpec, data: Path, tokens_per_step: float, log: RunLog, metrics: RunMetrics,
+        nonfinite: NonFinitePolicy,
+    ) -> None:  # fmt: skip
+        self._job, self._data, self._train, self._tokens_per_step = job, data, job.train, tokens_per_step
         self._streams = job.data.type == "documents"
         self._log, self._metrics, self._nonfinite = log, metrics, nonfinite
         self.newest: dict[str, Any] = {}
-        """The newest losses."""
+        """The newest losses and figures of a validation."""
         self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "p2p": 0, "p2p_bytes": 0}
         """Number of messages, their bytes and the collectives between devices in the newest step."""
         self.patience: Patience | None = None
         """Told of every validation."""
+        self.validation_metrics: ValidationMetrics | None = None
+        """Computes more figures of a validation from its predictions."""
+        self.score = math.inf
+        """Score of the newest validation."""
         self._at = 0.0
         """When the newest step came."""
 
@@ -51,22 +60,32 @@ class RunResults:
         self._at = time.monotonic()
 
     def validation(self, step: int, results: Sequence[StepResult]) -> None:
-        """Take in a validation after ``step`` steps.
+        """Take in a validation after ``step`` steps; ``results`` are by batch, then by rank.
 
         Raises:
             NonFiniteError: its loss is not finite.
             SampleCountError: it covers other samples than it should.
+            SpecError: the job's function for metrics fails, or does not return ``train.best_metric``.
         """
         batches = self._train.eval_batches
         check_samples(f"validation after step {step}", results, self._train.batch * batches)
         loss = math.fsum(r.loss_sum for r in results) / batches
         if not math.isfinite(loss):
             raise NonFiniteError(step, f"the validation loss is {loss}")
-        self.newest["val_loss"] = loss
-        self._log.metric({"step": step, "val_loss": loss})
+        row = {"val_loss": loss}
+        if self.validation_metrics is not None:
+            ranks = len(results) // batches
+            kept = [
+                [one for result in results[k * ranks : (k + 1) * ranks] for one in result.predictions]
+                for k in range(batches)
+            ]
+            row = {**row, **self.validation_metrics.of(kept, self._job, self._data), "val_loss": loss}
+        self.score = score(self._train, row)
+        self.newest |= row
+        self._log.metric({"step": step, **row})
         self._metrics.validation(loss)
         if self.patience is not None:
-            self.patience.saw(step, loss)
+            self.patience.saw(step, self.score)
 
     def step(
         self, step: int, part: Part, clock: StepClock, results: Sequence[StepResult], tensor: int, timed: bool = True

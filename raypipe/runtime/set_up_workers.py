@@ -78,6 +78,11 @@ def setups_of(
     if job.train.on_nonfinite == "skip" and model.batch_statistics and _on_gpus(workers):
         why = "on GPUs, a batch norm's statistics are moved before the host knows the norm of the gradients"
         raise SpecError("train.on_nonfinite", why, "use rewind or stop")
+    if wrong := set(schedule.rules.frozen) - set(model.frozen_stages(plan.cut)):
+        raise SpecError(
+            "plan: frozen", f"stage {min(wrong)} has parameters to train, and the schedule would not train them",
+            "use a plan made for this job",
+        )  # fmt: skip
     tied = tied_holders(plan, schedule, model)
     train, evaluate = lower(running, _on_gpus(workers))
     setup = Setup(
@@ -157,7 +162,7 @@ def lower(running: Running, gpus: bool) -> tuple[dict[Part, list[Program]], list
     """
     schedule = running.schedule
     train, evaluate = step_programs(schedule, running.ahead), programs(forward_only(schedule))
-    check_counted(train, evaluate, schedule.stages, schedule.microbatches)
+    check_counted(train, evaluate, schedule)
     if not gpus:
         return train, evaluate
     return gpu_programs(

@@ -17,12 +17,13 @@ from raypipe.runtime.allocated import DeviceMemory
 from raypipe.runtime.cast_messages import MessageCast
 from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.saving.shard_writer import Written
+from raypipe.runtime.validation.predictions import Kept
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a worker reports of one step. It stays small because it travels through Ray."""
+    """What a worker reports of one step. But for predictions it stays small, because it travels through Ray."""
 
     loss_sum: float
     """Sum of the losses of the micro-batches whose last stage is on this device, divided by the targets of the
@@ -64,6 +65,8 @@ class StepResult:
     """The write of a checkpoint that has ended since the step before, if one has."""
     compiled: tuple[StageReport, ...] = ()
     """Stages that were compiled beside the steps before, or are not run compiled any more."""
+    predictions: tuple[Kept, ...] = ()
+    """In a validation with metrics: what the last stage put out; on the first tensor-parallel rank of a device."""
 
 
 def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:

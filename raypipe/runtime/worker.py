@@ -34,7 +34,7 @@ from raypipe.runtime.communicators import Communicators, Location, Topology, loc
 from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.late.side_stream import prefer_main_stream
-from raypipe.runtime.process import choose_precision, heap_bytes, set_up_cuda, set_up_process
+from raypipe.runtime.process import choose_precision, first_backward, heap_bytes, set_up_cuda, set_up_process
 from raypipe.runtime.recovery.ledger import Ledger
 from raypipe.runtime.recovery.parting import parts_when_lost
 from raypipe.runtime.recovery.standing import Facts, Standing
@@ -61,6 +61,7 @@ from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from raypipe.runtime.update.weight_versions import WeightVersions
+from raypipe.runtime.validation.predictions import Preprocess
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.lowering.programs import Program
@@ -169,6 +170,8 @@ class StageWorker:
         self.compilation = None
         self.compiled_since: list[StageReport] = []
         choose_precision(self.device, setup.job.train.tf32)
+        if self.executor_class is Executor:  # emulated devices compute nothing
+            first_backward()
         if setup.job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.communicators = Communicators(setup.rank, setup.topology, self._backend(setup.topology))
@@ -456,9 +459,19 @@ class StageWorker:
 
     @raises_device_errors
     @parts_when_lost
-    def evaluate(self, batch: int) -> StepResult:
-        """Run the forward of validation batch ``batch``."""
-        return self.executor.run(self.setup_data.evaluate, batch, 0.0, split="val")
+    def evaluate(self, batch: int, keeps: bool = False, preprocess: Preprocess | None = None) -> StepResult:
+        """Run the forward of validation batch ``batch``.
+
+        Args:
+            batch: its number, from 0.
+            keeps: whether to return the predictions of the last stage.
+            preprocess: what to keep of them; None for all.
+        """
+        if not keeps:
+            return self.executor.run(self.setup_data.evaluate, batch, 0.0, split="val")
+        with self.executor.computation.keeping(preprocess) as kept:
+            result = self.executor.run(self.setup_data.evaluate, batch, 0.0, split="val")
+        return result if self.executor.settings.tensor_rank else replace(result, predictions=tuple(kept))
 
     @raises_device_errors
     @parts_when_lost

@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--schedules", nargs="+", choices=[*SHARED, *UNCUT], default=[*SHARED, *UNCUT])
     parser.add_argument("--pipelines-only", action="store_true", help="leave out DDP and the two-thread process")
+    parser.add_argument("--compiled", action="store_true", help="raypipe with compiled stages too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     return parser.parse_args()
 
@@ -78,7 +79,7 @@ def main() -> int:
                 if not case.schedules:
                     continue
                 say = partial(progress.print, style="dim")
-                result = run_case(case, side, others, Path(name), rounds, say, args.pipelines_only)
+                result = run_case(case, side, others, Path(name), rounds, say, args.pipelines_only, args.compiled)
                 if not result.blocks:
                     for schedule, why in result.skipped.items():
                         out.print(f"left out: {key} {schedule}: {why}", markup=False)

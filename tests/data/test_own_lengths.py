@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from raypipe.data import Ragged, declared_fields, flat, known_fields, open_data, prepare_arrays, prepare_data
+from raypipe.data import Arrays, Ragged, declared_fields, flat, known_fields, open_data, prepare_arrays, prepare_data
+from raypipe.data.sample_order import GroupedByLength, permuted
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 from raypipe.job.load import job_from
@@ -172,3 +175,37 @@ def test_lines_that_cannot_be_samples_are_one_error(tmp_path):
     (tmp_path / "one.txt").write_text("one line\n\n")
     with pytest.raises(SpecError, match="holds 1 lines"):
         prepared(tmp_path / "one.txt", tmp_path / "run", NextToken())
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=400), st.integers(1, 7), st.integers(0, 1 << 63))
+def test_rows_of_similar_lengths_come_together(lengths, batch, key) -> None:
+    """Each row once an epoch; the pieces are those of the shuffled order, sorted as transformers' sampler does."""
+    grouped = GroupedByLength(np.array(lengths))
+    size = len(lengths)
+    rows = [grouped.place(key, position, batch) for position in range(size)]
+    assert sorted(rows) == list(range(size))
+    shuffled = [permuted(key, size, position) for position in range(size)]
+    piece = max(1, min(size // (batch * 4), 50)) * batch
+    for begin in range(0, size, piece):
+        theirs = sorted(shuffled[begin : begin + piece], key=lambda row: lengths[row], reverse=True)
+        assert rows[begin : begin + piece] == theirs
+
+
+def test_less_is_padding_when_rows_are_grouped(tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 65, 512)
+    np.savez(tmp_path / "rows.npz", x=np.zeros(int(lengths.sum()), np.int64), **{"x.offsets": np.cumsum([0, *lengths])})
+    padded = {}
+    for grouped in (False, True):
+        data = DataSpec(type="arrays", path=str(tmp_path / "rows.npz"), group_by_length=grouped)
+        arrays = prepare_arrays(data, tmp_path / str(grouped))
+        assert arrays.grouped is Arrays.open(tmp_path / str(grouped)).grouped is grouped
+        steps = arrays.rows("train") // 8
+        seen = [row for step in range(steps) for row in arrays.places("train", 1, step, 8)]
+        assert len(set(seen)) == len(seen)
+        padded[grouped] = sum(8 * int(arrays.lengths("train", 1, step, 8)["x"].max()) for step in range(steps))
+        held_out = arrays.places("val", 1, 0, 8)
+    assert held_out == Arrays.open(tmp_path / "False").places("val", 1, 0, 8)
+    own = int(lengths.sum()) * 0.9
+    assert padded[True] < 1.1 * own < 1.5 * own < padded[False]

@@ -35,9 +35,12 @@ LLAMA = {
 }  # fmt: skip
 
 
-def job_of(kind: str, config: dict[str, Any], sequence: int = SEQUENCE, tensor: int = 1, **train: Any) -> JobSpec:
+def job_of(
+    kind: str, config: dict[str, Any], sequence: int = SEQUENCE, tensor: int = 1, lora: dict[str, Any] | None = None,
+    **train: Any,
+) -> JobSpec:  # fmt: skip
     return job_from({
-        "name": "counted", "model": {"hf": kind, "config": config, "sequence": sequence},
+        "name": "counted", "model": {"hf": kind, "config": config, "sequence": sequence, "lora": lora},
         "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4, **train},
         "parallel": {"microbatch": 2, "tensor": tensor},
     })  # fmt: skip
@@ -117,6 +120,30 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(kind, config, dtype, ten
         assert saved == pytest.approx(expected, abs=8 * SEQUENCE), works[i].name
     tied = 260 * 64 // tensor if kind == "gpt2" else 0
     assert sum(work.parameters for work in works) - tied == sum(model.graph.parameters.values())
+
+
+def test_frozen_weights_have_no_gradients_and_layers_before_the_first_trained_one_no_backward() -> None:
+    """Adapters in the second of two blocks: until there nothing is kept, and only what is behind has a B."""
+    pytest.importorskip("peft")
+    lora = {"r": 4, "target_modules": r".*\.1\.attn\.c_attn"}
+    plain, adapted = job_of("gpt2", {**GPT2, **NO_DROPOUT}), job_of("gpt2", {**GPT2, **NO_DROPOUT}, lora=lora)
+    whole, model = (build_model(job, declared_fields(job.data), tensor_rank=0) for job in (plain, adapted))
+    assert isinstance(model, CapturedModel)
+    works = [tensor_rank.work for tensor_rank in tensor_ranks_of(adapted, model)]
+    usual = [tensor_rank.work for tensor_rank in tensor_ranks_of(plain, whole)]
+    first = next(i for i, work in enumerate(works) if work.trained_parameters)
+    assert [work.trained_parameters for work in works] == [4 * (64 + 3 * 64) if i == first else 0 for i in range(5 + 1)]
+    assert sum(work.parameters for work in works) == sum(work.parameters for work in usual) + 4 * (64 + 3 * 64)
+    for i, (work, before) in enumerate(zip(works, usual, strict=True)):
+        saved = saved_bytes(model, i, False)
+        assert saved == pytest.approx(SAMPLES * work.kept_bytes, abs=8 * SEQUENCE), work.name
+        backward, weights = (each.seconds(8, 1e12, 1e12, 1e-5) for each in (work.input_grad, work.weight_grad))
+        assert (backward == 0.0) == (i < first)
+        assert (weights == 0.0) == (i != first)
+        assert work.weight_grad.flops < 0.1 * before.weight_grad.flops or not before.weight_grad.flops
+    profile = job_profile(adapted, load_cluster(ROOT / "cluster" / "devices" / "a100.yaml"))
+    assert (profile.tied_parameters, profile.trained_tied_parameters) == (260 * 64, 0)
+    assert sum(layer.trained for layer in profile.layers) == 4 * (64 + 3 * 64)
 
 
 @pytest.mark.slow

@@ -46,6 +46,11 @@ def test_what_they_have_not(given: dict[str, Any], where: str, says: str) -> Non
     assert where in str(caught.value)
 
 
+def test_the_planner_chooses_among_chains() -> None:
+    with pytest.raises(SpecError, match=r"placement: cannot be given .*\n.*give schedule, stages and microbatch"):
+        job(MODEL, recompute="layers")
+
+
 def test_the_built_in_gpt_has_none() -> None:
     with pytest.raises(SpecError, match="a chain of blocks without branches"):
         job({"type": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence": 8})

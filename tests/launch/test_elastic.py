@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,8 +130,22 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    return Run(tmp_path, monkeypatch)
+def new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    """``new_run(min_devices=2)`` is a run with these keys of ``train.elastic``."""
+    runs: list[Run] = []
+
+    def make(**spec: Any) -> Run:
+        runs.append(Run(tmp_path, monkeypatch, **spec))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.log.close()
+
+
+@pytest.fixture
+def run(new_run: Callable[..., Run]) -> Run:
+    return new_run()
 
 
 def test_more_devices_pause_the_run_once_they_stay(run: Run) -> None:
@@ -235,8 +250,10 @@ def test_devices_that_go_while_the_run_pauses_for_more_are_not_planned_for(run: 
     assert run.devices == {"node 0": 2}
 
 
-def test_lost_devices_that_come_back_keep_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, monkeypatch, wait_s=5.0)
+def test_lost_devices_that_come_back_keep_the_plan(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    run = new_run(wait_s=5.0)
     run.lost = {"node 0"}
     monkeypatch.setattr(Elastic, "_free", lambda _: 2 if run.now > 103 else 0)
     run.free = 2
@@ -300,8 +317,8 @@ def test_a_ray_that_does_not_answer_ends_no_run(run: Run, monkeypatch: pytest.Mo
     assert asked_to_stop(run.directory) is None
 
 
-def test_it_keeps_within_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, monkeypatch, min_devices=2, max_devices=3)
+def test_it_keeps_within_its_limits(new_run: Callable[..., Run]) -> None:
+    run = new_run(min_devices=2, max_devices=3)
     run.lost = {"node 0"}
     run.log.event("devices_lost", message="gone")
     run.free = 1

@@ -74,6 +74,7 @@ def test_time_to_converge_is_the_product() -> None:
             None, "scaling_efficiency", "4 workers",
         ),
         ({"mp_speedup": {1: 1.3}, "epochs": {32: 4}}, None, "mp_speedup", ""),
+        ({"epochs": {32: 4}}, None, "mp_speedup", "missing"),
         ({"mp_speedup": {2: 0}, "epochs": {32: 4}}, None, "mp_speedup.2", "is 0"),
         ({"mp_speedup": {2: 1.3}, "epochs": {32: -4}}, None, "epochs.32", "is -4"),
         ({"mp_speedup": {2: 1.3}, "epochs": {}}, None, "epochs", ""),

@@ -148,7 +148,7 @@ def test_a_plan_is_refused_or_counts_every_sample_once(made: tuple[Plan, int]) -
     try:
         schedule = build_schedule(plan, batch)
         lowered = step_programs(schedule), programs(forward_only(schedule))
-        check_counted(*lowered, schedule.stages, schedule.microbatches)
+        check_counted(*lowered, schedule)
     except RequestError:
         return
     forwards, gradients, validation = counted(schedule, plan.parallel.microbatch * schedule.size, batch)

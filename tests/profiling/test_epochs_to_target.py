@@ -86,7 +86,8 @@ def test_workers_that_miss_the_target_are_left_out():
         Run(2, 0, 0.1, 4.0, 9, 1.0),
         Run(2, 1, 0.1, None, 9, 2),
     ]
-    assert epochs_table(runs, {2: 1.5}) == ({"mp_speedup": {"2": 1.5}, "epochs": {"1": 3.5}}, [2])
+    table = {"mp_speedup": {"2": 1.5}, "epochs": {"1": 3.5}, "lr": {"1": 0.1}, "batch": 16, "target": 1.0}
+    assert epochs_table(runs, {2: 1.5}, 16, 1.0) == (table | {"steps_per_epoch": 3.0}, [2])
 
 
 def test_hybrid_reads_what_epochs_writes(tmp_path, capsys, one_thread):
@@ -114,7 +115,10 @@ def test_hybrid_reads_what_epochs_writes(tmp_path, capsys, one_thread):
     assert printed["runs"][2]["lr"] == pytest.approx(0.02)  # AdamW: square root of 4
     table = load_epochs(out)
     assert table.epochs == {int(n): e for n, e in printed["epochs"].items()}
+    assert (table.batch, table.steps_per_epoch, table.target) == (16, pytest.approx(288 / 16), 2)
     assert [row.devices for row in compare(table).rows] == [1, 2, 4]
+    assert run([*asked[:2], *asked[4:]]) == 2
+    assert "--target is missing" in capsys.readouterr().err.replace(":", "")
     assert run([*asked, "--target", "-1", "--max-epochs", "0.5"]) == 2  # another target than the log's
     assert "another job, target" in capsys.readouterr().err
     for wrong in (["--workers", "0"], ["--lr-scaling", "linaer"], ["--mp-speedup", "1=2"], ["--max-epochs", "0"]):

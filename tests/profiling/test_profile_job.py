@@ -14,7 +14,7 @@ from raypipe.cost.gpt_work import gpt_work
 from raypipe.cost.noise import Noise
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
-from raypipe.job import GptSpec
+from raypipe.job import GptSpec, job_from
 from raypipe.models import GptLayers
 from raypipe.profiling import profile_job as profiling
 from raypipe.profiling.profile_job import measure_profile
@@ -40,6 +40,7 @@ from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 from tests.runtime.runs.small_runs import small_job
+from tests.runtime.runs.test_any_model import half_frozen
 
 MODEL = {"layers": 4, "hidden": 128, "heads": 4, "sequence": 64}
 GROUPS = [0, 1, 1, 1, 1, 5]
@@ -160,6 +161,26 @@ def test_a_job_is_measured(local_ray, text_folder: Path, monkeypatch) -> None:
     ]  # fmt: skip
     assert factors == pytest.approx([factors[0]] * len(factors))
     assert any(text.startswith("took the profile kept") for text in said)
+
+
+@pytest.mark.runs
+@pytest.mark.exhaustive
+def test_frozen_layers_are_measured_as_such(local_ray, tmp_path: Path) -> None:
+    """Half of the model's layers train nothing, and those at its beginning have no gradient to compute."""
+    draw = np.random.default_rng(0)
+    np.savez(tmp_path / "rows.npz", features=draw.normal(size=(64, 5)), labels=draw.integers(0, 3, 64))
+    job = job_from({
+        "name": "frozen", "model": {"import": "tests.runtime.runs.test_any_model:half_frozen", "args": {"inside": 5}},
+        "data": {"type": "arrays", "path": str(tmp_path / "rows.npz")},
+        "train": {"steps": 1, "batch": 16, "dtype": "float32"}, "parallel": {"schedule": "1f1b", "stages": 1},
+    })  # fmt: skip
+    profile = measure_profile(job, [4], 1, quick=True)
+    plain = half_frozen(5)
+    assert sum(x.parameters for x in profile.layers) == sum(p.numel() for p in plain.parameters())
+    assert sum(x.trained for x in profile.layers) == sum(p.numel() for p in plain.parameters() if p.requires_grad)
+    assert profile.layers[0].parameters > profile.layers[0].trained == 0
+    assert profile.layers[-1].trained == profile.layers[-1].parameters > 0
+    assert profile.update_s_per_parameter > 0
 
 
 def test_a_model_that_fits_no_device_is_refused(text_folder: Path) -> None:

@@ -31,7 +31,8 @@ def test_a_folder_is_made_only_for_data_that_is_elsewhere_and_removed(tmp_path, 
     setup = Setup.__new__(Setup)
     for name, value in {"job": job, "fields": None, "data": tmp_path / "another-host"}.items():
         object.__setattr__(setup, name, value)
-    monkeypatch.setattr("raypipe.profiling.profiling_worker.replace", lambda old, data: SimpleNamespace(data=data))
+    module = "raypipe.profiling.profiling_worker"
+    monkeypatch.setattr(f"{module}.replace", lambda old, data: SimpleNamespace(data=data, job=job))
     stage.hold(setup)
     stage.hold(setup)
     assert held == [*(tmp_path / "temporary").iterdir()] * 2

@@ -102,11 +102,12 @@ def side_order(stages: int, microbatches: int, held: dict[int, int]) -> str:
 
 
 def executor(
-    device: torch.device, how: dict[str, Any], shares: Shares | DeviceShares, copy: int | None = None
+    device: torch.device, how: dict[str, Any], shares: Shares | DeviceShares | None = None, copy: int | None = None
 ) -> tuple[Executor, Program, Any]:
     """The quickstart job's model and training settings with shorter sequences, in two stages on one device.
 
-    ``copy``: the number of the data-parallel copy that it has; None for the whole mini-batch, and no shards.
+    ``shares``: of the norm; None: nobody else has any. ``copy``: the number of the data-parallel copy that it has; None
+    for the whole mini-batch, and no shards.
     """
     job = load_job("jobs/quickstart.yaml")
     how = {"batch": BATCH, "steps": STEPS, "sequence": 16, "dtype": "float64", **how}
@@ -153,7 +154,7 @@ def executor(
             for key, m in modules.items()
         },
         model.task, feed, GradientSync(own, modules, schedule.placement, tied, groups, sharded=shards.stages),
-        shares, {}, {}, StageIOSpecs(model, cut, MICROBATCH), {}, shards,
+        Shares(None) if shares is None else shares, {}, {}, StageIOSpecs(model, cut, MICROBATCH), {}, shards,
     )  # fmt: skip
     return made, programs(schedule)[own], train
 

@@ -76,7 +76,11 @@ def _sentences(row: dict[str, Any]) -> list[str]:
         copy = f" of copy {row['replica']}" if row["replica"] else ""
         if row["reason"] is not None:
             return [f"note: stage {row['stage']}{copy} runs eagerly: {row['reason']}"]
-        return [f"compiled stage {row['stage']}{copy} in {row['seconds']:.1f} s"]
+        eager = row.get("eager_share", 0.0)
+        rest = (
+            f" for {row['lengths']} lengths of samples; {eager:.0%} of its micro-batches run eagerly" if eager else ""
+        )
+        return [f"compiled stage {row['stage']}{copy} in {row['seconds']:.1f} s{rest}"]
     if kind == "notice":
         return [f"note: {row['message']}"]
     return []

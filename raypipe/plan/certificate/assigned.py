@@ -5,7 +5,7 @@ every cut and every order must keep that have these layers on these devices. Its
 moment, however little time it is given.
 
 Let device d hold the layers S, the first of which is a and the last b, and let w be its work on one micro-batch (at
-least two task overheads included). Then
+least ``Instance.tasks`` task overheads included). Then
 
 - **head**: it begins no sooner than ``head(d)``: the forwards of the layers before a, and d messages, where devices are
   numbered by their first layers (``closed.start`` has the proof). Without a barrier between steps, 0.
@@ -14,10 +14,11 @@ least two task overheads included). Then
   micro-batch has been at a no sooner than t. The first backward task of d, of layer j <= b and micro-batch m, comes
   after m's forwards from a to the last layer and after its way back from there to behind j. Hence it starts no sooner
   than ``t + F(a..L-1) + B(b+1..L-1)`` and the messages on this way: every device whose first layer lies behind a is met
-  on the way there, and one message leads back if b is not the last layer. Before it, d runs forwards alone, whose
-  activations all are in its memory at once, unless they are recomputed, which takes as long again. Let P be the most
-  forward time whose activations fit beside weights and optimizer state, with a forward's overhead for each
-  micro-batch: ``T >= (this moment) + N w - P``.
+  on the way there, and one message leads back if b is neither the last layer nor before the first trained one. Before
+  it, d runs forwards alone, whose activations all are in its memory at once, unless they are recomputed, which takes as
+  long again. Let P be the most forward time whose activations fit beside weights and optimizer state, with a forward's
+  overhead for each micro-batch: ``T >= (this moment) + N w - P``. (Unless b is before the first trained layer: then d
+  has no backward.)
 - **memory**: its activations' bytes times seconds (``closed.memory_time``), less what is recomputed, fit into its
   memory beside weights and optimizer state for T, of which a lower bound is known.
 - **state**: weights, gradients and optimizer state of its layers fit, where a step has two micro-batches or more.
@@ -139,7 +140,7 @@ class _Program:
         layers, n = range(i.layers), i.microbatches
         barrier = i.barrier and i.flushes
         work = sum(self.down(n * kind.work[s]) * self.holds[d][s] for s in layers)
-        work += self.down(2 * n * kind.overhead) * self.used[d]
+        work += self.down(i.tasks * n * kind.overhead) * self.used[d]
         update = sum(self.down(kind.update[s]) * self.holds[d][s] for s in layers)
         head = 0
         self.after = self.longest + self.down(i.after) if barrier else update
@@ -159,8 +160,8 @@ class _Program:
         i, kind, model = self.i, self.kind(d), self.model
         layers, n = range(i.layers), i.microbatches
         back = sum(self.down(i.ahead[-1] - i.ahead[s]) * self.first[d][s] for s in layers)
-        returns = [i.message * (1 if self.ordered else 2) if s < i.layers - 1 else 0.0 for s in layers]
-        back += sum(self.down(i.behind[s + 1] + returns[s]) * self.final[d][s] for s in layers)
+        messages = [(s >= i.frozen_first) + (0 if self.ordered else 1) if s < i.layers - 1 else 0 for s in layers]
+        back += sum(self.down(i.behind[s + 1] + messages[s] * i.message) * self.final[d][s] for s in layers)
         if self.ordered:
             back += self.down(i.message) * sum(self.used[d + 1 :])
         early = []
@@ -176,7 +177,10 @@ class _Program:
         gained = sum(self.up(kind.forward[s]) * early[s] for s in layers)
         gained += self.up(n * kind.overhead)
         gained += sum(self.up(n * max(0.0, kind.forward[s] - kind.recompute[s])) * self.holds[d][s] for s in layers)
-        model.add(self.step >= head + back + work - gained + self.after).only_enforce_if(self.used[d])
+        # A device that holds frozen layers alone, all before the first trained one, has no backward to wait for.
+        returns = model.new_bool_var("")
+        model.add(sum(self.final[d][i.frozen_first :]) == returns)
+        model.add(self.step >= head + back + work - gained + self.after).only_enforce_if(returns)
 
     def memory_of(self, d: int) -> None:
         """Memory-time, recomputation and what a device holds at the end of a step."""

@@ -2,7 +2,8 @@
 
 Throughout: D devices, U <= D of which hold a layer; N micro-batches; every layer is on one device of a copy. A stage is
 a run of layers, and what it takes is the sum over its layers, plus an overhead per task; so whatever the cut, a device
-works on each micro-batch for as long as its layers take, and for at least two overheads.
+works on each micro-batch for as long as its layers take, and for at least two overheads (one where it may hold nothing
+but frozen layers that need no backward: ``Instance.tasks``).
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ def shared_work(i: Instance) -> float:
             pairs = zip(i.kinds[k].work, least.work, strict=True)
             ratio = min((own / best for own, best in pairs if best > 0), default=1.0)
             speed += 1.0 / max(1.0, ratio)
-        return total / speed + 2 * n * least.overhead
+        return total / speed + i.tasks * n * least.overhead
     best, starts = float("inf"), 0.0
     for used in range(1, min(i.devices, i.layers) + 1):
         starts += start(i, used - 1)
         best = min(best, (total + starts) / used)
-    return best + 2 * n * least.overhead
+    return best + i.tasks * n * least.overhead
 
 
 def largest_layers(i: Instance) -> float:
@@ -90,7 +91,7 @@ def largest_layers(i: Instance) -> float:
     for layer, own in enumerate(work):
         ways = [n * (own + (work[a] if a < layer else 0.0)) + _reached(i, a) for a in range(layer + 1)]
         best = max(best, min(ways))
-    return best + 2 * n * i.least.overhead
+    return best + i.tasks * n * i.least.overhead
 
 
 def _reached(i: Instance, first: int) -> float:
@@ -103,6 +104,7 @@ def _reached(i: Instance, first: int) -> float:
 def one_microbatch(i: Instance) -> float:
     """One micro-batch goes through all layers and back; on U devices that takes 2 (U - 1) messages at least.
 
+    With frozen layers before the first trained one, all others may be on one device, and no message leads back.
     More devices share the work better and send more messages, fewer the other way round: the best number counts.
     """
     there = i.ahead[-1] + i.behind[0]
@@ -110,7 +112,8 @@ def one_microbatch(i: Instance) -> float:
         return 0.0
     each = i.microbatches * sum(i.least.work)
     used = range(1, min(i.devices, i.layers) + 1)
-    return min(max(there + 2 * (u - 1) * i.message, each / u if i.alike else 0.0) for u in used)
+    ways = 1 if i.frozen_first else 2
+    return min(max(there + ways * (u - 1) * i.message, each / u if i.alike else 0.0) for u in used)
 
 
 def memory_time(i: Instance) -> float:
@@ -153,4 +156,4 @@ def updates(i: Instance) -> float:
     n, least = i.microbatches, i.least
     if not i.alike:
         return 0.0
-    return (n * sum(least.work) + sum(least.update)) / i.devices + 2 * n * least.overhead
+    return (n * sum(least.work) + sum(least.update)) / i.devices + i.tasks * n * least.overhead

@@ -30,7 +30,7 @@ class Kind:
     update: tuple[float, ...]
     """Its weights' update, once a step."""
     overhead: float = 0.0
-    """Of each task, besides its layers; a device has two or more for each micro-batch of each of its stages."""
+    """Of each task, besides its layers; see ``Instance.tasks``."""
 
     @property
     def work(self) -> tuple[float, ...]:
@@ -58,6 +58,8 @@ class Instance:
     """Per layer, bytes of a micro-batch from its B to its W."""
     message: float = 0.0
     """The shortest message between two devices."""
+    frozen_first: int = 0
+    """Layers before the first that trains anything: no gradient is sent to them, and they keep no activations."""
     barrier: bool = True
     """Whether all devices wait for one another between two steps."""
     flushes: bool = True
@@ -67,6 +69,12 @@ class Instance:
     all_reduce_per_update: float = 0.0
     """Least seconds that summing a layer's gradients over copies keeps its device's network busy, per second of its
     update."""
+
+    @property
+    def tasks(self) -> int:
+        """Tasks that a device with a layer has at least for each micro-batch: a forward, and a backward as well, unless
+        it may hold frozen layers that need none."""
+        return 1 if self.frozen_first else 2
 
     @property
     def devices(self) -> int:

@@ -77,7 +77,7 @@ class Certifier:
     def _key(self, p: Prediction) -> object:
         c, form = p.candidate, p.form
         return (
-            c.grid, form.size, form.replicas > 1, form.versions, _without_b(p), c.shard, c.shard_group,
+            c.grid, form.size, form.replicas > 1, form.versions, _without_b(self.judge, p), c.shard, c.shard_group,
             waits_for_all(self.judge, p),
         )  # fmt: skip
 
@@ -105,9 +105,20 @@ class Certifiers:
         return self.of(p).of(p, seconds)
 
 
-def _without_b(p: Prediction) -> int:
-    """Layers at the start that the plan's costs take to have no input gradient; others are bounded with as many."""
-    return len(p.cut[0]) if p.form.skips_first_b else 0
+def _without_b(judge: Predictor, p: Prediction) -> int:
+    """Layers at the start that the plan's costs take to have no input gradient; others are bounded with as many.
+
+    They are those before the first trained one, and, where a stage leaves out a B that it could have, that stage's.
+    """
+    first = _frozen_first(judge.profile)
+    if p.form.skips_first_b:
+        return max(first, next((own.stop for own in p.cut if own.stop > first), 0))
+    return first
+
+
+def _frozen_first(profile: Profile) -> int:
+    """Layers before the first that trains anything."""
+    return next((n for n, layer in enumerate(profile.layers) if layer.trained), 0)
 
 
 def _binding(i: Instance, bound: float, of: object) -> Resource:
@@ -128,37 +139,42 @@ def _instance(judge: Predictor, p: Prediction) -> Instance:
     names = sorted({tuple(kind.device for kind in kinds) for kinds in positions})
     busy = profile.placed.busy(c.stages * c.replicas)
     by_name = {tuple(kind.device for kind in kinds): kinds for kinds in positions}
-    kinds = tuple(_slowest([_kind(one, samples, busy, _without_b(p)) for one in by_name[name]]) for name in names)
+    kinds = tuple(
+        _slowest([_kind(one, samples, busy, _without_b(judge, p)) for one in by_name[name]]) for name in names
+    )
     overheads = judge.overheads(c)
     waits = waits_for_all(judge, p)
     state, full = _state(profile, each, c.level, c.shard_group)
-    layers = profile.layers
+    first = _frozen_first(profile)
+    needed = profile.layers[first:]
     return Instance(
         kinds=kinds, kind_of=tuple(names.index(tuple(kind.device for kind in own)) for own in positions),
         room=room_bytes(profile, c.stages, c.replicas), microbatches=round(c.microbatches / size),
         state=state, full_state=full,
-        kept=tuple(layer.kept_bytes * samples for layer in layers),
-        waiting=tuple(layer.waiting * samples for layer in layers),
-        message=_message(profile, samples), barrier=waits, flushes=flushes,
+        kept=(0.0,) * first + tuple(layer.kept_bytes * samples for layer in needed),
+        waiting=(0.0,) * first + tuple(layer.waiting * samples for layer in needed),
+        message=_message(profile, samples),
+        frozen_first=first, barrier=waits, flushes=flushes,
         after=overheads.norm_s if waits else 0.0,
         all_reduce_per_update=_all_reduce(profile, c.stages, c.replicas) if c.shard == "none" else 0.0,
     )  # fmt: skip
 
 
 def _kind(profile: Profile, samples: float, busy: int, without_b: int) -> Kind:
-    """The times of one kind of device; the first ``without_b`` layers have no input gradient."""
+    """The times of one kind of device; the first ``without_b`` layers have no input gradient, frozen ones no other."""
     share = crowding(profile, busy)
     times = [times_at(layer, samples) for layer in profile.layers]
-    tied = profile.tied_parameters
-    parameters = [layer.parameters for layer in profile.layers]
-    parameters[-1] -= min(tied, parameters[-1])
+    trained = _trained(profile)
     back = [0.0 if n < without_b else t.input_grad for n, t in enumerate(times)]
+    whole = [
+        b + (t.weight_grad if layer.trained else 0.0) for b, t, layer in zip(back, times, profile.layers, strict=True)
+    ]
     return Kind(
         forward=tuple(share * t.forward for t in times),
         input_grad=tuple(share * min(b, t.joint) for b, t in zip(back, times, strict=True)),
-        backward=tuple(share * min(t.joint, b + t.weight_grad) for b, t in zip(back, times, strict=True)),
+        backward=tuple(share * min(t.joint, w) for w, t in zip(whole, times, strict=True)),
         recompute=tuple(share * t.recompute for t in times),
-        update=tuple(profile.update_s_per_parameter * n for n in parameters), overhead=profile.task_overhead_s,
+        update=tuple(profile.update_s_per_parameter * n for n in trained), overhead=profile.task_overhead_s,
     )  # fmt: skip
 
 
@@ -174,15 +190,27 @@ def _slowest(kinds: list[Kind]) -> Kind:
 def _state(
     profile: Profile, each: ParameterBytes, level: int, group: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Per layer, the bytes of weights and optimizer state, and of gradients as well; a tied matrix counts once."""
-    parameters = [layer.parameters for layer in profile.layers]
-    parameters[-1] -= min(profile.tied_parameters, parameters[-1])
+    """Per layer, the bytes of weights and optimizer state, and of gradients as well; a tied matrix counts once.
+
+    Frozen weights have neither gradients nor optimizer state, and shards do not divide them.
+    """
+    held = [layer.parameters for layer in profile.layers]
+    held[-1] -= min(profile.tied_parameters, held[-1])
+    trained = _trained(profile)
+    frozen = [max(0, n - m) * each.weight for n, m in zip(held, trained, strict=True)]
     weight, gradient, optimizer = (
         size / (group if level >= least else 1)
         for size, least in ((each.weight, 3), (each.gradient, 2), (each.optimizer + each.master, 1))
     )
-    state = tuple(n * (weight + optimizer) for n in parameters)
-    return state, tuple(n * (weight + optimizer + gradient) for n in parameters)
+    state = tuple(n * (weight + optimizer) + rest for n, rest in zip(trained, frozen, strict=True))
+    return state, tuple(one + n * gradient for one, n in zip(state, trained, strict=True))
+
+
+def _trained(profile: Profile) -> list[int]:
+    """Per layer, the parameters that are trained; a tied matrix counts once."""
+    found = [layer.trained for layer in profile.layers]
+    found[-1] -= min(profile.trained_tied, found[-1])
+    return found
 
 
 def _message(profile: Profile, samples: float) -> float:
@@ -200,9 +228,9 @@ def _all_reduce(profile: Profile, stages: int, copies: int) -> float:
     """
     if copies == 1 or (profile.collective is not None and profile.collective.piece_bytes) or profile.other_kinds:
         return 0.0
-    if profile.tied_parameters:  # which are summed apart
+    if profile.trained_tied:  # which are summed apart
         return 0.0
-    total = sum(layer.parameters for layer in profile.layers)
+    total = sum(layer.trained for layer in profile.layers)
     if total <= 0 or profile.update_s_per_parameter <= 0:
         return 0.0
     size = total * reduced_width(profile)

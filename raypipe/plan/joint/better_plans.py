@@ -24,6 +24,7 @@ from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import Judges
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Rules
 from raypipe.search import search
 from raypipe.search.budget import Budget
 from raypipe.search.objective import Objective
@@ -149,6 +150,10 @@ class PlanModel:
         """Seconds of each stage's tasks."""
         return self.judge.costs_of(self.candidate, a.cut, (a.row,), split=True)
 
+    def rules(self, a: Arrangement) -> Rules:
+        """Which of its stages are frozen."""
+        return Rules(frozen=self.judge.frozen(a.cut))
+
     def memory(self, a: Arrangement) -> tuple[list[tuple[float, float]], list[float]] | None:
         """See ``orders_of.Model``: in units of the mean activation of each device."""
         stages = [self._stage(own) for own in a.cut]
@@ -218,7 +223,7 @@ def _searched(
     try:
         found = search(
             (row,), c.microbatches, best.costs, memory_limit=limits, sizes=sizes, starts=[judge.schedule_of(best)],
-            objective=objective, budget=budget, enough=max(0.0, goal),
+            objective=objective, budget=budget, enough=max(0.0, goal), rules=Rules(frozen=judge.frozen(best.cut)),
         )  # fmt: skip
     except ScheduleError:
         return best

@@ -10,6 +10,7 @@ from typing import Protocol
 from raypipe.errors import ScheduleError
 from raypipe.plan.joint.arrangement import Arrangement
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Rules
 from raypipe.search.budget import Budget
 from raypipe.search.list_scheduling import Layout, list_schedule
 from raypipe.search.objective import Measure, Objective
@@ -37,6 +38,9 @@ class Model(Protocol):
 
     def costs(self, a: Arrangement) -> CostTable:
         """Seconds of each stage's tasks."""
+
+    def rules(self, a: Arrangement) -> Rules:
+        """Which of its stages are frozen."""
 
     def memory(self, a: Arrangement) -> tuple[list[tuple[float, float]], list[float]] | None:
         """Per stage, what a micro-batch's activations take up to its B and from there to its W; per device, what there
@@ -73,7 +77,10 @@ class OrdersOf:
             return None
         sizes, limits = memory
         try:
-            return build((a.row,), self.model.microbatches, self.model.costs(a), memory_limit=limits, sizes=sizes)
+            return build(
+                (a.row,), self.model.microbatches, self.model.costs(a), memory_limit=limits, sizes=sizes,
+                rules=self.model.rules(a),
+            )  # fmt: skip
         except ScheduleError:  # not even one micro-batch fits
             return None
 

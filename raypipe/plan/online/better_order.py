@@ -19,10 +19,10 @@ from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.text import from_text, to_text
-from raypipe.schedule.ir import Schedule
+from raypipe.schedule.ir import Rules, Schedule
 from raypipe.schedule.live_activations import in_flight, peak_activations, recomputed_pairs
 from raypipe.schedule.lowering.norm_policy import resolve
-from raypipe.schedule.passes import insert_weights
+from raypipe.schedule.passes import insert_weights, without_frozen
 from raypipe.schedule.passes.sync import BY_BUCKET, Sync
 from raypipe.search import Objective, search
 from raypipe.simulate.engine import simulate
@@ -170,6 +170,7 @@ def _orders(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Schedule
     shape = parallel.shape(batch)
     text = plan.order
     present = from_text(text, "plan: order") if text is not None else generate(parallel.schedule, shape)
+    present = without_frozen(present, plan.frozen)
     split = any(task.kind == "W" for task in present.tasks())
     if parallel.schedule == "auto":
         for objective in OBJECTIVES:
@@ -177,12 +178,13 @@ def _orders(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Schedule
                 present.placement, present.microbatches, costs, graph=present.graph,
                 memory_limit=_limits(parallel, present), split=split,
                 objective=objective, budget_s=BUDGET_S / len(OBJECTIVES), starts=[present],
+                rules=Rules(frozen=present.rules.frozen),
             )  # fmt: skip
             yield replace(found.schedule, name=present.name), "order searched again"
         return
     bases = [present]
     if not is_file(parallel.schedule):
-        fresh = generate(parallel.schedule, shape, costs)
+        fresh = without_frozen(generate(parallel.schedule, shape, costs), plan.frozen)
         if fresh.orders != present.orders:
             yield fresh, f"{parallel.schedule} generated for the measured times"
             bases.append(fresh)

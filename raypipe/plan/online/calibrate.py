@@ -40,8 +40,9 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
         return tuple(typical(times.get((kind, s), [0.0])) for s in range(schedule.stages))
 
     joint, split, weight = per_stage("BW"), per_stage("B"), per_stage("W")
-    if schedule.rules.skip_first_b:  # stage 0's joint backward is W alone
-        joint, weight = (0.0, *joint[1:]), (joint[0] or weight[0], *weight[1:])
+    alone = [not backward.input_grad for backward in schedule.backwards]  # a joint backward there is W alone
+    weight = tuple(j or w if a else w for j, w, a in zip(joint, weight, alone, strict=True))
+    joint = tuple(0.0 if a else j for j, a in zip(joint, alone, strict=True))
     return CostTable(
         forward=per_stage("F"), recompute=per_stage("R"), all_reduce=per_stage("AR"), update=per_stage("U"),
         gather=per_stage("AG"), reduce_scatter=per_stage("RS"),

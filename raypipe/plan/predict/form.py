@@ -32,7 +32,7 @@ class Form:
     size: Fraction
     """Share of a micro-batch that one id stands for."""
     skips_first_b: bool
-    """Stage 0 computes no input gradient."""
+    """The first stage with trained parameters has no B."""
     alias: str
     """The first family in ``SCHEDULES`` that makes the same schedules."""
 
@@ -40,8 +40,10 @@ class Form:
     def of(schedule: Schedule, alias: str) -> Form:
         """The form of a schedule."""
         tasks = list(schedule.tasks())
+        backwards = schedule.backwards
+        kinds = {t.kind for t in tasks if backwards[t.stage].weight_grad}
         return Form(
-            placement=schedule.placement, joint={t.kind for t in tasks} & GRADIENTS == JOINT,
+            placement=schedule.placement, joint=kinds & GRADIENTS == JOINT,
             recomputes=frozenset(t.stage for t in tasks if t.kind == "R"), versions=schedule.versions,
             size=schedule.size, skips_first_b=schedule.rules.skip_first_b, alias=alias,
         )  # fmt: skip

@@ -75,8 +75,8 @@ class KindsCut:
     def _within(self, c: Candidate, costs: Sequence[Sequence[float]], fastest: Cut) -> Cut:
         """Return the fastest cut that fits, as far as known from what was alive with the cut before."""
         profile, train = self.judge.profile, self.judge.train
-        each = parameter_bytes(profile.dtype, train.optimizer, train.momentum).total
-        state = _before([each * layer.parameters for layer in profile.layers])
+        each = parameter_bytes(profile.dtype, train.optimizer, train.momentum)
+        state = _before([each.held(layer.parameters, layer.trained) for layer in profile.layers])
         kept = _before([kept_bytes(layer, c.microbatch, split=not c.form.joint) for layer in profile.layers])
         most = capacities(profile, c.stages, c.replicas)
         cut = fastest

@@ -50,6 +50,9 @@ class Costs(Protocol):
     def costs_with_recompute(self, c: Candidate, form: Form, recomputed: frozenset[int] | None = None) -> CostTable:
         """The same where an R computes these layers again."""
 
+    def frozen(self, cut: Cut) -> tuple[int, ...]:
+        """The stages that have no trained parameter."""
+
     def overheads(self, c: Candidate) -> StepOverheads:
         """What a step has besides its tasks."""
 
@@ -77,7 +80,7 @@ class OOMFallback:
         form, profile = c.form, self.judge.profile
         place, stage = np.array(form.placement), self._stage_terms(c)
         divided = self._sharing(c)
-        static = held = stage["weights"] + stage["optimizer"] + stage["casts"]
+        static = held = stage["weights"] + stage["frozen"] + stage["optimizer"] + stage["casts"]
         if c.microbatches // form.replicas >= (1 if form.joint else 2):  # else a device may end with its first one
             held = held + stage["gradients"]
             if form.versions != "flush" and form.replicas * c.replicas > 1:
@@ -91,6 +94,8 @@ class OOMFallback:
             return None
         own = stage["kept"] - np.where(shares_input(form.placement), stage["input"], 0.0)
         each = own if form.joint else np.minimum(own, stage["kept_for_w"])
+        frozen = list(self.judge.frozen(self.judge.cut(c)))  # whose activations may end before any weight gradient
+        each[frozen] = 0.0
         alive = (c.microbatches if c.unit is None else min(c.unit, c.microbatches)) * _by_device(place, each)
         left = room - _by_device(place, static)
         if (alive * (1 - 1e-9) <= left).all():
@@ -224,7 +229,7 @@ class OOMFallback:
         recomputed = tuple((1 - a) * t for a, t in zip(share, costs.recompute, strict=True))
         bound = least_step_seconds(
             form, c.microbatches, replace(costs, recompute=recomputed), self.judge.overheads(c),
-            frozenset(range(form.stages)),
+            frozenset(range(form.stages)), frozen=self.judge.frozen(self.judge.cut(c)),
         )  # fmt: skip
         return bound * (1 - 1e-9)
 
@@ -248,7 +253,9 @@ class OOMFallback:
         remade = stages_of(cut, recomputed)
         if remade:
             costs = self.judge.costs_with_recompute(c, form, recomputed)
-        bound = least_step_seconds(form, c.microbatches, costs, self.judge.overheads(c), remade)
+        bound = least_step_seconds(
+            form, c.microbatches, costs, self.judge.overheads(c), remade, frozen=self.judge.frozen(cut)
+        )
         return bound * (1 - 1e-9)
 
     def _largest(self, p: Prediction) -> list[float]:

@@ -16,7 +16,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import JOINT
-from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync
+from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync, without_frozen
 from raypipe.schedule.passes.sync import Sync, last_gradients, sync_order
 from raypipe.schedule.shape import pipeline_shape
 from raypipe.schedule.walk import walk
@@ -53,11 +53,11 @@ class Order:
 
     def work(self, costs: CostTable) -> float:
         """Time of all compute tasks."""
-        rules, size = self.schedule.rules, float(self.schedule.size)
+        backwards, size = self.schedule.backwards, float(self.schedule.size)
         total = 0.0
         for (kind, stage), count in self.counts.items():
-            joint_first = kind in JOINT and stage == 0 and rules.skip_first_b  # W alone
-            total += count * size * costs.by_kind("W" if joint_first else kind)[stage]
+            alone = kind in JOINT and not backwards[stage].input_grad  # W alone
+            total += count * size * costs.by_kind("W" if alone else kind)[stage]
         return total
 
     def whole(self, sync: Sync | None, copies: int = 2) -> Order:
@@ -105,30 +105,33 @@ class Orders:
         self._tasks = 0
 
     def of(
-        self, c: Candidate, count: int, keep: Keep | None = None, remade: frozenset[int] | None = None
+        self, c: Candidate, count: int, keep: Keep | None = None, remade: frozenset[int] | None = None,
+        frozen: tuple[int, ...] = (),
     ) -> Order:  # fmt: skip
         """What one data-parallel copy runs with ``count`` micro-batches, as the runtime will make it.
 
-        Where the candidate recomputes: all but what ``keep`` says, on the stages ``remade`` (None: on all).
+        Where the candidate recomputes: all but what ``keep`` says, on the stages ``remade`` (None: on all). ``frozen``:
+        stages without a trained parameter.
 
         Raises:
             ScheduleError: the family has no such shape.
         """
         shape = pipeline_shape(c, count)
         divided = (c.shard, c.gather, c.shard_replicas) if c.shard != "none" else None
-        key = (c.schedule, shape, c.recompute != "none", keep, remade, divided)
+        key = (c.schedule, shape, c.recompute != "none", keep, remade, divided, frozen)
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
             return found
         if divided is not None:
-            schedule = sharded(self.of(replace(c, shard="none"), count, keep, remade).schedule, c, 1)
+            schedule = sharded(self.of(replace(c, shard="none"), count, keep, remade, frozen).schedule, c, 1)
         elif c.recompute == "none":
-            schedule = generate(c.schedule, shape)
+            named = self.of(c, count).schedule if frozen else generate(c.schedule, shape)
+            schedule = without_frozen(named, frozen)
         elif keep is not None:  # a search for shares asks for several
-            schedule = keep_activations(self.of(c, count, remade=remade).schedule, keep)
+            schedule = keep_activations(self.of(c, count, remade=remade, frozen=frozen).schedule, keep)
         else:
-            plain = self.of(replace(c, recompute="none"), count).schedule
+            plain = self.of(replace(c, recompute="none"), count, frozen=frozen).schedule
             schedule = add_recompute(plain, "early", remade) if remade is None or remade else plain
         order = self._kept[key] = Order(schedule)
         self._tasks += order.tasks

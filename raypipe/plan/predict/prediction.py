@@ -44,6 +44,8 @@ class Prediction:
     """Per stage, the share of micro-batches that are not recomputed (``full``: 0; ``microbatches``)."""
     recomputed: frozenset[int] | None = None
     """Layers that are recomputed, of those stages that recompute some (``layers``)."""
+    frozen: tuple[int, ...] = ()
+    """Stages without a trained parameter."""
     order: Schedule | None = None
     """The order of a searched schedule; None where its name generates it."""
     moved: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import crowding, parameters, stage_costs
+from raypipe.cost.stages import crowding, frozen_stages, parameters, stage_costs, trained_parameters
 from raypipe.errors import ScheduleError
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.train_spec import TrainSpec
@@ -95,6 +96,10 @@ class Predictor:
     _bottlenecks: dict[int, list[float]] = field(default_factory=dict)
     _whole: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], CostTable] = field(default_factory=dict)
+    _memories: dict[object, tuple[DeviceMemory, ...]] = field(default_factory=dict)
+    _frozen: dict[Cut, tuple[int, ...]] = field(default_factory=dict)
+    _trains_all: bool = field(init=False, repr=False, compare=False)
+    """Every layer has a trained parameter, so no stage is frozen."""
     _oom_fallback: OOMFallback = field(init=False, repr=False, compare=False)
     _kinds_cut: KindsCut = field(init=False, repr=False, compare=False)
     _fastest: Profile = field(init=False, repr=False, compare=False)
@@ -104,6 +109,7 @@ class Predictor:
         self._oom_fallback = OOMFallback(self)
         self._kinds_cut = KindsCut(self)
         self._fastest = least_times(self.profile)
+        self._trains_all = all(layer.trained for layer in self.profile.layers)
 
     def layer_times(self, microbatch: int) -> list[float]:
         """Seconds of each layer for one micro-batch, there and back, on the fastest device for it."""
@@ -154,6 +160,14 @@ class Predictor:
             return None
         return replace(c, balance="devices") if self._device_cut(form.placement, c.microbatch) else None
 
+    def frozen(self, cut: Cut) -> tuple[int, ...]:
+        """The stages of a cut that have no trained parameter."""
+        if self._trains_all:
+            return ()
+        if cut not in self._frozen:
+            self._frozen[cut] = frozen_stages(self.profile, cut)
+        return self._frozen[cut]
+
     def costs(self, c: Candidate, form: Form | None = None) -> CostTable:
         """Of each stage, for a full micro-batch; ``form`` for a candidate that no family makes."""
         form = c.form if form is None else form
@@ -161,6 +175,7 @@ class Predictor:
         key = (
             c.microbatch,
             form.joint,
+            form.skips_first_b,
             form.placement,
             form.size,
             c.replicas,
@@ -181,10 +196,25 @@ class Predictor:
             self.profile, cut, c.microbatch, form.placement, copies=c.replicas,
             size=float(form.size), split=not form.joint, recomputed=recomputed,
         )  # fmt: skip
+        frozen = self.frozen(cut)
+        if form.skips_first_b:
+            costs = self._with_inner_gradients(costs, cut, frozen, c.microbatch)
         if c.shard == "none":
             return costs
-        sharding = Sharding(levels=(c.level,) * form.stages, group=c.shard_group)
+        levels = tuple(0 if s in frozen else c.level for s in range(form.stages))
+        sharding = Sharding(levels=levels, group=c.shard_group)
         return with_sharding(costs, self.profile, cut, form.placement, sharding, c.replicas)
+
+    def _with_inner_gradients(
+        self, costs: CostTable, cut: Cut, frozen: tuple[int, ...], microbatch: int
+    ) -> CostTable:  # fmt: skip
+        """The table of a family whose first stage that trains has no B: its W runs back through the stage all the same,
+        and leaves out the input gradient of the first layer alone."""
+        first = next(s for s in range(len(cut)) if s not in frozen)
+        each = [times_at(self.profile.layers[i], microbatch).input_grad for i in cut[first]]
+        inner = costs.input_grad[first] * sum(each[1:]) / sum(each) if sum(each) else 0.0
+        weight = tuple(w + (inner if s == first else 0.0) for s, w in enumerate(costs.weight_grad))
+        return replace(costs, weight_grad=weight)
 
     def overheads(self, c: Candidate) -> StepOverheads:
         """What its step has besides tasks."""
@@ -220,7 +250,10 @@ class Predictor:
         found = [p]
         for way in self.shard_ways(p.candidate, 2):
             if self.least(way) < p.step_s * (1 - NEAR):
-                other = self.predict(way)
+                try:
+                    other = self.predict(way)
+                except ScheduleError:
+                    continue
                 if other.fits and other.step_s < p.step_s * (1 - NEAR):
                     found.append(self.time(other, final=True))
         return min(found, key=lambda p: p.step_s)
@@ -255,10 +288,12 @@ class Predictor:
         gradient or the joint backward, whichever is less.
         """
         if microbatch not in self._whole:
-            times = [times_at(layer, microbatch) for layer in self._fastest.layers]
-            inputs = sum(t.input_grad for t in times)
-            joint = sum(t.joint for t in times)
-            apart = inputs + sum(t.weight_grad for t in times)
+            layers = self._fastest.layers
+            times = [times_at(layer, microbatch) for layer in layers]
+            first = next((n for n, layer in enumerate(layers) if layer.trained), 0)  # no gradient goes back further
+            inputs = sum(t.input_grad for t in times[first:])
+            joint = sum(t.joint for t in times[first:])
+            apart = inputs + sum(t.weight_grad for t, layer in zip(times, layers, strict=True) if layer.trained)
             self._whole[microbatch] = sum(t.forward for t in times), joint, apart, min(inputs, joint)
         return self._whole[microbatch]
 
@@ -270,7 +305,10 @@ class Predictor:
         shares = (group if level >= least else 1 for least in (3, 2, 1, 1))
         size = sum(part / share for part, share in zip(each, shares, strict=True))
         process = min(kind.process_bytes for kind in p.kinds)
-        return size * parameters(p, range(len(p.layers))) / stages + process
+        layers = range(len(p.layers))
+        trained = trained_parameters(p, layers)
+        frozen = (parameters(p, layers) - trained) * each.weight
+        return (size * trained + frozen) / stages + process
 
     def least(self, c: Candidate) -> float:
         """See ``Judge``."""
@@ -279,7 +317,8 @@ class Predictor:
             return float("inf")
         collectives = least_collectives(c) if c.shard != "none" else NO_COLLECTIVES
         return least_step_seconds(
-            form, c.microbatches, self.costs(c), self.overheads(c), collectives=collectives
+            form, c.microbatches, self.costs(c), self.overheads(c), collectives=collectives,
+            frozen=self.frozen(self.cut(c)),
         ) * (1 - 1e-9)  # fmt: skip
 
     @property
@@ -314,6 +353,7 @@ class Predictor:
             costs=self.costs(c) if recomputed is None else self.costs_with_recompute(c, c.form, recomputed),
             step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory(c, keep, recomputed),
             capacities=capacities(self.profile, c.stages, c.replicas), keep=keep, recomputed=recomputed,
+            frozen=self.frozen(self.cut(c)),
         )  # fmt: skip
         return self.time(found) if found.fits or timed else found
 
@@ -331,7 +371,7 @@ class Predictor:
         found = Prediction(
             candidate=c, batch=self.train.batch, cut=cut, costs=costs,
             step_s=0.0, compute_s=0.0, busy_s=0.0, memory=self._order_memory(c, order, cut),
-            capacities=capacities(self.profile, c.stages, c.replicas), order=schedule,
+            capacities=capacities(self.profile, c.stages, c.replicas), order=schedule, frozen=self.frozen(cut),
         )  # fmt: skip
         return self.time(found, final=True)
 
@@ -350,7 +390,7 @@ class Predictor:
     def bare(self, p: Prediction) -> Schedule:
         """Compute tasks of one data-parallel copy, recomputation included, without gathers."""
         c = replace(p.candidate, shard="none", gather="unit", shard_replicas=None)
-        return self._orders.of(c, c.microbatches, p.keep, p.remade).schedule
+        return self._orders.of(c, c.microbatches, p.keep, p.remade, self.frozen(p.cut)).schedule
 
     def time(self, p: Prediction, final: bool = False) -> Prediction:
         """The prediction with its step's time, gradient sums placed where it is shortest.
@@ -359,6 +399,7 @@ class Predictor:
         as good and whose buffers fit, and the parts of the step.
         """
         c, costs, overheads = p.candidate, p.costs, self.overheads(p.candidate)
+        frozen = self.frozen(p.cut)
         shared = p.form.replicas * c.replicas > 1
 
         def timed(sync: Sync) -> StepTime:
@@ -366,7 +407,7 @@ class Predictor:
                 return step_time(Order(p.order), costs, sync, overheads, parts=final)
 
             def figures(count: int, unit: int | None) -> Figures:
-                order = self._orders.of(replace(c, unit=unit), count, p.keep, p.remade)
+                order = self._orders.of(replace(c, unit=unit), count, p.keep, p.remade, frozen)
                 return np.array(step_time(order, costs, sync, overheads, parts=final))
 
             return StepTime(*map(float, self._at_scale(c, figures, FINAL if final else None)))
@@ -384,7 +425,10 @@ class Predictor:
         )
         small = 3 * p.form.stages * c.microbatches <= DIRECT
         if final and shared and sync != "lazy" and p.fits and (small or p.order is not None):
-            order = Order(p.order) if p.order is not None else self._orders.of(c, c.microbatches, p.keep, p.remade)
+            order = (
+                Order(p.order) if p.order is not None
+                else self._orders.of(c, c.microbatches, p.keep, p.remade, frozen)
+            )  # fmt: skip
             if order.tasks <= DIRECT:  # sums under way beside activations
                 whole = order.whole(sync, c.replicas)
                 held = replace(timed_p, memory=self._order_memory(c, whole, p.cut, p.recomputed))
@@ -432,11 +476,23 @@ class Predictor:
         self, c: Candidate, keep: Keep | None, recomputed: frozenset[int] | None = None, cut: Cut | None = None
     ) -> tuple[DeviceMemory, ...]:  # fmt: skip
         cut = self.cut(c) if cut is None else cut
+        # Ways of recomputation that keep nothing are one, and each asks for it: to try whether that fits, and after.
+        keep = keep if keep is None or any(keep) else None
+        recomputed = recomputed if recomputed is None or len(recomputed) < len(self.profile.layers) else None
+        way: Literal["none", "full"] = "none" if c.recompute == "none" else "full"
+        key = (replace(c, recompute=way, sync="lazy"), keep, recomputed, cut)
+        if key not in self._memories:
+            self._memories[key] = self._played(c, keep, recomputed, cut)
+        return self._memories[key]
+
+    def _played(
+        self, c: Candidate, keep: Keep | None, recomputed: frozenset[int] | None, cut: Cut
+    ) -> tuple[DeviceMemory, ...]:  # fmt: skip
         most = capacities(self.profile, c.stages, c.replicas)
-        remade = None if recomputed is None else stages_of(cut, recomputed)
+        remade, frozen = None if recomputed is None else stages_of(cut, recomputed), self.frozen(cut)
 
         def measure(count: int, unit: int | None) -> Figures:
-            order = self._orders.of(replace(c, unit=unit), count, keep, remade)
+            order = self._orders.of(replace(c, unit=unit), count, keep, remade, frozen)
             devices = self._order_memory(c, order, cut, recomputed)
             return np.array([value for device in devices for value in device.terms().values()])
 
@@ -486,7 +542,9 @@ class Predictor:
         """Compute tasks of one data-parallel copy."""
         if p.order is not None:
             return p.order
-        return self._orders.of(p.candidate, p.candidate.microbatches, p.keep, p.remade).schedule
+        return self._orders.of(
+            p.candidate, p.candidate.microbatches, p.keep, p.remade, self.frozen(p.cut)
+        ).schedule  # fmt: skip
 
     def holds(self, c: Candidate) -> bool:
         """Whether the candidate fits, all recomputed if it recomputes; False for one that does not exist."""

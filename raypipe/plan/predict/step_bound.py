@@ -14,6 +14,7 @@ from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.step_time import StepOverheads
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Rules, StageGraph, backwards
 
 Times = NDArray[np.float64]
 
@@ -40,7 +41,7 @@ def least_collectives(c: Candidate) -> Collectives:
 
 def least_step_seconds(
     form: Form, microbatches: int, costs: CostTable, overheads: StepOverheads,
-    recompute: frozenset[int] = frozenset(), collectives: Collectives = NO_COLLECTIVES,
+    recompute: frozenset[int] = frozenset(), collectives: Collectives = NO_COLLECTIVES, frozen: tuple[int, ...] = (),
 ) -> float:  # fmt: skip
     """No step of this form takes less.
 
@@ -58,17 +59,20 @@ def least_step_seconds(
         around: copies, and the norm; what may wait or not (``auto``) is taken not to.
         recompute: stages that recompute, besides the form's own.
         collectives: of each stage replica with shards; a device's run one after another.
+        frozen: stages without a trained parameter; no gradient is sent to those before the first one with any.
     """
     place = np.array(form.placement)
     replicas, stages = place.shape
     devices = int(place.max()) + 1
     each = microbatches // replicas  # as even as possible, so no replica has less
     forward, back, weight = (np.array(costs.by_kind(k)) for k in ("F", "B", "W"))
-    if form.skips_first_b:
-        back[0] = 0.0
+    needs = backwards(StageGraph.chain(stages), Rules(skip_first_b=form.skips_first_b, frozen=frozen))
+    first = next(s for s, one in enumerate(needs) if one.exists)
+    back[[not one.input_grad for one in needs]] = 0.0
+    weight[[not one.weight_grad for one in needs]] = 0.0
     recomputed = np.zeros(stages)
     for s in recompute | form.recomputes:
-        recomputed[s] = costs.recompute[s]
+        recomputed[s] = costs.recompute[s] if needs[s].exists else 0.0
     work = forward + back + weight + recomputed
     returning = float(form.size) * (back + weight if form.joint else back)
 
@@ -76,7 +80,8 @@ def least_step_seconds(
     there = np.zeros((replicas, stages))
     there[:, 1:] = np.cumsum(forward[:-1] + hops, axis=1)
     home = np.zeros((replicas, stages))
-    home[:, 1:] = np.cumsum(returning[:-1] + hops, axis=1)
+    sent = np.array([bool(one.sends_to) for one in needs[1:]])
+    home[:, 1:] = np.cumsum(np.where(sent, returning[:-1] + hops, 0.0), axis=1)
 
     busy = _sums(place, np.broadcast_to(each * work, place.shape), devices)
     update = _sums(place, np.broadcast_to(np.array(costs.update), place.shape), devices)
@@ -97,12 +102,14 @@ def least_step_seconds(
         after = float((begin + busy + np.maximum(end, summed)).max())
         done = max(after, average, float(one.min()), float((ready + lane).max()), float((network + lane).max()))
         return done + overheads.norm_s + float(update.max())
-    # Stage 0 of each replica: its next forward waits for its own last backward, its sum and its update.
+    # The first stage of each replica that trains: its next forward waits for its own last backward, its sum and its
+    # update.
     stage = each * (forward + (back + weight if form.joint else back) + recomputed)
-    round_trip = float((there + stage + home).max()) if each else 0.0
+    trips = (there - there[:, first : first + 1] + stage + home)[:, first:]
+    round_trip = float(trips.max()) if each else 0.0
     if replicas * overheads.copies > 1:
-        round_trip += costs.all_reduce[0]
-    return max(float((busy + update).max()), average, float((network + lane).max()), round_trip + costs.update[0])
+        round_trip += costs.all_reduce[first]
+    return max(float((busy + update).max()), average, float((network + lane).max()), round_trip + costs.update[first])
 
 
 def _sums(place: NDArray[np.int64], values: Times, devices: int) -> Times:

@@ -85,7 +85,7 @@ def step_time(order: Order, costs: CostTable, sync: Sync, overheads: StepOverhea
     compute = max(done.end)
     if divided:
         whole = order.whole(sync if shared else None, overheads.copies)
-        summed = max(walk(whole.graph, _without_updates(whole, costs), costs.comm).end)
+        summed = _end(whole, costs)
     else:
         summed = _gradient_sync_end(order, done.end, costs, sync) if shared else compute
     update = max(sum(costs.update[s] for s, _ in pairs) for pairs in held(bare))
@@ -95,11 +95,17 @@ def step_time(order: Order, costs: CostTable, sync: Sync, overheads: StepOverhea
 def _gradient_sync_end(order: Order, end: list[float], costs: CostTable, sync: Sync) -> float:
     """When the last all-reduce is done, from the ends of the compute tasks."""
     if sync == "eager-opt":  # where devices idle decides: ask the pass
-        whole = order.whole(sync)
-        return max(walk(whole.graph, _without_updates(whole, costs), costs.comm).end)
+        return _end(order.whole(sync), costs)
     return gradient_sync_end(order.graph, order.last_gradients, order.sync_order, end, costs.all_reduce, sync)
 
 
-def _without_updates(order: Order, costs: CostTable) -> list[float]:
+def _end(order: Order, costs: CostTable) -> float:
+    """When all is done but the updates.
+
+    Raises:
+        ScheduleError: the order cannot run, for instance because a gather and a gradient sum wait for each other.
+    """
     table = replace(costs, update=(0.0,) * costs.stages)
-    return table.durations(order.schedule, order.graph.tasks)
+    done = walk(order.graph, table.durations(order.schedule, order.graph.tasks), costs.comm)
+    check_ran(order.graph, done)
+    return max(done.end)

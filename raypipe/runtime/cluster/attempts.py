@@ -38,6 +38,7 @@ from raypipe.runtime.recovery.out_of_memory import plan_with_less, ran_out
 from raypipe.runtime.recovery.standby import warm_ones
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
+from raypipe.runtime.validation.metrics import ValidationMetrics, validation_metrics
 
 DRIVER_DIED = "the driver's process died"
 ATTEMPTED = ".attempted"
@@ -61,6 +62,8 @@ class RunRequest:
     """The resources that each worker reserves."""
     reservation: Reservation
     """The devices, reserved for all attempts."""
+    validation: ValidationMetrics | None = None
+    """Functions of the Python API; those of ``train.metrics`` are imported where they run."""
 
 
 class _Reporter:
@@ -225,7 +228,8 @@ def _attempt(
     serve_on = False
     try:
         plan = _on_these_hosts(plan, request, reservation, workers, log)
-        driver = Driver(job, plan, directory, log, reporter.saved, copies)
+        validation = request.validation or validation_metrics(job.train)
+        driver = Driver(job, plan, directory, log, reporter.saved, copies, validation)
         driver.run(workers, checkpoint, done)
         serve_on = driver.paused is not None
     except Exception as error:

@@ -41,7 +41,8 @@ class Compilation:
         self.executor = executor
         self._beside = setup.job.train.compile == "auto"
         self._refused = refusal(setup.job.parallel)
-        self._compiler = StageCompiler(executor, tuple(setup.train.values()), setup.done, build)
+        budget = setup.job.parallel.activation_memory_budget
+        self._compiler = StageCompiler(executor, tuple(setup.train.values()), setup.done, budget, build)
         self._keys: list[StageKey] = []
         self._pending: Future[Outcome] | None = None
         self._ready: dict[StageKey, CompiledStage] = {}

@@ -1,10 +1,17 @@
-"""Compile the stages of one device: trace each, cut it, compile the pieces that its programs run."""
+"""Compile the stages of one device: trace each, cut it, compile the pieces that its programs run.
+
+Where samples differ in length, a stage is compiled for the lengths that most micro-batches are padded to; those of
+another length run eagerly.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,6 +35,11 @@ from raypipe.schedule.lowering.programs import Program
 
 Build = Callable[[fx.GraphModule, FakeTensorMode, bool], Compiled]
 """Compiles a graph; the last argument says whether it is of a backward."""
+
+MOST_LENGTHS = 5
+"""Lengths that a stage is compiled for."""
+LOOKED_AT = 50
+"""Steps whose micro-batches say which lengths are frequent."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +74,15 @@ class StageCompiler:
         executor: of the device, set up; its data says what shapes the stages work on.
         programs: those of a step.
         done: number of steps done before.
+        budget: ``parallel.activation_memory_budget``.
         build: compiles one graph.
     """
 
     def __init__(
-        self, executor: Executor, programs: Collection[Program], done: int = 0, build: Build = compile_graph
-    ) -> None:
-        self.executor, self.programs, self.done, self.build = executor, programs, done, build
+        self, executor: Executor, programs: Collection[Program], done: int = 0, budget: float = 1.0,
+        build: Build = compile_graph,
+    ) -> None:  # fmt: skip
+        self.executor, self.programs, self.done, self.budget, self.build = executor, programs, done, budget, build
 
     def trace(self, key: StageKey) -> TracedStage | StageReport:
         """Trace and cut one stage; return a report instead where it cannot be."""
@@ -78,11 +92,12 @@ class StageCompiler:
         if reason is None:
             try:
                 needed = self._needed(key)
+                budget = 1.0 if needed.recomputes else self.budget
                 parts = []
                 for example in self._examples(key, needed):
                     joint = trace(module, example)
                     prepare(joint)
-                    parts.append((example, joint, cut(joint)))
+                    parts.append((example, joint, cut(joint, budget)))
                 return TracedStage(key, module, needed, parts, began)
             except Exception as error:  # torch raises anything at all; eager runs instead
                 reason = first_line(error)
@@ -114,8 +129,7 @@ class StageCompiler:
             build(pieces.weight_grad) if needed.split else None,
         )
 
-    @staticmethod
-    def _report(traced: TracedStage) -> StageReport:
+    def _report(self, traced: TracedStage) -> StageReport:
         names = {id(parameter): name for name, parameter in traced.module.named.items()}
         held = dict(traced.module.named_parameters())
         inside = [
@@ -124,9 +138,25 @@ class StageCompiler:
             for number in pieces.in_input_grad
             if traced.needed.split
         ]
-        kept = sum(pieces.kept_bytes for _, _, pieces in traced.parts)
-        handed = sum(pieces.handed_bytes for _, _, pieces in traced.parts)
-        return StageReport(*traced.key, time.monotonic() - traced.began, None, tuple(inside), kept, handed)
+        cuts = [[pieces for *_, pieces in some] for _, some in groupby(traced.parts, lambda part: part[0].lengths)]
+        kept = max(sum(pieces.kept_bytes for pieces in some) for some in cuts)
+        handed = max(sum(pieces.handed_bytes for pieces in some) for some in cuts)
+        chosen, eager = self._lengths
+        return StageReport(
+            *traced.key, time.monotonic() - traced.began, None, tuple(dict.fromkeys(inside)), kept, handed,
+            len(chosen), eager,
+        )  # fmt: skip
+
+    @cached_property
+    def _lengths(self) -> tuple[list[Lengths], float]:
+        """The most frequent lengths, the same on every device, and the share of micro-batches of all others."""
+        feed, microbatches = self.executor.feed, self.executor.settings.microbatches
+        if not feed.lengths("train", self.done, 0):
+            return [{}], 0.0
+        steps = range(self.done, self.done + LOOKED_AT)
+        found = Counter(tuple(feed.lengths("train", step, mb).items()) for step in steps for mb in range(microbatches))
+        chosen = found.most_common(MOST_LENGTHS)
+        return [dict(lengths) for lengths, _ in chosen], 1.0 - sum(n for _, n in chosen) / found.total()
 
     def _needed(self, key: StageKey) -> Needed:
         programs, microbatches = self.programs, self.executor.settings.microbatches
@@ -142,23 +172,29 @@ class StageCompiler:
         )  # fmt: skip
 
     def _examples(self, key: StageKey, needed: Needed) -> list[Example]:
-        """Return what the stage's forwards are given: all of it at once, or the segments that R recomputes apart."""
-        executor, module = self.executor, self.executor.modules[key]
-        stage = key[0]
-        lengths = executor.feed.lengths("train", self.done, needed.microbatch)
-        inputs = executor.feed.inputs("train", self.done, needed.microbatch) if module.reads else {}
+        """Return what the stage's forwards are given, per length."""
+        module = self.executor.modules[key]
+        inputs = self.executor.feed.inputs("train", self.done, needed.microbatch) if module.reads else {}
         read = {name: TensorSpec(tuple(x.shape), x.dtype) for name, x in inputs.items() if name in module.reads}
-        arrived: tuple[TensorSpec, ...] = executor.io_specs.arriving(stage, lengths)
+        return [one for lengths in self._lengths[0] for one in self._examples_of(key, needed, read, lengths)]
+
+    def _examples_of(
+        self, key: StageKey, needed: Needed, read: Mapping[str, TensorSpec], lengths: Lengths
+    ) -> list[Example]:
+        """Return what they are given for one length: all of it at once, or the segments that R recomputes apart."""
+        executor, module = self.executor, self.executor.modules[key]
+        read = {name: _of_length(spec, lengths.get(name)) for name, spec in read.items()}
+        arrived: tuple[TensorSpec, ...] = executor.io_specs.arriving(key[0], lengths)
         task = None if module.sends_on else executor.task
-        samples = executor.settings.samples_per_microbatch
-        autocast = executor.settings.autocast
-        whole = Example(samples, arrived, read, None, autocast, task)
+        samples, autocast = executor.settings.samples_per_microbatch, executor.settings.autocast
+        padded = tuple(lengths.items())
+        whole = Example(samples, arrived, read, None, autocast, task, padded)
         if not needed.recomputes or module.recomputes_whole:
             return [whole]
         found = [whole] if needed.keeps else []
         for segment in module.segments:
             loss = task if not segment.gives else None
-            found.append(Example(samples, arrived, read, segment, autocast, loss))
+            found.append(Example(samples, arrived, read, segment, autocast, loss, padded))
             arrived = self._leaving(module, segment, lengths) if segment.gives else ()
         return found
 
@@ -176,6 +212,11 @@ def swap_in(executor: Executor, ready: Mapping[StageKey, CompiledStage]) -> None
         if was != now:
             module.defers = now or module.splits
     executor.computation.compiled = dict(ready)
+
+
+def _of_length(spec: TensorSpec, length: int | None) -> TensorSpec:
+    """Return the spec of a raw input ``[samples, length, ...]`` at another length; None: it has only one."""
+    return spec if length is None else TensorSpec((spec.shape[0], length, *spec.shape[2:]), spec.dtype)
 
 
 def _opaque(module: StageModule) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils import _pytree as pytree
 
@@ -95,22 +96,22 @@ class Cut:
     """Numbers of the matrices whose gradients are computed in B."""
 
 
-def cut(joint: Joint) -> Cut:
-    """Cut a joint graph (``rewrite.prepare``) into pieces."""
-    parameters = len(joint.parameters) + len(joint.buffers)
-    casts = range(joint.given, joint.given + len(joint.casts))
-    forward, backward = min_cut_rematerialization_partition(
-        joint.graph, None, num_fwd_outputs=joint.outputs, static_lifetime_input_indices=[*range(parameters), *casts]
-    )
+def cut(joint: Joint, budget: float = 1.0) -> Cut:
+    """Cut a joint graph (``rewrite.prepare``) into pieces.
+
+    Args:
+        joint: the graph.
+        budget: share of the bytes to keep from forward to backward, from 0 (inputs alone) to 1 (all but what is cheap
+            to compute again).
+    """
+    forward, backward = _halves(joint, budget)
     primals = [node.name for node in joint.graph.graph.nodes if node.op == "placeholder"]
     primals = [name for name in primals if "tangents" not in name]
     tangents = [n.name for n in joint.graph.graph.nodes if n.op == "placeholder" and "tangents" in n.name]
     slots = {name: Slot("given", i) for i, name in enumerate(primals)}
     slots |= {name: Slot("tangent", i) for i, name in enumerate(tangents)}
 
-    made = [node for node in results(forward.graph) if node is not None]
-    outputs = made[: joint.outputs]
-    kept = [node for node in made[joint.outputs :] if node.op != "placeholder"]
+    outputs, kept = _outputs_and_kept(joint, forward)
     slots |= {node.name: Slot("kept", i) for i, node in enumerate(kept)}
     first = _piece(forward, [*outputs, *kept], slots)
     cut = _Backward(joint, backward, slots)
@@ -119,6 +120,51 @@ def cut(joint: Joint) -> Cut:
         first, _piece(forward, outputs, slots), cut.whole(), split, weights, nbytes(kept),
         nbytes(node for node in handed if slots.get(node.name, Slot("kept", 0)).source != "given"), inside,
     )  # fmt: skip
+
+
+BISECTIONS = 6
+"""How often torch's budget is halved to find the one that keeps as many bytes as are wanted."""
+
+
+def _halves(joint: Joint, budget: float) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return forward and backward; the forward keeps at most this share of what it keeps by default.
+
+    torch's own budget counts all parameters as inputs, also those that no backward reads (an embedding), so the same
+    number keeps far less of one stage than of another. It is searched for the most bytes that are within the share.
+    """
+    parameters = len(joint.parameters) + len(joint.buffers)
+    casts = range(joint.given, joint.given + len(joint.casts))
+
+    def halves(share: float) -> tuple[int, tuple[fx.GraphModule, fx.GraphModule]]:
+        with functorch.patch(activation_memory_budget=share):
+            made = min_cut_rematerialization_partition(
+                joint.graph, None, num_fwd_outputs=joint.outputs,
+                static_lifetime_input_indices=[*range(parameters), *casts],
+            )  # fmt: skip
+        return nbytes(_outputs_and_kept(joint, made[0])[1]), made
+
+    size, found = halves(1.0)
+    wanted = budget * size
+    if size <= wanted:
+        return found
+    size, found = halves(0.0)
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        share = budget if (low, high) == (0.0, 1.0) else (low + high) / 2
+        at, made = halves(share)
+        if at > wanted:
+            high = share
+            continue
+        low = share
+        if at > size:
+            size, found = at, made
+    return found
+
+
+def _outputs_and_kept(joint: Joint, forward: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return what a forward computes for others, and what it keeps for the backward besides its inputs."""
+    made = [node for node in results(forward.graph) if node is not None]
+    return made[: joint.outputs], [node for node in made[joint.outputs :] if node.op != "placeholder"]
 
 
 def _piece(module: fx.GraphModule, outputs: Sequence[fx.Node], slots: Mapping[str, Slot]) -> Piece:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from raypipe.models import Task
 from raypipe.models.keyed_random import with_keys
@@ -39,6 +40,8 @@ class Example:
     autocast: torch.dtype | None = None
     loss: Task | None = None
     """The task, where its loss is the end of what runs."""
+    lengths: tuple[tuple[str, int], ...] = ()
+    """What its samples are padded to, by field, where they differ in length."""
 
 
 @dataclass
@@ -140,7 +143,7 @@ def trace(module: StageModule, example: Example) -> Joint:
         Exception: whatever torch raises for operations that it cannot trace.
         ValueError: nothing here gets a gradient.
     """
-    fake = FakeTensorMode()
+    fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # without one, torch caches no graph
     places = Places()
     stage = _Stage(module, example, places)
     wants = stage.wants()

@@ -89,7 +89,9 @@ class StageProgram:
 
         ``weights``: the weight version to run on, by path; None for the stage's own.
         """
-        parameters = self._own if weights is None else [weights[path] for path in self._paths]
+        parameters: list[Tensor] = list(self._own)
+        if weights is not None:  # frozen parameters have one version
+            parameters = [weights.get(path, own) for path, own in zip(self._paths, self._own, strict=True)]
         given = self._given(parameters, arrived, inputs)
         if not torch.is_grad_enabled():
             only = self.pieces.forward_only

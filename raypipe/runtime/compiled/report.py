@@ -19,9 +19,14 @@ class StageReport:
     in_input_grad: tuple[str, ...] = ()
     """Matrices whose gradients are computed in B, in a schedule that splits the backward."""
     kept_bytes: int = 0
-    """Bytes that a micro-batch keeps from its forward to its backward, without parameters and inputs."""
+    """Bytes that a micro-batch of the longest samples keeps from its forward to its backward, without parameters and
+    inputs."""
     handed_bytes: int = 0
     """Bytes that it keeps from B to W, alike."""
+    lengths: int = 1
+    """For how many lengths of samples it is compiled."""
+    eager_share: float = 0.0
+    """Share of the micro-batches looked at that run eagerly, since they are padded to another length."""
 
 
 def first_line(error: BaseException) -> str:

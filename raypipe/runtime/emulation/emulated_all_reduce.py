@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,19 @@ class AllReduceLane:
 
     One begins when its last holder has issued it and has finished its previous one. A thread exchanges these times with
     the other holders while the device computes.
+
+    Args:
+        groups: process groups by name.
+        clock: of the run.
+        pieces: of a step whose sums go in pieces: of each piece its sum's index and its duration, in the order in which
+            the link carries them; none for whole collectives in the order in which they are issued.
     """
 
-    def __init__(self, groups: Mapping[str, dist.ProcessGroup], clock: SharedClock) -> None:
+    def __init__(
+        self, groups: Mapping[str, dist.ProcessGroup], clock: SharedClock, pieces: Sequence[tuple[int, float]] = ()
+    ) -> None:
         self.groups, self.clock = groups, clock
+        self._pieces, self._last = pieces, {index: n for n, (index, _) in enumerate(pieces)}
         self._todo: queue.SimpleQueue[tuple[int, str, float, float] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[int, float] | BaseException] = queue.SimpleQueue()
         self._open = 0
@@ -41,6 +50,12 @@ class AllReduceLane:
         while index not in self._ends:
             self._take()
         return self._ends[index]
+
+    def take_end(self, index: int) -> float:
+        """The same, and forget it: a sum of the next step may then have this index."""
+        end = self.end_of(index)
+        del self._ends[index]
+        return end
 
     def finish(self) -> list[tuple[int, float]]:
         """Wait until the ends of all collectives issued since the last call are known.
@@ -63,8 +78,7 @@ class AllReduceLane:
     def _work(self) -> None:
         free = float("-inf")
         try:
-            while (item := self._todo.get()) is not None:
-                index, name, issued, duration = item
+            for index, name, issued, duration, is_last in self._in_pieces() if self._pieces else self._whole():
                 begin = max(issued, free)
                 if name:
                     group = self.groups[name]
@@ -73,9 +87,27 @@ class AllReduceLane:
                     dist.all_to_all_single(begins, own, group=group)  # one hop, as in norm.Shares
                     begin = self.clock.local(float(begins.max()))
                 free = begin + duration
-                self._done.put((index, free))
+                if is_last:
+                    self._done.put((index, free))
         except BaseException as error:
             self._done.put(error)
+
+    def _whole(self) -> Iterator[tuple[int, str, float, float, bool]]:
+        """Collectives as they are issued: index, group, when it was issued, duration, and that it is complete then."""
+        while (item := self._todo.get()) is not None:
+            yield *item, True
+
+    def _in_pieces(self) -> Iterator[tuple[int, str, float, float, bool]]:
+        """Pieces of sums in their order, each when its sum has been issued; whether it is the last of the sum."""
+        while True:
+            issued: dict[int, tuple[str, float]] = {}
+            for n, (index, duration) in enumerate(self._pieces):
+                while index not in issued:
+                    item = self._todo.get()
+                    if item is None:
+                        return
+                    issued[item[0]] = item[1:3]
+                yield index, *issued[index], duration, self._last[index] == n
 
     def close(self) -> None:
         """End the thread after the collectives that were issued."""

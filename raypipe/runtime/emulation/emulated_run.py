@@ -24,6 +24,7 @@ from raypipe.runtime.driver import QUEUED_STEPS
 from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup
 from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
+from raypipe.runtime.emulation.layer_link import LayerLink
 from raypipe.runtime.shard.device_shards import dividing_group, same_shard_group, shard_groups
 from raypipe.runtime.transport.same_host.shared_memory import SMALLEST_RING
 from raypipe.runtime.update.gradients import shared_groups, stage_group
@@ -96,13 +97,19 @@ class Rehearsal:
     seconds_per_message: float = 0.0
     norm: NormPolicy = "none"
     clip_every: int = 0
+    layers: LayerLink | None = None
+    """Where stages are layers, whose sums the next step's forwards wait for one by one."""
 
     def step_ends(self, steps: int) -> tuple[float, ...]:
         """Predict when each of the first ``steps`` steps ends, in seconds."""
+        if self.layers is not None:
+            return tuple(self.layers.step_ends(self.schedule, self.costs, steps))
         return series(self.schedule, self.costs, steps, self.seconds_per_message, self.norm)
 
     def steady_s(self) -> float:
         """Predict the time per step in the long run, in seconds."""
+        if self.layers is not None:
+            return self.layers.steady_s(self.schedule, self.costs)
         return steady(self.schedule, self.costs, self.seconds_per_message, self.norm)
 
 
@@ -304,6 +311,7 @@ def _setup(workers: WorkerGroup, what: Rehearsal, faults: Mapping[int, DeviceFau
             groups={part: rows[rank] for part, rows in groups.items()},
             norm=what.norm,
             clip_every=what.clip_every,
+            layers=None if what.layers is None else what.layers.sums(schedule, costs),
             faults=faults.get(rank, NO_FAULTS),
         )
         for rank in range(len(workers.actors))

@@ -44,6 +44,16 @@ STAMP = StageIOSpec((TensorSpec((1,), torch.float64),), (True,))
 """Content of a message: when the link delivers it, in seconds on the run's clock."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerSums:
+    """Steps without a barrier between them: a layer's forward waits for the layer's sum of the step before alone."""
+
+    pieces: tuple[tuple[int, float], ...]
+    """See AllReduceLane."""
+    sum_before: dict[int, int]
+    """Index of a forward -> index of the AR of its layer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedSetup:
     """Everything one emulated device needs."""
@@ -66,6 +76,8 @@ class EmulatedSetup:
     """What updates have to do with a global gradient norm."""
     clip_every: int = 0
     """Every so many steps the norm is too large, and with ``norm="optimistic"`` the update is undone; 0 for never."""
+    layers: LayerSums | None = None
+    """Where stages are layers that wait for their own sums alone."""
     faults: DeviceFaults = NO_FAULTS
     """What goes wrong on this device."""
 
@@ -83,7 +95,7 @@ class EmulatedRunner(ProgramRunner):
         )  # fmt: skip
         self.setup = setup
         self.run_clock = run_clock
-        self.all_reduces = AllReduceLane(groups, run_clock)
+        self.all_reduces = AllReduceLane(groups, run_clock, setup.layers.pieces if setup.layers else ())
         self.shares = Shares(world)
         self._waits_for: int | None = None
         self._has_read = False
@@ -103,7 +115,8 @@ class EmulatedRunner(ProgramRunner):
         if self.setup.faults.between_steps_s:
             wait_until(time.monotonic() + self.setup.faults.between_steps_s)
         times = self.walk(self.setup.programs[part], step)
-        self._finish(times)  # all-reduces that no update waited for
+        if self.setup.layers is None:
+            self._finish(times)  # all-reduces that no update waited for
         for index, began in self._began.items():  # until then it waited for its weights, or for its host
             times[index, 0] = began
         return times
@@ -115,6 +128,8 @@ class EmulatedRunner(ProgramRunner):
         begin = time.monotonic() + (faults.host_s if action.task.mbs else 0.0)
         for index in self.setup.waits[self._index] if self.setup.waits else ():
             begin = max(begin, self.all_reduces.end_of(index))
+        if self.setup.layers is not None and self.step > 0 and self._index in self.setup.layers.sum_before:
+            begin = max(begin, self.all_reduces.take_end(self.setup.layers.sum_before[self._index]))
         if begin > time.monotonic():
             wait_until(begin)
             begin = self._began[self._index] = time.monotonic()

@@ -12,6 +12,7 @@ from ray.util import list_named_actors
 
 from raypipe.runtime.cluster.reserve import Place, Reservation
 from raypipe.runtime.cluster.worker_group import Kept, Places, WorkerGroup
+from raypipe.runtime.process import first_backward
 from raypipe.runtime.update.optimizer import untraced
 from raypipe.runtime.worker import StageWorker
 
@@ -28,8 +29,9 @@ class StageStandby(StageWorker):
 
     def warm(self) -> str:
         """Do what is slow for the first time; return the node."""
+        first_backward()
         layer = torch.nn.Linear(4, 4)
-        torch.autograd.backward([layer(torch.ones(2, 4))], [torch.ones(2, 4)])
+        layer(torch.ones(2, 4)).sum().backward()
         untraced(torch.optim.AdamW)(layer.parameters(), fused=True).step()
         return str(ray.get_runtime_context().get_node_id())
 

@@ -25,8 +25,6 @@ def part(executor: Executor, communicators: Communicators) -> Standing:
     executor.ledger.leave()
     standing = executor.ledger.standing(executor.updates.pending)
     leave(executor, communicators)
-    if not executor.sync.complete:  # else this device knows the norm by itself, in no group
-        executor.updates.shares = KnownShares([])
     return standing
 
 
@@ -34,6 +32,9 @@ def leave(executor: Executor, communicators: Communicators) -> None:
     """Leave the channels and groups of a device for good, also while a collective is under way."""
     held = communicators.leave()
     held += executor.sync.leave()
+    held += executor.shards.leave()
+    if not executor.sync.complete:  # else this device knows the norm by itself, in no group
+        executor.updates.shares = KnownShares([])
     executor.senders, executor.receivers, executor.outgoing = {}, {}, Progress()
     threading.Thread(target=_drop, args=(held.clear,), name="raypipe-leave", daemon=True).start()
 

@@ -15,6 +15,8 @@ from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.nonfinite.policy import LEFT_OUT
 
+SCORE = "score"
+"""Key of a manifest's ``meta`` where ``train.best_metric`` is not the loss: its name, and its value as a score."""
 Saved = Callable[[int, Path, dict[str, Any]], None]
 """Called for every complete checkpoint with its step, directory and metrics."""
 
@@ -24,8 +26,8 @@ class RunCheckpoints:
 
     def __init__(self, job: JobSpec, directory: Path, log: RunLog, saved: Saved) -> None:
         self._job, self.root, self._log, self._saved = job, directory / "checkpoints", log, saved
-        self._best_loss = math.inf
-        """Validation loss of the best checkpoint."""
+        self._best_score = math.inf
+        """Score of the best checkpoint (``validation.score``)."""
         self._committed: tuple[int, Path] | None = None
         """The newest complete checkpoint, which a resume would continue from: steps done, and its directory."""
         self.left_out = 0
@@ -34,23 +36,25 @@ class RunCheckpoints:
     def resume(self, checkpoint: Path | None, done: int) -> None:
         """Start from ``checkpoint``, written after ``done`` steps; from no checkpoint if None."""
         self._committed = (done, checkpoint) if checkpoint is not None else None
-        self._best_loss = math.inf
+        self._best_score = math.inf
         if self._job.train.keeps_best:
             kept = best(self.root)
             if kept is not None and kept.step > done:  # its steps will be run again, perhaps by another job
                 forget_best(self.root)
             elif kept is not None:
-                self._best_loss = kept.meta[LOSS]
+                metric, kept_score = kept.meta.get(SCORE, ("loss", kept.meta[LOSS]))
+                if metric == self._job.train.best_metric:
+                    self._best_score = kept_score
 
     @property
     def newest(self) -> tuple[int, Path | None]:
         """The newest complete checkpoint: steps done, and its directory; None for the start."""
         return (0, None) if self._committed is None else self._committed
 
-    def improves(self, val_loss: float) -> bool:
-        """Record a validation loss; return whether it is the best so far, so that its parameters must be saved."""
-        better = val_loss < self._best_loss
-        self._best_loss = min(val_loss, self._best_loss)
+    def improves(self, score: float) -> bool:
+        """Record a validation's score; return whether it is the best so far, so that its parameters must be saved."""
+        better = score < self._best_score
+        self._best_score = min(score, self._best_score)
         return better
 
     def folder(self, step: int, begun: Collection[Path] = ()) -> Path:
@@ -64,7 +68,9 @@ class RunCheckpoints:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def commit(self, step: int, shards: Sequence[ShardInfo], val_loss: float | None, is_best: bool) -> None:
+    def commit(
+        self, step: int, shards: Sequence[ShardInfo], val_loss: float | None, is_best: bool, score: float | None = None
+    ) -> None:
         """Make the shards that workers have written one checkpoint. A thread may do so, then call ``committed``.
 
         Args:
@@ -72,6 +78,7 @@ class RunCheckpoints:
             shards: all of them.
             val_loss: validation loss of these parameters, if known.
             is_best: whether this checkpoint is the best so far.
+            score: score of that validation, if known.
 
         Raises:
             CheckpointError: it cannot be written to disk.
@@ -84,6 +91,8 @@ class RunCheckpoints:
         meta: dict[str, Any] = {"job": self._job.name}
         if val_loss is not None:
             meta[LOSS] = val_loss
+        if score is not None and (metric := self._job.train.best_metric) != "loss":
+            meta[SCORE] = (metric, score)
         if self.left_out:
             meta[LEFT_OUT] = self.left_out
         commit(path, step, shards, meta)

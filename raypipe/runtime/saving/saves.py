@@ -43,6 +43,8 @@ class Save:
     ranks: int
     val_loss: float | None = None
     """Validation loss of the saved parameters, if known."""
+    score: float | None = None
+    """Score of that validation (``validation.score``)."""
     best: bool = False
     """Whether this checkpoint is the best so far."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -133,7 +135,7 @@ class Saves:
 
     def _commit(self, save: Save) -> None:
         shards = [shard for one in save.shards.values() if (shard := one.result()) is not None]
-        self.checkpoints.commit(save.step, shards, save.val_loss, save.best)
+        self.checkpoints.commit(save.step, shards, save.val_loss, save.best, save.score)
 
     def poll(self) -> None:
         """Tell of the saves that have been committed.

@@ -71,6 +71,11 @@ class DeviceShards:
         while len(self._scattering) > left:
             self.stages[self._scattering.popleft()].add_oldest(push)
 
+    def leave(self) -> list[dist.ProcessGroup]:
+        """Let go of all groups and of what is under way on them, for good; return them."""
+        self._scattering.clear()
+        return [group for stage in self.stages.values() for group in stage.leave()]
+
     def take_counts(self) -> tuple[float, float, float]:
         """Return this device's share of the gathers, reduce-scatters and all-reduces since the last call."""
         gathers = sum(stage.all_gathers for stage in self.stages.values())

@@ -76,6 +76,12 @@ class FlatWeights:
             self.gathered = True
         self._gathering = start_all_gather(self.whole, self.shard, self.group)
 
+    def leave(self) -> None:
+        """Let go of the group and of what is under way on it, for good: its connections end with the last reference."""
+        self._gathering = None
+        self._scattering.clear()
+        del self.group
+
     def take_gathering(self) -> dist.Work | None:
         """Return the gather that nobody has waited for yet, once."""
         work, self._gathering = self._gathering, None

@@ -82,6 +82,15 @@ class ShardedStage:
             if work is not None:
                 wait_for(f"weight gather of stage {self.stage}", work, push)
 
+    def leave(self) -> list[dist.ProcessGroup]:
+        """Let go of the groups and of what is under way on them, for good; return them."""
+        held = [self.group] if self.others is None else [self.group, self.others]
+        for flat in self.flats:
+            flat.leave()
+        del self.group
+        self.others = None
+        return held
+
     def release(self) -> None:
         """Drop the gathered weights (FREE)."""
         for flat in self.flats:

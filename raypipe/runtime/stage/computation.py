@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import HalfBatch, MicrobatchState, StageModule
 from raypipe.runtime.step import StepSettings
 from raypipe.runtime.update.weight_versions import Snapshot, run_with
+from raypipe.runtime.validation.predictions import KeepsPredictions, Kept, Preprocess
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,20 @@ class StageComputation:
         self.building = building
         self.training = True
         """Whether dropout draws; validation does not."""
+        self.keeps: KeepsPredictions | None = None
+        """What keeps the predictions of a validation batch; None if nothing does."""
         self.compiled: dict[tuple[int, int], CompiledForward] = {}
         """The stage replicas that are compiled for training (``runtime.compiled``)."""
         self.turns = Alternation() if settings.sub_pipelined else None
+
+    @contextmanager
+    def keeping(self, preprocess: Preprocess | None) -> Iterator[list[Kept]]:
+        """Keep the last stage's predictions of what is validated inside, as ``preprocess`` makes them."""
+        self.keeps = KeepsPredictions(self.task, preprocess)
+        try:
+            yield self.keeps.kept
+        finally:
+            self.keeps = None
 
     def run(
         self,
@@ -96,6 +108,8 @@ class StageComputation:
                     return program(arrived, inputs, weights)
                 outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
                 if not sends_on and (segment is None or not segment.gives):
+                    if self.keeps is not None and not self.training:
+                        self.keeps.add(samples, outputs[0], inputs)
                     outputs = (self.task.loss(outputs[0], inputs),)
             return outputs
 

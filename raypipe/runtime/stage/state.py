@@ -196,7 +196,7 @@ def read_previous(
     checkpoint: Checkpoint, module: StageModule, tied: tuple[TiedHolders, ...], tensor_rank: int = 0
 ) -> dict[str, Tensor]:
     """Read what ``previous_pieces`` wrote, by parameter path; empty if the checkpoint has none."""
-    names = {path: name for path, p in module.named_parameters() for name, own in module.named.items() if own is p}
+    names = {path: name for path, p in module.named_parameters() for name, own in module.trained.items() if own is p}
     keys = {path: f"optim/{_canonical(name, tied)}/{PREVIOUS}" for path, name in names.items()}
     if not set(keys.values()) <= set(checkpoint.keys):
         return {}

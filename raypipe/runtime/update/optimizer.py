@@ -65,7 +65,7 @@ def learning_rate(train: TrainSpec, step: int) -> float:
     A linear warm-up comes first, then a constant rate or a cosine or linear decay to ``min_lr``.
     """
     if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
+        return train.lr * (step if train.warmup_from_zero else step + 1) / train.warmup_steps
     if train.lr_schedule == "constant":
         return train.lr
     done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)

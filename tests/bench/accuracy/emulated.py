@@ -14,7 +14,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +29,7 @@ from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_run import Links, Rehearsal, rehearsal, run_rehearsal
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.latency import each_latency
 from raypipe.search import search
 
 MEDIAN, WORST = 0.03, 0.06
@@ -125,6 +126,12 @@ CASES = (
     Case("auto", 4, 8, uneven=0.6, comm=2.0),
     Case("auto", 8, 16, uneven=0.4),
 )
+
+
+def longer(costs: CostTable, scale: float) -> CostTable:
+    """The costs with every time ``scale`` times as long."""
+    rows = {f.name: tuple(scale * t for t in getattr(costs, f.name)) for f in fields(costs) if f.name != "comm"}
+    return replace(costs, **rows, comm=each_latency(costs.comm, lambda seconds: scale * seconds))
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.stages import costs_of
 from raypipe.data import declared_fields, prepare
 from raypipe.job.load import job_from
+from raypipe.job.parallel_spec import BUDGET
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
@@ -68,6 +69,7 @@ class Case:
 
     schedule: str
     parallel: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
     predicted_s: list[float] = field(default_factory=list)
     """By each round's profile."""
     measured_s: list[float] = field(default_factory=list)
@@ -103,7 +105,8 @@ class Case:
             {
                 "name": "predicted", "model": {**MODEL, "tie_embeddings": False},
                 "data": {"type": "bytes", "path": "stdlib"},
-                "train": {"steps": steps, "batch": BATCH, "optimizer": "adamw", "lr": 0.001, "eval_batches": 1},
+                "train": {"steps": steps, "batch": BATCH, "optimizer": "adamw", "lr": 0.001, "eval_batches": 1,
+                          **self.train},
                 "parallel": {"schedule": self.schedule, "stages": 2, "microbatch": 4, **self.parallel},
             }
         )  # fmt: skip
@@ -213,12 +216,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=7, help=f"of a turn; the first {WARM_UP} are left out")
     parser.add_argument("--quick", action="store_true", help="one short round: shows that it works, measures little")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these schedules")
+    parser.add_argument("--compiled", type=float, metavar="BUDGET", help="compiled stages that keep this share")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     rounds, steps = (1, WARM_UP + 2) if args.quick else (args.rounds, args.steps)
     os.environ.setdefault("RAY_ADDRESS", "local")
     out, progress = Console(width=150), Console(stderr=True)
     found = [case for case in cases() if args.only is None or case.schedule in args.only]
+    if args.compiled is not None:
+        for case in found:
+            case.train = {"compile": "inductor"}
+            case.parallel[BUDGET] = args.compiled
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory(prefix="raypipe-predicted-") as name:
         data = Path(name) / "data"
         job = found[0].job(1)

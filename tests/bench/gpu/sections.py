@@ -159,7 +159,7 @@ def clocks(device: torch.device) -> Found:
         runner.run(program, step, learning_rate(train, step))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         spans = runner.run(program, 4, learning_rate(train, 4)).times
-    kernels = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in seen.events() if e.device_type == torch._C._autograd.DeviceType.CUDA]
     first, last = min(e.time_range.start for e in kernels), max(e.time_range.end for e in kernels)
     profiled, clocked = (last - first) * 1e-6, float(spans.max() - spans.min())
     if abs(profiled - clocked) > 0.05 * profiled + 2e-4:

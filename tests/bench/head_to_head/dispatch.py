@@ -17,8 +17,10 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.plan.online.measured_steps import Part, StepClock
+from raypipe.plan.online.measured_steps import StepClock
+from raypipe.plan.online.recorded_steps import NO_WAITS, StepWaits
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import programs
 
 Times = list[NDArray[np.float64]]
@@ -37,8 +39,10 @@ class RecordingClock(StepClock):
         self.driver_cpu: list[float] = []
         """Processor seconds of the driver's process, all threads, at the moment each step was collected."""
 
-    def add(self, part: Part, times: Times) -> tuple[float, float]:
-        result = super().add(part, times)
+    def add(
+        self, part: Part, times: Times, waits: StepWaits = NO_WAITS, number: int = 0
+    ) -> tuple[float, float]:  # fmt: skip
+        result = super().add(part, times, waits, number)
         self.steps.append(times)
         self.step_s.append(result[0])
         self.driver_cpu.append(time.process_time())

@@ -65,9 +65,11 @@ class CaseResult:
 
 
 def run_case(
-    case: Case, ray: RaypipeSide, others: Rivals, folder: Path, rounds: int, say: Say, pipelines_only: bool = False
-) -> CaseResult:
-    """Measure ``case``; raypipe's Ray and the rivals' processes are up already."""
+    case: Case, ray: RaypipeSide, others: Rivals, folder: Path, rounds: int, say: Say, pipelines_only: bool = False,
+    compiled: bool = False,
+) -> CaseResult:  # fmt: skip
+    """Measure ``case``; raypipe's Ray and the rivals' processes are up already. ``compiled``: raypipe takes a turn with
+    compiled stages too."""
     result = CaseResult(case)
     jobs: dict[str, tuple[JobSpec, Plan]] = {}
     for name in case.schedules:
@@ -81,7 +83,7 @@ def run_case(
     data = folder / f"data-{case.name}"
     any_job, any_plan = next(iter(jobs.values()))
     prepare(any_job.data, any_job.model.sequence, data)
-    turns = _pipelines(case, jobs, ray, others, data, result)
+    turns = _pipelines(case, jobs, ray, others, data, result, compiled)
     plain = _plain(case, any_job, any_plan, others, data, result)
     turns += plain[:1] if pipelines_only else plain
     for number in range(rounds):
@@ -98,8 +100,9 @@ def run_case(
 
 
 def _pipelines(
-    case: Case, jobs: dict[str, tuple[JobSpec, Plan]], ray: RaypipeSide, others: Rivals, data: Path, result: CaseResult
-) -> list[Turn]:
+    case: Case, jobs: dict[str, tuple[JobSpec, Plan]], ray: RaypipeSide, others: Rivals, data: Path, result: CaseResult,
+    compiled: bool,
+) -> list[Turn]:  # fmt: skip
     turns: list[Turn] = []
     for name, (job, plan) in jobs.items():
 
@@ -108,12 +111,18 @@ def _pipelines(
             result.add(f"raypipe {name}", block)
             result.driver.setdefault(name, []).append(cost)
 
+        def ours_compiled(name: str = name, job: JobSpec = job, plan: Plan = plan) -> None:
+            train = job.train.model_copy(update={"compile": "inductor"})
+            block, _ = ray.block(job.model_copy(update={"train": train}), plan, data, case.warm_up)
+            result.add(f"compiled {name}", block)
+
         def theirs(name: str = name, job: JobSpec = job, plan: Plan = plan) -> None:
             kind = UNCUT.get(name, "pipeline")
             result.add(f"torch {name}", others.pair.block(Order(kind, job, plan, data, case.steps)))
             result.same_order[name] = others.pair.same_order
 
         turns += [(f"raypipe {name}", ours), (f"torch {name}", theirs)]
+        turns += [(f"raypipe {name}, compiled", ours_compiled)] * compiled
     return turns
 
 

@@ -54,18 +54,29 @@ def summarise(result: CaseResult) -> dict[str, Any]:
             "standstill_share": median(c.standstill for c in result.driver[name]),
             "driver_cpu_share": median(c.cpu for c in result.driver[name]),
         }
-    best = min(schedules, key=lambda name: schedules[name]["raypipe_s"])
-    ours = steady(f"raypipe {best}")
+        if f"compiled {name}" in result.blocks:
+            compiled = steady(f"compiled {name}")
+            schedules[name] |= {
+                "compiled_s": median(compiled),
+                "compiled_over_eager": median(a / b for a, b in zip(compiled, ours, strict=True)),
+                "compiled_over_torch": median(a / b for a, b in zip(compiled, theirs, strict=True)),
+                "compiled_loss_difference": _difference(result, f"compiled {name}", f"torch {name}"),
+            }
+    contenders = [name for name in result.blocks if name.startswith(("raypipe ", "compiled "))]
+    best = min(contenders, key=lambda name: median(steady(name)))
+    torchs_best = min(schedules, key=lambda name: schedules[name]["torch_s"])
+    ours = steady(best)
     plain = {
         name: {
             "step_s": median(steady(name)),
             "ratio": median(a / b for a, b in zip(ours, steady(name), strict=True)),
-            "loss_difference": _difference(result, f"raypipe {best}", name),
+            "loss_difference": _difference(result, best, name),
         }
         for name in result.blocks
-        if not name.startswith(("raypipe ", "torch "))
+        if name == f"torch {torchs_best}" or not name.startswith(("raypipe ", "compiled ", "torch "))
     }
     differences = [row["loss_difference"] for row in (*schedules.values(), *plain.values())]
+    differences += [row.get("compiled_loss_difference", 0.0) for row in schedules.values()]
     return {
         "case": case.name,
         "about": case.about,
@@ -117,9 +128,20 @@ def show(figures: dict[str, Any], out: Console) -> None:
             _share(row["standstill_share"]), _share(row["driver_cpu_share"]),
         )  # fmt: skip
     out.print(table)
+    compiled = {name: row for name, row in figures["schedules"].items() if "compiled_s" in row}
+    if compiled:
+        table = Table("compiled stages", *("ms", "/ eager", "/ torch", "loss diff"))
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for name, row in compiled.items():
+            table.add_row(
+                name, f"{row['compiled_s'] * 1e3:.1f}", f"{row['compiled_over_eager']:.3f}",
+                f"{row['compiled_over_torch']:.3f}", f"{row['compiled_loss_difference']:.0e}",
+            )  # fmt: skip
+        out.print(table)
     out.print(f"ideal (one process, one thread, divided by {DEVICES} devices): {figures['ideal_s'] * 1e3:.1f} ms")
     best = figures["best_schedule"]
-    table = Table("rival on the same mini-batch", *("ms", f"raypipe {best} / rival", "loss diff"))
+    table = Table("rival on the same mini-batch", *("ms", f"{best} / rival", "loss diff"))
     for column in table.columns[1:]:
         column.justify = "right"
     for name, row in figures["rivals"].items():

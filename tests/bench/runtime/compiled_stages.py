@@ -1,13 +1,14 @@
 """Compiled stages beside eager ones: step time, B and W beside the joint backward, activations, time to the first step.
 
-    python -m tests.bench.runtime.compiled_stages [--turns 7] [--first-step]
+    python -m tests.bench.runtime.compiled_stages [--turns 7] [--first-step | --budgets]
 
 All stages of a small GPT run on one device with one thread, as a worker runs them; eager and compiled steps take turns,
 and a row is the median turn. ``small`` is a model whose operations cost more to launch than to compute, ``large`` one
 whose time is matrix products. Activations are what a micro-batch's forward saves, parameters and inputs not counted.
 
 ``--first-step`` times ``raypipe train`` up to its first step instead: eager, compiled with an empty cache, and compiled
-with the cache that this has filled.
+with the cache that this has filled. ``--budgets`` times ``parallel.activation_memory_budget`` beside layers that the
+plan recomputes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from torch import Tensor
 
 from raypipe.job.load import job_from
 from raypipe.models import LayeredModel, build_model
+from raypipe.runtime.compiled.compiler import TracedStage
+from raypipe.runtime.compiled.cut import Cut
 from raypipe.runtime.compiled.inductor import compile_graph
+from raypipe.runtime.compiled.joint import Example
 from tests.runtime.compiled.pieces import compiled_device
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
 
@@ -39,6 +43,7 @@ SIZES = {
     "large": {"layers": 4, "hidden": 256, "heads": 4, "sequence": 128, "microbatch": 4},
 }
 MICROBATCHES = 4
+BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
 def model_of(name: str, dropout: float) -> tuple[LayeredModel, dict[str, Tensor], int]:
@@ -114,6 +119,44 @@ def compare(name: str, dropout: float, turns: int) -> None:
           f"compiled {compiled / 2**20:.2f} MiB, {compiled / eager:.2f}", flush=True)  # fmt: skip
 
 
+def kept_of(stage: TracedStage, example: Example, pieces: Cut) -> int:
+    """Bytes from forward to backward: what arrived, and what is not computed again."""
+    arrived = sum(spec.nbytes for spec in example.arrived)
+    again = stage.needed.recomputes if example.segment is None else example.segment.recomputed
+    return arrived + (0 if again else pieces.kept_bytes)
+
+
+def budgets(name: str, dropout: float, turns: int) -> None:
+    """Print what a share of the activations costs in time: computed again by the backward, or whole layers by R."""
+    model, rows, microbatch = model_of(name, dropout)
+    cut = even_cut(model, 2)
+    whole_layers = {"half of the layers": set(range(1, model.count - 1, 2)), "all layers": set(range(model.count))}
+    ways: dict[str, dict[str, Any]] = {f"compiled, budget {share}": {"budget": share} for share in BUDGETS}
+    ways |= {
+        f"compiled, R of {what}": {"recompute": True, "recomputed": layers} for what, layers in whole_layers.items()
+    }
+    made, kept = {}, {}
+    for way, variant in ways.items():
+        made[way], traced, _ = compiled_device(
+            model, cut, rows, torch.float32, microbatch, build=compile_graph, **variant
+        )
+        kept[way] = sum(kept_of(stage, example, pieces) for stage in traced for example, _, pieces in stage.parts)
+    for what, layers in whole_layers.items():
+        made[f"eager, R of {what}"] = one_device(
+            model, cut, rows, torch.float32, microbatch, recompute=True, recomputed=layers
+        )
+    made["eager"] = one_device(model, cut, rows, torch.float32, microbatch)
+    taken: dict[str, list[float]] = {way: [] for way in made}
+    for turn in range(turns + 2):  # the first two warm up
+        for way, device in made.items():
+            taken[way].append(step_s(device, turn))
+    full = median(taken["compiled, budget 1.0"][2:])
+    for way in made:
+        ms, size = median(taken[way][2:]), kept.get(way)
+        held = "" if size is None else f"keeps {size / 2**20:6.2f} MiB"
+        print(f"{name:5} dropout {dropout:3}  {way:30} {ms * 1e3:8.2f} ms  {ms / full:.3f}  {held}", flush=True)
+
+
 def first_step_s(folder: Path, run: str, compiled: str, cache: Path) -> float:
     """Seconds from the command to its first step."""
     shape = {**SIZES["large"]}
@@ -147,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--first-step", action="store_true")
+    parser.add_argument("--budgets", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="raypipe-compiled-") as name:
         folder = Path(name)
@@ -159,6 +203,9 @@ def main() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
         torch.set_num_threads(1)
         for size in SIZES:
+            if asked.budgets:
+                budgets(size, 0.1, asked.turns)
+                continue
             compare(size, 0.1, asked.turns)
 
 

@@ -4,9 +4,10 @@
 
 The hosts are network namespaces of this machine (``tests.hosts``), with two devices each; it takes root. In every
 run a worker of each host is killed (SIGKILL, at a random moment: while channels open, or in a step), each in an attempt
-of its own; the run restarts from its last checkpoint and ends with the losses of an undisturbed run. After a kill no
-worker of that attempt may live on any host, nor a file in /dev/shm that is not Ray's own; after a run, no process or
-socket of it either. Exit status 1 if anything was left, or a run failed or lost something.
+of its own; the run goes on from its last checkpoint and ends with the losses of an undisturbed run. Every other run has
+``train.recovery: restart``: after a kill no worker of that attempt may live on any host. In the others those that were
+not killed live on. Never may there be a file in /dev/shm that is not Ray's own; after a run, no process or socket of it
+either. Exit status 1 if anything was left, or a run failed or lost something.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ JOB = """
 name: killed
 model: {{type: gpt, layers: 6, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
 data: {{type: bytes, path: "{path}"}}
-train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: 1.0, checkpoint_every: 10, max_failures: 9}}
+train:
+  {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: 1.0, checkpoint_every: 10, max_failures: 9,
+    recovery: {recovery}}}
 parallel: {{schedule: 1f1b, stages: {stages}, microbatch: 1}}
 """
 STEPS = 120
@@ -155,9 +158,12 @@ def ended(process: subprocess.Popen[str], timeout_s: float = RUN_S) -> tuple[int
 
 def kill_in(
     members: list[Host], settings: dict[str, str], job: Path, directory: Path, victims: Sequence[int],
-    losses: list[float],
+    losses: list[float], in_place: bool,
 ) -> Run:  # fmt: skip
-    """Start a run, kill a worker on each host of ``victims``, each after the restart before, and wait for the end."""
+    """Start a run, kill a worker on each host of ``victims``, each after the restart before, and wait for the end.
+
+    ``in_place``: the other workers live on.
+    """
     run = Run()
     process = run_job(members, settings, job, directory)
     old: set[int] = set()
@@ -174,7 +180,7 @@ def kill_in(
         for pid in random.sample(present[host], 1):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        old = {pid for found in present for pid in found}
+            old |= {pid} if in_place else {pid for found in present for pid in found}
         run.kills.append(Kill(host, not started, left_of(members, old)))
     run.status, result, said = ended(process)
     if run.status:
@@ -208,22 +214,28 @@ def main() -> int:
         ray_cluster(members, cpus=PER_HOST) as settings,
     ):
         folder = Path(name)
-        job = folder / "job.yaml"
-        job.write_text(JOB.format(path=text_in(folder), steps=STEPS, stages=PER_HOST * args.hosts))
-        status, undisturbed, said = ended(run_job(members, settings, job, folder / "undisturbed"))
+        jobs, text = {}, text_in(folder)
+        for recovery in ("in-place", "restart"):
+            jobs[recovery] = folder / f"{recovery}.yaml"
+            jobs[recovery].write_text(
+                JOB.format(path=text, steps=STEPS, stages=PER_HOST * args.hosts, recovery=recovery)
+            )
+        status, undisturbed, said = ended(run_job(members, settings, jobs["restart"], folder / "undisturbed"))
         if status or (what := left(members)):
             print(said if status else f"an undisturbed run leaves {what}", file=sys.stderr)
             return 1
         while (done := sum(len(run.kills) for run in found)) < args.times and len(found) <= args.times:
             victims = [n % args.hosts for n in range(done, min(done + args.hosts, args.times))]
-            run = kill_in(members, settings, job, folder / f"run-{len(found)}", victims, undisturbed["losses"])
+            in_place, directory = len(found) % 2 == 0, folder / f"run-{len(found)}"
+            job = jobs["in-place" if in_place else "restart"]
+            run = kill_in(members, settings, job, directory, victims, undisturbed["losses"], in_place)
             found.append(run)
             for kill in run.kills:
                 when = "opening" if kill.opening else "in a step"
                 print(f"host {kill.host}, {when}, left: {', '.join(kill.left) or 'nothing'}")
             print(
-                f"run {len(found)}: status {run.status}, {len(run.kills)} kills, {run.restarts} restarts, same losses: "
-                f"{run.same_losses}, left: {', '.join(run.left) or 'nothing'}",
+                f"run {len(found)}, {job.stem}: status {run.status}, {len(run.kills)} kills, {run.restarts} restarts, "
+                f"same losses: {run.same_losses}, left: {', '.join(run.left) or 'nothing'}",
                 flush=True,
             )
     kills = [kill for run in found for kill in run.kills]

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-STANDBY_STEPS, STARTED_STEPS = 600, 180
+STANDBY_STEPS, STARTED_STEPS = 450, 100
 """Steps per kill of a run with and without a process that stands by, which limit how long a kill can be waited for."""
 
 
@@ -52,16 +52,16 @@ def workers(name: str, shapes: tuple[str, ...], kills: int, steps: int, *options
 
 SERIES = (
     workers(
-        "in place, a process stood by", ("1f1b:2x2", "zb-v:2x2", "chimera:4x1"), 75, STANDBY_STEPS, "--standby", "1"
+        "in place, a process stood by", ("1f1b:2x2", "zb-v:2x2", "chimera:4x1"), 18, STANDBY_STEPS, "--standby", "1"
     ),
-    workers("in place, a process had to start", ("1f1b:2x2", "zb-v:2x2", "chimera:2x2"), 24, STARTED_STEPS),
-    workers("from copies", ("1f1b:2x1", "zb-v:2x1", "1f1b:4x1", "1f1b:2x2:zero3"), 56, STARTED_STEPS),
+    workers("in place, a process had to start", ("1f1b:2x2", "zb-v:2x2", "chimera:2x2"), 72, STARTED_STEPS),
+    workers("from copies", ("1f1b:2x1", "zb-v:2x1", "1f1b:4x1", "1f1b:2x2:zero3"), 60, STARTED_STEPS),
     Series(
-        "driver, Ray Train's controller", 36, lambda n: ["kill_driver", "--trials", str(max(1, n // 2))],
+        "driver, Ray Train's controller", 40, lambda n: ["kill_driver", "--trials", str(max(1, n // 2))],
         lambda found: [second for one in found.values() for second in one],
     ),
     Series(
-        "raylet", 9, lambda n: ["device_changes", "--rounds", str(max(1, n))],
+        "raylet", 10, lambda n: ["device_changes", "--rounds", str(max(1, n))],
         lambda rows: [row["seconds"] for row in rows if row["what"] == "a node is killed"],
     ),
 )  # fmt: skip

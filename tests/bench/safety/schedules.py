@@ -89,14 +89,20 @@ def check(schedule: Schedule) -> None:
         expect(0 <= t.stage < stages and 0 <= t.replica < schedule.replicas, f"{t} names nothing")
         expect(schedule.placement[t.replica][t.stage] == d, f"{t} is on another device")
         expect(all(0 <= mb < count for mb in t.mbs), f"{t} has a micro-batch that does not exist")
+    reached: set[int] = set()  # by a gradient: a stage up to it is trained
+    behind = [{a for a, b in schedule.graph.edges if b == stage} for stage in range(stages)]
     for stage in range(stages):
+        frozen = stage in schedule.rules.frozen
+        skips = schedule.rules.skip_first_b and not behind[stage] & reached
+        if not frozen or behind[stage] & reached:
+            reached.add(stage)
+        wanted = [] if stage not in reached else [["B"]] if frozen else [["BW"], ["B", "W"]]
         for mb in range(count):
             own = [t.kind for _, t in tasks if t.stage == stage and mb in t.mbs]
-            skips = schedule.rules.skip_first_b and not any(b == stage for _, b in schedule.graph.edges)
             grads = sorted(k for k in own if k in ("B", "W", "BW"))
             expect(own.count("F") == 1, f"stage {stage} runs the forward of {mb} {own.count('F')} times")
             expect(
-                grads in (["BW"], ["B", "W"]) or (skips and grads == ["W"]),
+                grads in (wanted or [[]]) or (skips and not frozen and grads == ["W"]),
                 f"{stage} has the gradients {grads} of {mb}",
             )
     if schedule.graph == StageGraph.chain(stages):
@@ -107,6 +113,7 @@ def _check_runs(schedule: Schedule) -> None:
     done: set[tuple[str, int, int]] = set()
     at = [0] * schedule.devices
     last = schedule.stages - 1
+    first = next((s for s in range(schedule.stages) if s not in schedule.rules.frozen), 0)
 
     def ready(t: Any) -> bool:
         if not t.mbs or t.kind not in ("F", "B", "W", "BW"):
@@ -115,7 +122,7 @@ def _check_runs(schedule: Schedule) -> None:
             return t.stage == 0 or all(("F", t.stage - 1, mb) in done for mb in t.mbs)
         if any(("F", t.stage, mb) not in done for mb in t.mbs):
             return False
-        if t.kind == "W" and schedule.rules.w_dep == "B" and not (schedule.rules.skip_first_b and t.stage == 0):
+        if t.kind == "W" and schedule.rules.w_dep == "B" and not (schedule.rules.skip_first_b and t.stage == first):
             return all(("B", t.stage, mb) in done for mb in t.mbs)
         return t.stage == last or all(("B", t.stage + 1, mb) in done for mb in t.mbs)
 

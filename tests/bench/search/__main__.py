@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from tests.bench.search import against_bounds, against_others, emulated, gathers, joint, speed
+from tests.bench.search import against_bounds, against_others, emulated, gathers, joint, lora, speed
 from tests.bench.search.line import Effort, Line
 
 
@@ -62,6 +62,16 @@ CASES = {
         joint.certificates, "the gap to the certificate on random uneven models, 2 to 16 devices, in the same memory",
         "2 % on nine of ten, 5 % on all of up to 8 devices; none takes more memory",
         Effort(100, 6.0),
+    ),
+    "lora": Case(
+        lora.lora, "adapters on a medium GPT-2: plans that know of frozen weights beside those that do not",
+        "1.3 times as fast on a line of stages whose first blocks are frozen",
+        Effort(len(lora.DEVICES), 0.0),
+    ),
+    "lora-emulated": Case(
+        lora.emulated, "the same on four emulated devices; wants a quiet machine",
+        "3 % between a step and its prediction",
+        Effort(1, 0.0),
     ),
     "emulated": Case(
         emulated.emulated, "auto beside 1F1B, interleaved 1F1B and ZB-H1 on emulated devices; wants a quiet machine",

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from raypipe.cost.profile import LayerProfile
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import grids
 from raypipe.plan.certificate.assigned import assigned_bound
@@ -43,6 +44,15 @@ def tiny(seed: int):
     kept = [rng.randint(1, 4) for _ in range(layers)]
     room = rng.choice([None, max(max(kept), sum(kept) // devices + rng.randint(0, 3))])
     return times, devices, count, rng.choice([0, 1, 4]), kept, room
+
+
+def frozen(layer: LayerProfile, parameters: int, trained: int) -> LayerProfile:
+    """A layer of so many parameters of which so many are trained, and which has next to no W."""
+    times = {
+        n: t.model_copy(update={"weight_grad": 0.01 * t.weight_grad, "joint": t.input_grad + 0.01 * t.weight_grad})
+        for n, t in layer.times.items()
+    }
+    return layer.model_copy(update={"parameters": parameters, "trained_parameters": trained, "times": times})
 
 
 def both(i, known):
@@ -108,6 +118,9 @@ def test_each_bound_on_cases_whose_answer_is_plain() -> None:
     assert largest_layers(head) == 10 * 27 + 3 + 2  # the head alone, after three forwards and a message
     assert largest_layers(alike([1] * 5, [1] * 5, [1] * 5, 4, 10)) >= 10 * 6  # some device has two of five
     assert one_microbatch(alike([1] * 4, [2] * 4, [0] * 4, 4, 1, message=100)) == 12  # on one device, no message
+    # On three devices two messages there and two back, or a third of all work; to frozen layers no message leads back.
+    half = alike([1] * 4, [0, 0, 2, 2], [0] * 4, 4, 4, message=1)
+    assert (one_microbatch(half), one_microbatch(replace(half, frozen_first=2))) == (12, 32 / 3)
     # Room for one activation of each layer: from its F to the end of its B and W, 2 N times over.
     tight = alike([1, 1], [1, 1], [1, 1], 2, 10, room=1.0)
     recomputed = memory_time(tight)
@@ -117,11 +130,15 @@ def test_each_bound_on_cases_whose_answer_is_plain() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seed", "clip"),
-    [(0, None), (1, 1.0), *exhaustive((0, 1.0), (1, None), *itertools.product(range(2, 6), (None, 1.0)))],
-)
-def test_no_plan_of_any_family_beats_its_certificate(seed, clip) -> None:
-    """Every schedule, recomputed and divided ones too, on several grids, with links and updates of all sizes."""
+    ("seed", "clip", "trained"),
+    [
+        (0, None, 1.0), (1, 1.0, 1.0), (0, 1.0, 0.01), (1, None, -1.0),
+        *exhaustive((0, 1.0, 1.0), (1, None, 1.0), *itertools.product(range(2, 6), (None, 1.0), (-1.0, 0.01, 1.0))),
+    ],
+)  # fmt: skip
+def test_no_plan_of_any_family_beats_its_certificate(seed, clip, trained) -> None:
+    """Every schedule, recomputed and divided ones too, on several grids, with links and updates of all sizes, and of
+    models of which only some weights are trained (below 0: none of the first half)."""
     rng = random.Random(seed)
     link = {"alpha_s": 2e-4, "beta_s_per_byte": 1 / rng.choice([1e8, 4e9])}
     profile = make_profile(
@@ -129,6 +146,16 @@ def test_no_plan_of_any_family_beats_its_certificate(seed, clip) -> None:
         update_s_per_parameter=rng.choice([2e-9, 2e-8]), task_overhead_s=rng.choice([0.0, 5e-4]),
         alone=rng.choice([1.0, 0.8]), inside=link, between=link,
     )  # fmt: skip
+    if trained < 1:
+        # Large enough that the frozen ones' gradients and optimizer state would not fit.
+        layers = [(layer, 20 * layer.parameters) for layer in profile.layers]
+        half = len(layers) // 2 if trained < 0 else 0
+        update = {
+            "layers": tuple(
+                frozen(layer, n, 0 if k < half else round(abs(trained) * n)) for k, (layer, n) in enumerate(layers)
+            )
+        }
+        profile = profile.model_copy(update={**update, "memory_bytes": (1.2 if trained > 0 else 4) * 2**30})
     job = make_job(layers=len(profile.layers) - 2, batch=8, clip=clip)
     judge = Predictor(profile, job.train, deepest(job, profile))
     certifier, seen = Certifier(judge), 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -16,6 +17,7 @@ from raypipe.plan.predict.step_time import StepOverheads, step_time
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
+from raypipe.schedule.passes import without_frozen
 from raypipe.schedule.shape import Concat, Shape
 from tests.plan.conftest import form_on
 
@@ -56,9 +58,13 @@ def test_no_step_is_faster_than_its_bound(name: str) -> None:
         copies = rng.choice([1, 3])
         norm = rng.choice(("none", *get_args(RequestedNormPolicy)))
         overheads = StepOverheads(copies=copies, norm=norm, norm_s=0.1 if norm == "wait" else 0.0)
-        for sync in SYNCS:
-            step = step_time(Order(schedule), costs, sync, overheads).step
-            assert least_step_seconds(form, count, costs, overheads) <= step * (1 + 1e-9)
+        frozen = tuple(sorted(rng.sample(range(schedule.stages), rng.randint(1, schedule.stages - 1))))
+        for some in ((), frozen, tuple(range(schedule.stages // 2))):
+            order = Order(without_frozen(schedule, some))
+            assert replace(Form.of(order.schedule, form.alias), recomputes=form.recomputes) == form
+            for sync in SYNCS:
+                step = step_time(order, costs, sync, overheads).step
+                assert least_step_seconds(form, count, costs, overheads, frozen=some) <= step * (1 + 1e-9)
         checked += 1
     assert checked > 5
 

@@ -264,6 +264,7 @@ def test_outside_a_run_the_cause_is_told_without_rays_traceback() -> None:
 @pytest.mark.runs
 def test_the_cause_wins_over_what_it_does_to_the_others(local_ray) -> None:
     devices = [ray.remote(Device).options(num_cpus=0).remote() for _ in range(3)]
+    ray.get([device.work.remote() for device in devices])  # a process that still starts would answer too late
 
     def cause(*errors: tuple[Exception | None, float]) -> BaseException:
         refs = [device.work.remote(*what) for device, what in zip(devices, errors, strict=True)]

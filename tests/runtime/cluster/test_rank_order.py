@@ -76,6 +76,7 @@ from raypipe.runtime.cluster.rank_order import DeviceKinds, kind_of_node
 from raypipe.runtime.cluster.reserve import reserve
 from raypipe.runtime.cluster.worker_group import start_actors
 from ray.util import placement_group_table
+from tests.ray_environment import node_settings
 
 class Place:
     def __init__(self, rank, title):
@@ -93,7 +94,7 @@ def where(devices, request, together=1, kinds=None):
         held.give_back()
     return group.locations
 
-small = {"object_store_memory": 100 << 20, "dashboard_host": "127.0.0.1"}
+small = {"object_store_memory": 100 << 20, **node_settings()}
 cluster = Cluster()
 for cpus, gpus, kind in ((2, 0, "old"), (5, 0, None), (3, 0, "new"), (2, 2, None), (4, 4, None)):
     marks = {} if kind is None else {"resources": {"accelerator_type:" + kind: 1}}

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from raypipe.job import GptSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.compiled.compilation import MEASURED, Compilation, refusal
+from raypipe.runtime.compiled.inductor import compile_graph
 from raypipe.runtime.compiled.toolchain import missing_toolchain
-from tests.runtime.compiled.pieces import interpreted
+from tests.runtime.compiled.pieces import compiled_device, interpreted
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
+from tests.runtime.runs.test_any_model import CASES, model_of
 
 SPEC = GptSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=256, dropout=0.1, tie_embeddings=True)
 
@@ -52,6 +56,23 @@ def test_the_faster_way_is_kept_and_losses_do_not_change(compiled_s: float) -> N
     after = [stays] * 3
     assert ran == [False] * MEASURED + [True] * (MEASURED + 1) + after[: len(ran) - 2 * MEASURED - 1]
     assert [report.reason is None for report in reports] == [True, True] + [False, False] * (not stays)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_toolchain() is not None, reason=str(missing_toolchain()))
+def test_a_second_compilation_finds_every_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = model_of("mlp")
+    rows = model.task.complete(CASES["mlp"][1])
+    found = []
+    for _ in range(2):
+        counters["inductor"].clear()
+        _, _, reports = compiled_device(model, even_cut(model, 1), rows, torch.float64, 2, build=compile_graph)
+        assert [report.reason for report in reports] == [None]
+        found.append({what: counters["inductor"][f"fxgraph_cache_{what}"] for what in ("miss", "hit", "bypass")})
+    graphs = found[0]["miss"]
+    assert graphs
+    assert found == [{"miss": graphs, "hit": 0, "bypass": 0}, {"miss": 0, "hit": graphs, "bypass": 0}]
 
 
 def test_what_no_stage_can_be_compiled_for() -> None:

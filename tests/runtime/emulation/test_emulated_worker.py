@@ -9,37 +9,48 @@ import ctypes
 import json
 import math
 import time
+from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
+import ray
 import torch
 
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.online.calibrate import message_delays
 from raypipe.runtime.clocks.shared_clock import SharedClock
+from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.communicators import Topology
 from raypipe.runtime.emulation import emulated_all_reduce as emulated_sums
 from raypipe.runtime.emulation import emulated_worker as emulation
 from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
+from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_run import (
     PROCESS_BYTES,
     SHARED_BYTES,
     Links,
+    Rehearsal,
     check_processes,
     collective_groups,
     emulate,
     rehearsal,
+    run_rehearsal,
 )  # fmt: skip
 from raypipe.runtime.emulation.emulated_worker import EmulatedRunner, EmulatedSetup, wait_until
+from raypipe.runtime.emulation.layer_link import LayerLink
 from raypipe.runtime.shard.device_shards import shard_groups
 from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.families.reverse_first_k import reverse_first_k
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import shard
+from raypipe.simulate.layer_sync import LayerSync
 
 MS = 1e-3
 EXACT = 1 - 1e-6
@@ -90,6 +101,41 @@ def test_no_step_is_faster_than_predicted(local_ray, name, shape, links, steps, 
                 assert end - start >= 2 * MS * EXACT
     if period_ms is not None:
         assert found.predicted_s == pytest.approx(period_ms * MS)
+
+
+@pytest.mark.runs
+def test_layers_wait_for_their_own_sums_alone(local_ray) -> None:
+    """F0 F1 W1 B1 W0 take 1 each, the sum of layer 0 takes 2, that of layer 1 takes 5 (tests/simulate/test_layer_sync).
+
+    By hand, lazy steps follow one another in 12, wait-free ones in 10. By priority, layer 0's sum goes between the
+    pieces of layer 1's.
+    """
+    unit = 4 * MS
+    costs = replace(CostTable.even(2, unit, unit, unit), all_reduce=(2 * unit, 5 * unit))
+    cases: list[tuple[LayerSync, int, int | None]] = [
+        ("lazy", 0, 12), ("wait-free", 0, 10), ("prioritised", 0, None), ("prioritised", 2, None),
+    ]  # fmt: skip
+    workers = start_emulated_devices(["one", "other"], connect(2, emulated=True))
+    try:
+        for sync, k, period in cases:
+            link = LayerLink(sync, unit)
+            whole = link.copies_of(reverse_first_k(2, k), 2)
+            found = run_rehearsal(Rehearsal(schedule=whole, costs=costs, copies=2, layers=link), workers, 4)
+            ends = accumulate(found.predicted_steps_s)
+            assert all(m >= p * EXACT for m, p in zip(accumulate(found.measured_s), ends, strict=True))
+            assert period is None or found.predicted_s == pytest.approx(period * unit)
+            workers = replace(workers, locations=ray.get(workers.call("locate")), run_id=uuid4().hex[:8])
+    finally:
+        workers.stop()
+
+
+def test_urgent_sums_go_between_the_pieces_of_others() -> None:
+    costs = replace(CostTable.even(2), all_reduce=(2.0, 5.0))
+    link = LayerLink("prioritised", 1.0)
+    sums = link.sums(link.copies_of(reverse_first_k(2, 0), 2), costs)  # F0 F1 W1 AR1 B1 W0 AR0
+    assert [index for index, _ in sums.pieces] == [3, 3, 6, 6, 3, 3, 3]
+    assert sums.sum_before == {0: 6, 1: 3}
+    assert LayerLink("wait-free").sums(reverse_first_k(2, 0), costs).pieces == ((3, 5.0), (6, 2.0))
 
 
 def test_every_collective_of_a_sharded_schedule_has_its_group() -> None:

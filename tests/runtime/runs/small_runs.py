@@ -15,6 +15,7 @@ from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.driver import Driver
+from raypipe.runtime.validation.metrics import validation_metrics
 from raypipe.train import make_plan
 
 Pool = Callable[[int], WorkerGroup]
@@ -55,7 +56,8 @@ def new_driver(
     """A driver with its data prepared, whose log is in ``directory``; ``plan``: another than the job's own."""
     directory.mkdir(parents=True, exist_ok=True)
     prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
-    return Driver(job, plan or make_plan(job), directory, RunLog(directory), saved)
+    validation = validation_metrics(job.train)
+    return Driver(job, plan or make_plan(job), directory, RunLog(directory), saved, validation=validation)
 
 
 def drive(
@@ -72,8 +74,10 @@ def drive(
 
     driver = new_driver(job, directory, keep, plan)
     workers = pool(driver.schedule.devices * job.parallel.tensor)
-    driver.run(workers, checkpoint, done)
-    driver.log.close()
+    try:
+        driver.run(workers, checkpoint, done)
+    finally:
+        driver.log.close()
     rows = read_rows(directory / METRICS)
     return Done(
         [r["loss"] for r in rows if "loss" in r],

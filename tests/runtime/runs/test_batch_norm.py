@@ -141,12 +141,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "zb-h1": {"schedule": "zb-h1", "stages": 2},
     "gpipe": {"schedule": "gpipe", "stages": 2},
     "replicas": {"schedule": "1f1b", "stages": 2, "replicas": 2},
+    "branches": {"schedule": "auto", "placement": "branches", "stages": 2, "recompute": "full"},
 }
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    "plans", [["by layer", "chimera", "1f1b"], *exhaustive(["zb-h1", "gpipe", "replicas"])], ids=str
+    "plans", [["by layer", "chimera", "1f1b", "branches"], *exhaustive(["zb-h1", "gpipe", "replicas"])], ids=str
 )
 def test_losses_statistics_and_evaluation_are_those_of_gradient_accumulation(plans, stage_pool, rows, tmp_path) -> None:
     """One process, and every plan: schedules, replicas, two directions; micro-batches of one step in any place."""

@@ -14,16 +14,15 @@ from tests.runtime.runs.killing import JOB
 
 pytestmark = pytest.mark.runs
 CODE = """
-import logging, os, sys, threading
+import os, sys, threading
 os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
-import ray
 from raypipe.cli import run
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.reserve import reserve
 from tests.driver_here import without_ray_train
+from tests.ray_environment import start_ray
 without_ray_train()
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-         configure_logging=False, _node_ip_address="127.0.0.1")
+start_ray(2)
 other = reserve(2, DeviceRequest(1.0, 0.0), 60.0)
 assert run([*sys.argv[1:], "--run-dir", sys.argv[2] + ".given-up", "--set", "train.wait_for_devices_s=2"]) == 1
 threading.Timer(3.0, other.give_back).start()

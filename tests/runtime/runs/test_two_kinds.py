@@ -29,8 +29,10 @@ os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.ray_environment import node_settings
+
 folder = Path(sys.argv[1])
-small = {"num_cpus": 1, "object_store_memory": 100 << 20, "dashboard_host": "127.0.0.1"}
+small = {"num_cpus": 1, "object_store_memory": 100 << 20, **node_settings()}
 cluster = Cluster()
 atexit.register(lambda: (ray.shutdown(), cluster.shutdown()))  # also where something below fails
 for kind in ("A", "B"):

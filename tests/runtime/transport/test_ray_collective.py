@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from tests.ray_environment import start_ray
 from tests.runtime.transport.kinds import IN_ACTORS
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
@@ -27,9 +28,7 @@ def ray_here() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    ray.init(
-        address="local", num_cpus=2, include_dashboard=False, configure_logging=False, _node_ip_address="127.0.0.1"
-    )
+    start_ray(2)
     yield
     ray.shutdown()
 

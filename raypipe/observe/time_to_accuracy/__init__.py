@@ -1,0 +1,1 @@
+"""Views of times to a target accuracy: hybrids beside data parallelism, and global batches."""

@@ -1,0 +1,153 @@
+"""The worked jobs of ``auto`` (``jobs/auto-*.yaml``) beside what it did not choose, on emulated devices.
+
+    python -m tests.bench.accuracy.worked_jobs [--only NAME ...]
+
+For each job the best plan of every kind that fits is made as ``auto`` makes its own: whole copies, copies that divide
+all weights, stages and copies of them, one pipeline. Each runs through the real driver, programs and collectives;
+tasks, messages and collectives last as the cluster's description says, every time of a job longer by one factor, so
+that two cores keep up. The plans of a job take turns. Limits: no plan's measured step is shorter than the chosen one's
+by more than ``auto`` itself may give up for a simpler plan, unless the job's keys exclude it, and none differs from its
+prediction by more than 3 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+from raypipe.errors import SpecError
+from raypipe.job.load import job_from
+from raypipe.job.spec import JobSpec
+from raypipe.plan.best_first import NEAR
+from raypipe.plan.choose import Decision, choose
+from raypipe.plan.online.measured_steps import as_run
+from raypipe.plan.plan import build_schedule, one_copy
+from raypipe.plan.predict.orders import Order
+from raypipe.runtime.cluster.worker_group import WorkerGroup
+from raypipe.runtime.emulation.emulated_run import Rehearsal, run_rehearsal
+from raypipe.schedule.lowering.norm_policy import resolve
+from tests.bench.accuracy.emulated import first, longer, worker_group_of
+from tests.plan.test_worked_jobs import MACHINES, costed
+
+OFF = 0.03
+"""Most that a measured step may differ from its prediction."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One plan of a job and its turns, in seconds of the job's own clock."""
+
+    kind: str
+    decision: Decision
+    excluded: bool = False
+    """By the job's own keys."""
+    measured: list[float] = field(default_factory=list)
+
+    @property
+    def plan(self) -> str:
+        """In words."""
+        c = self.decision.best.candidate
+        words = [c.schedule, f"{c.stages} x {c.replicas}", f"{c.microbatches} of {c.microbatch}"]
+        words += [f"V {c.form.stages // c.stages}"] if c.form.stages > c.stages else []
+        words += [f"{c.shard}, gather {c.gather}"] if c.shard != "none" else []
+        words += [f"recompute {c.recompute}"] if c.recompute != "none" else []
+        return ", ".join(words)
+
+    @property
+    def step_s(self) -> float:
+        """Median of the turns."""
+        return median(self.measured)
+
+    def rehearsal(self, scale: float, job: JobSpec) -> Rehearsal:
+        """The step over all devices; every time is ``scale`` times as long."""
+        p, plan = self.decision.best, self.decision.plan
+        update = p.candidate.update if job.train.needs_norm else "none"
+        norm = resolve(update, lambda: Order(one_copy(plan, job.train.batch)).gains_ahead)
+        schedule = as_run(build_schedule(plan, job.train.batch))
+        return Rehearsal(schedule=schedule, costs=longer(p.costs, scale), copies=p.candidate.replicas, norm=norm)
+
+
+def kinds(devices: int) -> Iterator[tuple[str, list[dict[str, object]]]]:
+    """Kinds of plan, and the ``parallel`` keys of each: of several, the fastest plan stands for the kind."""
+    yield "whole copies", [{"stages": 1, "replicas": devices, "shard": "none"}]
+    yield "divided copies", [{"stages": 1, "replicas": devices, "shard": "zero3"}]
+    deeper = [n for n in range(2, devices) if devices % n == 0]
+    yield "stages and copies", [{"stages": n, "replicas": devices // n, "shard": "none"} for n in deeper]
+    yield "one pipeline", [{"stages": devices, "replicas": 1, "shard": "none"}]
+
+
+def entries(name: str) -> tuple[JobSpec, list[Entry]]:
+    """The job and its plans, the chosen one first."""
+    job, profile = costed(name)
+    found = [Entry("chosen", choose(job, profile, search_s=0))]
+    for kind, ways in kinds(profile.devices):
+        fits = []
+        for keys in ways:
+            other = job_from({**job.model_dump(exclude_unset=True), "parallel": {"auto": True, **keys}})
+            with contextlib.suppress(SpecError):
+                fits.append(choose(other, profile, search_s=0))
+        if not fits:
+            print(f"{name:14} {kind:25} does not fit", flush=True)
+            continue
+        best = Entry(kind, min(fits, key=lambda decision: decision.best.step_s))
+        if job.parallel.given.get("shard", best.decision.best.candidate.shard) != best.decision.best.candidate.shard:
+            best.kind, best.excluded = f"{kind}, excluded", True
+        if best.plan == found[0].plan:
+            found[0].kind = f"{kind}, chosen"
+        else:
+            found.append(best)
+    return job, found
+
+
+def emulate(job: JobSpec, plans: list[Entry], workers: WorkerGroup, seconds: float, rounds: int, steps: int) -> None:
+    """Let the plans take turns; the chosen plan's step is predicted to last ``seconds``."""
+    scale = seconds / plans[0].decision.best.step_s
+    for number in range(rounds):
+        for one in plans if number % 2 == 0 else plans[::-1]:
+            what = one.rehearsal(scale, job)
+            seen = run_rehearsal(what, first(workers, what.schedule.devices), steps)
+            one.measured += [step / scale for step in seen.measured_s[1:]]
+
+
+def show(name: str, plans: list[Entry]) -> bool:
+    """Print a job's plans; whether they are within the limits."""
+    chosen, good = plans[0], True
+    for one in plans:
+        off = one.step_s / one.decision.best.step_s - 1
+        good = good and abs(off) <= OFF and (one.excluded or one.step_s >= chosen.step_s * (1 - NEAR))
+        print(
+            f"{name:14} {one.kind:25} {one.plan:62} predicted {one.decision.best.step_s * 1e3:8.1f} ms, "
+            f"measured {one.step_s * 1e3:8.1f} ms ({off:+.1%}), {one.step_s / chosen.step_s:6.2f} of the chosen",
+            flush=True,
+        )
+    return good
+
+
+def main() -> int:
+    """Print a line for each plan; exit status 1 outside the limits."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.accuracy.worked_jobs", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--only", nargs="+", choices=MACHINES, default=list(MACHINES))
+    parser.add_argument("--seconds", type=float, default=4.0, help="the chosen plan's emulated step [4]")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3, help="of a turn, of which the first is left out [3]")
+    args = parser.parse_args()
+    good = True
+    with contextlib.ExitStack() as stack:
+        with contextlib.redirect_stdout(sys.stderr):
+            workers = stack.enter_context(worker_group_of(max(MACHINES[name][1] for name in args.only)))
+        for name in args.only:
+            job, plans = entries(name)
+            emulate(job, plans, workers, args.seconds, args.rounds, args.steps)
+            good = show(name, plans) and good
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Losses that look at values (boxes matched by their cost) run as they are, on the last stage; float64, 1e-9."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raypipe.errors import CaptureError
+from raypipe.models import build_model
+from tests.exhaustive import exhaustive
+from tests.runtime.runs.eager_reference import with_values
+from tests.runtime.runs.one_device import even_cut, run_step
+from tests.runtime.runs.small_runs import drive
+from tests.runtime.runs.test_any_model import fields_of
+from tests.runtime.runs.test_loss_functions import BATCH, job_of, plain_losses
+
+HERE = "tests.runtime.runs.test_loss_as_it_is"
+SLOTS, KINDS, MOST = 4, 3, 3
+Batch = Mapping[str, Tensor]
+
+
+@dataclass
+class Found:
+    """What a detector returns; no class that torch's pytrees know."""
+
+    logits: Tensor
+    pred_boxes: Tensor
+
+
+class Detector(nn.Module):
+    """A small detector of ``SLOTS`` boxes, the last kind being none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.slots = nn.Parameter(torch.randn(SLOTS, 8))
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+        self.kinds, self.boxes = nn.Linear(8, KINDS + 1), nn.Linear(8, 4)
+
+    def forward(self, pixel_values: Tensor) -> Found:
+        seen = self.patches(pixel_values).flatten(2).transpose(1, 2)
+        x = self.slots.expand(len(pixel_values), -1, -1)
+        for block in self.blocks:
+            x = x + block(x, seen, seen)[0]
+        return Found(self.kinds(x), self.boxes(x).sigmoid())
+
+
+def pictures() -> dict[str, Tensor]:
+    """Images with one to three boxes: kind and four numbers; -1 is padding."""
+    draw = torch.Generator().manual_seed(4)
+    labels = torch.rand(BATCH, MOST, 5, generator=draw, dtype=torch.float64)
+    labels[..., 0] = torch.randint(KINDS, (BATCH, MOST), generator=draw).double()
+    for row, count in enumerate((1, 3, 2, 3, 1, 2)):
+        labels[row, count:] = -1
+    return {"pixel_values": torch.randn(BATCH, 3, 8, 8, generator=draw, dtype=torch.float64), "labels": labels}
+
+
+def matched(model: Any, batch: Batch, weight: float = 5.0) -> Tensor:
+    """DETR's loss: each box goes to the slot that finds it best, the cheapest assignment of all; one loss a sample."""
+    found = model(pixel_values=batch["pixel_values"])
+    losses = []
+    for row in range(len(found.logits)):
+        wanted = batch["labels"][row][batch["labels"][row, :, 0] >= 0]
+        cost = -found.logits[row].softmax(-1)[:, wanted[:, 0].long()]
+        cost = (cost + weight * torch.cdist(found.pred_boxes[row], wanted[:, 1:].to(cost.dtype), p=1)).detach().numpy()
+        slots = min(
+            permutations(range(len(cost)), len(wanted)),
+            key=lambda chosen: sum(cost[s, b] for b, s in enumerate(chosen)),
+        )
+        kinds = torch.full((len(cost),), KINDS)
+        kinds[list(slots)] = wanted[:, 0].long()
+        each = F.cross_entropy(found.logits[row], kinds)
+        losses.append(each + weight * (found.pred_boxes[row, list(slots)] - wanted[:, 1:]).abs().mean())
+    return torch.stack(losses)
+
+
+def over_all(model: Any, batch: Batch) -> Tensor:
+    """As DETR's, a mean over the boxes of the micro-batch."""
+    return matched(model, batch).sum() / (batch["labels"][..., 0] >= 0).sum()
+
+
+def twice(model: Any, batch: Batch) -> Tensor:
+    first = model(batch["pixel_values"])
+    return first.logits.mean((1, 2)) if float(first.logits.detach().sum()) > 1e9 else model(batch["pixel_values"])[0]
+
+
+def by_weight(model: Any, batch: Batch) -> Tensor:
+    found = model(batch["pixel_values"])
+    return found.logits.mean((1, 2)) * float(model.slots.detach().mean())
+
+
+def detr() -> nn.Module:
+    """transformers' DETR, with a tiny ResNet below."""
+    transformers = pytest.importorskip("transformers")
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
+    config = transformers.DetrConfig(
+        use_timm_backbone=False, backbone=None, use_pretrained_backbone=False, backbone_config=backbone,
+        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=24, decoder_ffn_dim=24, num_queries=SLOTS, num_labels=KINDS, dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    return transformers.DetrForObjectDetection(config)
+
+
+def yolos() -> nn.Module:
+    """transformers' YOLOS."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.YolosConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=[8, 8],
+        patch_size=4, num_detection_tokens=SLOTS, num_labels=KINDS,
+    )  # fmt: skip
+    return transformers.YolosForObjectDetection(config)
+
+
+def by_microbatch(model: nn.Module, rows: Batch) -> Tensor:
+    parts = [over_all(model, {n: t[i : i + 2] for n, t in rows.items()}) for i in range(0, BATCH, 2)]
+    return torch.stack(parts).mean()
+
+
+Case = tuple[dict[str, Any], Callable[[Any, Batch], Tensor]]
+CASES: dict[str, Case] = {
+    "a detector": ({"import": f"{HERE}:Detector", "loss": f"{HERE}:matched", "loss_args": {"weight": 2.0}},
+                   lambda model, rows: matched(model, rows, 2.0).mean()),
+    "over a micro-batch": ({"import": f"{HERE}:Detector", "loss": f"{HERE}:over_all", "loss_per": "microbatch"},
+                           by_microbatch),
+    "YOLOS": ({"import": f"{HERE}:yolos", "loss": f"{HERE}:matched"}, lambda model, rows: matched(model, rows).mean()),
+    "DETR": ({"import": f"{HERE}:detr", "loss": f"{HERE}:matched"}, lambda model, rows: matched(model, rows).mean()),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["a detector", *exhaustive(*(name for name in CASES if name != "a detector"))])
+def test_matched_boxes_have_the_loss_and_gradients_of_the_eager_model(case: str, capsys) -> None:
+    spec, plain = CASES[case]
+    rows = pictures()
+    model = build_model(job_of(spec), fields_of(rows))
+    assert "the loss function runs as it is, on the last stage" in capsys.readouterr().err
+    assert model.count >= 3
+    for stages, split in ((2, False), (3, True)):
+        outcome = run_step(model, even_cut(model, stages), rows, torch.float64, 2, split=split)
+        values = {n: v.detach() + outcome.gradients[n] for stage in outcome.stages for n, v in stage.named.items()}
+        module = with_values(model.values.build(), values)
+        loss = plain(module, rows)
+        loss.backward()
+        assert outcome.loss == pytest.approx(loss.item(), abs=1e-9, rel=0)
+        for name, p in module.named_parameters():
+            wanted = torch.zeros_like(p) if p.grad is None else p.grad
+            if name in outcome.gradients or p.grad is not None:
+                torch.testing.assert_close(outcome.gradients[name], wanted, rtol=0, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("twice", "calls the model more than once"),
+        ("by_weight", "reads slots of the model"),
+    ],
+)
+def test_what_cannot_run_behind_the_model_is_refused(name: str, why: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        build_model(job_of({"import": f"{HERE}:Detector", "loss": f"{HERE}:{name}"}), fields_of(pictures()))
+    assert why in str(caught.value)
+    assert caught.value.fix
+
+
+@pytest.mark.runs
+def test_a_run_of_stage_actors_has_the_losses_of_a_plain_loop(stage_pool, tmp_path) -> None:
+    spec, plain = CASES["a detector"]
+    file = tmp_path / "rows.npz"
+    np.savez(file, **{name: torch.cat([t] * 4).numpy() for name, t in pictures().items()})
+    job = job_of(spec, str(file), schedule="zb-h1", stages=2)
+    done = drive(job, stage_pool, tmp_path / "run")
+    losses = plain_losses(job, tmp_path / "run" / "data", plain)
+    assert done.losses == pytest.approx(losses, abs=1e-9, rel=0)
+    assert losses[0] != pytest.approx(losses[-1], abs=1e-9)
