@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from raypipe.atomic_write import write_whole
-from raypipe.errors import SpecError
+from raypipe.errors import SpecError, nearest
 from raypipe.job.spec import JobSpec
 from raypipe.launch.job_model import JobModel
 from raypipe.launch.plan_file import given_plan, kept_plan
@@ -113,13 +113,19 @@ def _check_metrics(job: JobSpec, model: JobModel, validation: ValidationMetrics 
     """Raise an error if figures of a validation are asked for that nothing can compute."""
     from raypipe.runtime.validation.metrics import validation_metrics
 
-    if (validation or validation_metrics(job.train)) is None:
-        if job.train.best_metric != "loss":
-            why = f"{job.train.best_metric}, but no function computes figures of a validation"
-            raise SpecError("train.best_metric", why, "give the function in train.metrics, or use loss")
-    elif not model.declared.task.predicts:
-        why = "the model ends with its loss, so there are no predictions"
-        raise SpecError("train.metrics", why, "leave it out, or train with model.loss: task")
+    best = job.train.best_metric
+    if (validation or validation_metrics(job.train)) is not None:
+        if not model.declared.task.predicts:
+            why = "the model ends with its loss, so there are no predictions"
+            raise SpecError("train.metrics", why, "leave it out, or train with model.loss: task")
+        return
+    figures = model.declared.task.figures if best != "loss" else (best,)
+    if not figures:
+        why = f"{best}, but no function computes figures of a validation"
+        raise SpecError("train.best_metric", why, "give the function in train.metrics, or use loss")
+    if best not in figures:
+        why = f"{best} is not among the figures of the loss function, {', '.join(figures)}"
+        raise SpecError("train.best_metric", why, nearest(best, figures))
 
 
 def _check_storage(uri: str) -> None:

@@ -58,7 +58,8 @@ class CapturedSpec(Spec):
     mini-batch. ``model``: the model returns the loss when it is given ``labels``, including its own terms (such as load
     balancing of experts); the loss of a mini-batch is the mean over its micro-batches, as with gradient
     accumulation. ``reward``, ``dpo``, ``distillation``, ``contrastive``: these losses. Else a function of the
-    model and the batch, as ``package.module:function``; in Python, the function itself."""
+    model and the batch, as ``package.module:function``; in Python, the function itself. It returns the loss, or
+    the loss and figures of the same shape by name, which validations report."""
     loss_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the loss function."""
     loss_per: Literal["sample", "microbatch"] = "sample"

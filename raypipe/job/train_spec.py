@@ -124,7 +124,7 @@ class TrainSpec(Spec):
     a function ``preprocess_logits(logits, labels)`` in the same module makes less of them where they are."""
     best_metric: str = "loss"
     """The figure of a validation by which the best checkpoint is chosen and ``early_stop`` judges: ``loss``, or one
-    that ``metrics`` returns."""
+    that ``metrics``, or the loss function of ``model.loss``, returns."""
     best_is: Literal["lowest", "highest"] = "lowest"
     """Which value of ``best_metric`` is the best."""
     checkpoint_every: Count = 0

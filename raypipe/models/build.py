@@ -28,6 +28,7 @@ from raypipe.models.captured import CapturedModel, Share
 from raypipe.models.dict_argument import feed_as_dict
 from raypipe.models.gpt.layers import GptLayers
 from raypipe.models.layered import LayeredModel
+from raypipe.models.losses.figures import figures_of
 from raypipe.models.losses.function import end_with_loss, loss_code, loss_function
 from raypipe.models.losses.given import GivenLoss
 from raypipe.models.own_loss import LOSS, OwnLoss
@@ -135,6 +136,8 @@ def _captured(
 
     found = captured_once(_key(source.identity(whole), record, fields, dtype, share, loss_code(spec)), fresh)
     named = {name: _field(name, fields) for name in found.graph.inputs}
+    if function is not None and isinstance(task, OwnLoss):
+        task.figures = figures_of(*found.graph.outputs)
     if isinstance(task, GivenLoss):
         task.fit(_losses(found.graph, named, 2), _losses(found.graph, named, 3), fields)
     if not branches:
@@ -156,13 +159,14 @@ def _check_loss(graph: OperationGraph) -> None:
 
 
 def _losses(graph: OperationGraph, fields: Mapping[str, tuple[str, Field]], samples: int) -> tuple[int, ...]:
-    """Return the shape of what a loss function returns for so many samples."""
+    """Return the shape of the loss that a function returns for so many samples."""
     ((name, number),) = graph.outputs.items()
     kind = graph.operations[number].type
     if kind is None or not kind.floating:
         raise SpecError("model.loss", f'the function returns "{name}", no tensor of floats', "return the losses")
     sizes = graph.sizes({name: (samples, *field.shape) for name, (_, field) in fields.items()})
-    return tuple(int(size) for size in evaluate_all(kind.shape, sizes))
+    shape = tuple(int(size) for size in evaluate_all(kind.shape, sizes))
+    return shape[:-1] if figures_of(name) else shape
 
 
 def _ending(build: Callable[[], nn.Module], function: LossFunction, names: Sequence[str]) -> Callable[[], nn.Module]:

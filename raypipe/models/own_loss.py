@@ -32,7 +32,12 @@ class OwnLoss(Task):
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the model's loss times the number of samples, since the runtime divides by all samples."""
-        return output * len(inputs[self.counted])
+        loss = output[..., 0] if self.figures else output
+        return loss * len(inputs[self.counted])
+
+    def sums_of_figures(self, output: Tensor, inputs: Inputs) -> Tensor:
+        """See Task.sums_of_figures; a figure is of the micro-batch, as the loss is."""
+        return output[..., 1:] * len(inputs[self.counted])
 
     def targets(self, inputs: Inputs) -> int:
         """Count the samples."""

@@ -55,6 +55,8 @@ class Task(ABC):
     """Whether the loss of a sample depends on the other samples of its micro-batch."""
     predicts = True
     """Whether the model's output is a prediction of labels; it may be the loss itself."""
+    figures: tuple[str, ...] = ()
+    """Names of figures that follow the loss in the last dimension of the model's output (``losses.figures``)."""
     classes: int | None = None
     """Number of all classes, if the output is one tensor rank's share of them; None if it has all classes."""
 
@@ -65,6 +67,10 @@ class Task(ABC):
     @abstractmethod
     def targets(self, inputs: Inputs) -> int:
         """Count the targets that ``loss`` sums over."""
+
+    def sums_of_figures(self, output: Tensor, inputs: Inputs) -> Tensor:
+        """Return the figures summed over all targets: ``[figures]``; only where there are ``figures``."""
+        raise NotImplementedError
 
     def labels(self, inputs: Inputs) -> Tensor:
         """Return what the output predicts, ``[samples, ...]``; only where it ``predicts``."""

@@ -18,7 +18,7 @@ from raypipe.runtime.nonfinite.policy import NonFinitePolicy
 from raypipe.runtime.step import StepResult, check_samples, communication_counts, waits_of
 from raypipe.runtime.update.norm import clip_factor, norm_of
 from raypipe.runtime.update.optimizer import learning_rate
-from raypipe.runtime.validation.metrics import ValidationMetrics
+from raypipe.runtime.validation.metrics import PREFIX, ValidationMetrics
 from raypipe.runtime.validation.score import score
 from raypipe.schedule.lowering.asynchronous import Part
 
@@ -73,6 +73,8 @@ class RunResults:
         if not math.isfinite(loss):
             raise NonFiniteError(step, f"the validation loss is {loss}")
         row = {"val_loss": loss}
+        for name, share in (figure for result in results for figure in result.figures):
+            row[PREFIX + name] = row.get(PREFIX + name, 0.0) + share / batches
         if self.validation_metrics is not None:
             ranks = len(results) // batches
             kept = [

@@ -65,6 +65,9 @@ class StepResult:
     """The write of a checkpoint that has ended since the step before, if one has."""
     compiled: tuple[StageReport, ...] = ()
     """Stages that were compiled beside the steps before, or are not run compiled any more."""
+    figures: tuple[tuple[str, float], ...] = ()
+    """In a validation: (name, sum) of each figure of the loss function, divided as ``loss_sum`` is; on the devices that
+    have a share of it."""
     predictions: tuple[Kept, ...] = ()
     """In a validation with metrics: what the last stage put out; on the first tensor-parallel rank of a device."""
 

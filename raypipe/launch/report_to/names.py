@@ -19,7 +19,7 @@ FIGURES: dict[str, tuple[str, float]] = {
     "data_wait_share": ("data_wait(%)", PERCENT),
     "memory_bytes": ("memory/max_reserved(GiB)", 1.0 / GIB),
 }
-"""By the key in metrics.jsonl, the name and the factor."""
+"""By the key in metrics.jsonl, the name and the factor. Other figures of a validation keep their names."""
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
@@ -27,6 +27,8 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
 
     >>> figures({"step": 3, "loss": 2.5, "bubble_ratio": 0.25, "mfu": None})
     {'loss': 2.5, 'bubble(%)': 25.0}
+    >>> figures({"step": 3, "val_loss": 2.25, "val_accuracy": 0.5})
+    {'val_loss': 2.25, 'val_accuracy': 0.5}
     """
-    found = ((key, row.get(key)) for key in FIGURES)
-    return {FIGURES[key][0]: value * FIGURES[key][1] for key, value in found if value is not None}
+    named = {key: FIGURES.get(key, (key, 1.0)) for key in row if key in FIGURES or key.startswith("val_")}
+    return {name: row[key] * factor for key, (name, factor) in named.items() if row[key] is not None}

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from raypipe.errors import CaptureError
+from raypipe.models.losses.figures import as_output
+from raypipe.models.own_loss import LOSS
 from raypipe.models.sources.source import LossFunction
 
 LOSS_AS_IT_IS = "_raypipe_loss"
@@ -30,10 +32,19 @@ class LossAsItIs(nn.Module):
     def __init__(self, model: nn.Module, function: LossFunction) -> None:
         super().__init__()
         self._model, self._function = (model,), function
+        self.name = LOSS
+        """Name of the output, known once the function has run."""
 
     def forward(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss; ``outputs`` are tensors, or dicts of them, which have their items as attributes too."""
-        return self._function(_Answers(self._model[0], by_attribute(outputs)), dict(batch))
+        """Return the loss and figures as one tensor (``as_output``).
+
+        Args:
+            outputs: the model's: tensors, or dicts of them, which have their items as attributes too.
+            batch: the batch.
+        """
+        made = self._function(_Answers(self._model[0], by_attribute(outputs)), dict(batch))
+        output, self.name = as_output(made)
+        return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossAsItIs:
         return self  # it has no parameters, and the model is not to be copied

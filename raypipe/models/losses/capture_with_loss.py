@@ -13,7 +13,6 @@ from raypipe.errors import CaptureError
 from raypipe.graph.captured_files import Notify, to_stderr
 from raypipe.models.losses.as_it_is import LOSS_AS_IT_IS
 from raypipe.models.losses.function import end_with_loss
-from raypipe.models.own_loss import LOSS
 from raypipe.models.sources.source import LossFunction
 
 
@@ -35,12 +34,12 @@ def capture_with_loss(
     """
     skeleton = build_without_memory(lambda: end_with_loss(build(), function, names))
     try:
-        return capture(skeleton, example, outputs=(LOSS,), notify=notify)
+        return capture(skeleton, example, notify=notify)
     except CaptureError as error:
         first = error
     skeleton = build_without_memory(lambda: end_with_loss(build(), function, names, as_it_is=True))
     try:
-        found = capture(skeleton, example, outputs=(LOSS,), as_it_is=(LOSS_AS_IT_IS,), notify=notify)
+        found = capture(skeleton, example, as_it_is=(LOSS_AS_IT_IS,), notify=notify)
     except CaptureError as error:
         if error.why == first.why:
             raise

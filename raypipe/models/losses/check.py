@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from raypipe.capture.patches.structures import as_plain, like
 from raypipe.capture.torch_export import fake_parameters
 from raypipe.errors import RequestError, SpecError
+from raypipe.models.losses.figures import as_output, loss_and_figures
 from raypipe.models.sources.source import LossFunction
 from raypipe.models.task import Field
 
@@ -30,33 +31,34 @@ def check_function(module: nn.Module, function: LossFunction, fields: Mapping[st
         whole: the loss is one of a whole micro-batch, a scalar.
 
     Raises:
-        SpecError: what it returns is no loss of each sample (or no scalar), or depends on other samples.
+        SpecError: what it returns is no loss of each sample (or no scalar), has figures of another shape, or depends on
+            other samples.
     """
     batch = {name: _made_up(name, field) for name, field in fields.items()}
     model = _Stand(module)
     try:
         with torch.random.fork_rng([]):
-            together, again = function(model, batch), function(model, batch)
-        alone = [function(model, {name: t[i : i + 1] for name, t in batch.items()}) for i in range(2)]
+            made = function(model, batch)
+            together, again = (as_output(one)[0] for one in (made, function(model, batch)))
+        alone = [as_output(function(model, {name: t[i : i + 1] for name, t in batch.items()}))[0] for i in range(2)]
     except RequestError:
         raise
     except Exception:  # of the user's code, or of a model that looks at values; the capture says what and where
         return
-    if not isinstance(together, Tensor):
-        return
+    loss, _ = loss_and_figures(made)
     fix = "as with reduction='none'; for one loss of a micro-batch as a whole, set model.loss_per: microbatch"
     if whole:
-        if together.dim():
-            why = f"the function returns shape {list(together.shape)}, which is no scalar"
+        if loss.dim():
+            why = f"the function returns shape {list(loss.shape)}, which is no scalar"
             raise SpecError("model.loss", why, "reduce it, or leave model.loss_per out")
         return
-    if not together.dim() or together.shape[0] != 2:
-        why = f"the function returns shape {list(together.shape)} for 2 samples, so micro-batches cannot be added up"
+    if not loss.dim() or loss.shape[0] != 2:
+        why = f"the function returns shape {list(loss.shape)} for 2 samples, so micro-batches cannot be added up"
         raise SpecError("model.loss", why, f"return one loss a sample, {fix}")
     if not torch.equal(together.nan_to_num(), again.nan_to_num()):
         return  # it draws random numbers, which follow from each sample's key when a stage runs it
     if not torch.allclose(together.flatten(), torch.cat([t.flatten() for t in alone]), 1e-6, 1e-9, equal_nan=True):
-        why = "the loss of a sample depends on other samples, so it would change with the size of micro-batches"
+        why = "what it returns of a sample depends on other samples, so it would change with the size of micro-batches"
         raise SpecError("model.loss", why, f"return losses that do not, {fix}")
 
 

@@ -17,12 +17,12 @@ from raypipe.job import CapturedSpec
 from raypipe.models.losses.as_it_is import LOSS_AS_IT_IS, LossAsItIs, asked_of_model
 from raypipe.models.losses.contrastive import contrastive
 from raypipe.models.losses.distillation import distillation
+from raypipe.models.losses.figures import as_output
 from raypipe.models.losses.preference import dpo, reward
-from raypipe.models.own_loss import LOSS
 from raypipe.models.sources.imported import find_function
 from raypipe.models.sources.source import LossFunction
 
-OWN: dict[str, Callable[..., Tensor]] = {
+OWN: dict[str, LossFunction] = {
     "reward": reward,
     "dpo": dpo,
     "distillation": distillation,
@@ -69,7 +69,7 @@ class _Model:
 
 
 def end_with_loss(module: nn.Module, function: LossFunction, names: Sequence[str], as_it_is: bool = False) -> nn.Module:
-    """Make a module's forward take the batch by these names and return the loss; parameters keep their names.
+    """Make a module's forward take the batch by these names and return the loss (``as_output``); parameters keep names.
 
     Args:
         module: the model.
@@ -85,9 +85,11 @@ def end_with_loss(module: nn.Module, function: LossFunction, names: Sequence[str
 
     def forward(**batch: Tensor) -> dict[str, Tensor]:
         if not as_it_is:
-            return {LOSS: function(model, batch)}
+            output, name = as_output(function(model, batch))
+            return {name: output}
         args, kwargs = asked_of_model(module, function, batch)
-        return {LOSS: last.forward(as_plain(own(*args, **kwargs)), batch)}
+        output = last.forward(as_plain(own(*args, **kwargs)), batch)
+        return {last.name: output}
 
     kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]

@@ -55,9 +55,16 @@ class GivenLoss(OwnLoss):
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the sum of the losses that count, in float32 or (for float64 losses) float64."""
-        if output.dtype != torch.float64:
-            output = output.float()
-        return output.masked_fill(~self._counts(inputs), 0.0).sum() if self.per_label else output.sum()
+        return self._sum(output[..., 0] if self.figures else output, inputs)
+
+    def sums_of_figures(self, output: Tensor, inputs: Inputs) -> Tensor:
+        """See Task.sums_of_figures; they count where the losses do."""
+        return torch.stack([self._sum(figure, inputs) for figure in output[..., 1:].unbind(-1)])
+
+    def _sum(self, values: Tensor, inputs: Inputs) -> Tensor:
+        if values.dtype != torch.float64:
+            values = values.float()
+        return values.masked_fill(~self._counts(inputs), 0.0).sum() if self.per_label else values.sum()
 
     def targets(self, inputs: Inputs) -> int:
         """Count these losses."""

@@ -17,29 +17,38 @@ from torch import Tensor
 from raypipe.errors import SpecError
 from raypipe.models.task import IGNORED, MASK
 
+Figures = dict[str, Tensor]
 KINDS = ("chosen", "rejected")
 REFERENCE = "reference_{}_logps"
 """Name of the log-probabilities that the frozen reference gives to the labels of a text."""
 
 
-def reward(model: Any, batch: Mapping[str, Tensor], margin: float = 0.0) -> Tensor:
+def reward(model: Any, batch: Mapping[str, Tensor], margin: float = 0.0) -> tuple[Tensor, Figures]:
     """Return ``-log sigmoid(r(chosen) - r(rejected) - margin)`` of each pair: ``[samples]``, in nats.
 
-    The model gives each text one value, ``[texts, 1]`` or ``[texts]``.
+    The model gives each text one value r, ``[texts, 1]`` or ``[texts]``. Figures are ``accuracy``, the share of pairs
+    with r(chosen) > r(rejected), and ``margin``, r(chosen) - r(rejected).
 
     Source: Ouyang et al. 2022 (InstructGPT), equation 1; the margin as in Touvron et al. 2023 (Llama 2), equation 2.
     """
     rewards = logits_of(model(**_both(batch)))
     chosen, rejected = _halves(_precise(rewards.flatten()), batch)
-    return -F.logsigmoid(chosen - rejected - margin)
+    figures = {"accuracy": _share(chosen > rejected), "margin": chosen - rejected}
+    return -F.logsigmoid(chosen - rejected - margin), figures
 
 
-def dpo(model: Any, batch: Mapping[str, Tensor], beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
+def dpo(
+    model: Any, batch: Mapping[str, Tensor], beta: float = 0.1, label_smoothing: float = 0.0
+) -> tuple[Tensor, Figures]:  # fmt: skip
     """Return the loss of direct preference optimisation of each pair: ``[samples]``, in nats.
 
     ``chosen_labels`` and ``rejected_labels`` are the tokens themselves, with ``IGNORED`` where they do not count (the
     prompt). The reference is the batch's ``reference_chosen_logps`` and ``reference_rejected_logps``, float
     ``[samples]``, or else a frozen model beside the trained one, ``model.reference``.
+
+    Figures have the names of TRL's ``DPOTrainer``: ``rewards/chosen`` and ``rewards/rejected``, beta times how much
+    more probable, by its logarithm, the model finds a text than the reference does; ``rewards/margins``, their
+    difference; ``rewards/accuracies``, the share of pairs where it is positive.
 
     Source: Rafailov et al. 2023, equation 7; label smoothing as in Mitchell 2023, "A note on DPO with noisy
     preferences".
@@ -60,7 +69,11 @@ def dpo(model: Any, batch: Mapping[str, Tensor], beta: float = 0.1, label_smooth
         raise SpecError("model.loss", why, fix)
     chosen, rejected = _halves(ratios, batch)
     margin = beta * (chosen - rejected)
-    return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    figures = {
+        "rewards/chosen": beta * chosen, "rewards/rejected": beta * rejected, "rewards/margins": margin,
+        "rewards/accuracies": _share(margin > 0),
+    }  # fmt: skip
+    return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin), figures
 
 
 def log_probability(logits: Tensor, labels: Tensor) -> Tensor:
@@ -88,6 +101,10 @@ def _both(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _halves(values: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     samples = batch[f"{KINDS[0]}_input_ids"].shape[0]
     return values[:samples], values[samples:]
+
+
+def _share(holds: Tensor) -> Tensor:
+    return holds.float()
 
 
 def _precise(values: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import Field, Task
 
-LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor]
-"""A loss, of the model and a batch by name."""
+LossFunction = Callable[..., Tensor | tuple[Tensor, Mapping[str, Tensor]]]
+"""A loss, of the model and a batch by name; it may return figures beside it (``losses.figures``)."""
 
 
 class Identity(NamedTuple):

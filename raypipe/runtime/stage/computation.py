@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from raypipe.models import Inputs, Task, random_keys
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
@@ -66,6 +67,8 @@ class StageComputation:
         """Whether dropout draws; validation does not."""
         self.keeps: KeepsPredictions | None = None
         """What keeps the predictions of a validation batch; None if nothing does."""
+        self.figures: list[Tensor] = []
+        """Of each micro-batch that was validated, its sums of the loss function's figures."""
         self.compiled: dict[tuple[int, int], CompiledForward] = {}
         """The stage replicas that are compiled for training (``runtime.compiled``)."""
         self.turns = Alternation() if settings.sub_pipelined else None
@@ -78,6 +81,14 @@ class StageComputation:
             yield self.keeps.kept
         finally:
             self.keeps = None
+
+    def take_figures(self, targets: int) -> tuple[tuple[str, float], ...]:
+        """Return the sums of the loss function's figures since the last call, divided by ``targets``."""
+        sums, self.figures = self.figures, []
+        if not sums:
+            return ()
+        means = torch.stack(sums).double().sum(0) / targets
+        return tuple(zip(self.task.figures, means.tolist(), strict=True))
 
     def run(
         self,
@@ -110,6 +121,8 @@ class StageComputation:
                 if not sends_on and (segment is None or not segment.gives):
                     if self.keeps is not None and not self.training:
                         self.keeps.add(samples, outputs[0], inputs)
+                    if self.task.figures and not self.training:
+                        self.figures.append(self.task.sums_of_figures(outputs[0], inputs))
                     outputs = (self.task.loss(outputs[0], inputs),)
             return outputs
 
