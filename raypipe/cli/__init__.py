@@ -38,7 +38,18 @@ def main() -> NoReturn:
     status = run(sys.argv[1:])
     if status == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ray shuts down at exit; a second Ctrl-C would interrupt that
+    _end_results()
     sys.exit(status)
+
+
+def _end_results() -> None:
+    """Let what is still written to standard output go to standard error: Ray's core logs as it shuts down."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
 def verbs() -> list[str]:

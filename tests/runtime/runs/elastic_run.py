@@ -117,7 +117,7 @@ class ElasticRun:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             out, said = self.process.communicate()
-        self.result, self.said = json.loads(out.splitlines()[0]) if self.process.returncode == 0 else {}, said
+        self.result, self.said = json.loads(out) if self.process.returncode == 0 else {}, said
 
     def close(self) -> None:
         """End the run, whatever it does."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.ray_environment import start_ray, without_ray
 
@@ -120,14 +120,13 @@ def _wait(process: subprocess.Popen[str], there: Callable[[], bool], limit_s: fl
         time.sleep(0.02)
 
 
-def main() -> int:
-
-    from raypipe.cli import run
+def main() -> NoReturn:
+    from raypipe.cli import main as command
 
     os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
     start_ray(2)
-    return run(sys.argv[1:])
+    command()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

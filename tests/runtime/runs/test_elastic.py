@@ -14,12 +14,19 @@ from tests.runtime.runs.plain_training import plain_losses
 pytestmark = pytest.mark.runs
 
 
+def has_new_copies(run: ElasticRun) -> bool:
+    """Whether copies of the last three steps, after the last checkpoint, have arrived: a busy machine takes longer."""
+    copied = max((e["step"] for e in events(run.directory, "copied")), default=0)
+    saved = max((e["step"] for e in events(run.directory, "checkpoint")), default=0)
+    return copied > saved and copied >= run.steps() - 3
+
+
 def test_devices_go_and_come(text_folder: Path, tmp_path: Path) -> None:
     nodes = TwoNodes()
     try:
         run = ElasticRun(tmp_path, text_folder, nodes.settings, "--set", "train.copy_every=3")
         try:
-            run.wait(lambda: run.steps() > 60)
+            run.wait(lambda: run.steps() > 60 and has_new_copies(run))
             nodes.kill()
             run.next_step_after_change(1)
             nodes.add()
@@ -33,16 +40,19 @@ def test_devices_go_and_come(text_folder: Path, tmp_path: Path) -> None:
     assert result, run.said
     plain = plain_losses(load_job(run.job), run.directory / "data", len(result["losses"]))
     assert result["losses"] == pytest.approx(plain, rel=0, abs=1e-9)
-    assert len(result["recovery"]) == 2, (result["recovery"], run.said)
-    lost, came = result["recovery"]
+    # On a busy machine Ray may hear of the dead node late: an attempt on it then ends before its first step.
+    changes = [change for change in result["recovery"] if change["seconds"] is not None]
+    assert len(changes) == 2, (result["recovery"], run.said)
+    lost, came = changes
     assert (lost["kind"], came["kind"], came["steps_repeated"]) == ("replan", "replan", 0)
-    (again,) = events(run.directory, "restarted")
-    assert again["source"] == "neighbour"  # copies of the lost node's stages were on the other one
-    assert lost["steps_repeated"] < 3 + 4  # a copy, and the steps that were queued while it was sent
+    restarts = events(run.directory, "restarted")
+    assert restarts[0]["source"] == "neighbour"  # copies of the lost node's stages were on the other one
+    # Those of a copy, and those that were queued while it was sent.
+    assert sum(restart["steps_repeated"] for restart in restarts) < 3 + 4
     assert [(e["was"], e["devices"], e["plan"]["stages"]) for e in events(run.directory, "resized")] == [
         (4, 2, 2), (2, 4, 4)
     ]  # fmt: skip
-    four, two, again = [{at["pid"] for at in e["devices"]} for e in events(run.directory, "started")]
+    four, *_, two, again = [{at["pid"] for at in e["devices"]} for e in events(run.directory, "started")]
     assert two < four  # those whose devices stay serve on
     assert two < again
     assert result["devices"] == 4
