@@ -253,6 +253,7 @@ class Driver:
         self._unread = self._to_save = None
         self._validated, self.saves.newest = -1, to.done
         rewind(self.directory, to.done)
+        self.results.forget()
         self.copies.forget()
         self._begin(to.checkpoint, to.done, to.left_out)
         self._rewinds += 1

@@ -52,8 +52,14 @@ class RunResults:
         """Computes more figures of a validation from its predictions."""
         self.score = math.inf
         """Score of the newest validation."""
+        self._logged = 0
+        """Number of steps done at the newest row of a step."""
         self._at = 0.0
         """When the newest step came."""
+
+    def forget(self) -> None:
+        """Log steps again that come again, because the run has gone back and their rows are gone."""
+        self._logged = 0
 
     def pause(self) -> None:
         """Note that the next step takes its time from now."""
@@ -129,6 +135,9 @@ class RunResults:
             step_s, bubble_ratio = max(1e-9, time.monotonic() - self._at), 1.0
         self.pause()
         self.newest |= {"loss": loss}
+        if step <= self._logged:
+            return step_s  # a recovery has repeated it: all devices had reported it, and none had made its update final
+        self._logged = step
         row = {
             "step": step,
             "loss": loss,

@@ -159,6 +159,10 @@ def killing(shape: str, job: Path, directory: Path, kills: int, losses: list[flo
     if run.status:
         print(said[-3000:], file=sys.stderr)
     run.same_losses = result.get("losses") == losses
+    both = zip(result.get("losses", ()), losses, strict=False)
+    apart = [step for step, (one, other) in enumerate(both, 1) if one != other]
+    if apart:
+        print(f"{shape}: the losses of {len(apart)} steps differ, the first of step {apart[0]}", file=sys.stderr)
     run.in_place, run.restarts = len(events(directory, "recovered")), len(events(directory, "restarted"))
     run.from_copies = sum(event["source"] == "neighbour" for event in events(directory, "restarted"))
     again = [*events(directory, "recovered"), *events(directory, "restarted")]
@@ -184,13 +188,15 @@ def main() -> int:
     parser.add_argument("--restart", type=int, default=0, metavar="KILLS", help="also with full restarts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="a new directory, for the runs' own")
     args = parser.parse_args()
     random.seed(args.seed)
     os.environ["RAY_ADDRESS"] = start_ray(8)
     found: list[Run] = []
     restarted: list[float] = []
     with tempfile.TemporaryDirectory(prefix="raypipe-recover-") as name:
-        folder = Path(name)
+        folder = args.keep or Path(name)
+        folder.mkdir(exist_ok=True)
         text = text_in(folder)
         for shape in args.shape:
             schedule, size, shard = [*shape.split(":"), "none"][:3]
