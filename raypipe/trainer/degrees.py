@@ -41,3 +41,13 @@ def init(dp: int | None = None, tp: int | None = None, pp: int | None = None) ->
 def degrees() -> Degrees:
     """Return what ``init`` has set."""
     return _degrees
+
+
+def microbatch(share: int, stages: int) -> int:
+    """Return the largest micro-batch size that divides ``share`` into at least two micro-batches per stage, else 1.
+
+    >>> microbatch(32, 4), microbatch(12, 2), microbatch(4, 8)
+    (4, 3, 1)
+    """
+    most = max(1, share // (2 * stages))
+    return max(size for size in range(1, most + 1) if share % size == 0)

@@ -20,19 +20,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from raypipe.atomic_write import whole
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from
 from raypipe.launch.callbacks import Callback, Callbacks
 from raypipe.observe.run_dir import RECORD, place
-from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.train import Prepared, claim, prepare_run, run, saved_job
 from raypipe.trainer.arguments import every, read_arguments, recomputes, train_keys
-from raypipe.trainer.datasets import Columns, accepted, collator_of
-from raypipe.trainer.degrees import degrees
+from raypipe.trainer.datasets import Columns, collator_of
+from raypipe.trainer.degrees import degrees, microbatch
+from raypipe.trainer.given_callbacks import by_kind, early_stop, stops_early
+from raypipe.trainer.given_model import columns_read, given_model, model_section
 from raypipe.trainer.history import History, PrintedLog
+from raypipe.trainer.row_files import write_rows
+from raypipe.trainer.run_state import state_of, steps_of
 
 if TYPE_CHECKING:
     from raypipe.data.rows import Collator, Rows
@@ -107,14 +107,14 @@ class PipelineTrainer:
             raise SpecError("args.output_dir", "is missing", "give a directory for the run's files")
         self.directory = place(output, "args.output_dir")
         self.degrees = degrees()
-        self._model = _given_model(model, model_init, int(self.arguments["seed"]))
+        self._model = given_model(model, model_init, int(self.arguments["seed"]))
         self._metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self.processing_class, self.data_collator = processing_class, data_collator
         self._collator = collator_of(data_collator, processing_class)
         self._train, self._eval, self._more = train_dataset, eval_dataset, job or {}
-        self._callbacks, self._ray_callbacks, theirs = _by_kind(callbacks or ())
-        self._early_stop = _early_stop(theirs)
-        self._watched = self._followed([one for one in theirs if not _stops_early(one)])
+        self._callbacks, self._ray_callbacks, theirs = by_kind(callbacks or ())
+        self._early_stop = early_stop(theirs)
+        self._watched = self._followed([one for one in theirs if not stops_early(one)])
         self._loaded: tuple[Path, Any] | None = None
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
@@ -132,7 +132,7 @@ class PipelineTrainer:
 
         began = time.monotonic()
         prepared = self.prepare(bool(resume_from_checkpoint))
-        done = len(self._steps())
+        done = len(steps_of(self.directory))
         followers: list[Callback] = [PrintedLog(self._history()), *self._callbacks]
         callbacks = Callbacks([*followers, *([] if self._watched is None else [self._watched])], self.directory)
         if self._watched is not None:
@@ -145,7 +145,7 @@ class PipelineTrainer:
         if self._watched is not None:
             self._watched.end()
         self._fill_given()
-        steps = self._steps()
+        steps = steps_of(self.directory)
         epochs = self._history().epoch(len(steps))
         return result_of(result, steps[done:], prepared.job, time.monotonic() - began, epochs)
 
@@ -203,27 +203,7 @@ class PipelineTrainer:
     @property
     def state(self) -> Any:
         """``transformers.TrainerState`` of the run so far: steps, epochs, ``log_history``, the best checkpoint."""
-        from transformers import TrainerState
-
-        from raypipe.checkpoint import best
-
-        history = self._history()
-        rows = read_rows(self.directory / METRICS)
-        for row in rows:
-            history.take(row)
-        steps = self._steps()
-        state = TrainerState(
-            epoch=history.epoch(len(steps)), global_step=len(steps), log_history=history.entries,
-            max_steps=saved_job(self.directory).train.steps if (self.directory / RECORD).exists() else 0,
-        )  # fmt: skip
-        kept = best(self.directory / "checkpoints")
-        if kept is not None:
-            metric = saved_job(self.directory).train.best_metric
-            state.best_model_checkpoint, state.best_global_step = str(kept.path), kept.step
-            state.best_metric = next(
-                (row.get(f"val_{metric}") for row in rows if row["step"] == kept.step and "val_loss" in row), None
-            )
-        return state
+        return state_of(self.directory, self._history())
 
     def save_model(self, output_dir: str | None = None) -> Path:
         """Write the trained model for transformers' ``from_pretrained``, and the tokenizer; return the directory.
@@ -269,10 +249,10 @@ class PipelineTrainer:
     def prepare(self, resume: bool = False) -> Prepared:
         """Create the run directory, write the data and make the plan: the part of ``train`` before Ray Train starts."""
         claim(self.directory, resume=resume)  # check the directory before writing into it
-        model = self._spec()
-        data = {"type": "arrays", "path": str(self._write(self._train, "train", resume))}
+        model = model_section(self._model, self.directory)
+        data = {"type": "arrays", "path": str(self._written(self._train, "train", resume))}
         if self._eval is not None:
-            data["held_out"] = str(self._write(self._eval, "eval", resume))
+            data["held_out"] = str(self._written(self._eval, "eval", resume))
         validation = None
         if self._metrics is not None:
             from raypipe.runtime.validation.metrics import ValidationMetrics
@@ -280,36 +260,12 @@ class PipelineTrainer:
             validation = ValidationMetrics(self._metrics, self._preprocess)
         return prepare_run(self._job(data, model), self.directory, resume=resume, say=_say, validation=validation)
 
-    def _write(self, rows: Rows, name: str, resume: bool) -> Path:
-        path = self.directory / "datasets" / f"{name}.npz"
-        if resume and path.is_file():  # the order of the samples is a function of these rows
-            return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        from raypipe.data import columns_of, flat
-
-        names = self._columns() if self.arguments["remove_unused_columns"] else None
+    def _written(self, rows: Rows, name: str, resume: bool) -> Path:
+        names = None
+        if self.arguments["remove_unused_columns"]:
+            names = columns_read(self._model, lambda: self._job({"type": "arrays", "path": "unread"}).model)
         chosen = Columns(rows, names, renames=self._collator is None)
-        chosen.check(f"{name}_dataset")
-        columns = columns_of(chosen, f"{name}_dataset", self._collator, int(self.arguments["seed"]))
-        with whole(path) as partial, partial.open("wb") as out:
-            np.savez(out, **flat(columns))  # type: ignore[arg-type]
-        return path
-
-    def _columns(self) -> frozenset[str] | None:
-        """Return the columns that the model reads; None if that is not known."""
-        model = self._model
-        if hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        if hasattr(model, "forward"):
-            return accepted(model.forward)
-        spec = self._job({"type": "arrays", "path": "unread"}).model
-        from raypipe.job import HfSpec
-
-        if not isinstance(spec, HfSpec):
-            return None
-        from raypipe.models.sources.hugging_face import HuggingFace
-
-        return accepted(HuggingFace(spec).kind.forward)
+        return write_rows(chosen, name, self.directory, self._collator, int(self.arguments["seed"]), resume)
 
     def _job(self, data: dict[str, str], model: dict[str, Any] | None = None) -> JobSpec:
         a = self.arguments
@@ -332,34 +288,12 @@ class PipelineTrainer:
             parallel["recompute"] = "full"
         grouped = a["train_sampling_strategy"] == "group_by_length" or bool(a["group_by_length"])
         sections: dict[str, Any] = {
-            "model": model or self._spec(), "data": {**data, "group_by_length": grouped}, "train": train,
-            "parallel": parallel,
+            "model": model or model_section(self._model, self.directory),
+            "data": {**data, "group_by_length": grouped}, "train": train, "parallel": parallel,
         }  # fmt: skip
         for name, keys in self._more.items():
             sections[name] = {**sections.get(name, {}), **keys}
         return job_from({"name": self.directory.name, **sections}, "PipelineTrainer")
-
-    def _spec(self) -> dict[str, Any]:
-        """Return the ``model`` section of the job; a model that was given is written to the run directory first."""
-        model = self._model
-        if isinstance(model, str):
-            return {"hf": model}
-        if isinstance(model, Mapping):
-            return dict(model)
-        if hasattr(model, "save_pretrained") and hasattr(model, "config"):
-            path = self.directory / "model"
-            if hasattr(model, "peft_config"):
-                from raypipe.models.sources.adapters import base_of
-
-                base, state, lora = base_of(model)
-                base.save_pretrained(path, state_dict=state)
-                return {"hf": str(path), "lora": lora}
-            model.save_pretrained(path)
-            return {"hf": str(path)}
-        raise SpecError(
-            "model", f"a {type(model).__name__} cannot be rebuilt on the workers",
-            'give {"import": "package.module:function"} for a function that builds it',
-        )  # fmt: skip
 
     def _in_process(self) -> Any:
         """Return a ``transformers.Trainer`` of the model as it is now."""
@@ -369,7 +303,7 @@ class PipelineTrainer:
             self.model, self.args, str(self.directory), self.data_collator, self.processing_class, self._metrics,
             self._preprocess,
         )  # fmt: skip
-        made.state.epoch = self._history().epoch(len(self._steps()))
+        made.state.epoch = self._history().epoch(len(steps_of(self.directory)))
         return made
 
     def _followed(self, theirs: Sequence[Any]) -> TrainerCallbacks | None:
@@ -394,9 +328,6 @@ class PipelineTrainer:
         epoch = max(1, round(len(self._train) / keys["batch"]))
         steps = every(a, "logging", a["logging_steps"], keys["steps"], epoch)
         return History(steps, keys["batch"], len(self._train), bool(a["logging_first_step"]))
-
-    def _steps(self) -> list[dict[str, Any]]:
-        return [row for row in read_rows(self.directory / METRICS) if "val_loss" not in row]
 
     def _trained_job(self) -> JobSpec:
         if not (self.directory / RECORD).exists():
@@ -431,69 +362,6 @@ def _check_refused(given: Mapping[str, Any]) -> None:
             raise SpecError(name, "is not supported", REFUSED[name])
 
 
-def _given_model(model: Any, model_init: Callable[[], Any] | None, seed: int) -> Any:
-    if model_init is None:
-        if model is None:
-            raise SpecError("model", "is missing", "give a model, or model_init")
-        return model
-    if model is not None:
-        raise SpecError("model_init", "and model are both given", "give one of them")
-    from transformers import set_seed
-
-    set_seed(seed)  # as the Trainer does
-    return model_init()
-
-
-def _by_kind(callbacks: Sequence[Any]) -> tuple[list[Callback], list[Any], list[Any]]:
-    """Return raypipe's callbacks, Ray Train's, and those of transformers.
-
-    Raises:
-        SpecError: a callback is of neither kind.
-    """
-    from ray.train import UserCallback
-
-    own, rays, theirs = [], [], []
-    for given in callbacks:
-        callback = given() if isinstance(given, type) else given
-        if isinstance(callback, Callback):
-            own.append(callback)
-        elif isinstance(callback, UserCallback):
-            rays.append(callback)
-        elif hasattr(callback, "on_train_begin") and hasattr(callback, "on_step_end"):
-            theirs.append(callback)
-        else:
-            raise SpecError(
-                "callbacks", f"a {type(callback).__name__} is no callback",
-                "derive it from raypipe.Callback, transformers.TrainerCallback or ray.train.UserCallback",
-            )  # fmt: skip
-    return own, rays, theirs
-
-
-def _stops_early(callback: Any) -> bool:
-    return hasattr(callback, "early_stopping_patience")
-
-
-def _early_stop(callbacks: Sequence[Any]) -> dict[str, Any] | None:
-    """Translate transformers' EarlyStoppingCallback to ``train.early_stop``."""
-    found: dict[str, Any] | None = None
-    for callback in filter(_stops_early, callbacks):
-        found = {
-            "patience": int(callback.early_stopping_patience),
-            "min_delta": float(callback.early_stopping_threshold or 0.0),
-        }
-    return found
-
-
 def _say(text: str) -> None:
     """Print the progress of profiling and planning."""
     print(text, file=sys.stderr, flush=True)
-
-
-def microbatch(share: int, stages: int) -> int:
-    """Return the largest micro-batch size that divides ``share`` into at least two micro-batches per stage, else 1.
-
-    >>> microbatch(32, 4), microbatch(12, 2), microbatch(4, 8)
-    (4, 3, 1)
-    """
-    most = max(1, share // (2 * stages))
-    return max(size for size in range(1, most + 1) if share % size == 0)
