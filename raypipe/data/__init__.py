@@ -11,6 +11,7 @@ from raypipe.data.dataset import (
     reads_bytes,
     tokens_per_sample,
     validation_places,
+    validation_weights,
 )
 from raypipe.data.prepare import prepare
 from raypipe.data.ragged import Ragged, flat
@@ -34,4 +35,5 @@ __all__ = [
     "reads_bytes",
     "tokens_per_sample",
     "validation_places",
+    "validation_weights",
 ]

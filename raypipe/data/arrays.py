@@ -84,6 +84,14 @@ class Arrays:
         """Return the number of samples of one epoch."""
         return len(next(iter(self.columns[split].values())))
 
+    def repeats(self, split: Split, step: int, batch: int) -> Tensor | None:
+        """Return which samples of a validation's mini-batch an earlier one had, bool ``[batch]``.
+
+        None where there are none, or nothing else: the validation goes through the rows again then.
+        """
+        left = self.rows(split) - step * batch
+        return torch.arange(batch) >= left if split == "val" and 0 < left < batch else None
+
     def places(self, split: Split, seed: int, step: int, batch: int) -> list[int]:
         """Return the row numbers of a step's mini-batch; held-out rows do not depend on the seed."""
         size = self.rows(split)

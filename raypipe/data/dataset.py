@@ -22,7 +22,7 @@ from raypipe.data.prepare import END, prepare
 from raypipe.data.ragged import Ragged, fill_of
 from raypipe.data.sample_order import sample_keys
 from raypipe.job import JobSpec
-from raypipe.models.task import MASK, Task
+from raypipe.models.task import IGNORED, MASK, Task
 
 
 class Dataset(Protocol):
@@ -78,7 +78,7 @@ class Table:
     def batch(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
         """Return rows of the arrays."""
         rows = self.arrays.batch(split, seed, step, batch, self.multiple, self.task.padding, self.skipped)
-        return self.task.complete(rows)
+        return _once(self.task.complete(rows), self.task, self.arrays.repeats(split, step, batch))
 
     def lengths(self, split: Split, seed: int, step: int, batch: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return the lengths of the rows, and of the raw inputs that the task derives from them."""
@@ -105,7 +105,8 @@ class Lines:
         rows = torch.from_numpy(column.padded(at, length + 1, END[0]).astype(np.int64))
         made = self.task.from_text(rows, sample_keys(split, seed, step, batch))
         mask = mask_of(column, at, length)
-        return {n: t.masked_fill(mask == 0, fill_of(n, self.task.padding)) for n, t in made.items()} | {MASK: mask}
+        made = {n: t.masked_fill(mask == 0, fill_of(n, self.task.padding)) for n, t in made.items()} | {MASK: mask}
+        return _once(made, self.task, self.arrays.repeats(split, step, batch))
 
     def lengths(self, split: Split, seed: int, step: int, batch: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return the number of bytes of each line, rounded up."""
@@ -115,6 +116,16 @@ class Lines:
     def samples(self, split: Split) -> int:
         """Return the number of lines."""
         return self.arrays.rows(split)
+
+
+def _once(made: dict[str, Tensor], task: Task, repeated: Tensor | None) -> dict[str, Tensor]:
+    """Have the loss ignore the samples that are ``repeated``, where it ignores any."""
+    if repeated is not None and task.ignores:
+        for name in task.reads & made.keys():
+            labels = made[name].clone()
+            labels[repeated] = IGNORED
+            made[name] = labels
+    return made
 
 
 def open_data(
@@ -174,6 +185,15 @@ def validation_places(job: JobSpec, directory: Path, samples: int) -> list[int] 
     if job.data.type not in ("arrays", "lines"):
         return None
     return Arrays.open(directory, ARRAYS if job.data.type == "arrays" else LINES).places("val", 0, 0, samples)
+
+
+def validation_weights(job: JobSpec, directory: Path) -> list[int]:
+    """Return of each mini-batch of a validation how many samples no earlier one had; all, if there are none."""
+    batches, batch = job.train.eval_batches, job.train.batch
+    if job.data.type not in ("arrays", "lines"):
+        return [batch] * batches
+    rows = Arrays.open(directory, ARRAYS if job.data.type == "arrays" else LINES).rows("val")
+    return [left if 0 < (left := rows - number * batch) < batch else batch for number in range(batches)]
 
 
 def counts_tokens(job: JobSpec, directory: Path) -> bool:

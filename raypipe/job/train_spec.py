@@ -111,7 +111,8 @@ class TrainSpec(Spec):
     eval_every: Count = 0
     """Steps between validations; 0 to validate only at the end."""
     eval_batches: Annotated[int, Field(ge=1, le=100_000)] = 8
-    """Mini-batches of held-out data per validation, which are queued at once."""
+    """Mini-batches of held-out data per validation, which are queued at once. Where rows of arrays or lines do not fill
+    the last one of a pass, others do whose labels the loss ignores, and it counts for its own rows."""
     early_stop: EarlyStopSpec | None = None
     """Stop before ``steps`` when validation no longer improves, or reaches a target; null to run all steps."""
     load_best_at_end: bool = False

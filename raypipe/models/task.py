@@ -57,6 +57,8 @@ class Task(ABC):
     """Whether the model's output is a prediction of labels; it may be the loss itself."""
     figures: tuple[str, ...] = ()
     """Names of figures that follow the loss in the last dimension of the model's output (``losses.figures``)."""
+    ignores = False
+    """Whether labels that are ``IGNORED`` are no targets."""
     classes: int | None = None
     """Number of all classes, if the output is one tensor rank's share of them; None if it has all classes."""
 
@@ -109,6 +111,7 @@ class Labels(Task):
     """
 
     reads = frozenset({"labels"})
+    ignores = True
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the cross-entropy summed over the labels."""

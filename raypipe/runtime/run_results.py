@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from raypipe.data import validation_weights
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.measured_steps import StepClock
@@ -75,18 +76,18 @@ class RunResults:
         """
         batches = self._train.eval_batches
         check_samples(f"validation after step {step}", results, self._train.batch * batches)
-        loss = math.fsum(r.loss_sum for r in results) / batches
+        ranks = len(results) // batches
+        by_batch = [results[k * ranks : (k + 1) * ranks] for k in range(batches)]
+        weights = validation_weights(self._job, self._data)
+        shares = [(weight / sum(weights), r) for weight, of in zip(weights, by_batch, strict=True) for r in of]
+        loss = math.fsum(share * r.loss_sum for share, r in shares)
         if not math.isfinite(loss):
             raise NonFiniteError(step, f"the validation loss is {loss}")
         row = {"val_loss": loss}
-        for name, share in (figure for result in results for figure in result.figures):
-            row[PREFIX + name] = row.get(PREFIX + name, 0.0) + share / batches
+        for name, value in ((PREFIX + name, share * value) for share, r in shares for name, value in r.figures):
+            row[name] = row.get(name, 0.0) + value
         if self.validation_metrics is not None:
-            ranks = len(results) // batches
-            kept = [
-                [one for result in results[k * ranks : (k + 1) * ranks] for one in result.predictions]
-                for k in range(batches)
-            ]
+            kept = [[one for result in of for one in result.predictions] for of in by_batch]
             row = {**row, **self.validation_metrics.of(kept, self._job, self._data), "val_loss": loss}
         self.score = score(self._train, row)
         self.newest |= row

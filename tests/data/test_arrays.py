@@ -5,9 +5,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from raypipe.data import Arrays, declared_fields, known_fields, prepare_arrays
+from raypipe.data import Arrays, declared_fields, known_fields, open_data, prepare_arrays, validation_weights
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
+from raypipe.job.load import job_from
+from raypipe.models.task import Labels, Values
 
 ROWS = 60
 COLUMNS = {
@@ -127,3 +129,36 @@ def test_what_is_no_file_of_arrays_is_one_error(name, tmp_path):
         prepare_arrays(spec(tmp_path / name), tmp_path / "data")
     with pytest.raises(SpecError, match=r"data\.path"):
         declared_fields(spec(tmp_path / name))
+
+
+class Both(Labels):
+    """Reads two kinds of labels."""
+
+    reads = frozenset({"labels", "shift_labels"})
+
+
+@pytest.mark.parametrize("task", [Labels(), Both(), Values()], ids=["labels", "both", "values"])
+def test_a_validation_counts_every_row_once(task, tmp_path):
+    rows = np.arange(7, dtype=np.int64)
+    columns = {"x": rows.astype(np.float32), "labels": rows, "shift_labels": np.stack([rows, rows], 1)}
+    for name in ("train", "val"):
+        np.savez(tmp_path / f"{name}.npz", **columns)
+    prepare_arrays(spec(tmp_path / "train.npz", tmp_path / "val.npz"), tmp_path / "data")
+    table = open_data(tmp_path / "data", task)
+    first, second, again = (table.batch("val", 3, step, 4) for step in range(3))
+    seen = [*first["x"].int().tolist(), *second["x"].int().tolist()[:3]]
+    assert sorted(seen) == list(range(7))
+    assert int(second["x"][3]) in seen  # fills the mini-batch
+    assert first["labels"].tolist() == seen[:4]
+    last = -100 if task.ignores else int(second["x"][3])
+    assert second["labels"].tolist() == [*seen[4:], last]
+    assert second["shift_labels"][:, 1].tolist() == [*seen[4:], -100 if isinstance(task, Both) else int(second["x"][3])]
+    assert (again["labels"] >= 0).all()  # a second pass, where one is asked for
+    assert (table.batch("train", 3, 1, 4)["labels"] >= 0).all()
+    job = job_from(
+        {
+            "name": "small", "model": {"import": "torch.nn:Linear"}, "data": {"type": "arrays", "path": "rows.npz"},
+            "train": {"steps": 1, "batch": 4, "eval_batches": 3}, "parallel": {"microbatch": 1},
+        }
+    )  # fmt: skip
+    assert validation_weights(job, tmp_path / "data") == [4, 3, 4]

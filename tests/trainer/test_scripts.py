@@ -48,6 +48,10 @@ def training(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def validation(trainer: Any) -> list[float]:
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry][:6]
+
+
 def rates(trainer: Any) -> list[float]:
     return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -66,6 +70,8 @@ def test_a_classifier(both, capfd) -> None:
     assert [sum(line.startswith(f"{{'{name}'") for line in printed) for name in ("loss", "eval_loss")] == [12, 14]
     assert training(ours["trainer"]) == pytest.approx(training(theirs["trainer"]), abs=2e-5)
     assert rates(ours["trainer"]) == pytest.approx(rates(theirs["trainer"]))
+    # 13 rows in one mini-batch of 32, in which every row comes at least twice
+    assert validation(ours["trainer"]) == pytest.approx(validation(theirs["trainer"]), abs=1e-4)
     assert dict(ours["followed"].losses) == pytest.approx(dict(theirs["followed"].losses), abs=2e-5)
     assert [step for step, _ in ours["followed"].losses] == [1, 2, 3, 4, 5, 6]
     assert ours["followed"].accuracies == theirs["followed"].accuracies
