@@ -25,20 +25,22 @@ def without_ray(**settings: str) -> dict[str, str]:
     return ours | LEAN | settings
 
 
-def node_settings() -> dict[str, Any]:
-    """Parameters of a Ray node: it forks its workers, and starts no process that shows anything to people."""
-    program = worker_program()
-    return {
-        "setup_worker_path": program, "worker_path": program, "include_dashboard": False, "include_log_monitor": False
-    }  # fmt: skip
+def node_settings(forks: bool = True) -> dict[str, Any]:
+    """Parameters of a Ray node that starts no process that shows anything to people; ``forks``: see ``start_ray``."""
+    program = worker_program() if forks else None
+    workers = {} if program is None else {"setup_worker_path": program, "worker_path": program}
+    return {**workers, "include_dashboard": False, "include_log_monitor": False}
 
 
-def start_ray(cpus: int) -> str:
-    """Start a Ray on loopback that ends with this process; return the address at which others join it."""
+def start_ray(cpus: int, forks: bool = True) -> str:
+    """Start a Ray on loopback that ends with this process; return the address at which others join it.
+
+    ``forks``: its workers are forked from one that has imported what they need. Not where their start is measured.
+    """
     import ray
     from ray._private.parameter import RayParams
 
-    settings = node_settings()
+    settings = node_settings(forks)
     del settings["include_dashboard"]  # ``ray.init`` names that one itself
     with mock.patch("ray._private.parameter.RayParams", partial(RayParams, **settings)):
         ray.init(

@@ -68,7 +68,7 @@ def stood_still(run: ElasticRun) -> float:
 
 def with_nodes(folder: Path, rounds: int) -> tuple[ElasticRun, Seconds]:
     """Kill and start a node ``rounds`` times, then drain it; return the run and the seconds of each event."""
-    nodes = TwoNodes()
+    nodes = TwoNodes(forks=False)
     bring = {KILL: nodes.kill, START: nodes.add, DRAIN: nodes.drain}
     try:
         run = ElasticRun(folder, text_in(folder), nodes.settings)

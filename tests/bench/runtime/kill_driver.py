@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds as JSON")
     args = parser.parse_args()
-    os.environ["RAY_ADDRESS"] = start_ray(2)
+    os.environ["RAY_ADDRESS"] = start_ray(2, forks=False)
     seconds: dict[str, list[float]] = {DRIVER: [], CONTROLLER: []}
     failed = 0
     with tempfile.TemporaryDirectory(prefix="raypipe-kill-") as folder:

@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="a new directory, for the runs' own")
     args = parser.parse_args()
     random.seed(args.seed)
-    os.environ["RAY_ADDRESS"] = start_ray(8)
+    os.environ["RAY_ADDRESS"] = start_ray(8, forks=False)
     found: list[Run] = []
     restarted: list[float] = []
     with tempfile.TemporaryDirectory(prefix="raypipe-recover-") as name:

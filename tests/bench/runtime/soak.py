@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--checkpoint-every", type=int, default=300, help="steps; 300 are some 20 s on two cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples")
     args = parser.parse_args()
-    os.environ["RAY_ADDRESS"] = start_ray(8)
+    os.environ["RAY_ADDRESS"] = start_ray(8, forks=False)
     with tempfile.TemporaryDirectory(prefix="raypipe-soak-") as name:
         folder = Path(name)
         job, directory = folder / "job.yaml", folder / "run"

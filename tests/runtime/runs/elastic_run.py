@@ -33,8 +33,9 @@ parallel: {{auto: true, replicas: 1, microbatch: 1}}
 class TwoNodes:
     """A Ray cluster of this machine's, with two CPUs on each of two nodes."""
 
-    def __init__(self) -> None:
-        self._each = {"num_cpus": 2, "object_store_memory": 100 << 20, **node_settings()}
+    def __init__(self, forks: bool = True) -> None:
+        """``forks``: as of ``start_ray``."""
+        self._each = {"num_cpus": 2, "object_store_memory": 100 << 20, **node_settings(forks)}
         self.cluster = Cluster(initialize_head=True, head_node_args=self._each)
         self.node = self.cluster.add_node(**self._each)
         """The one that is not the head."""

@@ -117,7 +117,7 @@ class Plain:
             # The norm without statistics sees whatever it is given at once, in evaluation too.
             parts = [F.cross_entropy(self.module(x), y, reduction="sum") for x, y in zip(
                 read["image"].double().split(microbatch), read["labels"].split(microbatch), strict=True)]  # fmt: skip
-        self.val_loss = float(sum(parts)) / BATCH
+        self.val_loss = float(sum(parts)) / int((read["labels"] != -100).sum())  # there are fewer held-out rows
 
 
 def check(done: Done, plain: Plain) -> Checkpoint:

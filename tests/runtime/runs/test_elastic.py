@@ -45,15 +45,18 @@ def test_devices_go_and_come(text_folder: Path, tmp_path: Path) -> None:
     assert len(changes) == 2, (result["recovery"], run.said)
     lost, came = changes
     assert (lost["kind"], came["kind"], came["steps_repeated"]) == ("replan", "replan", 0)
-    restarts = events(run.directory, "restarted")
-    assert restarts[0]["source"] == "neighbour"  # copies of the lost node's stages were on the other one
-    # Those of a copy, and those that were queued while it was sent.
-    assert sum(restart["steps_repeated"] for restart in restarts) < 3 + 4
+    # Ray may have put the driver on the node that is killed. Copies end with it, and so do all workers.
+    with_driver = any("driver's process died" in e["message"] for e in events(run.directory, "failed"))
+    if not with_driver:
+        restarts = events(run.directory, "restarted")
+        assert restarts[0]["source"] == "neighbour"  # copies of the lost node's stages were on the other one
+        # Those of a copy, and those that were queued while it was sent.
+        assert sum(restart["steps_repeated"] for restart in restarts) < 3 + 4
     assert [(e["was"], e["devices"], e["plan"]["stages"]) for e in events(run.directory, "resized")] == [
         (4, 2, 2), (2, 4, 4)
     ]  # fmt: skip
     four, *_, two, again = [{at["pid"] for at in e["devices"]} for e in events(run.directory, "started")]
-    assert two < four  # those whose devices stay serve on
-    assert two < again
+    assert two < again  # those whose devices stay serve on
+    assert with_driver or two < four
     assert result["devices"] == 4
     assert "going on with 2 devices instead of 4" in run.said
