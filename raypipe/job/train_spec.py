@@ -147,8 +147,8 @@ class TrainSpec(Spec):
     processes start again, from the last checkpoint."""
     copy_every: Count = 0
     """Steps between copies of each worker's parameters and optimizer state into the memory of its node and of the next
-    one, sent beside training. Where the run would restart from its last checkpoint, it goes on from the newest copies,
-    as long as its driver lives. 0 for none."""
+    one, sent beside training. Where the run would restart from its last checkpoint, it goes on from the newest copies;
+    they end with the process that started the run. 0 for none."""
     standby: Annotated[int, Field(ge=0, le=1000)] = 0
     """Processes that wait, with torch imported, to replace a worker that dies, and so seconds sooner. Each takes a few
     hundred MB of memory and no device."""

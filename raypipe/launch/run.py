@@ -95,6 +95,7 @@ def _on_devices(
     from raypipe.runtime.cluster.attempts import RunRequest
     from raypipe.runtime.cluster.rank_order import kinds_of
     from raypipe.runtime.cluster.reserve import reserve
+    from raypipe.runtime.saving.copy_index import copies_kept
 
     def hold_for(prepared: Prepared, run_id: str | None = None) -> Reservation:
         log, tensor = RunLog(prepared.directory), prepared.plan.parallel.tensor
@@ -114,15 +115,16 @@ def _on_devices(
     request = RunRequest(
         prepared.job, prepared.directory, prepared.resume, devices, reservation, prepared.validation
     )  # fmt: skip
-    if prepared.job.train.elastic is None:
-        drained = DrainedNodes(prepared.directory, reservation)
-        try:
-            return prepared, _ended(request, [drained.look, watch], callbacks)
-        finally:
-            reservation.give_back()
-    with Elastic(prepared, reservation, hold_for) as elastic:
-        ended = _ended(request, [elastic.look, watch], callbacks)
-        return elastic.prepared, ended
+    with copies_kept(reservation.run_id, prepared.job.train.copy_every):
+        if prepared.job.train.elastic is None:
+            drained = DrainedNodes(prepared.directory, reservation)
+            try:
+                return prepared, _ended(request, [drained.look, watch], callbacks)
+            finally:
+                reservation.give_back()
+        with Elastic(prepared, reservation, hold_for) as elastic:
+            ended = _ended(request, [elastic.look, watch], callbacks)
+            return elastic.prepared, ended
 
 
 def _ended(

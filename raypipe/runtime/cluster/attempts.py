@@ -36,6 +36,7 @@ from raypipe.runtime.cluster.worker_group import Survivors, WorkerGroup, start_w
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.recovery.out_of_memory import plan_with_less, ran_out
 from raypipe.runtime.recovery.standby import warm_ones
+from raypipe.runtime.saving.copy_index import index_of
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
 from raypipe.runtime.validation.metrics import ValidationMetrics, validation_metrics
@@ -125,7 +126,7 @@ def driver_loop(config: dict[str, Any]) -> None:
             storage = None if uri is None else Storage(uri)
             with (
                 _Reporter(storage, job.train.keep_checkpoints) as reporter,
-                NeighbourCopies(job.train.copy_every, log) as copies,
+                NeighbourCopies(job.train.copy_every, log, index_of(request.reservation.run_id)) as copies,
             ):
                 _attempts(request, restarted, log, reporter, copies)
         except Exception as error:

@@ -3,7 +3,8 @@
 At each copy a worker copies its parameters and optimizer state as for a checkpoint, and a thread sends them to a
 process of its own node and to one of the next node while training goes on. When those of all workers have arrived, the
 copies before are dropped. A run that loses workers, or a whole node, has the newest complete copies written as a
-checkpoint and goes on from that. Where all workers are on one node, only the loss of workers is covered.
+checkpoint and goes on from that; so does one that loses its driver, whose copies an index keeps (``copy_index``). Where
+all workers are on one node, the loss of that node is not covered.
 
 Source: Wang et al. 2023, GEMINI (SOSP), section 4, with two copies, and with nodes in a ring instead of groups.
 """
@@ -13,13 +14,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.checkpoint import ShardInfo
 from raypipe.errors import CheckpointError
@@ -28,40 +27,56 @@ from raypipe.runtime.cluster.node_files import SentShard
 from raypipe.runtime.cluster.sent_files import received
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.nonfinite.found import NonFiniteError
-from raypipe.runtime.saving.keeper import Keeper
+from raypipe.runtime.saving.copy_index import Attached, Copy, start_index
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
 from raypipe.runtime.saving.shard_writer import SaveBegun, Written
 from raypipe.runtime.step import StepResult
 
 ANSWER_S = 5.0
 """Time that a keeper has to answer."""
-
-
-@dataclass(slots=True)
-class _Copy:
-    """The state after ``step`` steps, as far as the keepers have it."""
-
-    number: int
-    step: int
-    left_out: int
-    """Number of mini-batches of training data that were left out before."""
-    nodes: list[tuple[str, ...]]
-    """Of the keepers, by rank."""
-    shards: dict[int, ShardInfo | None] = field(default_factory=dict)
-    """By rank; None for a worker that saves nothing."""
-    begun: float = field(default_factory=time.monotonic)
+START_S = 60.0
+"""Time that an index has to answer, which may have to start on busy cores."""
 
 
 class NeighbourCopies:
-    """The copies of a run, over all attempts of one driver."""
+    """The copies of a run, as one driver makes them in all of its attempts.
 
-    def __init__(self, every: int, log: RunLog) -> None:
+    Args:
+        every: steps between copies; 0 for none.
+        log: of the run.
+        index: the run's index, with what drivers before this one have left; None for one of this driver's own.
+    """
+
+    def __init__(self, every: int, log: RunLog, index: Any | None = None) -> None:
         self._every, self._log = every, log
+        self._index, self._own = index, index is None
         self._keepers: dict[str, Any] = {}
         """By Ray's id of the node."""
-        self._numbers = itertools.count(-1, -1)  # those of saves are not negative
-        self._under_way: dict[int, _Copy] = {}
-        self._held: _Copy | None = None
+        self._numbers = itertools.count(-1, -1)
+        self._under_way: dict[int, Copy] = {}
+        self._began: dict[int, float] = {}
+        """By number of the copies under way."""
+        self._held: Copy | None = None
+        if not every:
+            return
+        try:
+            known: Attached = ray.get((index or self._start_index()).attach.remote(), timeout=START_S)
+        except RayError:
+            self._follow_index()
+        else:
+            self._keepers, self._held, self._numbers = known.keepers, known.held, itertools.count(known.first, -1)
+
+    def _start_index(self) -> Any:
+        """Start an index that ends with this driver."""
+        self._index, self._own = start_index(), True
+        return self._index
+
+    def _follow_index(self) -> None:
+        """Begin with another index, because the one that there was is gone, and with it all keepers."""
+        self._log.event("notice", message="the process that knew the run's copies is gone; another follows")
+        self._start_index()
+        self._keepers.clear()
+        self.forget()
 
     def due(self, done: int) -> bool:
         """Return whether to copy the state after ``done`` steps."""
@@ -70,15 +85,24 @@ class NeighbourCopies:
     def call(self, workers: WorkerGroup, step: int, left_out: int) -> list[Any]:
         """Have all workers begin to copy their state after the steps that are queued; return the references."""
         nodes = keeping_nodes([at.peer.node for at in workers.locations])
-        copy = _Copy(next(self._numbers), step, left_out, nodes)
+        keepers = [[self._keeper(node) for node in both] for both in nodes]
+        copy = Copy(next(self._numbers), step, left_out, nodes)
         self._under_way[copy.number] = copy  # calls are queued ahead, so there may be earlier ones
-        return workers.call_each("copy", [(copy.number, [self._keeper(node) for node in both]) for both in nodes])
+        self._began[copy.number] = time.monotonic()
+        return workers.call_each("copy", [(copy.number, both) for both in keepers])
 
     def _keeper(self, node: str) -> Any:
         if node not in self._keepers:
-            where = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._keepers[node] = ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=where).remote()
+            try:
+                self._keepers[node] = self._started(node)
+            except RayError:
+                self._follow_index()
+                self._keepers[node] = self._started(node)
         return self._keepers[node]
+
+    def _started(self, node: str) -> Any:
+        assert self._index is not None
+        return ray.get(self._index.keeper.remote(node), timeout=START_S)
 
     def begun(self, step: int, results: Iterable[SaveBegun]) -> None:
         """Take in that all workers have begun a copy.
@@ -102,7 +126,7 @@ class NeighbourCopies:
                 if one is not None and copy is not None:
                     self._arrived(copy, one)
 
-    def _arrived(self, copy: _Copy, one: Written) -> None:
+    def _arrived(self, copy: Copy, one: Written) -> None:
         if one.lost:
             for node in copy.nodes[one.rank]:
                 self._look_after(node)
@@ -112,10 +136,11 @@ class NeighbourCopies:
         copy.shards[one.rank] = one.shard
         if len(copy.shards) == len(copy.nodes):
             self._held = copy
+            assert self._index is not None
+            self._index.hold.remote(copy)
+            self._log.event("copied", step=copy.step, seconds=time.monotonic() - self._began[copy.number])
             self._under_way = {number: one for number, one in self._under_way.items() if one.step > copy.step}
-            for keeper in self._keepers.values():
-                keeper.drop_before.remote(copy.number)
-            self._log.event("copied", step=copy.step, seconds=time.monotonic() - copy.begun)
+            self._began = {number: self._began[number] for number in self._under_way}
 
     def _look_after(self, node: str) -> None:
         """Have another keeper started with the next copy where the one of a node is gone."""
@@ -125,12 +150,16 @@ class NeighbourCopies:
             ray.get(self._keepers[node].lives.remote(), timeout=ANSWER_S)
         except RayError:
             del self._keepers[node]
+            assert self._index is not None
+            self._index.lost.remote(node)
             self._log.event("notice", message=f"the process that held copies on node {node} is gone; another follows")
 
     def forget(self) -> None:
         """Use none of the copies any more, because the run goes another way."""
         self._held = None
         self._under_way.clear()
+        if self._index is not None:
+            self._index.forget.remote()
 
     def restore(self, checkpoints: RunCheckpoints, newest: int) -> bool:
         """Write the newest copies as a checkpoint, if they are of more steps than ``newest``; return whether they are.
@@ -156,7 +185,7 @@ class NeighbourCopies:
         checkpoints.committed(held.step, {}, False, 0.0, time.monotonic() - began)
         return True
 
-    def _fetched(self, held: _Copy, rank: int, info: ShardInfo, folder: Path) -> ShardInfo:
+    def _fetched(self, held: Copy, rank: int, info: ShardInfo, folder: Path) -> ShardInfo:
         failed: Exception = CheckpointError(info.file, "is kept by nobody any more", "save more often")
         for keeper in (self._keepers[node] for node in held.nodes[rank] if node in self._keepers):
             try:
@@ -170,8 +199,8 @@ class NeighbourCopies:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for keeper in self._keepers.values():
-            ray.kill(keeper)
+        if self._own and self._index is not None:
+            ray.kill(self._index)  # and with it the keepers
         self._keepers.clear()
 
 

@@ -74,10 +74,22 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in rows(directory / "events.jsonl") if row["event"] == kind]
 
 
+def saved(directory: Path) -> bool:
+    """Whether there is a checkpoint."""
+    return bool(events(directory, "checkpoint"))
+
+
+def copied_since(directory: Path) -> bool:
+    """Whether there is a checkpoint, and in the memory of nodes a copy of a later step."""
+    steps = [row["step"] for row in events(directory, "checkpoint")]
+    return bool(steps) and any(row["step"] > steps[-1] for row in events(directory, "copied"))
+
+
 def run_killing(
-    titles: Sequence[str], job: Path, directory: Path, *extra: str, root: int | None = None
+    titles: Sequence[str], job: Path, directory: Path, *extra: str, root: int | None = None,
+    ready: Callable[[Path], bool] = saved,
 ) -> Outcome:  # fmt: skip
-    """Run ``job`` and kill the processes called ``titles``: one after the first checkpoint, the next when it goes on.
+    """Run ``job`` and kill the processes called ``titles``: one when ``ready``, the next when it goes on.
 
     The run brings up its own Ray, unless ``root`` is the process that has started the one of RAY_ADDRESS.
     """
@@ -89,7 +101,7 @@ def run_killing(
     )  # fmt: skip
     seconds = float("nan")
     try:
-        _wait(process, lambda: not titles or bool(events(directory, "checkpoint")))
+        _wait(process, lambda: not titles or ready(directory))
         for kills, title in enumerate(titles, 1):
             above = process.pid if root is None else root
             # A process that it has just forked has its title too, but comes after it.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.job import load_job
-from tests.runtime.runs.killing import CONTROLLER, DRIVER, JOB, events, run_killing
+from tests.runtime.runs.killing import CONTROLLER, DRIVER, JOB, copied_since, events, run_killing
 from tests.runtime.runs.small_runs import drive
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
@@ -23,12 +23,16 @@ def job(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_killed_processes_change_no_loss(job: Path, stage_pool, tmp_path: Path) -> None:
-    """The driver's, and then the controller's, which has started another driver by then."""
+    """The driver's, after which the copies in the node's memory serve, and then the controller's."""
     undisturbed = drive(load_job(job), stage_pool, tmp_path / "undisturbed").losses
-    done = run_killing([DRIVER, CONTROLLER], job, tmp_path / "run")
+    copies = ("--set", "train.copy_every=3")
+    done = run_killing([DRIVER, CONTROLLER], job, tmp_path / "run", *copies, ready=copied_since)
     assert done.status == 0, done.said
     assert done.result["losses"] == undisturbed
     assert done.result["recoveries"] == 2
+    first, _ = events(tmp_path / "run", "restarted")
+    assert first["source"] == "neighbour"
+    assert first["step"] % 50 != 0, "it is no step of a checkpoint"
     said = [line for line in done.said.splitlines() if line.startswith("failed: ")]
     assert [why in line for why, line in zip(("the driver's process died", "controller died"), said, strict=True)] == [
         True, True,

@@ -14,6 +14,7 @@ import torch
 from raypipe.checkpoint import Snapshot, open_checkpoint
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.nonfinite.found import NonFiniteError
+from raypipe.runtime.saving.copy_index import start_index
 from raypipe.runtime.saving.keeper import send_snapshot
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
@@ -139,6 +140,41 @@ def test_what_a_keeper_died_with_is_said_and_another_one_follows(run: Run) -> No
     run.copy(6)
     assert run.copies.restore(run.checkpoints, newest=0)
     assert run.checkpoints.newest[0] == 6
+
+
+def test_the_next_driver_finds_the_copies_of_one_that_died(run: Run) -> None:
+    index = start_index()
+    dead, run.copies = run.copies, NeighbourCopies(2, run.log, index)
+    run.copy(2)
+    run.copy(4)
+    run.copy(6, ranks=[0])  # then the driver dies
+    last = run.calls[0][0]
+    run.copies = NeighbourCopies(2, run.log, index)
+    assert run.copies.restore(run.checkpoints, newest=2)
+    assert run.checkpoints.newest[0] == 4
+    run.copy(6)
+    assert run.calls[0][0] < last, "numbers are those of one copy each"
+    run.copies = NeighbourCopies(2, run.log, index)
+    assert run.copies.restore(run.checkpoints, newest=4)
+    state_then, found = state(1, 6), open_checkpoint(run.checkpoints.newest[1])
+    assert all(torch.equal(found.read([key])[key], value) for key, value in state_then.items())
+    run.copies.forget()
+    assert not NeighbourCopies(2, run.log, index).restore(run.checkpoints, newest=4)
+    ray.kill(index)
+    dead.__exit__()
+
+
+def test_an_index_that_is_gone_is_followed_by_another(run: Run) -> None:
+    index = start_index()
+    dead, run.copies = run.copies, NeighbourCopies(2, run.log, index)
+    run.copy(2)
+    ray.kill(index)  # and the keepers with it
+    run.copies.heard([Written(0, run.calls[0][0], None, 0.1, lost=True)])
+    assert not run.copies.restore(run.checkpoints, newest=0)
+    next_driver = NeighbourCopies(2, run.log, index)
+    assert "the process that knew" in run.notices()[-1]
+    next_driver.__exit__()
+    dead.__exit__()
 
 
 def test_copies_of_another_way_are_forgotten(run: Run) -> None:
