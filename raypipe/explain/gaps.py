@@ -11,113 +11,22 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass, field
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe.explain.estimated_ways import estimated
 from raypipe.explain.measured import Measured
+from raypipe.explain.measured_ways import measured
+from raypipe.explain.step_gaps import Gap, StepGaps
+from raypipe.explain.waits import Waits
 from raypipe.plan.online.recorded_steps import RecordedStep, StepWaits
 from raypipe.schedule.deps import TaskGraph
 from raypipe.schedule.kinds import NETWORK
-from raypipe.schedule.sharding.collectives import Collective, collectives
-from raypipe.simulate.cyclic import Edges, carried, merge, wait_for_norm
-from raypipe.simulate.series import all_reduces_before_updates
+from raypipe.schedule.sharding.collectives import Collective
 
-HICCUP = 3.0
-"""A message that took more than this many times as long as usual on its link found its receiver's host late."""
 LOOK_S = 1e-4
 """A device that waited for a gather for less than this only looked whether it was there."""
-Pair = tuple[int, int]
-"""(device that sends, device that receives)."""
-
-
-@dataclass(slots=True)
-class Waits:
-    """What the tasks of a step wait for, before any time is known."""
-
-    graph: TaskGraph
-    messages: list[list[tuple[int, Pair]]]
-    """Per task, (task of another device, the link) whose message it needs."""
-    late_messages: list[list[tuple[int, Pair]]]
-    """The same of the step before, in schedules without a flush."""
-    before: list[int]
-    """Per compute task, the one before it on its device; -1 for the first, and for collectives."""
-    last: list[int]
-    """Per device, its last compute task; -1 for none."""
-    own: Edges
-    """Further waits for tasks of the same step: of updates for all gradient sums of their device."""
-    carried: Edges
-    """Waits for tasks of the step before."""
-    norm: Edges
-    """Waits of updates for the gradients of all devices, which the norm is made of."""
-    norm_after: Edges
-    """The same of tasks that wait for the norm of the step before."""
-    collective: dict[int, Collective]
-
-
-def waits_of(of: Measured, graph: TaskGraph) -> Waits:
-    """Resolve what the tasks of a step wait for.
-
-    Raises:
-        ScheduleError: updates are to wait for the norm, and a device has none.
-    """
-    device, count = graph.device, of.schedule.microbatches
-    messages: list[list[tuple[int, Pair]]] = [[] for _ in graph.tasks]
-    late: list[list[tuple[int, Pair]]] = [[] for _ in graph.tasks]
-    for i, preds in enumerate(graph.preds):
-        if graph.tasks[i].mbs:
-            messages[i] = [(p, (device[p], device[i])) for p in preds if device[p] != device[i]]
-    ran = {(t.kind, t.stage, mb): i for i, t in enumerate(graph.tasks) for mb in t.mbs} if graph.missing else {}
-    for i, (kinds, stage), mb in graph.missing:
-        source = next((ran[k, stage, mb + count] for k in kinds if (k, stage, mb + count) in ran), None)
-        if source is not None and device[source] != device[i]:  # else the order of its device says so
-            late[i].append((source, (device[source], device[i])))
-    before, last = [-1] * len(graph.tasks), [-1] * of.schedule.devices
-    for d, (first, end) in enumerate(itertools.pairwise(graph.first)):
-        for i in range(first, end):
-            if graph.tasks[i].kind not in NETWORK:
-                before[i], last[d] = last[d], i
-    norm, after = wait_for_norm(graph, of.norm, 0.0)
-    return Waits(
-        graph, messages, late, before, last, all_reduces_before_updates(graph), carried(graph, graph), norm, after,
-        collectives(graph),
-    )  # fmt: skip
-
-
-@dataclass(slots=True)
-class StepGaps:
-    """One step taken apart; sums of these are the measured starts."""
-
-    work: NDArray[np.float64]
-    """Per task, seconds that it ran, without waits inside it; of a collective, its own time on the network."""
-    host: NDArray[np.float64]
-    data: NDArray[np.float64]
-    """Per task, seconds in it that it waited for samples."""
-    sums: NDArray[np.float64]
-    """Per task, seconds that it could not begin for gradient sums, beyond the collectives of the schedule."""
-    norm: NDArray[np.float64]
-    """Per task, seconds from the last gradient to its start."""
-    begin: dict[int, float]
-    """Of the first step: when tasks that wait for the step before could start at the earliest."""
-    lags: dict[tuple[int, int], float] = field(default_factory=dict)
-    """(task that sends, task that receives) -> seconds of the message's way."""
-    late_lags: dict[tuple[int, int], float] = field(default_factory=dict)
-    """The same, sent in the step before."""
-
-
-@dataclass(slots=True)
-class _Gap:
-    """The gap before one task of one step."""
-
-    step: int
-    task: int
-    ready: float
-    """When all that it waited for was over, the way of messages not counted."""
-    seconds: float
-    waited: tuple[int, Pair, bool] | None
-    """The message that came last, if that was what it waited for: sender, link, sent in the step before."""
 
 
 def take_apart(of: Measured, waits: Waits) -> list[StepGaps]:
@@ -125,11 +34,12 @@ def take_apart(of: Measured, waits: Waits) -> list[StepGaps]:
     graph = waits.graph
     starts = [np.concatenate([t[:, 0] for t in step.times]) for step in of.steps]
     ends = [np.concatenate([t[:, 1] for t in step.times]) for step in of.steps]
+    began = [start.copy() for start in starts]
     zero = min(float(s.min()) for s in starts[:1])
     for step, start, end in zip(of.steps, starts, ends, strict=True):
         _move_gathers_out(waits, step, start, end)
     found: list[StepGaps] = []
-    gaps: list[_Gap] = []
+    gaps: list[Gap] = []
     for k, step in enumerate(of.steps):
         start, end = starts[k], ends[k]
         data = _data(step.waits, graph, end - start)
@@ -144,7 +54,10 @@ def take_apart(of: Measured, waits: Waits) -> list[StepGaps]:
                 at_head = i == graph.first[graph.device[i]]
                 one.begin[i] = float(start[i]) - zero if at_head else 0.0
         found.append(one)
-    _share_out(waits, found, gaps, starts, ends)
+    if all(step.waits.message_s for step in of.steps):
+        measured(waits, found, gaps, [step.waits.message_s for step in of.steps], starts, ends, began)
+    else:
+        estimated(waits, found, gaps, starts, ends)
     return found
 
 
@@ -203,7 +116,7 @@ def _collective_times(
 
 def _gap(
     waits: Waits, one: StepGaps, step: RecordedStep, k: int, i: int, start: NDArray[np.float64],
-    end: NDArray[np.float64], past: NDArray[np.float64] | None, zero: float, gaps: list[_Gap],
+    end: NDArray[np.float64], past: NDArray[np.float64] | None, zero: float, gaps: list[Gap],
 ) -> None:  # fmt: skip
     """Find the gap before a compute task or an update, and what it waited for last."""
     graph = waits.graph
@@ -240,63 +153,4 @@ def _gap(
     if i in waits.norm or by_norm:
         one.norm[i] = seconds
     else:
-        gaps.append(_Gap(k, i, ready, seconds, message))
-
-
-def _share_out(
-    waits: Waits, found: list[StepGaps], gaps: list[_Gap], starts: list[NDArray[np.float64]],
-    ends: list[NDArray[np.float64]],
-) -> None:  # fmt: skip
-    """Divide the gaps between links and hosts, and estimate the messages that nobody waited for.
-
-    A link's usual time is that of the messages which left after their receiver had become idle. With it, it is known
-    which of the others were still on their way when theirs did.
-    """
-    graph = waits.graph
-    ways: dict[Pair, list[float]] = defaultdict(list)
-    for gap in gaps:
-        if gap.waited is not None:
-            ways[gap.waited[1]].append(gap.seconds)
-    typical = {pair: median(values) for pair, values in ways.items()}
-
-    def sent(gap: _Gap) -> list[tuple[float, int, Pair, bool]]:
-        """When each message of a task left, its sender, its link, and whether that was in the step before."""
-        own = [(float(ends[gap.step][p]), p, pair, False) for p, pair in waits.messages[gap.task]]
-        late = waits.late_messages[gap.task] if gap.step else []
-        return own + [(float(ends[gap.step - 1][p]), p, pair, True) for p, pair in late]
-
-    def arrives(message: tuple[float, int, Pair, bool]) -> float:
-        return message[0] + typical.get(message[2], 0.0)
-
-    idle: dict[int, list[float]] = defaultdict(list)
-    for gap in gaps:
-        if gap.waited is None and graph.tasks[gap.task].mbs and all(arrives(m) <= gap.ready for m in sent(gap)):
-            idle[graph.device[gap.task]].append(gap.seconds)
-    usual = {d: median(values) for d, values in idle.items()}
-    typical = {pair: median([max(0.0, v - usual.get(pair[1], 0.0)) for v in values]) for pair, values in ways.items()}
-    for gap in gaps:
-        one, own = found[gap.step], usual.get(graph.device[gap.task], 0.0)
-        messages = sent(gap)
-        last = max(messages, key=arrives, default=None)
-        start, hosts = float(starts[gap.step][gap.task]), gap.seconds
-        if last is not None and (gap.waited is not None or arrives(last) > gap.ready):
-            left, p, pair, before = last
-            lag = max(0.0, start - own - left)
-            if lag > HICCUP * typical.get(pair, 0.0):
-                lag = typical.get(pair, 0.0)
-            (one.late_lags if before else one.lags)[p, gap.task] = lag
-            hosts = start - max(gap.ready, left + lag)
-        one.host[gap.task] = max(0.0, hosts)
-        for left, p, pair, before in messages:
-            lags = one.late_lags if before else one.lags
-            if (p, gap.task) not in lags:
-                guess = typical.get(pair, typical.get(pair[::-1], 0.0))
-                lags[p, gap.task] = min(guess, max(0.0, start - float(one.host[gap.task]) - left))
-
-
-def merged(*edges: Edges) -> Edges:
-    """All waits of several tables, in a new one."""
-    found: Edges = {}
-    for one in edges:
-        merge(found, {i: list(waits) for i, waits in one.items()})
-    return found
+        gaps.append(Gap(k, i, ready, seconds, message))

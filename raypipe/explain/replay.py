@@ -13,10 +13,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.explain.gaps import StepGaps, Waits, merged, take_apart, waits_of
+from raypipe.explain.gaps import take_apart
 from raypipe.explain.measured import WORK, Measured
 from raypipe.explain.mending import Mend
+from raypipe.explain.step_gaps import StepGaps
 from raypipe.explain.typical import undisturbed
+from raypipe.explain.waits import Waits, merged, waits_of
 from raypipe.schedule.deps import link
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.kinds import NETWORK

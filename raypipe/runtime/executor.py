@@ -520,6 +520,7 @@ class Executor(ProgramRunner):
             0.0, samples, 0.0, marks, self.received, self.received_bytes, reduced + sums, all_reduces, memory,
             self.updates.optimistic, gathers, scatters, first_k=self._changed_first_k() if self.training else (),
             data_wait_s=self.feed.take_wait_s(), gather_waits=tuple(self._gather_waits.items()),
+            message_waits=self.message_waits,
             sums_wait_s=self._sums_wait_s, figures=self.computation.take_figures(targets),
         )  # fmt: skip
         self._gather_waits.clear()

@@ -45,6 +45,8 @@ Payload = tuple[Tensor, ...]
 """The tensors one stage hands to another for one micro-batch."""
 NO_RUN_AHEAD = RunAhead(0, {})
 CPU = torch.device("cpu")
+NOTICED_S = 1e-4
+"""Shorter waits for messages are not reported: one that has arrived is read in less."""
 POLL_S = 5e-5
 """How often the host looks whether a GPU has come to the end of a step."""
 
@@ -77,6 +79,9 @@ class ProgramRunner(ABC):
         # runs micro-batches of the next step.
         self.p2p_buffers: dict[tuple[str, int, int, int], Payload] = {}
         self.received = self.received_bytes = 0
+        self.message_waits: dict[int, tuple[float, float]] = {}
+        """Position of a task in the program -> seconds that the host waited for its messages, and seconds from then to
+        the task's start; on CPUs."""
         self.doing: Action | None = None
         """The task that is running, for error messages."""
         self.position = 0
@@ -152,6 +157,7 @@ class ProgramRunner(ABC):
         """
         self.step, self.base, self.program = step, step * self.microbatches, program
         self.attempt = self.received = self.received_bytes = 0
+        self.message_waits = {}
         times = np.empty((len(program.actions), 2))
         begin = 0
         if self.update_pending():
@@ -185,6 +191,7 @@ class ProgramRunner(ABC):
         self.p2p_buffers.clear()
         self.forget()
         self.attempt, self.received, self.received_bytes = 1, 0, 0
+        self.message_waits = {}
         self._post({})
         return 0
 
@@ -213,21 +220,27 @@ class ProgramRunner(ABC):
     def _run(self, times: NDArray[np.float64], begin: int, end: int) -> None:
         mark = self.clock.mark
         senders = tuple(self.senders.values())
-        waits = True
+        waits, measures = True, not runs_behind(self.device)
+        clock = time.perf_counter
         for i, action in enumerate(self.program.actions[begin:end], begin):
             self.doing, self.position = action, i
-            inserted = action.inserted
+            inserted, waited = action.inserted, 0.0
             for position, message in enumerate(action.receives):
                 if inserted:
                     self._issue(inserted, position)
                 if message.src_device != message.dst_device:
+                    began = clock()
                     self.receive(message, action)
+                    arrived = clock()
+                    waited += arrived - began
             if inserted:
                 self._issue(inserted, len(action.receives))
             if waits and action.task.kind == "U":
                 waits = False
                 self.before_updates(times)
             times[i, 0] = mark()
+            if measures and waited > NOTICED_S:
+                self.message_waits[i] = waited, clock() - arrived
             if not action.deferred:
                 self.run_task(action)
             times[i, 1] = mark()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -59,6 +59,9 @@ class StepResult:
     """Seconds for which this device waited for its samples."""
     gather_waits: tuple[tuple[int, float], ...] = ()
     """(position of a task in this device's order, seconds in it that it waited for gathered weights); on CPUs."""
+    message_waits: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """Position of a task in this device's order -> seconds before it that this device waited for messages, and seconds
+    from then to its start; on CPUs."""
     sums_wait_s: float = 0.0
     """Seconds before the first update that this device waited for gradient sums; on CPUs."""
     written: Written | None = None
@@ -88,9 +91,10 @@ def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:
 
 def waits_of(devices: Sequence[StepResult]) -> StepWaits:
     """Return what devices waited for inside the tasks of a step."""
+    messages = tuple(r.message_waits for r in devices)
     return StepWaits(
         data_s=tuple(r.data_wait_s for r in devices), gather_s=tuple(dict(r.gather_waits) for r in devices),
-        sums_s=tuple(r.sums_wait_s for r in devices),
+        sums_s=tuple(r.sums_wait_s for r in devices), message_s=messages if any(messages) else (),
     )  # fmt: skip
 
 

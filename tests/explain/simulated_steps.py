@@ -51,6 +51,27 @@ def run_steps(
     return tuple(found)
 
 
+def message_waits(
+    schedule: Schedule, step: RecordedStep, late: Callable[[int], float] = lambda task: 0.0
+) -> tuple[dict[int, tuple[float, float]], ...]:  # fmt: skip
+    """What devices measure as waits for messages, whose hosts start tasks so ``late`` after their messages."""
+    graph, start = link(schedule), np.concatenate([t[:, 0] for t in step.times])
+    found: list[dict[int, tuple[float, float]]] = []
+    for d, (first, times) in enumerate(zip(graph.first, step.times, strict=False)):
+        free, waits = float(min(t[:, 0].min() for t in step.times)), {}
+        for position, task in enumerate(schedule.orders[d]):
+            own = max([free, *(float(times[p - first, 1]) for p in graph.preds[first + position]
+                               if graph.device[p] == d)])  # fmt: skip
+            after = late(first + position)
+            waited = float(start[first + position]) - own - after
+            if waited > 0 and any(graph.device[p] != d for p in graph.preds[first + position]):
+                waits[position] = waited, after
+            if task.kind not in NETWORK:
+                free = float(times[position, 1])
+        found.append(waits)
+    return tuple(found)
+
+
 def uneven(forward: Sequence[float]) -> CostTable:
     """Costs whose backward takes twice the forward."""
     return replace(

@@ -16,7 +16,7 @@ from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.passes import add_recompute, add_updates, shard
-from tests.explain.simulated_steps import run_steps, uneven, whole_step
+from tests.explain.simulated_steps import message_waits, run_steps, uneven, whole_step
 
 EVEN = CostTable.even(4)
 """F = B = W = 1, so a micro-batch takes a stage 3."""
@@ -102,6 +102,32 @@ def test_a_slow_link() -> None:
     assert (first.cause, first.what_if_step_s) == ("link", pytest.approx(33.0))
     assert set(first.links) == {(1, 2), (2, 1)}
     assert seconds(found) == {"link": found.step_s - 33.0, "warm-up": 9.0}
+
+
+def test_messages_that_queue_before_a_narrow_link() -> None:
+    """GPipe's forwards come faster (1) than a link carries their messages (3); its backwards (3) do not."""
+    schedule = whole_step("gpipe", devices=2, microbatches=6)
+    begins = {
+        0: {"F": lambda m: m, "BW": lambda m: 26 + 3 * m, "U": lambda m: 44},
+        1: {"F": lambda m: 4 + 3 * m, "BW": lambda m: 20 + 3 * m, "U": lambda m: 38},
+    }
+    took = {"F": 1, "BW": 3, "U": 0}
+
+    def step(number: int) -> RecordedStep:
+        rows = []
+        for device, order in enumerate(schedule.orders):
+            starts = [44.0 * number + begins[device][t.kind](t.mbs[0] if t.mbs else 0) for t in order]
+            rows.append(np.array([(at, at + took[t.kind]) for at, t in zip(starts, order, strict=True)]))
+        bare = RecordedStep(number + 1, tuple(rows))
+        return replace(bare, waits=StepWaits(message_s=message_waits(schedule, bare)))
+
+    assert [t.mbs[0] for t in schedule.orders[0] if t.kind == "BW"] == list(range(6))
+    found = explanation(schedule, tuple(map(step, range(3))), norm="none")
+    link = found.of("link")
+    assert link is not None
+    assert found.causes[0].cause == "link"
+    assert link.what_if_step_s == pytest.approx(7 * 1 + 7 * 3), "that of a step whose messages take no time"
+    assert found.of("host") is None
 
 
 def test_gradient_sums_that_nothing_hides() -> None:

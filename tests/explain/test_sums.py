@@ -14,7 +14,7 @@ from raypipe.explain.measured import Measured
 from raypipe.explain.replay import Replay
 from raypipe.plan.online.recorded_steps import RecordedStep, StepWaits
 from raypipe.schedule.costs import CostTable
-from tests.explain.simulated_steps import run_steps, whole_step
+from tests.explain.simulated_steps import message_waits, run_steps, whole_step
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "chimera", "bfs", "zb-v")
 
@@ -41,10 +41,16 @@ def test_causes_sum_to_what_is_lost(data: st.DataObject) -> None:
     norm = data.draw(st.sampled_from(["none", "wait"]))
     steps = run_steps(schedule, costs, steps=data.draw(st.integers(1, 4)), gap=float(numbers.uniform(0, 2)),
                       slower=lambda step, i: float(jitter[step, i]), norm=norm)  # fmt: skip
-    waits = StepWaits(data_s=tuple(numbers.uniform(0, 1, schedule.devices)))
-    of = Measured(
-        schedule=schedule, steps=tuple(RecordedStep(s.number, s.times, waits) for s in steps), norm=norm
-    )  # fmt: skip
+    late = data.draw(st.sampled_from([None, 0.0, 0.3, 1.0]))  # whatever the devices say
+    message_s = [
+        () if late is None else message_waits(schedule, s, lambda _: float(numbers.uniform(0, late))) for s in steps
+    ]
+    data_s = tuple(numbers.uniform(0, 1, schedule.devices))
+    recorded = tuple(
+        RecordedStep(s.number, s.times, StepWaits(data_s=data_s, message_s=one))
+        for s, one in zip(steps, message_s, strict=True)
+    )
+    of = Measured(schedule=schedule, steps=recorded, norm=norm)
     replay = Replay(of)
     assert replay.step_s() == pytest.approx(replay.measured_s, rel=1e-9)
     found = explain(replay)

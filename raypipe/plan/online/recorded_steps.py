@@ -31,6 +31,9 @@ class StepWaits:
     """Per device: position of a task in its order -> in it, for gathered weights."""
     sums_s: tuple[float, ...] = ()
     """Per device, before its first update: for gradient sums."""
+    message_s: tuple[Mapping[int, tuple[float, float]], ...] = ()
+    """Per device: position of a task in its order -> before it, for messages, and from then to its start; the shortest
+    waits are left out."""
 
 
 NO_WAITS = StepWaits()
@@ -75,6 +78,7 @@ class RecordedSteps:
                     "devices": [np.round(t - zero, 7).tolist() for t in step.times],
                     "data_s": list(step.waits.data_s),
                     "gather_s": [{str(i): s for i, s in one.items()} for one in step.waits.gather_s],
+                    "message_s": [{str(i): list(both) for i, both in one.items()} for one in step.waits.message_s],
                     "sums_s": list(step.waits.sums_s),
                 }
                 for step in self.steps
@@ -100,6 +104,10 @@ def recorded_from_json(value: Any, where: str) -> RecordedSteps:
             waits = StepWaits(
                 data_s=_per_device(one.get("data_s"), schedule.devices),
                 gather_s=tuple({int(i): float(s) for i, s in row.items()} for row in one.get("gather_s") or ()),
+                message_s=tuple(
+                    {int(i): (float(wait), float(after)) for i, (wait, after) in row.items()}
+                    for row in one.get("message_s") or ()
+                ),
                 sums_s=_per_device(one.get("sums_s"), schedule.devices),
             )
             found.steps.append(RecordedStep(int(one["step"]), times, waits))

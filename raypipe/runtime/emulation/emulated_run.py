@@ -357,7 +357,9 @@ def _steps(
 
     def collect() -> None:
         part, refs = pending.popleft()
-        measured.append(clock.add(part, ray.get(refs), waits, len(measured) + 1)[0])
+        times, messages = zip(*ray.get(refs), strict=True)
+        of_step = replace(waits, message_s=messages)
+        measured.append(clock.add(part, list(times), of_step, len(measured) + 1)[0])
 
     for step in range(steps):
         part = WHOLE if schedule.versions == "flush" else (step == 0, step == steps - 1)

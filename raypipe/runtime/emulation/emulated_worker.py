@@ -118,6 +118,9 @@ class EmulatedRunner(ProgramRunner):
         if self.setup.layers is None:
             self._finish(times)  # all-reduces that no update waited for
         for index, began in self._began.items():  # until then it waited for its weights, or for its host
+            if index in self.message_waits:
+                waited, after = self.message_waits[index]
+                self.message_waits[index] = waited, after + began - float(times[index, 0])
             times[index, 0] = began
         return times
 
@@ -286,8 +289,12 @@ class EmulatedWorker:
             communicators.clock,
         )
 
-    def run_step(self, step: int, part: Part) -> NDArray[np.float64]:
-        """Run one step; return ``[tasks, 2]``, start and end of each task in seconds on the run's clock."""
+    def run_step(self, step: int, part: Part) -> tuple[NDArray[np.float64], Mapping[int, tuple[float, float]]]:
+        """Run one step.
+
+        Returns:
+            ``[tasks, 2]``, start and end of each task in seconds on the run's clock; and the waits for messages.
+        """
         assert self.runner is not None, "set up first"
         times: NDArray[np.float64] = self.runner.run_clock.shared(self.runner.run(part, step))
-        return times
+        return times, self.runner.message_waits
