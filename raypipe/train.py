@@ -149,7 +149,8 @@ def _planned_at_once(
 
 def _prepare_data(model: JobModel, data: Path, resume: bool) -> None:
     """Prepare the job's data; a resumed run keeps the data that it started with."""
-    from raypipe.data import is_prepared, prepare_data
+    from raypipe.data import check_placeholders, is_prepared, prepare_data
 
     if not (resume and is_prepared(data)):
         prepare_data(model.job, model.declared.task, data)
+        check_placeholders(data, model.declared.placeholders)

@@ -3,11 +3,11 @@
 Models of the transformers library build a mask tensor whenever they are traced, for no value may decide otherwise. On
 GPUs, ``scaled_dot_product_attention`` with a mask can't use FlashAttention, and every stage would make the mask again.
 
-A mask is replaced only where this is provably the same. It must be positional (``graph/positions.py``), and vary along
-queries and keys alone. Then its values at the captured lengths, which are computed and compared, decide those for any
-batch and for all shorter lengths; ``OperationGraph.at_most`` keeps longer ones away. An additive mask must be exactly 0
-where it shows, and -inf or the dtype's lowest value where it hides: in a causal row that always shows its own position,
-both give a weight of exactly 0.
+A mask is replaced only where this is provably the same. It must be positional (``graph/values/positions.py``), and vary
+along queries and keys alone. Then its values at the captured lengths, which are computed and compared, decide those for
+any batch and for all shorter lengths; ``OperationGraph.at_most`` keeps longer ones away. An additive mask must be
+exactly 0 where it shows, and -inf or the dtype's lowest value where it hides: in a causal row that always shows its own
+position, both give a weight of exactly 0.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from raypipe.graph.captured_files import Notify
 from raypipe.graph.dims import Dim, Sizes, evaluate, evaluate_all, symbols
 from raypipe.graph.flops import short_name
 from raypipe.graph.operations import OperationGraph, TensorType
-from raypipe.graph.positions import CONSTANT, Dims, is_size, varying_dims
 from raypipe.graph.unused import needed, selected
+from raypipe.graph.values.positions import CONSTANT, Dims, is_size, varying_dims
 
 LONGEST = 16_384
 """Longest sequence for which a mask is computed: 256 MiB for each of its steps."""

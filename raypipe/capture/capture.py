@@ -16,6 +16,8 @@ from raypipe.capture.captured import Captured
 from raypipe.capture.encode import Encoded, encode
 from raypipe.capture.meta import tied_names
 from raypipe.capture.opaque import WHOLE, CannotRunAloneError
+from raypipe.capture.patches.slow_capture import told_if_slow
+from raypipe.capture.sizes_of_values import check_sizes
 from raypipe.capture.torch_export import export
 from raypipe.errors import CaptureError, nearest
 from raypipe.graph.captured_files import Notify, to_stderr
@@ -34,6 +36,7 @@ def capture(
     outputs: Sequence[str] | None = None,
     dynamic: Mapping[str, tuple[int, ...]] | None = None,
     as_it_is: Sequence[str] = (),
+    rows: Mapping[str, Tensor] | None = None,
     notify: Notify = to_stderr,
 ) -> Captured:
     """Capture the forward of a module on example inputs, in its current mode (training or evaluation).
@@ -49,6 +52,8 @@ def capture(
         dynamic: per input, the dimensions that may differ at run time; by default the first of each, and the second of
             integer inputs (tokens).
         as_it_is: paths of submodules that are opaque from the beginning.
+        rows: ``ROWS`` rows of the data by the forward's arguments: if the model cannot be captured, the shapes of its
+            results are found by running it on these, else on made-up inputs.
         notify: called with a sentence about each submodule that becomes opaque.
 
     Raises:
@@ -59,14 +64,19 @@ def capture(
         dynamic = {
             n: (0, 1) if t.dim() > 1 and not t.is_floating_point() else (0,) for n, t in tensors.items() if t.dim()
         }
-    _check_buffers(module)
+    _check(module)
     ties = tied_names(module)
     classes = {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in module.named_modules()}
 
     def traced(given: Mapping[str, object], listed: list[str] | None) -> tuple[Any, Encoded]:
-        made = export(module, given, dynamic, opaque, listed)
-        return made, encode(made, ties, _wanted(made, outputs), classes)
+        with told_if_slow(module, notify):
+            made = export(module, given, dynamic, opaque, listed, rows)
+        found = encode(made, ties, _wanted(made, outputs), classes)
+        check_sizes(found.graph)
+        return made, found
 
+    if tied := _shares(ties, as_it_is):
+        raise CaptureError(", ".join(as_it_is), f"cannot run as it is: {tied}", "name the module that holds both")
     opaque: list[str] = list(as_it_is)
     said: dict[str, str] = {}
     stands_in = True
@@ -137,16 +147,21 @@ def _one_sample_more(inputs: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def _check_buffers(module: nn.Module) -> None:
-    """Check that every buffer has a value.
+def _check(module: nn.Module) -> None:
+    """Check what must hold before a module is traced.
 
     Raises:
-        CaptureError: one was computed from parameters, which have none yet.
+        CaptureError: a buffer was computed from parameters, which have no values yet; a parameter has hooks; or a
+            parametrization writes a buffer in every forward.
     """
     for path, part in module.named_modules():
         if "SpectralNorm" in type(part).__name__:
             why = "spectral_norm writes its estimate in every forward, so results would depend on the plan"
             raise CaptureError(f"module {path}", why, "use weight_norm or orthogonal, or normalise in the constructor")
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            why = "it has a hook on its gradient, which the stages' parameters would not have"
+            raise CaptureError(name, why, "do what it does to the parameter in the forward, or to the loss")
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise CaptureError(name, NO_VALUE, "give the buffer its value in the constructor")

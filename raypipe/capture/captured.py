@@ -10,6 +10,9 @@ from torch import Tensor
 from raypipe.graph.calls import Call
 from raypipe.graph.operations import OperationGraph
 
+ROWS = 3
+"""Rows of the data on which a whole model is tried, where it cannot be captured."""
+
 
 @dataclass(frozen=True)
 class Captured:

@@ -164,6 +164,9 @@ class _Encoder:
             return [out, None, None, {"updated": 3}, {"updated": 4}]
         if name == "aten.copy.default":
             return self.copied(node, args)
+        if name == "aten.full.default" and isinstance(value, Tensor) and not _fits(args[1], value):
+            _stop(node, f"fills a tensor of {value.dtype} with {args[1]}, which is out of its range",
+                  "give the tensor the dtype that the number is of, or train in float32")  # fmt: skip
         name = _VIEWS.get(name, name)
         return self.emit(node, name, args, kwargs, self.type(value) if isinstance(value, Tensor) else None)
 
@@ -377,6 +380,11 @@ def _word(value: object) -> str:
 
 def _hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _fits(number: Plain, made: Tensor) -> bool:
+    """Return whether a number is in the range of a tensor's dtype; ``full`` runs with no other."""
+    return not (isinstance(number, float) and made.is_floating_point() and abs(number) > torch.finfo(made.dtype).max)
 
 
 def _items(value: Any) -> Sequence[Any]:

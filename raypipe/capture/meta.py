@@ -6,15 +6,20 @@ ids, running statistics) are small, and only the constructor knows their values.
 
 from __future__ import annotations
 
+import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from raypipe.errors import CaptureError
 
 _UNINITIALISED = {
     torch.ops.aten.empty.memory_format,
@@ -32,15 +37,18 @@ def build_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
     Uninitialised tensors, which parameters usually begin as, are created on the meta device. Other tensors are moved
     there when they are registered as parameters, so at most one parameter is allocated at a time. If the constructor
     computes something from parameters that needs their values, it runs with memory, and the parameters are moved
-    afterwards. The state of torch's global random generator is restored.
+    afterwards. What a constructor draws for its buffers is the same in every process (``same_randomness``).
+
+    Raises:
+        CaptureError: a parameter has no shape before the first forward.
     """
     try:
-        return build_on_meta(build)
+        return _shaped(build_on_meta(build))
     except Exception as error:  # also one that a source of models has made of torch's
         if not needs_values(error):
             raise
-    with torch.random.fork_rng(devices=[]):
-        module = build()
+    with same_randomness(0):
+        module = _shaped(build())
     moved: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -50,11 +58,38 @@ def build_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
+def _shaped(module: nn.Module) -> nn.Module:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
+            kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            why = f"{kind} gives it a shape in its first forward only, and a model is cut before that"
+            raise CaptureError(name, why, "use the class that is told its input's size, such as nn.Linear")
+    return module
+
+
+@contextmanager
+def same_randomness(seed: int) -> Iterator[None]:
+    """Begin the random generators of torch, numpy and Python at a seed inside the block, and restore them after it.
+
+    Every process constructs a model for itself, and they must agree on it.
+    """
+    numpy_before, python_before = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_before)
+            random.setstate(python_before)
+
+
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Run a constructor with parameters on the meta device; it fails if it needs their values (``needs_values``)."""
     with (
         _patching,
-        torch.random.fork_rng(devices=[]),
+        same_randomness(0),
         loading_nothing(),
         _meta_parameters(),
         _MetaForUninitialised(),  # type: ignore[no-untyped-call]

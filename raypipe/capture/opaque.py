@@ -1,7 +1,8 @@
 """Opaque modules: submodules that ``torch.export`` cannot trace run as they are, as one operation of the graph.
 
 During export, the forward of such a module is one call of the operator ``raypipe::module``. The shapes of its results
-come from trial runs of the module alone. In a stage, the module itself is called.
+come from trial runs of the module alone: on made-up inputs, or for the whole model on rows of the data if there are
+some. In a stage, the module itself is called, with its hooks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +21,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from raypipe.capture.captured import ROWS
 from raypipe.capture.patches.structures import as_plain, like
 from raypipe.errors import CaptureError
+from raypipe.files import short
 from raypipe.graph.calls import Call
 
 TARGET = "raypipe.module.default"
 WHOLE = ""
 """Path of the whole model, where it is one opaque module."""
 PLAIN = (bool, int, float, str, type(None))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LARGER: tuple[Callable[[int], int], ...] = (lambda n: n + 1, lambda n: 2 * n)
 """Sizes of the second trial run; twice as large where a length must be a multiple of something."""
 
@@ -41,9 +46,12 @@ class CannotRunAloneError(CaptureError):
 
 
 class _Result(NamedTuple):
-    """One result of an opaque module; each size is a number, or the (input, dimension) that it equals."""
+    """One result of an opaque module; each size is a number, or the (input, dimension) that it equals.
 
-    shape: tuple[int | tuple[int, int], ...]
+    There is no shape where a size follows from values: only of a whole model, which then returns None in its place.
+    """
+
+    shape: tuple[int | tuple[int, int], ...] | None
     dtype: torch.dtype
 
 
@@ -61,7 +69,7 @@ def module(path: str, call: str, inputs: Sequence[Tensor], parameters: Sequence[
 def _fake(path: str, call: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     return [
         torch.empty(
-            [d if isinstance(d, int) else inputs[d[0]].shape[d[1]] for d in result.shape], dtype=result.dtype,
+            [d if isinstance(d, int) else inputs[d[0]].shape[d[1]] for d in result.shape or ()], dtype=result.dtype,
             device=inputs[0].device,
         )
         for result in _results[path]
@@ -69,17 +77,23 @@ def _fake(path: str, call: str, inputs: Sequence[Tensor], parameters: Sequence[T
 
 
 @contextmanager
-def opaque_modules(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-    """Make the modules at these paths appear as single operators when the model is traced inside the block."""
+def opaque_modules(model: nn.Module, paths: Sequence[str], rows: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+    """Make the modules at these paths appear as single operators when the model is traced inside the block.
+
+    ``rows`` are ``ROWS`` rows of the data by the model's arguments, if there are any: the whole model is tried on them.
+    """
     copies = {path: _real_copy(model.get_submodule(path)) for path in paths}
+    hooks = {path: {name: model.get_submodule(path).__dict__[name] for name in HOOKS} for path in paths}
     try:
         for path in paths:
             part = model.get_submodule(path)
-            part.forward = _traced(path, part, copies[path])
+            part.forward = _traced(path, part, copies[path], rows if path == WHOLE else None)
+            part.__dict__.update({name: type(own)() for name, own in hooks[path].items()})  # the trials call them
         yield
     finally:
         for path in paths:
             model.get_submodule(path).__dict__.pop("forward", None)
+            model.get_submodule(path).__dict__.update(hooks[path])
             _results.pop(path, None)
 
 
@@ -95,7 +109,7 @@ def _real_copy(part: nn.Module) -> nn.Module:
     return real
 
 
-def _traced(path: str, part: nn.Module, real: nn.Module) -> Any:
+def _traced(path: str, part: nn.Module, real: nn.Module, rows: Mapping[str, Tensor] | None) -> Any:
     signature = inspect.signature(part.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -108,18 +122,29 @@ def _traced(path: str, part: nn.Module, real: nn.Module) -> Any:
                 f"module {path}", f"cannot be captured, and is called with {what}", "pass it tensors"
             )
         noticed = _Draws()  # type: ignore[no-untyped-call]
-        results, returned = _trial(path, real, leaves, structure, tensors, noticed)
+        given = None if rows is None else [rows[name] for name in _names(signature, args, kwargs)]
+        results, returned, alone = _trial(path, real, leaves, structure, tensors, noticed, given)
         plain, returns = pytree.tree_flatten(as_plain(returned))
         _results[path] = results
         call = {"args": _written(args, tensors), "kwargs": _written(kwargs, tensors), "draws": noticed.found,
-                "learns": _learns(part)}  # fmt: skip
+                "learns": _learns(part), "alone": alone}  # fmt: skip
         found = torch.ops.raypipe.module(path, json.dumps(call), tensors, list(part.parameters()))
-        results_in_order = iter(found)
+        results_in_order = iter([None if r.shape is None else t for r, t in zip(results, found, strict=True)])
         filled = [next(results_in_order) if isinstance(x, Tensor) else x for x in plain]
         return like(returned, returns.unflatten(filled))
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward
+
+
+def _names(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the arguments that are tensors, in the order in which pytrees have them."""
+    given = dict(zip(signature.parameters, args, strict=False))
+    names = [name for name, value in given.items() if isinstance(value, Tensor)]
+    for path, value in pytree.tree_flatten_with_path(dict(kwargs))[0]:
+        if isinstance(value, Tensor) and isinstance(path[0], pytree.MappingKey):
+            names.append(path[0].key)
+    yield from names
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -148,77 +173,141 @@ def _learns(part: nn.Module) -> bool:
     )
 
 
+def keeps_tensors_alone(call: str) -> bool:
+    """Return whether of what the module of this call returns only tensors are kept."""
+    return bool(json.loads(call)["alone"])
+
+
 def learns(call: Call) -> bool:
     """Return whether this call of an opaque module updates running statistics."""
     return bool(json.loads(call.args[1])["learns"])
 
 
 def _trial(
-    path: str, real: nn.Module, leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor], noticed: _Draws
-) -> tuple[list[_Result], Any]:
+    path: str, real: nn.Module, leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor], noticed: _Draws,
+    rows: Sequence[Tensor] | None,
+) -> tuple[list[_Result], Any, bool]:  # fmt: skip
     """Find the module's results and an example of what it returns, by running its real copy on inputs of two sizes.
+
+    The last value says whether only its tensors are kept (``tensors_alone``).
+
+    The inputs are the first two of ``rows``, and all of them; without rows they are made up.
 
     Raises:
         CaptureError: it cannot run alone, returns other things than tensors, or a result's size depends on more than
             one size of its inputs.
     """
-    sizes = [[_size(d, lambda n: n) for d in tensor.shape] for tensor in tensors]
-    one = _run(path, real, leaves, structure, [t.dtype for t in tensors], sizes, noticed)
-    other_sizes, two = sizes, one
-    for number, larger in enumerate(LARGER):
-        other_sizes = [[_size(d, larger) for d in tensor.shape] for tensor in tensors]
-        try:
-            two = _run(path, real, leaves, structure, [t.dtype for t in tensors], other_sizes, noticed)
-            break
-        except CannotRunAloneError:
-            if number == len(LARGER) - 1:
-                raise
-    kept, again = (pytree.tree_leaves(as_plain(run)) for run in (one, two))
-    others = [[x for x in found if not isinstance(x, Tensor)] for found in (kept, again)]
-    if not all(isinstance(x, PLAIN) for x in others[0]) or others[0] != others[1]:
+    what = "random numbers" if rows is None else "rows of the data"
+    run = partial(_run, path, real, leaves, structure, noticed, what)
+    if rows is not None:
+        with _disable_current_modes():
+            many = [t.to(like.dtype) for t, like in zip(rows, tensors, strict=True)]
+            few = [t[: ROWS - 1] for t in many]
+        sizes, other_sizes = ([list(t.shape) for t in given] for given in (few, many))
+        one, two = run(few), run(many)
+    else:
+        sizes = [[_size(d, lambda n: n) for d in tensor.shape] for tensor in tensors]
+        one = run(_drawn(sizes, tensors))
+        other_sizes, two = sizes, one
+        for number, larger in enumerate(LARGER):
+            other_sizes = [[_size(d, larger) for d in tensor.shape] for tensor in tensors]
+            try:
+                two = run(_drawn(other_sizes, tensors))
+                break
+            except CannotRunAloneError:
+                if number == len(LARGER) - 1:
+                    raise
+    fits, alone = _alike(one, two), False
+    if not fits and path == WHOLE:  # its outputs are the tensors that it returns itself, not in lists of samples
+        one, two, alone = tensors_alone(one), tensors_alone(two), True
+        fits = _alike(one, two)
+    if not fits:
         why = "cannot be captured, and returns more than tensors"
         raise CannotRunAloneError(f"module {path}", why, "return tensors")
+    kept, again = (pytree.tree_leaves(as_plain(run)) for run in (one, two))
     places = [(k, d) for k, size in enumerate(sizes) for d in range(len(size))]
-    results = []
+    results, unknown = [], list[int]()
     for small, large in zip(kept, again, strict=True):
         if not isinstance(small, Tensor):
             continue
         dims: list[int | tuple[int, int]] = []
-        for a, b in zip(small.shape, large.shape, strict=True):
+        explained = small.dim() == large.dim()
+        for a, b in zip(small.shape, large.shape, strict=explained):
             same = [(k, d) for k, d in places if (sizes[k][d], other_sizes[k][d]) == (a, b)]
-            if a != b and not same:
-                why = f"cannot be captured, and its result's size {a} equals no size of its inputs"
-                raise CannotRunAloneError(f"module {path}", why, "write its forward with operations on tensors only")
+            explained = explained and (a == b or bool(same))
+            if not explained:
+                unknown.append(a)
+                break
             dims.append(a if a == b else same[0])
-        results.append(_Result(tuple(dims), small.dtype))
-    return results, one
+        results.append(_Result(tuple(dims) if explained else None, small.dtype))
+    if unknown and (path != WHOLE or all(result.shape is None for result in results)):
+        why = f"cannot be captured, and its result's size {unknown[0]} equals no size of its inputs"
+        raise CannotRunAloneError(f"module {path}", why, "write its forward with operations on tensors only")
+    return results, one, alone
+
+
+def _alike(one: Any, two: Any) -> bool:
+    """Return whether both are made of tensors in the same places, and of the same plain values beside them."""
+    found, structures = zip(*(pytree.tree_flatten(as_plain(run)) for run in (one, two)), strict=True)
+    others = [[None if isinstance(x, Tensor) else x for x in leaves] for leaves in found]
+    return (
+        bool(structures[0] == structures[1]) and all(isinstance(x, PLAIN) for x in others[0]) and others[0] == others[1]
+    )
+
+
+def tensors_alone(returned: Any) -> Any:
+    """Return what a model returns with None in place of all that is no tensor."""
+    plain = as_plain(returned)
+    if isinstance(plain, Mapping):
+        return {name: x if isinstance(x, Tensor) else None for name, x in plain.items()}
+    return [x if isinstance(x, Tensor) else None for x in plain] if isinstance(plain, list | tuple) else plain
 
 
 def _run(
-    path: str, real: nn.Module, leaves: Sequence[Any], structure: Any, kinds: Sequence[torch.dtype],
-    sizes: Sequence[Sequence[int]], noticed: _Draws,
+    path: str, real: nn.Module, leaves: Sequence[Any], structure: Any, noticed: _Draws, what: str,
+    inputs: Sequence[Tensor],
 ) -> Any:  # fmt: skip
-    """Return what the real copy of a module makes of random inputs of these sizes."""
+    """Return what the real copy of a module makes of these inputs."""
+    where = f"module {path}" if path != WHOLE else "the model"
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng([]):
-        given = iter([_drawn(s, k) for s, k in zip(sizes, kinds, strict=True)])
+        given = iter([t.clone() for t in inputs])
         args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], structure)
+        before = {name: (buffer, buffer._version) for name, buffer in _kept_buffers(real)}
+        hooked = any(real.__dict__[name] for name in HOOKS)
         try:
             with noticed:
-                return type(real).forward(real, *args, **kwargs)
+                found = real(*args, **kwargs) if hooked else type(real).forward(real, *args, **kwargs)
         except Exception as error:
+            said = short(next(iter(str(error).splitlines()), type(error).__name__), 300)
             raise CannotRunAloneError(
-                f"module {path}", f"cannot be captured, nor run alone on random numbers: {error}",
+                f"module {path}", f"cannot be captured, nor run alone on {what}: {said}",
                 "write its forward with operations on tensors only",
             ) from error  # fmt: skip
+    for name, buffer in _kept_buffers(real):
+        if name not in before or before[name][0] is not buffer or before[name][1] != buffer._version:
+            why = f"cannot be captured, and writes its buffer {name} in a forward, so results would depend on the plan"
+            raise CaptureError(where, why, "keep it out of the forward")
+    return found
+
+
+def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Return a module's buffers but for those of batch norms, which are checked elsewhere."""
+    for path, part in module.named_modules():
+        if not isinstance(part, _BatchNorm):
+            yield from part.named_buffers(prefix=path, recurse=False)
 
 
 def _size(size: int | torch.SymInt, larger: Callable[[int], int]) -> int:
     return larger(int(size.node.hint)) if isinstance(size, torch.SymInt) else size
 
 
-def _drawn(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make random floats, or integer zeros, which are valid indices everywhere."""
-    return torch.randn(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+def _drawn(sizes: Sequence[Sequence[int]], like: Sequence[Tensor]) -> list[Tensor]:
+    """Make tensors of these sizes and dtypes: random floats, or integer zeros, which are valid indices everywhere."""
+    with _disable_current_modes(), torch.random.fork_rng([]):
+        return [
+            torch.randn(size, dtype=t.dtype) if t.dtype.is_floating_point else torch.zeros(size, dtype=t.dtype)
+            for size, t in zip(sizes, like, strict=True)
+        ]
 
 
 def _written(value: Any, tensors: Sequence[Tensor]) -> Any:
@@ -251,6 +340,8 @@ def _read(value: Any, tensors: Sequence[Any]) -> Any:
     return content
 
 
-def flat_results(returned: Any) -> list[Tensor]:
-    """Flatten what a module returns to the order of its operator's results."""
+def flat_results(returned: Any, alone: bool = False) -> list[Tensor]:
+    """Flatten what a module returns to the order of its operator's results; ``alone``: only its tensors are kept."""
+    if alone:
+        returned = tensors_alone(returned)
     return [x for x in pytree.tree_leaves(as_plain(returned)) if isinstance(x, Tensor)]

@@ -12,7 +12,7 @@ from torch import fx, nn
 from raypipe.capture.captured import Captured
 from raypipe.capture.decode import decode, resolve
 from raypipe.capture.meta import build_without_memory
-from raypipe.capture.opaque import TARGET, WHOLE, arguments, flat_results
+from raypipe.capture.opaque import TARGET, WHOLE, arguments, flat_results, keeps_tensors_alone
 from raypipe.errors import CaptureError
 from raypipe.graph.calls import Call
 from raypipe.graph.liveness import inputs_read, runs_in
@@ -143,7 +143,7 @@ def _call_opaque(made: fx.Graph, call: Call, nodes: dict[int | str, fx.Node], na
     path, written, inputs, _ = call.args
     args, kwargs = arguments(written, [decode(item, nodes, "cpu") for item in inputs])
     returned = made.create_node("call_module", path or AS_IT_IS, args, kwargs, f"{name}_called")
-    return made.create_node("call_function", flat_results, (returned,), {}, name)
+    return made.create_node("call_function", flat_results, (returned, keeps_tensors_alone(written)), {}, name)
 
 
 def _container(root: nn.Module, path: str) -> nn.Module:

@@ -18,7 +18,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from raypipe.capture.alpha_dropout import as_one_operation
 from raypipe.capture.opaque import opaque_modules
-from raypipe.capture.patches.listed_samples import listed_samples
+from raypipe.capture.patches.gradient_hooks import gradient_hooks
+from raypipe.capture.patches.listed_samples import listed_samples, without_stand_ins
 from raypipe.capture.patches.module_casts import module_casts
 from raypipe.capture.patches.own_backward import own_backwards
 from raypipe.capture.patches.sizes import symbolic_sizes
@@ -27,7 +28,7 @@ from raypipe.capture.patches.structures import as_plain
 
 def export(
     module: nn.Module, inputs: Mapping[str, object], dynamic: Mapping[str, tuple[int, ...]], opaque: Sequence[str] = (),
-    listed: list[str] | None = None,
+    listed: list[str] | None = None, rows: Mapping[str, Tensor] | None = None,
 ) -> ExportedProgram:  # fmt: skip
     """Export a module in its current mode, training or evaluation.
 
@@ -41,10 +42,11 @@ def export(
         opaque: paths of submodules that are not traced.
         listed: gets an entry for each list of the batch's samples, which then holds stand-ins (``listed_samples``);
             without it, such a list fixes the number of samples.
+        rows: rows of the data by the forward's arguments, on which an opaque whole model is tried.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with (
-        opaque_modules(module, opaque),
+        opaque_modules(module, opaque, rows),
         _plain_outputs(module),
         fake_parameters(module, fake),
         as_one_operation(),
@@ -52,6 +54,7 @@ def export(
         module_casts(),
         symbolic_sizes(),
         own_backwards(),
+        gradient_hooks(),
         nullcontext() if listed is None else listed_samples(_samples(inputs), listed),
         _quiet(),
     ):
@@ -63,7 +66,7 @@ def export(
             for name, value in inputs.items()
         }
         program = torch.export.export(module, (), arguments, dynamic_shapes=shapes, strict=False)
-        if any(_writes(node) for graph in _graphs(program.graph_module) for node in graph.nodes):
+        if any(_writes(node) or _mapped(node) for graph in _graphs(program.graph_module) for node in graph.nodes):
             program = program.run_decompositions({})
     return program
 
@@ -79,7 +82,7 @@ def _plain_outputs(module: nn.Module) -> Iterator[None]:
 
     @functools.wraps(forward)
     def plain(*args: Any, **kwargs: Any) -> Any:
-        return as_plain(forward(*args, **kwargs))
+        return without_stand_ins(as_plain(forward(*args, **kwargs)))
 
     module.forward = plain
     try:
@@ -133,6 +136,11 @@ def _writes(node: fx.Node) -> bool:
         for arg, declared in zip(node.args, schema.arguments, strict=False)
         if declared.alias_info is not None and declared.alias_info.is_write
     )
+
+
+def _mapped(node: fx.Node) -> bool:
+    """Return whether a node belongs to ``torch.vmap``; the decomposition replaces these by batched operations."""
+    return node.op == "call_function" and getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
 
 
 def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:

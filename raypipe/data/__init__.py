@@ -13,6 +13,7 @@ from raypipe.data.dataset import (
     validation_places,
     validation_weights,
 )
+from raypipe.data.placeholders import check_placeholders
 from raypipe.data.prepare import prepare
 from raypipe.data.ragged import Ragged, flat
 from raypipe.data.rows import columns_of
@@ -22,6 +23,7 @@ __all__ = [
     "Corpus",
     "Dataset",
     "Ragged",
+    "check_placeholders",
     "columns_of",
     "counts_tokens",
     "declared_fields",

@@ -7,9 +7,10 @@ differ in length (``ragged``).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from raypipe.data.sample_order import GroupedByLength, permuted
 from raypipe.errors import SpecError
 from raypipe.files import expanded, read_json, sha256
 from raypipe.job import DataSpec
-from raypipe.models.task import MASK, Field
+from raypipe.models.task import MASK, Field, FirstRows
 
 META = "arrays.json"
 AGAIN = "prepare the data again: remove the folder, then --resume does"
@@ -334,9 +335,31 @@ def declared_fields(data: DataSpec) -> dict[str, Field] | None:
     if data.type != "arrays":
         return None
     train = _heads(data.path, "data.path")
-    if data.held_out is None:
-        return _fields(train)
-    return _fields(*of_one_form(train, _heads(data.held_out, "data.held_out")))
+    parts = (train,) if data.held_out is None else of_one_form(train, _heads(data.held_out, "data.held_out"))
+    fields = _fields(*parts)
+    for name, column in parts[0].items():
+        if not isinstance(column, Ragged):
+            fields[name] = fields[name]._replace(rows=FirstRows(partial(_first_of_file, data.path, name)))
+    return fields
+
+
+def _first_of_file(source: str, name: str, rows: int) -> Tensor:
+    """Return the first rows of a column of equally long rows."""
+    path = expanded(Path(source))
+    if path.suffix == ".npz" and path.is_file():
+        with np.load(path, allow_pickle=False) as archive, archive.zip.open(f"{name}.npy") as content:
+            shape, fortran, dtype = _header(content)
+            if not fortran:
+                rows = min(rows, shape[0])
+                values = np.frombuffer(content.read(rows * dtype.itemsize * math.prod(shape[1:])), dtype)
+                return _tensor(values.reshape(rows, *shape[1:]).copy())
+    column = read_columns(source, "data.path")[name]
+    assert not isinstance(column, Ragged)
+    return _tensor(column[:rows].copy())
+
+
+def _first_of_folder(path: Path, rows: int) -> Tensor:
+    return _tensor(np.load(path, mmap_mode="r")[:rows].copy())
 
 
 def _heads(source: str, key: str) -> dict[str, Column]:
@@ -357,10 +380,15 @@ def _heads(source: str, key: str) -> dict[str, Column]:
 def _head(archive: Any, name: str) -> Values:
     """Return zeros that take no memory, with the shape and dtype of an array in an archive."""
     with archive.zip.open(f"{name}.npy") as content:
-        version = np.lib.format.read_magic(content)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(content)
+        shape, _, dtype = _header(content)
     return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def _header(content: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read shape, whether it is in Fortran's order, and dtype from the beginning of a ``.npy`` file."""
+    version = np.lib.format.read_magic(content)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(content)
 
 
 def known_fields(directory: Path) -> dict[str, Field] | None:
@@ -370,8 +398,15 @@ def known_fields(directory: Path) -> dict[str, Field] | None:
         SpecError: the file that describes them is damaged.
     """
     try:
-        fields = read_json(directory / META)["fields"]
-        return {name: Field(tuple(about["shape"]), getattr(torch, about["dtype"])) for name, about in fields.items()}
+        meta = read_json(directory / META)
+        return {
+            name: Field(
+                tuple(about["shape"]), getattr(torch, about["dtype"]),
+                FirstRows(partial(_first_of_folder, directory / f"train.{name}.npy"))
+                if name in meta["columns"] and name not in meta["fills"] else None,
+            )
+            for name, about in meta["fields"].items()
+        }  # fmt: skip
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -68,6 +68,9 @@ class CapturedSpec(Spec):
     batch_norm: Literal["frozen"] | None = None
     """``frozen``: batch norm uses the model's initial running statistics and does not change them. By default it works
     as in PyTorch with gradient accumulation: each micro-batch is normalised by its own statistics."""
+    as_it_is: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Modules that run as they are, without being captured, by path or class: B computes their weight gradients, and
+    they are not cut. For a module whose capture takes too long, such as one that loops over a sequence."""
 
     @field_validator("loss", mode="before")
     @classmethod

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raypipe.capture.cached import captured_once
-from raypipe.capture.captured import Captured
+from raypipe.capture.captured import ROWS, Captured
 from raypipe.capture.meta import build_without_memory
 from raypipe.capture.reorder import reordered
 from raypipe.errors import SpecError, nearest
@@ -122,14 +122,18 @@ def _captured(
         example: dict[str, object] = {n: _example(fields[field], DTYPES[dtype]) for n, field in arguments.items()}
         if function is not None:
             check_function(build_without_memory(whole), function, fields, task.of_microbatch)
-            return capture_with_loss(whole, function, list(fields), example)
+            return capture_with_loss(whole, function, list(fields), example, _as_it_is(skeleton, spec.as_it_is))
         example |= source.constants
         outputs = (LOSS,) if own and source.outputs is not None else source.outputs
-        found = capture(skeleton, example, outputs=outputs)
+        rows = _first_rows(arrays, task, DTYPES[dtype])
+        given = None if rows is None else {n: rows[field] for n, field in arguments.items()}
+        as_it_is = _as_it_is(skeleton, spec.as_it_is)
+        found = capture(skeleton, example, outputs=outputs, as_it_is=as_it_is, rows=given)
         wanted = LOSS if own else "logits"
         if len(found.graph.outputs) > 1:
             names = list(found.graph.outputs)
-            found = capture(skeleton, example, outputs=[wanted if wanted in names else names[0]])
+            output = wanted if wanted in names else names[0]
+            found = capture(skeleton, example, outputs=[output], as_it_is=as_it_is, rows=given)
         if own:
             _check_loss(found.graph)
         return found
@@ -222,6 +226,31 @@ def _example(field: Field, dtype: torch.dtype) -> Tensor:
     """Make an example input of two samples; only its shape and dtype matter."""
     kind = dtype if field.dtype.is_floating_point else field.dtype
     return torch.zeros(2, *field.shape, dtype=kind)
+
+
+def _as_it_is(module: nn.Module, asked: Sequence[str]) -> list[str]:
+    """Return the paths of the modules that ``model.as_it_is`` names, without those inside others."""
+    parts = dict(module.named_modules())
+    kinds = {type(part).__name__ for part in parts.values()}
+    for name in asked:
+        if name not in parts and name not in kinds:
+            raise SpecError("model.as_it_is", f"the model has neither a module nor a class {name}",
+                            nearest(name, [*kinds, *parts]))  # fmt: skip
+    found = [path for path, part in parts.items() if path in asked or type(part).__name__ in asked]
+    return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+
+
+def _first_rows(arrays: Fields | None, task: Task, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """Return the data's first rows with what the task derives from them; None where there are not enough."""
+    if not arrays or any(field.rows is None for field in arrays.values()):
+        return None
+    try:
+        rows = {name: field.rows.read(ROWS) for name, field in arrays.items() if field.rows is not None}
+    except OSError:  # the data is on another host
+        return None
+    if any(len(values) < ROWS for values in rows.values()):
+        return None
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in task.complete(rows).items()}
 
 
 def _field(argument: str, fields: Fields) -> tuple[str, Field]:

@@ -19,6 +19,7 @@ from raypipe.graph.liveness import between_spans, inputs_read
 from raypipe.graph.operations import Operation, OperationGraph, TensorType
 from raypipe.graph.stages.links import Result
 from raypipe.graph.subgraphs import Sharding
+from raypipe.graph.values.placeholders import placeholders
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup
 from raypipe.models.running_statistics import (
@@ -78,6 +79,9 @@ class CapturedModel(LayeredModel):
             uses_batch_statistics(o, call.args) for o, call in zip(graph.operations, captured.calls, strict=True)
         )
         one = self.sizes(1)
+        self.placeholders = tuple(
+            found._replace(input=self.fields[found.input][0]) for found in placeholders(graph, captured.calls, one)
+        )
         whole = random_shapes(share.whole, self.sizes(2, share.whole)) if share is not None else None
         self.sites = find_sites(written or graph, self.sizes(2), self.sizes(4), whole)
         if share is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.graph.stages.links import Result, live_after
+from raypipe.graph.values.placeholders import Placeholder
 from raypipe.models.running_statistics import RunningStatistics
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, Task
 from raypipe.tensor import Division, Shard
@@ -92,6 +93,8 @@ class LayeredModel(ABC):
     """How tensor parallelism divides the model, and this process's rank in it; None without tensor parallelism."""
     shards: Mapping[str, Shard] = MappingProxyType({})
     """How each divided parameter is divided, by name."""
+    placeholders: tuple[Placeholder, ...] = ()
+    """Tokens of which every sample has a fixed number."""
     batch_statistics: bool = False
     """Whether the result for a sample depends on the other samples of its micro-batch (batch norm, or the model's own
     loss)."""

@@ -2,8 +2,9 @@
 
 Only a module's constructor knows its start values, so it runs once more on each stage, with two changes. Parameters of
 other stages go to the meta device as soon as they are made. And the n-th random draw uses a generator seeded with
-(seed, n). The constructor makes the same draws in the same order on every stage (draws on the meta device cost
-nothing), so a parameter's start values do not depend on the stage that holds it.
+(seed, n); numpy's and Python's generators begin at the seed. The constructor makes the same draws in the same order on
+every stage (draws on the meta device cost nothing), so a parameter's start values do not depend on the stage that holds
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raypipe.capture.meta import build_on_meta, loading_nothing, needs_values
+from raypipe.capture.meta import build_on_meta, loading_nothing, needs_values, same_randomness
 from raypipe.errors import SpecError
 from raypipe.models.keyed_random import fold64
 
@@ -68,7 +69,7 @@ class Constructed:
     def _values(self, parameters: Collection[str], kept: frozenset[int] | None, seed: int) -> dict[str, Tensor]:
         with (
             _registrations(kept),
-            torch.random.fork_rng(devices=[]),
+            same_randomness(seed),
             loading_nothing(),
             _same_draws(),
             _KeyedDraws(seed),
@@ -117,7 +118,7 @@ def _learn(build: Callable[[], nn.Module]) -> _Skeleton:
     except Exception as error:  # also one that a source of models has made of torch's
         if not needs_values(error):
             raise
-        with _registrations(None) as made, torch.random.fork_rng(devices=[]):
+        with _registrations(None) as made, same_randomness(0):
             module = build()
     first = {id(parameter): number for number, parameter in reversed(list(enumerate(made.parameters)))}
     numbers = {}

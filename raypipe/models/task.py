@@ -7,7 +7,7 @@ device can count from the data, so the mean does not depend on the division into
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -33,11 +33,31 @@ Lengths = Mapping[str, int]
 ANY_LENGTH: Lengths = MappingProxyType({})
 
 
+class FirstRows:
+    """The first rows of the data's array, for a model whose shapes follow from values.
+
+    All are equal, and equal to none at all, for fields are the same whatever the values of their rows.
+
+    Args:
+        read: returns the first so many rows, or fewer where there are not so many.
+    """
+
+    def __init__(self, read: Callable[[int], Tensor]) -> None:
+        self.read = read
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, FirstRows)
+
+    def __hash__(self) -> int:
+        return hash(None)
+
+
 class Field(NamedTuple):
     """Shape and dtype of a raw input for one sample."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    rows: FirstRows | None = None
 
 
 class Task(ABC):

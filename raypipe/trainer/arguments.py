@@ -40,6 +40,7 @@ NO_MATTER = {
     "save_on_each_node", "enable_jit_checkpoint", "skip_memory_metrics", "do_train", "do_eval", "do_predict",
     "local_rank", "use_cache", "accelerator_config", "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs", "overwrite_output_dir",
+    "predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config",
 }  # fmt: skip
 """Arguments that are ignored, because they do not affect training; likewise ``dataloader_*`` and ``ddp_*``."""
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}

@@ -1,5 +1,7 @@
 """``evaluate`` and ``predict``: the trained model, whole, in this process, by the Hugging Face Trainer itself.
 
+With ``predict_with_generate`` it is the Seq2SeqTrainer, whose predictions are the tokens that the model generates.
+
 Validations while a run goes on are made by its devices. What comes after is one pass of a model that has been trained
 over rows that this process has, so the Trainer does it, and the figures are its own.
 """
@@ -35,7 +37,7 @@ def trainer_of(
         SpecError: the Trainer cannot be used.
     """
     try:
-        from transformers import Trainer
+        from transformers import Seq2SeqTrainer, Trainer
     except ImportError:
         raise SpecError("PipelineTrainer", "needs transformers to evaluate and predict", install("hf")) from None
     if collator is None and processing_class is None:
@@ -44,13 +46,18 @@ def trainer_of(
         collator = PadRows(padding if isinstance(padding, int) and padding >= 0 else 0)
     own = training_arguments(args, output)
     own.eval_strategy, own.load_best_model_at_end = "no", False  # else the Trainer asks for what only training needs
-    made = Trainer(
+    made = (Seq2SeqTrainer if generates(args) else Trainer)(
         model=module, args=own, data_collator=collator,
         processing_class=processing_class, compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=preprocess,
     )  # fmt: skip
     made.args._n_gpu = min(1, made.args.n_gpu)  # else it would put DataParallel around the model
     return made
+
+
+def generates(args: Any) -> bool:
+    """Whether predictions are what the model generates (``Seq2SeqTrainingArguments``)."""
+    return bool(getattr(args, "predict_with_generate", False))
 
 
 def training_arguments(args: Any, output: str) -> Any:

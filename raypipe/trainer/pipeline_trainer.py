@@ -31,6 +31,7 @@ from raypipe.trainer.degrees import degrees, microbatch
 from raypipe.trainer.given_callbacks import by_kind, early_stop, stops_early
 from raypipe.trainer.given_model import columns_read, given_model, model_section
 from raypipe.trainer.history import History, PrintedLog
+from raypipe.trainer.in_process import generates
 from raypipe.trainer.row_files import write_rows
 from raypipe.trainer.run_state import state_of, steps_of
 
@@ -109,6 +110,7 @@ class PipelineTrainer:
         self.degrees = degrees()
         self._model = given_model(model, model_init, int(self.arguments["seed"]))
         self._metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
+        self._generates = generates(args)
         self.processing_class, self.data_collator = processing_class, data_collator
         self._collator = collator_of(data_collator, processing_class)
         self._train, self._eval, self._more = train_dataset, eval_dataset, job or {}
@@ -150,35 +152,57 @@ class PipelineTrainer:
         return result_of(result, steps[done:], prepared.job, time.monotonic() - began, epochs)
 
     def evaluate(
-        self, eval_dataset: Rows | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
+        self, eval_dataset: Rows | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+        **generation: Any,
+    ) -> dict[str, float]:  # fmt: skip
         """Return loss and figures of the trained model on a dataset, by default ``eval_dataset``.
 
-        The Hugging Face Trainer makes them, in this process, with the whole model.
+        The Hugging Face Trainer makes them, in this process, with the whole model; with ``predict_with_generate`` its
+        Seq2SeqTrainer, which takes arguments of ``generate`` (``max_length``, ``num_beams``).
 
         Raises:
-            SpecError: there is no dataset, or nothing has been trained.
+            SpecError: there is no dataset, nothing has been trained, or nothing is generated that takes arguments.
         """
+        self._check_generation(generation)
         rows = self._eval if eval_dataset is None else eval_dataset
         if rows is None:
             raise SpecError("eval_dataset", "is missing", "give rows to evaluate")
-        found: dict[str, float] = self._in_process().evaluate(rows, ignore_keys, metric_key_prefix)
+        found: dict[str, float] = self._in_process().evaluate(rows, ignore_keys, metric_key_prefix, **generation)
         found.pop(f"{metric_key_prefix}_model_preparation_time", None)  # of a Trainer that has not trained
         if self._watched is not None:
             self._watched.evaluated(found)
         return found
 
-    def predict(self, test_dataset: Rows, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+    def predict(
+        self, test_dataset: Rows, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test",
+        **generation: Any,
+    ) -> Any:  # fmt: skip
         """Return ``transformers.trainer_utils.PredictionOutput``: predictions, label_ids, metrics; see ``evaluate``.
 
         Raises:
-            SpecError: nothing has been trained.
+            SpecError: nothing has been trained, or nothing is generated that takes arguments.
         """
-        found = self._in_process().predict(test_dataset, ignore_keys, metric_key_prefix)
+        self._check_generation(generation)
+        found = self._in_process().predict(test_dataset, ignore_keys, metric_key_prefix, **generation)
         found.metrics.pop(f"{metric_key_prefix}_model_preparation_time", None)
         if self._watched is not None:
             self._watched.predicted(found.metrics)
         return found
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> None:
+        """Refuse, because a trainer here is one run with one directory.
+
+        Raises:
+            SpecError: always; it says what to do instead.
+        """
+        why = "is not available: a PipelineTrainer is one run, with one directory and one plan"
+        fix = "make one for each setting, with an output_dir of its own, and compare what evaluate() returns"
+        raise SpecError("hyperparameter_search", why, fix)
+
+    def _check_generation(self, given: Mapping[str, Any]) -> None:
+        if given and not self._generates:
+            fix = "give Seq2SeqTrainingArguments(predict_with_generate=True)"
+            raise SpecError(min(given), "is an argument of generate, and nothing is generated", fix)
 
     @property
     def model(self) -> Any:
@@ -254,7 +278,9 @@ class PipelineTrainer:
         if self._eval is not None:
             data["held_out"] = str(self._written(self._eval, "eval", resume))
         validation = None
-        if self._metrics is not None:
+        if self._metrics is not None and self._generates:
+            _say("validations while training have the loss alone: evaluate() and predict() generate")
+        elif self._metrics is not None:
             from raypipe.runtime.validation.metrics import ValidationMetrics
 
             validation = ValidationMetrics(self._metrics, self._preprocess)
@@ -272,9 +298,11 @@ class PipelineTrainer:
         dp = self.degrees.dp or 1
         held_out = len(self._eval) if self._eval is not None else None
         train = train_keys(a, len(self._train), held_out, dp, self._early_stop)
-        if train["best_metric"] != "loss" and self._metrics is None:
-            why = f"{train['best_metric']} is no figure of a validation without compute_metrics"
-            raise SpecError("args.metric_for_best_model", why, "give compute_metrics, or use eval_loss")
+        if train["best_metric"] != "loss" and (self._metrics is None or self._generates):
+            without = "without compute_metrics" if self._metrics is None else "that generates nothing while training"
+            why = f"{train['best_metric']} is no figure of a validation {without}"
+            fix = "give compute_metrics, or use eval_loss" if self._metrics is None else "use eval_loss"
+            raise SpecError("args.metric_for_best_model", why, fix)
         parallel: dict[str, Any] = {"auto": True}
         if self.degrees.pp is not None:
             stages = self.degrees.pp

@@ -18,6 +18,7 @@ import torch
 
 from tests.zoo.compare import compare
 from tests.zoo.families import FAMILIES
+from tests.zoo.more_families import MORE
 
 
 def main() -> int:
@@ -29,7 +30,7 @@ def main() -> int:
     bad = 0
     with tempfile.TemporaryDirectory(prefix="raypipe-zoo-") as folder:
         os.environ.setdefault("RAYPIPE_CACHE_DIR", folder)
-        for name, family in FAMILIES.items():
+        for name, family in {**FAMILIES, **MORE}.items():
             if asked.names and name not in asked.names:
                 continue
             try:

@@ -20,8 +20,8 @@ from raypipe.errors import RunError
 from raypipe.graph.attention import ATTENTION, mask_of
 from raypipe.graph.dims import evaluate_all
 from raypipe.graph.operations import Operation
-from raypipe.graph.positions import varying_dims
 from raypipe.graph.subgraphs import shard
+from raypipe.graph.values.positions import varying_dims
 from raypipe.job import job_from
 from raypipe.models import build_model
 from raypipe.models.keyed_random import random_keys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from raypipe.capture.cached import captured_once
 from raypipe.capture.capture import capture
 from raypipe.capture.meta import build_without_memory
+from raypipe.capture.opaque import TARGET
+from raypipe.capture.patches.slow_capture import told_if_slow
 from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import CaptureError
 from raypipe.graph.subgraphs import shard
@@ -198,6 +202,40 @@ def test_what_cannot_be_captured_at_all_says_so(kind, where, why, fix):
     assert caught.value.exit_status == 2
 
 
+def test_modules_that_are_asked_to_run_as_they_are() -> None:
+    found = capture(Holder(), {"x": torch.randn(3, 4)}, as_it_is=["inner"], notify=lambda _: None)
+    assert [o.module for o in found.graph.operations if o.target == TARGET] == ["inner"]
+    with pytest.raises(CaptureError, match=r"cannot run as it is: it shares .*layer\.weight with"):
+        capture(Tied(), {"x": torch.randn(3, 4)}, as_it_is=["first"], notify=lambda _: None)
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x))
+
+
 def test_an_output_that_is_not_there():
     with pytest.raises(CaptureError, match='did you mean "output"'):
         capture(nn.Linear(4, 4), {"input": torch.randn(3, 4)}, outputs=["outputs"])
+
+
+class Slow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.3)
+        return x * 2
+
+
+def test_a_long_capture_says_which_module_it_is_in() -> None:
+    said: list[str] = []
+    model = nn.Sequential(nn.Linear(4, 4), Slow())
+    with told_if_slow(model, said.append, first_s=0.1):
+        model(torch.randn(3, 4))
+    assert "is in module 1 now: model.as_it_is runs it as it is" in said[0]
+    count = len(said)
+    with told_if_slow(model, said.append):
+        model(torch.randn(3, 4))
+    assert len(said) == count

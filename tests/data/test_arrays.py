@@ -9,7 +9,7 @@ from raypipe.data import Arrays, declared_fields, known_fields, open_data, prepa
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 from raypipe.job.load import job_from
-from raypipe.models.task import Labels, Values
+from raypipe.models.task import Field, Labels, Values
 
 ROWS = 60
 COLUMNS = {
@@ -74,10 +74,16 @@ def test_a_file_of_its_own_is_held_out(file, tmp_path):
 def test_fields_are_known_before_and_after(file, tmp_path):
     declared = declared_fields(spec(file))
     assert declared == {
-        "pixels": ((2, 2), torch.float32), "flags": ((), torch.bool), "labels": ((), torch.int64),
+        "pixels": Field((2, 2), torch.float32), "flags": Field((), torch.bool), "labels": Field((), torch.int64),
     }  # fmt: skip
-    prepare_arrays(spec(file), tmp_path / "data")
-    assert known_fields(tmp_path / "data") == declared
+    arrays = prepare_arrays(spec(file), tmp_path / "data")
+    known = known_fields(tmp_path / "data")
+    assert known == declared
+    for name, column in COLUMNS.items():
+        for rows, fields in ((column, declared), (arrays.columns["train"][name], known)):
+            first = fields[name].rows
+            assert torch.equal(first.read(3), torch.from_numpy(rows[:3].copy()).to(fields[name].dtype))
+            assert len(first.read(10**6)) == len(rows)
     assert known_fields(tmp_path) is None
     assert declared_fields(DataSpec(path="stdlib")) is None
 

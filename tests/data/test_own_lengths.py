@@ -12,7 +12,7 @@ from raypipe.data.sample_order import GroupedByLength, permuted
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 from raypipe.job.load import job_from
-from raypipe.models.task import Labels, MaskedToken, NextToken, Sequences
+from raypipe.models.task import Field, Labels, MaskedToken, NextToken, Sequences
 
 DRAW = np.random.default_rng(1)
 LENGTHS = DRAW.integers(1, 22, 40)
@@ -55,7 +55,7 @@ def test_rows_come_whole_padded_and_masked(file, tmp_path):
 
 
 def test_the_longest_row_is_known_before_and_after_also_a_held_out_one(file, tmp_path):
-    longest = {"input_ids": ((int(max(LENGTHS)),), torch.int64), "labels": ((), torch.int64)}
+    longest = {"input_ids": Field((int(max(LENGTHS)),), torch.int64), "labels": Field((), torch.int64)}
     longest["attention_mask"] = longest["input_ids"]
     assert declared_fields(spec(file)) == longest
     prepare_arrays(spec(file), tmp_path / "data")

@@ -17,6 +17,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.launch.run_directory import RECORD
 from raypipe.models import build_model
 from raypipe.trained import load_hugging_face
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive
 
 transformers = pytest.importorskip("transformers")
@@ -115,6 +116,29 @@ def test_a_stage_before_the_first_adapter_changes_no_loss(schedule, base, text_f
     expected, _ = plain_losses(job, base, tmp_path / "run" / "data", late)
     assert done.losses == pytest.approx(expected, abs=1e-9, rel=0)
     assert expected[-1] != expected[0]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("shard", ["zero3", *exhaustive("zero1", "zero2")])
+def test_adapters_over_a_base_that_is_divided(shard, base, text_folder, stage_pool, tmp_path) -> None:
+    """With a first stage that trains nothing at all."""
+    late = {**LORA, "target_modules": r".*\.layers\.1\..*(q_proj|down_proj)"}
+    job = job_with(base, text_folder, late, schedule="1f1b", stages=2, replicas=2, shard=shard)
+    done = drive(job, stage_pool, tmp_path / "run")
+    expected, _ = plain_losses(job, base, tmp_path / "run" / "data", late)
+    assert done.losses == pytest.approx(expected, abs=1e-9, rel=0)
+    assert expected[-1] != expected[0]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("schedule", exhaustive("1f1b", "zb-h1"))
+def test_adapters_in_compiled_stages(schedule, base, text_folder, stage_pool, tmp_path) -> None:
+    """To the rounding of what a Llama computes in float32 (norms), which compiled kernels round in another order."""
+    job = job_with(base, text_folder, LORA, schedule=schedule)
+    job = job.model_copy(update={"train": job.train.model_copy(update={"compile": "inductor"})})
+    done = drive(job, stage_pool, tmp_path / "run")
+    expected, _ = plain_losses(job, base, tmp_path / "run" / "data")
+    assert done.losses == pytest.approx(expected, abs=1e-8, rel=0)
 
 
 def test_only_adapters_train_and_the_base_is_what_was_saved(base, text_folder, tmp_path) -> None:

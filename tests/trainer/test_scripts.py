@@ -16,7 +16,7 @@ import raypipe
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-THEIRS, OURS = "from transformers import Trainer\n", "from raypipe import PipelineTrainer as Trainer\n"
+THEIRS, OURS = "from transformers import {}\n", "from raypipe import PipelineTrainer as {}\n"
 
 
 @pytest.fixture
@@ -29,14 +29,16 @@ def both(tmp_path, monkeypatch, local_ray):
     def run(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         source = (HERE / "scripts" / name).read_text(encoding="utf-8")
         found = []
-        for folder, line in (("theirs", THEIRS), ("ours", OURS)):
+        kind = "Seq2SeqTrainer" if name == "seq2seq.py" else "Trainer"
+        import_line = THEIRS.format(kind)
+        for folder, line in (("theirs", import_line), ("ours", OURS.format(kind))):
             where = tmp_path / folder
             where.mkdir()
             (where / "corpus.txt").write_bytes((ROOT / "LICENSE").read_bytes())
             monkeypatch.chdir(where)
             defined: dict[str, Any] = {"__name__": "script"}
-            assert source.count(THEIRS) == 1
-            exec(compile(source.replace(THEIRS, line), name, "exec"), defined)
+            assert source.count(import_line) == 1
+            exec(compile(source.replace(import_line, line), name, "exec"), defined)
             found.append({**defined, "folder": where})
         return found[0], found[1]
 
@@ -131,6 +133,12 @@ def test_one_sequence_from_another(both) -> None:
     theirs, ours = both("seq2seq.py")
     assert training(ours["trainer"]) == pytest.approx(training(theirs["trainer"]), abs=2e-5)
     assert ours["evaluated"]["eval_loss"] == pytest.approx(theirs["evaluated"]["eval_loss"], abs=1e-3)
+    assert ours["evaluated"].keys() == theirs["evaluated"].keys()
+    for name in ("eval_hits", "eval_tokens"):  # of what is generated
+        assert ours["evaluated"][name] == pytest.approx(theirs["evaluated"][name])
+    assert (ours["predicted"].predictions == theirs["predicted"].predictions).all()
+    assert ours["predicted"].predictions[:, :6].any()
+    assert not ours["predicted"].predictions[:, 6:].any(), "no more than max_length, whatever the arguments say"
     saved = T5ForConditionalGeneration.from_pretrained(ours["folder"] / "out")
     given = {"input_ids": [[5, 6, 7]], "decoder_input_ids": [[0, 7]]}
     assert logits(saved, **given) == pytest.approx(logits(theirs["model"], **given), abs=1e-3)

@@ -290,6 +290,27 @@ def test_what_is_wrong_is_one_error(case, tmp_path) -> None:
         trainer(tmp_path, **given).prepare()
 
 
+def test_what_only_the_trainers_script_can_do_is_refused_by_name(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    one = trainer(tmp_path)
+    with pytest.raises(SpecError, match="one for each setting, with an output_dir of its own"):
+        one.hyperparameter_search(direction="minimize", n_trials=3)
+    for method in (one.evaluate, one.predict):
+        with pytest.raises(SpecError, match="num_beams: is an argument of generate, and nothing is generated"):
+            method(TWO, num_beams=2)
+    pytest.importorskip("accelerate")
+    from transformers import Seq2SeqTrainingArguments
+
+    args = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path / "b"), predict_with_generate=True, metric_for_best_model="hits", use_cpu=True,
+        load_best_model_at_end=True, eval_strategy="steps", report_to="none",
+    )  # fmt: skip
+    with pytest.raises(SpecError, match="generates nothing while training"):
+        raypipe.PipelineTrainer(
+            model={"hf": "gpt2", "config": SMALL}, args=args, train_dataset=Sums(20), compute_metrics=len
+        ).prepare()
+
+
 def test_degrees_are_counts() -> None:
     with pytest.raises(SpecError, match="give 1 or more"):
         raypipe.init(pp=0)

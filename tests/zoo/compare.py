@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from raypipe.capture.meta import build_without_memory
+from raypipe.capture.opaque import TARGET
 from raypipe.capture.weight_gradients import share_in_backward
 from raypipe.errors import RequestError
 from raypipe.models import build_model
 from raypipe.models.captured import CapturedModel
+from raypipe.models.task import FirstRows
 from tests.runtime.runs.eager_reference import with_values
 from tests.runtime.runs.one_device import even_cut, run_step
 from tests.runtime.runs.test_any_model import fields_of, job_of
@@ -38,6 +42,10 @@ class Row:
     refused: str = ""
 
 
+def _first(values: torch.Tensor, count: int) -> torch.Tensor:
+    return values[:count]
+
+
 def compare(family: Family) -> Row:
     """Compare all ways with the eager model; what is refused before a run begins is told.
 
@@ -48,7 +56,10 @@ def compare(family: Family) -> Row:
     rows = family.rows()
     begun = time.monotonic()
     try:
-        model = build_model(job_of(dict(family.model)), fields_of(rows))
+        fields = {
+            name: field._replace(rows=FirstRows(partial(_first, rows[name]))) for name, field in fields_of(rows).items()
+        }
+        model = build_model(job_of(dict(family.model)), fields)
     except RequestError as error:
         return Row(refused=str(error))
     row.capture_s = time.monotonic() - begun
@@ -63,6 +74,9 @@ def compare(family: Family) -> Row:
         if wanted is None:
             values = {n: v.detach() + mine.gradients[n] for stage in mine.stages for n, v in stage.named.items()}
             module = with_values(model.values.build(), values)
+            with torch.no_grad():  # a constructor may draw buffers, which are the run's
+                for name, buffer in build_without_memory(model.build).named_buffers():
+                    module.get_buffer(name).copy_(buffer)
             assert module.training
             if hasattr(module, "set_experts_implementation"):
                 module.set_experts_implementation("eager")  # torch's grouped product has no float64
@@ -74,6 +88,11 @@ def compare(family: Family) -> Row:
                 MICROBATCH,
                 [site.batch_dim for site in model.sites.values()],
                 constants,
+                [
+                    str(call.args[0])
+                    for operation, call in zip(model.graph.operations, model.captured.calls, strict=True)
+                    if operation.target == TARGET and operation.random
+                ],
             )
         loss, gradients = wanted
         row.loss = max(row.loss, abs(mine.loss - loss))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from raypipe.models import random_keys
 from raypipe.models.keyed_draws import keyed_uniform
-from raypipe.models.keyed_random import keyed_dropout
+from raypipe.models.keyed_random import current_keys, fold64, keyed_dropout
 
 SEED, STEP = 3, 5
 RECURRENT = {torch.lstm: 2, torch.gru: 1, torch.rnn_tanh: 1, torch.rnn_relu: 1}
@@ -37,23 +37,48 @@ PATCHED: list[tuple[Any, tuple[str, ...]]] = [
 class Keyed:
     """Draws by key inside the block; the n-th call that draws is place n, whose samples are in dimension ``layout[n]``.
 
+    The modules ``seeded`` draw from torch's generator, which each of their calls begins anew: such a call is one place.
     At the end of the block all places must have drawn.
     """
 
-    def __init__(self, layout: Sequence[int | None]) -> None:
-        self.layout, self.places = layout, count()
+    def __init__(self, layout: Sequence[int | None], seeded: Sequence[nn.Module] = ()) -> None:
+        self.layout, self.places, self.seeded = layout, count(), seeded
         self.before: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> None:
+        self._patch()
+        for part in self.seeded:
+            part.forward = self._seeded(part.forward)
+
+    def _seeded(self, plain: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            keys = current_keys()
+            assert keys is not None
+            self._mend()
+            with torch.random.fork_rng([]):
+                torch.manual_seed(fold64(keys.samples[0], next(self.places)) >> 1)
+                found = plain(*args, **kwargs)
+            self._patch()
+            return found
+
+        return forward
+
+    def _patch(self) -> None:
         for owner, names in PATCHED:
             for name in names:
                 plain = getattr(owner, name)
                 self.before.append((owner, name, plain))
                 setattr(owner, name, self._keyed(plain, getattr(self, f"of_{name}")))
 
-    def __exit__(self, *_: Any) -> None:
+    def _mend(self) -> None:
         for owner, name, plain in self.before:
             setattr(owner, name, plain)
+        self.before.clear()
+
+    def __exit__(self, *_: Any) -> None:
+        self._mend()
+        for part in self.seeded:
+            del part.forward
         drawn = next(self.places)
         assert drawn == len(self.layout), f"eager draws in {drawn} places, the captured model in {len(self.layout)}"
 
@@ -154,7 +179,8 @@ class Keyed:
             return NotImplemented
         states = RECURRENT[function]
         hidden = list(hidden) if states == 2 else [hidden]
-        ways, each = 1 + both, (4 if biased else 2) * (1 + both)
+        ways = 1 + both
+        each = len(weights) // layers
         places, found = next(self.places), []
         for n in range(layers):
             own = [h[n * ways : (n + 1) * ways] for h in hidden]
@@ -184,6 +210,7 @@ def loss_and_gradients(
     microbatch: int,
     layout: Sequence[int | None],
     constants: Mapping[str, Any],
+    seeded: Sequence[str] = (),
 ) -> tuple[float, dict[str, Tensor]]:
     """Mean loss of the mini-batch and every parameter's gradient, accumulated over micro-batches.
 
@@ -195,7 +222,9 @@ def loss_and_gradients(
         microbatch: samples of a micro-batch.
         layout: per place that draws, the dimension of the samples.
         constants: other arguments of the model.
+        seeded: paths of modules that run as they are and draw.
     """
+    parts = [module.get_submodule(path) for path in seeded]
     batch = len(next(iter(rows.values())))
     rows = {name: t.double() if t.is_floating_point() else t for name, t in rows.items()}
     total = 0.0
@@ -203,7 +232,7 @@ def loss_and_gradients(
     for first in range(0, batch, microbatch):
         part = {name: t[first : first + microbatch] for name, t in rows.items()}
         given = {argument: part[name] for argument, (name, _) in fields.items()}
-        with random_keys(SEED, STEP, range(first, first + microbatch), training=True), Keyed(layout):
+        with random_keys(SEED, STEP, range(first, first + microbatch), training=True), Keyed(layout, parts):
             output = call(module, {**given, **constants})
         loss = task.loss(output, part) / targets
         loss.backward()
@@ -214,7 +243,8 @@ def loss_and_gradients(
 def call(module: nn.Module, given: Mapping[str, Tensor]) -> Tensor:
     """The output that is trained: the logits, the loss, or what the model returns first."""
     takes = inspect.signature(module.forward).parameters
-    output = module(**given) if set(given) <= set(takes) else module(dict(given))
+    named = set(given) <= set(takes) or any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    output = module(**given) if named else module(dict(given))
     if isinstance(output, Tensor):
         return output
     names = ("loss", "logits") if {"labels", "return_loss"} & set(given) else ("logits", "loss")

@@ -1,6 +1,7 @@
 """The zoo: families of models, tiny, from configuration, with rows to train them on.
 
-``SUITE`` names those that the test suite compares, one of each mechanism; ``python -m tests.bench.zoo`` takes all.
+``SUITE`` in ``test_zoo.py`` names those that the test suite compares, one of each mechanism; ``python -m
+tests.bench.zoo`` takes all, and ``more_families.py`` too.
 """
 
 from __future__ import annotations
@@ -97,8 +98,14 @@ def _own(name: str, rows: Callable[[], dict[str, Tensor]], refused: str = "", **
     return Family(model, rows, refused=refused)
 
 
-def _hf(kind: str, config: dict[str, Any], rows: Callable[[], dict[str, Tensor]] = tokens, tolerance: float = EXACT,
+def _odd(name: str, rows: Callable[[], dict[str, Tensor]] = features, left: float = 0.02, refused: str = "",
+         **args: Any) -> Family:  # fmt: skip
+    return Family({"import": f"tests.zoo.odd_modules:{name}", "args": args}, rows, left=left, refused=refused)
+
+
+def hf(kind: str, config: dict[str, Any], rows: Callable[[], dict[str, Tensor]] = tokens, tolerance: float = EXACT,
         refused: str = "", **model: Any) -> Family:  # fmt: skip
+    """Return a family of transformers; ``model`` are further keys of the job's section."""
     return Family({"hf": kind, "config": config, **model}, rows, tolerance, refused=refused)
 
 
@@ -149,167 +156,267 @@ OWN: dict[str, Family] = {
     "a part that branches": replace(_own("Stepwise", features), left=1.0),
     "a model that branches": replace(_own("AllBranches", features), left=1.0),
 }
+ODD: dict[str, Family] = {
+    "forward hooks": _odd("ForwardHooks"),
+    "a backward hook": _odd("BackwardHook", left=0.6),
+    "hooks on what runs as it is": _odd("HooksAsItIs", left=0.6),
+    "a tensor's hook": _odd("TensorHook", left=1.0),
+    "a parameter's hook": _odd("ParameterHook", refused="inner.weight: it has a hook on its gradient"),
+    "checkpoint": _odd("Checkpoints", use_reentrant=False),
+    "checkpoint, older form": _odd("Checkpoints", use_reentrant=True),
+    "vmap": _odd("Mapped"),
+    "forces": _odd("Forces", left=1.0),
+    "experts by masks": _odd("MaskedExperts", left=0.81),
+    "chosen places": _odd("Chosen", left=1.0),
+    "**kwargs": _odd("Keywords"),
+    "a drawn buffer": _odd("DrawnBuffer"),
+    "a drawn buffer, as it is": _odd("DrawnBuffer", branches=True, left=1.0),
+    "drawn by numpy": _odd("DrawnByNumpy"),
+    "nn.LazyLinear": _odd("Lazy", refused="LazyLinear gives it a shape in its first forward only"),
+    "counts in a buffer, as it is": _odd("CountsAsItIs", refused="writes its buffer calls in a forward"),
+    "a dataclass": _odd("Structured"),
+    "complex numbers": _odd("Spectrum"),
+    "nn.LSTM projected": _odd("Projected"),
+    "packed GRU": _odd("Packed", partial(tokens, classes=5), left=1.0),
+    "packed LSTM": _odd("Packed", partial(tokens, classes=5), left=1.0, kind="LSTM"),
+    "writes in place": _odd("WritesInPlace"),
+}
 TEXT: dict[str, Family] = {
-    "gpt2": _hf("gpt2", GPT2),
-    "gpt_neo": _hf("gpt_neo", {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 40,
+    "gpt2": hf("gpt2", GPT2),
+    "gpt_neo": hf("gpt_neo", {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 40,
                                "attention_types": [[["global", "local"], 1]], "window_size": 4,
                                "max_position_embeddings": 32}),
-    "gpt_neox": _hf("gpt_neox", SMALL),
-    "gptj": _hf("gptj", {**GPT2, "rotary_dim": 4}),
-    "gpt_bigcode": _hf("gpt_bigcode", GPT2),
-    "opt": _hf("opt", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24,
+    "gpt_neox": hf("gpt_neox", SMALL),
+    "gptj": hf("gptj", {**GPT2, "rotary_dim": 4}),
+    "gpt_bigcode": hf("gpt_bigcode", GPT2),
+    "opt": hf("opt", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24,
                        "vocab_size": 40, "word_embed_proj_dim": 16, "max_position_embeddings": 32}),
-    "bloom": _hf("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40}),
-    "falcon": _hf("falcon", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}),
-    "mpt": _hf("mpt", {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 40, "max_seq_len": 32}),
-    "llama": _hf("llama", GROUPED),
-    "mistral": _hf("mistral", {**GROUPED, "sliding_window": 4}),
-    "qwen2": _hf("qwen2", GROUPED),
-    "qwen3": _hf("qwen3", HEAD),
-    "gemma": _hf("gemma", HEAD),
-    "gemma2": _hf("gemma2", HEAD),
-    "gemma3": _hf("gemma3_text", HEAD),
-    "phi": _hf("phi", SMALL),
-    "phi3": _hf("phi3", {**GROUPED, **PAD}),
-    "olmo2": _hf("olmo2", GROUPED),
-    "cohere": _hf("cohere", {**GROUPED, **PAD}),
-    "starcoder2": _hf("starcoder2", GROUPED),
-    "granite": _hf("granite", GROUPED),
-    "smollm3": _hf("smollm3", {**GROUPED, **PAD}),
-    "stablelm": _hf("stablelm", GROUPED),
-    "glm": _hf("glm", {**HEAD, **PAD}),
-    "ctrl": _hf("ctrl", {"n_embd": 16, "dff": 24, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 32}),
-    "rwkv": _hf("rwkv", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 40, "attention_hidden_size": 16,
+    "bloom": hf("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40}),
+    "falcon": hf("falcon", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}),
+    "mpt": hf("mpt", {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 40, "max_seq_len": 32}),
+    "llama": hf("llama", GROUPED),
+    "mistral": hf("mistral", {**GROUPED, "sliding_window": 4}),
+    "qwen2": hf("qwen2", GROUPED),
+    "qwen3": hf("qwen3", HEAD),
+    "gemma": hf("gemma", HEAD),
+    "gemma2": hf("gemma2", HEAD),
+    "gemma3": hf("gemma3_text", HEAD),
+    "phi": hf("phi", SMALL),
+    "phi3": hf("phi3", {**GROUPED, **PAD}),
+    "olmo2": hf("olmo2", GROUPED),
+    "cohere": hf("cohere", {**GROUPED, **PAD}),
+    "starcoder2": hf("starcoder2", GROUPED),
+    "granite": hf("granite", GROUPED),
+    "smollm3": hf("smollm3", {**GROUPED, **PAD}),
+    "stablelm": hf("stablelm", GROUPED),
+    "glm": hf("glm", {**HEAD, **PAD}),
+    "ctrl": hf("ctrl", {"n_embd": 16, "dff": 24, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 32}),
+    "rwkv": hf("rwkv", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 40, "attention_hidden_size": 16,
                          "intermediate_size": 24}),
-    "mamba": _hf("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 40, "state_size": 4},
+    "mamba": hf("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 40, "state_size": 4},
                   tolerance=FLOAT32),
-    "mamba2": _hf("mamba2", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 40, "state_size": 4,
+    "mamba2": hf("mamba2", {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 40, "state_size": 4,
                              "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4}, tolerance=FLOAT32),
-    "recurrent_gemma": replace(_hf("recurrent_gemma", {**WITHOUT_POSITIONS, "lru_width": 16,
+    "recurrent_gemma": replace(hf("recurrent_gemma", {**WITHOUT_POSITIONS, "lru_width": 16,
                                                        "attention_window_size": 8}), left=1.0),
-    "yoso": replace(_hf("yoso", {**SMALL, **PAD, **CALM}), left=0.5),
-    "glm4": _hf("glm4", {**HEAD, **PAD}),
-    "llama4": _hf("llama4_text", {**HEAD, **PAD, "intermediate_size_mlp": 24, "num_local_experts": 4,
+    "yoso": replace(hf("yoso", {**SMALL, **PAD, **CALM}), left=0.5),
+    "glm4": hf("glm4", {**HEAD, **PAD}),
+    "llama4": hf("llama4_text", {**HEAD, **PAD, "intermediate_size_mlp": 24, "num_local_experts": 4,
                                   "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}),
-    "zamba2": _hf("zamba2", {**SMALL, **PAD, "num_hidden_layers": 3, "num_key_value_heads": 2, "hybrid_layer_ids": [1],
+    "zamba2": hf("zamba2", {**SMALL, **PAD, "num_hidden_layers": 3, "num_key_value_heads": 2, "hybrid_layer_ids": [1],
                              "layer_types": ["mamba", "hybrid", "mamba"], "mamba_d_state": 4, "mamba_headdim": 8,
                              "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 4, "attention_head_dim": 16,
                              "num_mem_blocks": 1, "use_mamba_kernels": False}),
-    "bamba": _hf("bamba", {**GROUPED, **PAD, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8,
+    "bamba": hf("bamba", {**GROUPED, **PAD, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8,
                            "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_chunk_size": 4}),
-    "xlstm": _hf("xlstm", {"hidden_size": 32, "embedding_dim": 32, "num_hidden_layers": 2, "num_blocks": 2,
+    "xlstm": hf("xlstm", {"hidden_size": 32, "embedding_dim": 32, "num_hidden_layers": 2, "num_blocks": 2,
                            "num_heads": 2, "vocab_size": 40, "chunk_size": 8, **PAD}),
-    "fnet": _hf("fnet", {**{k: v for k, v in SMALL.items() if k != "num_attention_heads"}, **PAD,
+    "fnet": hf("fnet", {**{k: v for k, v in SMALL.items() if k != "num_attention_heads"}, **PAD,
                          "tpu_short_seq_length": SEQUENCE}),
-    "nystromformer": _hf("nystromformer", {**SMALL, **PAD, "num_landmarks": 8, "segment_means_seq_len": 8},
+    "nystromformer": hf("nystromformer", {**SMALL, **PAD, "num_landmarks": 8, "segment_means_seq_len": 8},
                          partial(tokens, length=8)),
-    "data2vec text": _hf("data2vec-text", {**SMALL, **PAD}, task="masked-lm"),
-    "mixtral": _hf("mixtral", {**GROUPED, "num_local_experts": 4}),
-    "qwen2_moe": _hf("qwen2_moe", {**GROUPED, **MOE, "shared_expert_intermediate_size": 24}),
-    "qwen3_moe": _hf("qwen3_moe", {**GROUPED, **MOE}),
-    "olmoe": _hf("olmoe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
-    "gpt_oss": _hf("gpt_oss", {**HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}),
-    "deepseek_v2": _hf("deepseek_v2", {**SMALL, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+    "data2vec text": hf("data2vec-text", {**SMALL, **PAD}, task="masked-lm"),
+    "mixtral": hf("mixtral", {**GROUPED, "num_local_experts": 4}),
+    "qwen2_moe": hf("qwen2_moe", {**GROUPED, **MOE, "shared_expert_intermediate_size": 24}),
+    "qwen3_moe": hf("qwen3_moe", {**GROUPED, **MOE}),
+    "olmoe": hf("olmoe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": hf("gpt_oss", {**HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}),
+    "deepseek_v2": hf("deepseek_v2", {**SMALL, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
                                        "qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4,
                                        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
                                        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
-    "deepseek_v3": _hf("deepseek_v3", {**SMALL, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8,
+    "deepseek_v3": hf("deepseek_v3", {**SMALL, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8,
                                        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
                                        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                                        "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2,
                                        "topk_group": 1}, tolerance=FLOAT32),
-    "bert": _hf("bert", SMALL),
-    "roberta": _hf("roberta", {**SMALL, **PAD}),
-    "distilbert": _hf("distilbert", {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "vocab_size": 40}),
-    "albert": _hf("albert", {**SMALL, "embedding_size": 8, **PAD}),
-    "electra": _hf("electra", {**SMALL, "embedding_size": 8}, task="masked-lm"),
-    "deberta_v2": _hf("deberta-v2", {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "bert": hf("bert", SMALL),
+    "roberta": hf("roberta", {**SMALL, **PAD}),
+    "distilbert": hf("distilbert", {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "vocab_size": 40}),
+    "albert": hf("albert", {**SMALL, "embedding_size": 8, **PAD}),
+    "electra": hf("electra", {**SMALL, "embedding_size": 8}, task="masked-lm"),
+    "deberta_v2": hf("deberta-v2", {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
                        tolerance=FLOAT32),
-    "modernbert": _hf("modernbert", {**SMALL, **PAD, "cls_token_id": 1, "sep_token_id": 2}),
+    "modernbert": hf("modernbert", {**SMALL, **PAD, "cls_token_id": 1, "sep_token_id": 2}),
     "switch, mask": replace(
-        _hf("switch_transformers", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2,
+        hf("switch_transformers", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2,
                                     "vocab_size": 40, "num_experts": 4, "num_sparse_encoder_layers": 1,
                                     "num_sparse_decoder_layers": 1, "dropout_rate": 0.0, "router_jitter_noise": 0.0},
             lambda: {**tokens(decoder=True), "attention_mask": torch.ones(BATCH, SEQUENCE, dtype=torch.int64)},
             tolerance=FLOAT32), left=0.5,
     ),
-    "longformer": replace(_hf("longformer", {**SMALL, **PAD, **CALM, "attention_window": [4, 4]}), left=1.0),
-    "led": replace(_hf("led", {**{k: v for k, v in BART.items() if k != "max_position_embeddings"}, "dropout": 0.0,
+    "longformer": replace(hf("longformer", {**SMALL, **PAD, **CALM, "attention_window": [4, 4]}), left=1.0),
+    "led": replace(hf("led", {**{k: v for k, v in BART.items() if k != "max_position_embeddings"}, "dropout": 0.0,
                                "attention_window": [4], "max_encoder_position_embeddings": 32,
                                "max_decoder_position_embeddings": 32}, partial(tokens, decoder=True)), left=1.0),
-    "xlnet": _hf("xlnet", {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 40}),
-    "funnel": _hf("funnel", {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "block_sizes": [1, 1],
+    "xlnet": hf("xlnet", {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 40}),
+    "funnel": hf("funnel", {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "block_sizes": [1, 1],
                              "vocab_size": 40}),
-    "t5": _hf("t5", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 40},
+    "t5": hf("t5", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 40},
               partial(tokens, decoder=True)),
-    "bart": _hf("bart", BART, partial(tokens, decoder=True)),
-    "mbart": _hf("mbart", BART, partial(tokens, decoder=True)),
-    "marian": _hf("marian", {**BART, "pad_token_id": 0}, partial(tokens, decoder=True)),
-    "pegasus": _hf("pegasus", {k: v for k, v in BART.items() if k != "bos_token_id"}, partial(tokens, decoder=True)),
-    "switch": _hf("switch_transformers", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2,
+    "bart": hf("bart", BART, partial(tokens, decoder=True)),
+    "mbart": hf("mbart", BART, partial(tokens, decoder=True)),
+    "marian": hf("marian", {**BART, "pad_token_id": 0}, partial(tokens, decoder=True)),
+    "pegasus": hf("pegasus", {k: v for k, v in BART.items() if k != "bos_token_id"}, partial(tokens, decoder=True)),
+    "switch": hf("switch_transformers", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2,
                                           "vocab_size": 40, "num_experts": 4, "num_sparse_encoder_layers": 1,
                                           "num_sparse_decoder_layers": 1}, partial(tokens, decoder=True),
                   refused="needs attention_mask"),
-    "classification": _hf("llama", {**GROUPED, **PAD}, partial(tokens, classes=2),
+    "classification": hf("llama", {**GROUPED, **PAD}, partial(tokens, classes=2),
                           task="classification"),
 }  # fmt: skip
 SEEN: dict[str, Family] = {
-    "vit": _hf("vit", VIT, images),
-    "deit": _hf("deit", VIT, images),
-    "beit": _hf("beit", {**VIT, "drop_path_rate": 0.3}, images),
-    "dinov2": _hf("dinov2", {**VIT_WITHOUT_MLP, "drop_path_rate": 0.3}, images),
-    "resnet": _hf("resnet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+    "vit": hf("vit", VIT, images),
+    "deit": hf("deit", VIT, images),
+    "beit": hf("beit", {**VIT, "drop_path_rate": 0.3}, images),
+    "dinov2": hf("dinov2", {**VIT_WITHOUT_MLP, "drop_path_rate": 0.3}, images),
+    "resnet": hf("resnet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
                   images, batch_norm="frozen"),
-    "convnext": _hf("convnext", {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 2, 1], "drop_path_rate": 0.3,
+    "convnext": hf("convnext", {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 2, 1], "drop_path_rate": 0.3,
                                  "image_size": 64}, partial(images, size=64)),
-    "convnextv2": _hf("convnextv2", {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 2, 1], "drop_path_rate": 0.3,
+    "convnextv2": hf("convnextv2", {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 2, 1], "drop_path_rate": 0.3,
                                      "image_size": 64}, partial(images, size=64)),
-    "swin": _hf("swin", {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2],
+    "swin": hf("swin", {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2],
                          "window_size": 4, "drop_path_rate": 0.3}, partial(images, size=32)),
-    "swinv2": _hf("swinv2", {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2],
+    "swinv2": hf("swinv2", {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2],
                              "window_size": 4, "drop_path_rate": 0.3}, partial(images, size=32)),
-    "segformer": _hf("segformer", {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "decoder_hidden_size": 16,
+    "segformer": hf("segformer", {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "decoder_hidden_size": 16,
                                    "num_attention_heads": [1, 1, 2, 2], "drop_path_rate": 0.3},
                      partial(images, size=64), task="classification"),
-    "segformer, pixels": _hf("segformer", {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
+    "segformer, pixels": hf("segformer", {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
                                            "decoder_hidden_size": 16, "num_attention_heads": [1, 1, 2, 2],
                                            }, partial(images, size=64, classes=2, each=64),
                              task="segmentation", batch_norm="frozen"),
-    "regnet": _hf("regnet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
+    "regnet": hf("regnet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
                   images, batch_norm="frozen"),
-    "mobilevit": _hf("mobilevit", {"hidden_sizes": [8, 12, 16], "neck_hidden_sizes": [4, 8, 8, 8, 8, 8, 8],
+    "mobilevit": hf("mobilevit", {"hidden_sizes": [8, 12, 16], "neck_hidden_sizes": [4, 8, 8, 8, 8, 8, 8],
                                    "num_attention_heads": 2, "image_size": 64}, partial(images, size=64),
                      batch_norm="frozen"),
-    "poolformer": _hf("poolformer", {"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "drop_path_rate": 0.3},
+    "poolformer": hf("poolformer", {"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "drop_path_rate": 0.3},
                       partial(images, size=64)),
 }  # fmt: skip
 HEARD: dict[str, Family] = {
-    "whisper": _hf("whisper", {**WHISPER, "num_mel_bins": 16, "max_source_positions": 15, "max_target_positions": 16},
+    "whisper": hf("whisper", {**WHISPER, "num_mel_bins": 16, "max_source_positions": 15, "max_target_positions": 16},
                    spectrograms),
-    "wav2vec2": _hf("wav2vec2", SPEECH, waveforms, task="ctc"),
-    "hubert": _hf("hubert", SPEECH, waveforms, task="ctc"),
-    "clip": _hf("clip", TOWERS, lambda: {"input_ids": tokens()["input_ids"], "pixel_values": images()["pixel_values"]},
+    "wav2vec2": hf("wav2vec2", SPEECH, waveforms, task="ctc"),
+    "hubert": hf("hubert", SPEECH, waveforms, task="ctc"),
+    "clip": hf("clip", TOWERS, lambda: {"input_ids": tokens()["input_ids"], "pixel_values": images()["pixel_values"]},
                 task="contrastive"),
-    "siglip": _hf("siglip", {"text_config": {**SMALL, **PAD, "projection_size": 16}, "vision_config": VIT},
+    "siglip": hf("siglip", {"text_config": {**SMALL, **PAD, "projection_size": 16}, "vision_config": VIT},
                   lambda: {"input_ids": tokens()["input_ids"], "pixel_values": images()["pixel_values"]},
                   task="contrastive"),
-    "blip": _hf("blip", {"text_config": {**SMALL, **PAD, "encoder_hidden_size": 16}, "vision_config": VIT,
+    "blip": hf("blip", {"text_config": {**SMALL, **PAD, "encoder_hidden_size": 16}, "vision_config": VIT,
                          "projection_dim": 8}, lambda: {**tokens(), "pixel_values": images()["pixel_values"]}),
-    "llava": _hf("llava", {"text_config": {"model_type": "llama", **GROUPED}, "image_token_id": 39,
+    "llava": hf("llava", {"text_config": {"model_type": "llama", **GROUPED}, "image_token_id": 39,
                            "vision_config": {"model_type": "clip_vision_model", **VIT},
                            "image_seq_length": 16}, lambda: _with_images()),
-    "vipllava": _hf("vipllava", {"text_config": {"model_type": "llama", **GROUPED}, "image_token_id": 39,
+    "vipllava": hf("vipllava", {"text_config": {"model_type": "llama", **GROUPED}, "image_token_id": 39,
                                  "vision_config": {"model_type": "clip_vision_model", **VIT},
                                  "vision_feature_layers": [-2, -1]}, lambda: _with_images()),
-    "paligemma": _hf("paligemma", {"text_config": {"model_type": "gemma", **HEAD}, "image_token_id": 39,
+    "paligemma": hf("paligemma", {"text_config": {"model_type": "gemma", **HEAD}, "image_token_id": 39,
                                    "vision_config": {"model_type": "siglip_vision_model", **VIT,
                                                      "vision_use_head": False}, "projection_dim": 16,
                                    "hidden_size": 16},
                      lambda: {**_with_images(), "token_type_ids": torch.arange(20).gt(17).long().repeat(BATCH, 1)}),
-    "paligemma, no types": _hf("paligemma", {"text_config": {"model_type": "gemma", **HEAD}, "image_token_id": 39,
+    "paligemma, no types": hf("paligemma", {"text_config": {"model_type": "gemma", **HEAD}, "image_token_id": 39,
                                              "vision_config": {"model_type": "siglip_vision_model", **VIT}},
                                lambda: _with_images(), refused="needs token_type_ids"),
 }  # fmt: skip
+LONGER = {**GROUPED, "max_position_embeddings": 64}
+QWEN_TEXT = {**GROUPED, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+QWEN_TOKENS = {"image_token_id": 39, "video_token_id": 38, "vision_start_token_id": 37, "vision_end_token_id": 36}
+
+
+def _images_of_values(tokens_each: list[int], **arrays: Tensor) -> dict[str, Tensor]:
+    """Tokens with so many image tokens in each sample, and the images with what says how large they are."""
+    ids = tokens(vocabulary=34, length=max(tokens_each) + 6)["input_ids"]
+    for row, count in zip(ids, tokens_each, strict=True):
+        row[2 : 2 + count] = 39
+    return {"input_ids": ids, "labels": ids.clone(), **arrays}
+
+
+def _pictures(*shape: int) -> Tensor:
+    return torch.randn(BATCH, *shape, generator=_draw())
+
+
+def _of_two_sizes() -> dict[str, Tensor]:
+    """Wide and high images of LLaVA-NeXT, which have a token for each end of a line."""
+    sizes = torch.tensor([[16, 32], [32, 16], [16, 32], [32, 16]])
+    return _images_of_values([52, 56, 52, 56], pixel_values=_pictures(3, 3, 16, 16), image_sizes=sizes)
+
+
+def _of_one_size() -> dict[str, Tensor]:
+    sizes = torch.tensor([[16, 16]] * BATCH)
+    return _images_of_values([4] * BATCH, pixel_values=_pictures(3, 16, 16), image_sizes=sizes)
+
+
+def _several() -> dict[str, Tensor]:
+    """Two images a sample, of which some are padding."""
+    pictures = _pictures(2, 3, 16, 16)
+    pictures[1::2, 1] = 0
+    mask = torch.ones(BATCH, 2, 16, 16, dtype=torch.int64)
+    return _images_of_values([8, 4, 8, 4], pixel_values=pictures, pixel_attention_mask=mask)
+
+
+def _grids() -> dict[str, Tensor]:
+    grid = torch.tensor([[1, 4, 4]] * BATCH)
+    rows = _images_of_values([4] * BATCH, pixel_values=_pictures(16, 3 * 2 * 16), image_grid_thw=grid)
+    return {**rows, "mm_token_type_ids": (rows["input_ids"] == 39).long()}
+
+
+def _as_it_is(kind: str, config: dict[str, Any], rows: Callable[[], dict[str, Tensor]]) -> Family:
+    return replace(hf(kind, config, rows), left=1.0)
+
+
+IMAGES_OF_VALUES: dict[str, Family] = {
+    "llava_next": _as_it_is("llava_next", {
+        "text_config": {"model_type": "llama", **LONGER}, "vision_config": {"model_type": "clip_vision_model", **VIT},
+        "image_token_id": 39, "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]], "image_seq_length": 16,
+    }, _of_two_sizes),
+    "mistral3": _as_it_is("mistral3", {
+        "text_config": {"model_type": "mistral", **GROUPED}, "image_token_id": 39, "spatial_merge_size": 2,
+        "vision_config": {"model_type": "pixtral", **VIT, "head_dim": 8},
+    }, _of_one_size),
+    "idefics3": _as_it_is("idefics3", {
+        "text_config": {"model_type": "llama", **GROUPED, "pad_token_id": 0}, "vision_config": VIT,
+        "image_token_id": 39, "scale_factor": 2,
+    }, _several),
+    "smolvlm": _as_it_is("smolvlm", {
+        "text_config": {"model_type": "llama", **GROUPED, "pad_token_id": 0}, "vision_config": VIT,
+        "image_token_id": 39, "scale_factor": 2,
+    }, _several),
+    "qwen2_vl": _as_it_is("qwen2_vl", {
+        "text_config": QWEN_TEXT, **QWEN_TOKENS,
+        "vision_config": {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2,
+                          "patch_size": 4},
+    }, _grids),
+    "qwen2_5_vl": _as_it_is("qwen2_5_vl", {
+        "text_config": QWEN_TEXT, **QWEN_TOKENS,
+        "vision_config": {"depth": 2, "hidden_size": 16, "out_hidden_size": 16, "num_heads": 2,
+                          "intermediate_size": 24, "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]},
+    }, _grids),
+}  # fmt: skip
+"""Models of images whose number of tokens follows from values: the whole model is tried on rows of the data."""
 
 
 def _with_images() -> dict[str, Tensor]:
@@ -318,4 +425,4 @@ def _with_images() -> dict[str, Tensor]:
     return {"input_ids": ids, "pixel_values": images()["pixel_values"], "labels": ids.clone()}
 
 
-FAMILIES = {**OWN, **TEXT, **SEEN, **HEARD}
+FAMILIES = {**OWN, **ODD, **TEXT, **SEEN, **HEARD, **IMAGES_OF_VALUES}

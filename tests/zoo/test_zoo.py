@@ -6,20 +6,22 @@ import pytest
 
 from tests.exhaustive import exhaustive
 from tests.zoo.compare import compare
-from tests.zoo.families import FAMILIES
+from tests.zoo.families import FAMILIES, ODD
 
 SUITE = (
     "nn.MultiheadAttention", "nn.LSTM dropout", "stochastic depth", "noise", "weight_norm", "spectral_norm",
     "expert tensors", "a dict", "a part that branches", "a model that branches",
+    "mistral3",
 )  # fmt: skip
 MORE = (
     "nn.TransformerEncoder causal", "nn.Transformer", "nn.GRU", "orthogonal", "nn.EmbeddingBag", "U-Net", "llava",
-    "paligemma", "paligemma, no types", "switch", "switch, mask", "longformer", "led",
+    "paligemma", "paligemma, no types", "switch", "switch, mask", "longformer", "led", "llava_next",
+    "idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl",
 )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SUITE, *exhaustive(*MORE)])
+@pytest.mark.parametrize("name", [*SUITE, *ODD, *exhaustive(*MORE)])
 def test_a_family_is_exact_or_refused(name: str) -> None:
     family = FAMILIES[name]
     if "hf" in family.model:

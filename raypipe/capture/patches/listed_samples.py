@@ -2,8 +2,9 @@
 
 ``list(x)`` of a tensor asks for as many tensors as there are samples, so a traced model would fit micro-batches of one
 size only. While a model is traced, the list holds stand-ins, and ``torch.cat`` or ``torch.stack`` of all of them is a
-reshape of ``x``. What else is done with a stand-in stops the capture. What the model does with the list's length cannot
-be noticed here; ``capture`` therefore captures for another number of samples too, and compares.
+reshape of ``x``. A model may return stand-ins beside its results; what else is done with one stops the capture. What
+the model does with the list's length cannot be noticed here; ``capture`` therefore captures for another number of
+samples too, and compares.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 class ListedSamplesError(Exception):
@@ -42,6 +44,11 @@ class _Sample:
 
     def __getattr__(self, name: str) -> Any:
         raise ListedSamplesError(f"it reads {name} of single samples of a micro-batch")
+
+
+def without_stand_ins(returned: Any) -> Any:
+    """Return what a model returns with None in place of stand-ins, which are no results of a graph."""
+    return pytree.tree_map(lambda x: None if isinstance(x, _Sample) else x, returned)
 
 
 def _joined(tensors: Any, dim: int = 0) -> tuple[Tensor | None, int]:

@@ -18,7 +18,7 @@ from raypipe.models.sources.source import LossFunction
 
 def capture_with_loss(
     build: Callable[[], nn.Module], function: LossFunction, names: Sequence[str], example: Mapping[str, object],
-    notify: Notify = to_stderr,
+    as_it_is: Sequence[str] = (), notify: Notify = to_stderr,
 ) -> Captured:  # fmt: skip
     """Capture the model that ``build`` constructs, with the function at its end.
 
@@ -27,6 +27,7 @@ def capture_with_loss(
         function: the loss.
         names: the batch's fields.
         example: a batch.
+        as_it_is: paths of modules that run as they are.
         notify: called with a sentence about what runs as it is.
 
     Raises:
@@ -34,12 +35,12 @@ def capture_with_loss(
     """
     skeleton = build_without_memory(lambda: end_with_loss(build(), function, names))
     try:
-        return capture(skeleton, example, notify=notify)
+        return capture(skeleton, example, as_it_is=as_it_is, notify=notify)
     except CaptureError as error:
         first = error
     skeleton = build_without_memory(lambda: end_with_loss(build(), function, names, as_it_is=True))
     try:
-        found = capture(skeleton, example, as_it_is=(LOSS_AS_IT_IS,), notify=notify)
+        found = capture(skeleton, example, as_it_is=(*as_it_is, LOSS_AS_IT_IS), notify=notify)
     except CaptureError as error:
         if error.why == first.why:
             raise

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from raypipe.errors import SpecError, install
+from raypipe.files import short
 from raypipe.graph.fingerprint import transformers_code
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
@@ -82,9 +83,18 @@ class HuggingFace:
         self.constants: Mapping[str, object] = {"return_loss": True} if self.own_loss else {}
 
     def build(self) -> nn.Module:
-        """Construct the model with random weights."""
-        # In float32 whatever precision the directory has, because the job chooses the precision.
-        module: nn.Module = self.kind._from_config(self.config, dtype=torch.float32)
+        """Construct the model with random weights.
+
+        Raises:
+            SpecError: transformers cannot construct it with this configuration.
+        """
+        try:
+            # In float32 whatever precision the directory has, because the job chooses the precision.
+            module: nn.Module = self.kind._from_config(self.config, dtype=torch.float32)
+        except Exception as error:  # the library's models raise many classes
+            said = short(" ".join(str(error).split()) or type(error).__name__, 300)
+            why = f"{self.kind.__name__} cannot be constructed with this configuration: {said}"
+            raise SpecError("model.config", why, "correct its keys; each model type has its own") from error
         return module if self.spec.lora is None else with_adapters(module, self.spec.lora)
 
     def identity(self, build: Callable[[], nn.Module]) -> Identity:

@@ -5,12 +5,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
+    Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
-    TrainingArguments,
     set_seed,
 )
-from transformers import Trainer
+from transformers import Seq2SeqTrainer
 
 set_seed(3)
 lines = [line.strip() for line in open("corpus.txt", encoding="utf-8") if len(line.split()) > 3]
@@ -38,7 +38,16 @@ config = T5Config(
     pad_token_id=0,
 )
 model = T5ForConditionalGeneration(config)
-args = TrainingArguments(
+
+
+def compute_metrics(found):
+    """Of tokens that were generated."""
+    length = min(found.predictions.shape[1], found.label_ids.shape[1])
+    hits = found.predictions[:, :length] == found.label_ids[:, :length]
+    return {"hits": float(hits.mean()), "tokens": float((found.predictions > 0).sum())}
+
+
+args = Seq2SeqTrainingArguments(
     output_dir="out",
     max_steps=5,
     per_device_train_batch_size=32,
@@ -49,15 +58,19 @@ args = TrainingArguments(
     report_to="none",
     use_cpu=not torch.cuda.is_available(),
     disable_tqdm=True,
+    predict_with_generate=True,
+    generation_max_length=10,
 )
-trainer = Trainer(
+trainer = Seq2SeqTrainer(
     model=model,
     args=args,
     train_dataset=rows[:32],
     eval_dataset=rows[32:],
     processing_class=tokenizer,
     data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+    compute_metrics=compute_metrics,
 )
 result = trainer.train()
 evaluated = trainer.evaluate()
+predicted = trainer.predict(rows[32:], max_length=6, num_beams=2)
 trainer.save_model()

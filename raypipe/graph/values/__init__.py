@@ -1,0 +1,1 @@
+"""What a graph alone says of the values of its tensors."""

@@ -1,0 +1,58 @@
+"""Tokens in whose places a model puts features of an image: a sample needs as many as its image has features.
+
+transformers' models put them there with ``masked_scatter``, whose mask is where the tokens equal a number. They check
+in an eager forward that both are equally many; the exporter drops that check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from raypipe.graph.calls import Call, Plain
+from raypipe.graph.dims import Sizes, evaluate_all
+from raypipe.graph.operations import OperationGraph
+
+_RESHAPES = {"aten.unsqueeze.default", "aten.expand.default", "aten.expand_as.default", "aten.to.dtype"}
+
+
+class Placeholder(NamedTuple):
+    """A token that stands for a feature."""
+
+    input: str
+    """The raw input of the model that holds the tokens."""
+    token: int
+    each: int
+    """How many of it a sample has to have."""
+
+
+def placeholders(graph: OperationGraph, calls: Sequence[Call], one: Sizes) -> tuple[Placeholder, ...]:
+    """Find the tokens whose number in a sample is fixed by shapes; ``one`` are the graph's sizes for one sample."""
+    found = []
+    for operation, call in zip(graph.operations, calls, strict=True):
+        if operation.target != "aten.masked_scatter.default":
+            continue
+        into, mask, features = call.args
+        compared = _compared(calls, graph, mask)
+        kinds = [graph.operations[value["op"]].type for value in (into, features) if "op" in value]
+        if compared is None or len(kinds) != 2 or None in kinds:
+            continue
+        width, given = (evaluate_all(kind.shape, one) for kind in kinds if kind is not None)
+        found.append(Placeholder(*compared, prod(given) // width[-1]))
+    return tuple(dict.fromkeys(found))
+
+
+def _compared(calls: Sequence[Call], graph: OperationGraph, mask: Plain) -> tuple[str, int] | None:
+    """Return the raw input and the number that a mask compares it with; None of any other mask."""
+    while isinstance(mask, dict) and "op" in mask:
+        target, args = graph.operations[mask["op"]].target, calls[mask["op"]].args
+        if target == "aten.eq.Scalar":
+            of = args[0].get("of") if isinstance(args[0], dict) else None
+            if of is None or graph.sources[of].kind != "input" or not isinstance(args[1], int):
+                return None
+            return of, args[1]
+        if target not in _RESHAPES:
+            return None
+        mask = args[0]
+    return None
