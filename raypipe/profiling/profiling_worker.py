@@ -145,7 +145,7 @@ class ProfilingWorker(StageWorker):
             setup = replace(setup, data=own)
         self.setup(setup)
         if setup.job.train.compile == "inductor":  # a layer that cannot be compiled runs eagerly, as in training
-            self.compile_stages()
+            self.compile_stages(waits=True)
         channel = FakeChannel(self.device)
         self.executor.senders = {1: channel}
         self.executor.receivers = {1: channel}

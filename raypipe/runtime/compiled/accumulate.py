@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from raypipe.runtime.backward.deferred import Closure, accumulate, accumulate_product
-from raypipe.runtime.compiled.cut import Gradient
+from raypipe.runtime.compiled.layout import Gradient
 
 
 def ready_closures(
