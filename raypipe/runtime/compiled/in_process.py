@@ -1,6 +1,7 @@
 """Compiled stages made by the worker itself: traced before the first step, compiled in a thread.
 
-So it is done on GPUs, whose programs are not stored: another process would need the GPU to make them.
+So it is done on GPUs, whose programs are not stored: another process would need the GPU to make them. And so it is done
+where layers are measured, without a thread.
 """
 
 from __future__ import annotations
