@@ -54,6 +54,8 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
     yield from _wire(train, parallel)
     yield from _sync(train, parallel)
     yield from _side_stream(train, parallel)
+    if train.compile_first and train.compile == "none":
+        yield Problem("train.compile_first", "has no effect without compiled stages", "set train.compile to inductor")
     if parallel.activation_memory_budget < 1 and train.compile == "none":
         why = "has no effect without compiled stages"
         yield Problem(f"parallel.{BUDGET}", why, "set train.compile to inductor, or use parallel.recompute")

@@ -61,3 +61,13 @@ def message_dtype(train: TrainSpec, parallel: ParallelSpec) -> WireDtype | None:
     if parallel.wire_dtype is None:
         return "bfloat16" if train.dtype == "bfloat16" else None
     return parallel.wire_dtype if WIDTH[parallel.wire_dtype] < WIDTH[train.crossing_dtype] else None
+
+
+def compiles_first(train: TrainSpec, parallel: ParallelSpec) -> bool:
+    """Return whether stages are compiled before the first step rather than beside the first steps.
+
+    So it is where the bits of a run must not depend on when compilation ends, and where memory is planned for less than
+    eager stages keep.
+    """
+    wants = train.compile_first or train.deterministic or parallel.activation_memory_budget < 1
+    return train.compile != "none" and wants

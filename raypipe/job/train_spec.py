@@ -105,9 +105,16 @@ class TrainSpec(Spec):
     deterministic: bool = False
     """Fail rather than run kernels whose result may differ between two runs."""
     compile: Literal["none", "inductor", "auto"] = "none"
-    """Compile each stage's forward, input gradient and weight gradients with TorchInductor. ``inductor``: before the
-    first step. ``auto``: beside the first steps, which run eagerly; each device then keeps what is faster. A stage that
-    cannot be compiled runs eagerly, with a notice. Needs a C++ compiler on every host."""
+    """Compile each stage's forward, input gradient and weight gradients with TorchInductor, beside the first steps,
+    which run eagerly. ``inductor``: all devices swap the compiled programs in between two steps. ``auto``: they do, and
+    each device then keeps what is faster. A stage that cannot be compiled runs eagerly, with a notice. Needs a C++
+    compiler on every host."""
+    compile_first: bool = False
+    """Compile before the first step instead, so that the run's bits do not depend on when compilation ends.
+    ``deterministic`` implies it, and so does an ``activation_memory_budget`` below 1, for which eager stages are too
+    large."""
+    compile_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """What the compilation of a device's stages may take; a stage that is not compiled by then stays eager."""
     eval_every: Count = 0
     """Steps between validations; 0 to validate only at the end."""
     eval_batches: Annotated[int, Field(ge=1, le=100_000)] = 8

@@ -145,7 +145,12 @@ class ProfilingWorker(StageWorker):
             setup = replace(setup, data=own)
         self.setup(setup)
         if setup.job.train.compile == "inductor":  # a layer that cannot be compiled runs eagerly, as in training
-            self.compile_stages()
+            from raypipe.runtime.compiled.compilation import Compilation  # these import the compiler
+            from raypipe.runtime.compiled.in_process import InProcess
+
+            # Here, because layers are many and small: a process for each would take longer than they do.
+            here = InProcess(self.setup_data, self.executor)
+            Compilation(self.setup_data, self.executor, here, waits=True).begin()
         channel = FakeChannel(self.device)
         self.executor.senders = {1: channel}
         self.executor.receivers = {1: channel}

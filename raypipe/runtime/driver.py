@@ -7,8 +7,7 @@ Devices never wait for the driver inside a step: each of them has its whole step
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from raypipe.plan.plan import Plan
 from raypipe.runtime.cluster.run_metrics import RunMetrics
 from raypipe.runtime.cluster.sent_files import clear
 from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.compiled.report import StageReport
+from raypipe.runtime.compiled.swap import CompiledSwap
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.nonfinite.found import NonFiniteError
 from raypipe.runtime.nonfinite.policy import NonFinitePolicy, left_out_before
@@ -100,6 +99,7 @@ class Driver:
         """The newest step, where its result has to be asked for; see ``_read``."""
         self._stored = plan
         """The plan that the run's ``plan.json`` holds now."""
+        self._swap = CompiledSwap(log)
 
     @property
     def schedule(self) -> Schedule:
@@ -182,7 +182,7 @@ class Driver:
         )
         for message in workers.apart.values():
             self._notice(message)
-        compiled = self._compile(workers)
+        compiled = self._swap.begin(workers, self.job.model_copy(update={"parallel": self.running.plan.parallel}))
         waiting = {name for rank, (_, joint) in enumerate(per_rank) for name in compiled.get(rank, joint)}
         for name in sorted(waiting):
             self.log.event("notice", message=f"the weight gradient of {name} cannot wait: it is computed in B")
@@ -195,31 +195,6 @@ class Driver:
             resumed_from=done if checkpoint is not None else None,
             process_groups=workers.process_groups,
         )
-
-    def _compile(self, workers: WorkerGroup) -> dict[int, list[str]]:
-        """Have the workers compile their stages, all at the same time, as far as ``train.compile`` says.
-
-        Returns, per rank all of whose stages run compiled, the matrices whose gradients are computed in B.
-        """
-        if self.job.train.compile == "none":
-            return {}
-        self.log.event("compiling", beside=self.job.train.compile == "auto")
-        ranks = {ref: rank for rank, ref in enumerate(workers.call("compile_stages"))}
-        found: dict[int, list[str]] = {}
-        left = list(ranks)
-        while left:
-            done, left = ray.wait(left)
-            for ref in done:
-                reports = ray.get(ref)
-                self._compiled(reports)
-                if reports and all(one.reason is None for one in reports):
-                    found[ranks[ref]] = [name for one in reports for name in one.in_input_grad]
-        return found
-
-    def _compiled(self, reports: Iterable[StageReport]) -> None:
-        """Log what became of stages that were to be compiled."""
-        for one in reports:
-            self.log.event("compiled", **asdict(one))
 
     def _loop(self, workers: WorkerGroup, done: int) -> int:
         """Queue and collect everything; return the number of steps done."""
@@ -362,6 +337,7 @@ class Driver:
             part = (fills, drains) if self.schedule.versions != "flush" else WHOLE
             fills = part[1]
             self._take_next_plan(workers, step)
+            self._swap.before_step(workers, step)
             ticket = _Ticket("step", step + 1, workers.call("run_step", step, part), self.clock, part)
             self._pending.append(ticket)
             self._read(workers)
@@ -446,7 +422,7 @@ class Driver:
     def _collect_step(self, ticket: _Ticket, results: list[StepResult], timed: bool = True) -> None:
         """Take in a step; ``timed``: all devices have reported the times of their tasks."""
         step, tensor = ticket.step, self.running.plan.parallel.tensor
-        self._compiled(report for result in results for report in result.compiled)
+        self._swap.heard(step, results)
         step_s = self.results.step(step, ticket.part, ticket.clock, results, tensor, timed)
         if step_s is not None and timed and ticket.clock is self.clock:  # not if it was queued before the plan changed
             memory = [r.memory for r in results[::tensor]]

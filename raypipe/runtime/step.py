@@ -15,7 +15,7 @@ from raypipe.plan.online.controller import StepMemory
 from raypipe.plan.online.recorded_steps import StepWaits
 from raypipe.runtime.allocated import DeviceMemory
 from raypipe.runtime.cast_messages import MessageCast
-from raypipe.runtime.compiled.report import StageReport
+from raypipe.runtime.compiled.report import CompileState, StageReport
 from raypipe.runtime.saving.shard_writer import Written
 from raypipe.runtime.validation.predictions import Kept
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
@@ -68,6 +68,8 @@ class StepResult:
     """The write of a checkpoint that has ended since the step before, if one has."""
     compiled: tuple[StageReport, ...] = ()
     """Stages that were compiled beside the steps before, or are not run compiled any more."""
+    compile_state: CompileState = "settled"
+    """How far this device's compiled programs are."""
     figures: tuple[tuple[str, float], ...] = ()
     """In a validation: (name, sum) of each figure of the loss function, divided as ``loss_sum`` is; on the devices that
     have a share of it."""

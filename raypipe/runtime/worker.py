@@ -48,7 +48,7 @@ from raypipe.runtime.saving.state_to_save import state_to_save
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.shard.state import read_shards
-from raypipe.runtime.stage.shapes import StageIOSpecs
+from raypipe.runtime.stage.build import build_stage, io_specs_of
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.stage.state import read_previous, read_state
 from raypipe.runtime.started_step import StartedStep
@@ -153,15 +153,19 @@ class StageWorker:
         return sum(p.numel() for m in self.modules.values() for p in m.named.values()), joint
 
     @raises_device_errors
-    def compile_stages(self) -> list[StageReport]:
-        """Compile this device's stages, as ``train.compile`` says, or begin to; return what became of them so far."""
+    def compile_stages(self, waits: bool = False) -> list[StageReport]:
+        """Begin to compile this device's stages, or with ``waits`` compile them; return what became of those done."""
         if self.executor_class is not Executor:  # it runs no kernels
             return []
-        from raypipe.runtime.compiled.compilation import Compilation  # it imports the compiler: seconds of CPU time
+        from raypipe.runtime.compiled.compilation import Compilation  # it imports the compiler
 
-        compilation = Compilation(self.setup_data, self.executor)
-        self.compilation = compilation
-        return compilation.begin()
+        self.compilation = Compilation(self.setup_data, self.executor, waits=waits)
+        return self.compilation.begin()
+
+    def swap_compiled(self, step: int) -> None:
+        """Run the compiled stages from ``step`` on, where this device has any that it does not run yet."""
+        if self.compilation is not None:
+            self.compilation.swap(step)
 
     def _begin(self, setup: Setup) -> None:
         """Join the other devices."""
@@ -206,6 +210,7 @@ class StageWorker:
             TransportError: another worker cannot be reached.
         """
         survives = self.parted is not None
+        compilation = self.compilation if survives else None
         if self.parted is not None:
             settle(self.executor, self.parted, setup.done, facts)
         self._begin(setup)
@@ -221,8 +226,10 @@ class StageWorker:
         compiled = self.executor.computation.compiled if survives else {}
         self._assemble(setup)
         self.executor.computation.compiled = compiled
+        if compilation is not None:  # it goes on, for the same modules
+            compilation.executor, self.compilation = self.executor, compilation
         if not survives and setup.job.train.compile != "none":
-            self.compile_stages()
+            self.compiled_since += self.compile_stages()
 
     @staticmethod
     def _by_layer(setup: Setup) -> bool:
@@ -243,22 +250,9 @@ class StageWorker:
         job = setup.job
         groups = self._own_groups(setup)
         self.plan = plan = build_model(job, setup.fields, setup.tensor_rank)
-        split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
-        split = split or job.parallel.postpones
-        self.io_specs = specs = StageIOSpecs(
-            plan, setup.cut, setup.samples_per_microbatch, setup.graph, setup.placement[0]
-        )
+        self.io_specs = specs = io_specs_of(setup, plan)
         self.modules: dict[StageKey, StageModule] = {
-            (stage, replica): StageModule(
-                plan,
-                setup.cut[stage],
-                job.train.seed,
-                self.device,
-                split,
-                setup.recomputed,
-                setup.search_recompute or self._by_layer(setup),
-                specs.ends_of(stage),
-            )
+            (stage, replica): build_stage(setup, plan, specs, stage, self.device)
             for replica, devices in enumerate(setup.placement)
             for stage, device in enumerate(devices)
             if device == setup.device
@@ -384,6 +378,8 @@ class StageWorker:
     def _leave(self) -> None:
         """Close what an earlier, perhaps failed, ``setup`` opened: a worker may serve several plans in turn."""
         self.shard_writer.drop()
+        if self.compilation is not None:
+            self.compilation.close()
         if hasattr(self, "executor"):
             self.executor.close()
         if hasattr(self, "communicators"):
@@ -435,6 +431,7 @@ class StageWorker:
         return replace(
             result, times=times, device_memory=self.memory_reports.due(), written=self.shard_writer.ended(),
             compiled=compiled,
+            compile_state="settled" if self.compilation is None else self.compilation.state,
         )  # fmt: skip
 
     @raises_device_errors

@@ -81,6 +81,8 @@ def _sentences(row: dict[str, Any]) -> list[str]:
             f" for {row['lengths']} lengths of samples; {eager:.0%} of its micro-batches run eagerly" if eager else ""
         )
         return [f"compiled stage {row['stage']}{copy} in {row['seconds']:.1f} s{rest}"]
+    if kind == "swapped":
+        return [f"{step}compiled stages run from here on"]
     if kind == "notice":
         return [f"note: {row['message']}"]
     return []

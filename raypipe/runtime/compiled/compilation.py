@@ -1,8 +1,11 @@
-"""When a device compiles its stages: before the first step, or beside the first steps, which then run eagerly.
+"""When a device runs its stages compiled.
 
-With ``auto``, the stages are traced at once and compiled in a thread. When that has ended, the device times some eager
-steps, swaps the programs in between two steps, times some of those, and keeps what is faster. Each device decides by
-itself, because its results are the same either way.
+A run starts eagerly. A thread waits for the compiled programs, which other processes make (``stored``), loads them and
+says so; when all devices have theirs, the driver has them swap between two steps, all before the same one. Some runs
+wait for the programs before the first step instead (``job.spec.compiles_first``).
+
+With ``auto``, a device times some eager steps before it swaps and some compiled ones after, and keeps what is faster.
+It decides that by itself, because its results are the same either way.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import median
+from typing import Protocol
 
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.runtime.compiled.compiler import Build, StageCompiler, TracedStage, swap_in
-from raypipe.runtime.compiled.inductor import compile_graph
-from raypipe.runtime.compiled.report import StageReport
-from raypipe.runtime.compiled.stage import CompiledStage
+from raypipe.job.spec import compiles_first
+from raypipe.runtime.compiled.report import CompileState, StageReport
+from raypipe.runtime.compiled.stage import CompiledStage, swap_in
+from raypipe.runtime.compiled.stored.stored_stages import Outcome, StoredStages
 from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.setup import Setup
@@ -25,7 +29,18 @@ from raypipe.schedule.passes.sync import BY_LAYER
 MEASURED = 5
 """Steps that each way is timed for."""
 
-Outcome = list[tuple[CompiledStage | None, StageReport]]
+
+class Source(Protocol):
+    """Where compiled stages come from."""
+
+    def begin(self, keys: Sequence[StageKey]) -> list[StageReport]:
+        """Begin to compile stages; return those that cannot be."""
+
+    def find(self) -> Outcome:
+        """Wait for the compiled stages."""
+
+    def close(self) -> None:
+        """Give up what is under way."""
 
 
 class Compilation:
@@ -34,69 +49,87 @@ class Compilation:
     Args:
         setup: that of the device's worker.
         executor: of the device, set up.
-        build: compiles one graph.
+        source: where compiled stages come from; None: the store on a CPU, this process on a GPU.
+        waits: whether to compile before the first step.
     """
 
-    def __init__(self, setup: Setup, executor: Executor, build: Build = compile_graph) -> None:
+    def __init__(self, setup: Setup, executor: Executor, source: Source | None = None, waits: bool = False) -> None:
         self.executor = executor
-        self._beside = setup.job.train.compile == "auto"
+        self.waits = waits or compiles_first(setup.job.train, setup.job.parallel)
+        self._compares = setup.job.train.compile == "auto"
         self._refused = refusal(setup.job.parallel)
-        budget = setup.job.parallel.activation_memory_budget
-        self._compiler = StageCompiler(executor, tuple(setup.train.values()), setup.done, budget, build)
-        self._keys: list[StageKey] = []
+        self._source = source if source is not None else _source(setup, executor)
         self._pending: Future[Outcome] | None = None
         self._ready: dict[StageKey, CompiledStage] = {}
         self._times: list[float] = []
         self._first = 0
         """The first step whose time counts."""
         self._eager_s: float | None = None
-        self._timing = False
+        self._timing = self._due = False
+
+    @property
+    def state(self) -> CompileState:
+        """How far this device is."""
+        if self._pending is not None or (self._timing and self._eager_s is None):
+            return "compiling"
+        return "ready" if self._due else "settled"
 
     def begin(self) -> list[StageReport]:
-        """Compile the stages, or with ``auto`` begin to; return what became of those that are done."""
+        """Begin to compile the stages, or compile them; return what became of those that are done."""
         if self._refused is not None:
             return [StageReport(*key, 0.0, self._refused) for key in self.executor.modules]
-        found = [self._compiler.trace(key) for key in self.executor.modules]
-        traced = [one for one in found if isinstance(one, TracedStage)]
-        reports = [one for one in found if isinstance(one, StageReport)]
-        if not self._beside:
-            outcome = self._compile(traced)
-            swap_in(self.executor, {one.key: ready for one, (ready, _) in zip(traced, outcome, strict=True) if ready})
-            return [*reports, *(report for _, report in outcome)]
-        if traced:
-            self._keys = [one.key for one in traced]
-            with_thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-compile")
-            self._pending = with_thread.submit(self._compile, traced)
-            with_thread.shutdown(wait=False)
-        return reports
+        refused = self._source.begin(list(self.executor.modules))
+        if len(refused) == len(self.executor.modules):
+            return refused
+        if self.waits:
+            reports = self._take(self._source.find())
+            if self._ready and not self._compares:
+                self.swap(0)
+            return [*refused, *reports]
+        thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-compile")
+        self._pending = thread.submit(self._source.find)
+        thread.shutdown(wait=False)
+        return refused
 
     def before_step(self, step: int) -> list[StageReport]:
-        """Swap programs in or out before a step, if it is time to; return what has been compiled since."""
+        """See how far the programs are, and with ``auto`` what is faster; return what became of stages since."""
         if self._pending is not None and self._pending.done():
             outcome, self._pending = self._pending.result(), None
-            self._ready = {key: ready for key, (ready, _) in zip(self._keys, outcome, strict=True) if ready}
-            self._timing, self._first = bool(self._ready), step
-            return [report for _, report in outcome]
+            self._first = step
+            return self._take(outcome)
         if self._timing and len(self._times) >= MEASURED:
-            taken, self._times = median(self._times), []
+            taken, self._times, self._timing = median(self._times), [], False
             if self._eager_s is None:
-                self._eager_s, self._first = taken, step + 1  # the first compiled step warms up
-                swap_in(self.executor, self._ready)
-            else:
-                self._timing = False
-                if taken > self._eager_s:
-                    swap_in(self.executor, {})
-                    why = f"compiled, it takes {taken:.4g} s a step on its device instead of {self._eager_s:.4g} s"
-                    return [StageReport(*key, 0.0, why) for key in self._ready]
+                self._eager_s, self._due = taken, True
+            elif taken > self._eager_s:
+                swap_in(self.executor, {})
+                why = f"compiled, it takes {taken:.4g} s a step on its device instead of {self._eager_s:.4g} s"
+                return [StageReport(*key, 0.0, why) for key in self._ready]
         return []
+
+    def swap(self, step: int) -> None:
+        """Run the compiled stages from ``step`` on; nothing happens where there are none."""
+        if not self._due:
+            return
+        self._due = False
+        swap_in(self.executor, self._ready)
+        if self._compares:
+            self._timing, self._first = True, step + 1  # the first compiled step warms up
 
     def after_step(self, step: int, seconds: float) -> None:
         """Note how long the tasks of a step took on this device."""
         if self._timing and step >= self._first:
             self._times.append(seconds)
 
-    def _compile(self, traced: Sequence[TracedStage]) -> Outcome:
-        return [self._compiler.compile(one) for one in traced]
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._source.close()
+
+    def _take(self, outcome: Outcome) -> list[StageReport]:
+        self._ready = {key: compiled for key, compiled, _ in outcome if compiled is not None}
+        self._timing = bool(self._ready) and self._compares
+        self._due = bool(self._ready) and not self._compares
+        return [report for _, _, report in outcome]
 
 
 def refusal(parallel: ParallelSpec) -> str | None:
@@ -108,3 +141,11 @@ def refusal(parallel: ParallelSpec) -> str | None:
     if parallel.side_stream is not None:
         return "nobody has tried compiled stages with parallel.side_stream"
     return missing_toolchain()
+
+
+def _source(setup: Setup, executor: Executor) -> Source:
+    if executor.settings.device.type == "cpu":
+        return StoredStages(setup, executor)
+    from raypipe.runtime.compiled.in_process import InProcess  # it imports the compiler: seconds of CPU time
+
+    return InProcess(setup, executor)

@@ -6,26 +6,31 @@ processes, and so between the stages of a device and the devices of a host, whos
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raypipe.graph.captured_files import cache_folder
-from raypipe.runtime.compiled.graphs import is_view, value
-
-Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
-"""Takes the inputs in a list, which it empties; returns the outputs."""
-VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Torch's variable for the directory of its cache; what the user has set stays as it is."""
+from raypipe.runtime.compiled.program import Compiled
+from raypipe.runtime.compiled.tracing.graphs import is_view, value
+from raypipe.runtime.compiled.tracing.lower_precision import register_fallbacks
 
 
-def use_cache() -> None:
-    """Keep compiled programs below raypipe's cache directory; call it before anything is compiled."""
-    os.environ.setdefault(VARIABLE, str(cache_folder().parent / "compiled"))
+class Views:
+    """A graph that computes nothing."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._forward = graph.forward
+        self.source_code = (
+            f"import torch\nfrom torch import device\n{graph.code}\ndef call(args):\n    return forward(None, *args)\n"
+        )
+
+    def __call__(self, values: list[Tensor]) -> Sequence[Tensor]:
+        """Return views of the inputs."""
+        made: Sequence[Tensor] = self._forward(*values)
+        return made
 
 
 def compile_graph(graph: fx.GraphModule, fake: FakeTensorMode, backward: bool) -> Compiled:
@@ -37,10 +42,10 @@ def compile_graph(graph: fx.GraphModule, fake: FakeTensorMode, backward: bool) -
         Exception: whatever Inductor raises.
     """
     if not any(node.op == "call_function" and not is_view(node) for node in graph.graph.nodes):
-        run = graph.forward
-        return lambda values: run(*values)
+        return Views(graph)
     from torch._inductor.compile_fx import compile_fx_inner
 
+    register_fallbacks(graph.graph)
     output = next(iter(reversed(graph.graph.nodes)))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     inputs = [value(node) for node in graph.graph.nodes if node.op == "placeholder"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,13 @@ from raypipe.errors import RunError
 from raypipe.models import Inputs
 from raypipe.models.keyed_random import current_keys
 from raypipe.runtime.compiled.accumulate import later_closures, ready_closures
-from raypipe.runtime.compiled.cut import Piece
-from raypipe.runtime.compiled.inductor import Compiled
-from raypipe.runtime.compiled.joint import Joint
+from raypipe.runtime.compiled.layout import Interface, Layout
 from raypipe.runtime.runner import Payload
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec
 
+Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
+"""Takes the inputs in a list, which it empties; returns the outputs."""
 Values = dict[str, Sequence[Tensor] | Mapping[int, Tensor]]
 """Tensors by source and number; see ``Slot``."""
 
@@ -28,7 +28,7 @@ Values = dict[str, Sequence[Tensor] | Mapping[int, Tensor]]
 class CompiledPiece:
     """A piece and what computes it."""
 
-    piece: Piece
+    piece: Interface
     run: Compiled
 
     def inputs(self, values: Values) -> list[Tensor]:
@@ -45,10 +45,10 @@ class Pieces:
     """The compiled pieces of a stage; those that the schedule has no use for are None."""
 
     forward: CompiledPiece
-    forward_only: CompiledPiece | None
-    backward: CompiledPiece | None
-    input_grad: CompiledPiece | None
-    weight_grad: CompiledPiece | None
+    forward_only: CompiledPiece | None = None
+    backward: CompiledPiece | None = None
+    input_grad: CompiledPiece | None = None
+    weight_grad: CompiledPiece | None = None
 
 
 class StageProgram:
@@ -56,22 +56,22 @@ class StageProgram:
 
     Args:
         module: the stage.
-        joint: what was traced.
+        layout: what its inputs and outputs mean.
         pieces: what it was cut and compiled into.
         shapes: of the tensors that arrive and of the raw inputs.
     """
 
-    def __init__(self, module: StageModule, joint: Joint, pieces: Pieces, shapes: Sequence[TensorSpec]) -> None:
+    def __init__(self, module: StageModule, layout: Layout, pieces: Pieces, shapes: Sequence[TensorSpec]) -> None:
         self.pieces, self.queue, self.shapes = pieces, module.queue, tuple(shapes)
-        self.inputs, self.places, self.casts = joint.inputs, joint.places, joint.casts
-        self.differentiable, self.takes_gradient = joint.differentiable, joint.takes_gradient
-        self.statistics = [module.statistics[i] for i in joint.statistics]
-        self._paths = joint.parameters
+        self.inputs, self.places, self.casts = layout.inputs, layout.places, layout.casts
+        self.differentiable, self.takes_gradient = layout.differentiable, layout.takes_gradient
+        self.statistics = [module.statistics[i] for i in layout.statistics]
+        self._paths = layout.parameters
         held, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        self._own = [held[path] for path in joint.parameters]
-        self._buffers = [buffers[name] for name in joint.buffers]
+        self._own = [held[path] for path in layout.parameters]
+        self._buffers = [buffers[name] for name in layout.buffers]
         self._device = self._own[0].device if self._own else torch.device("cpu")
-        self._anchor = joint.trained[0] if joint.trained else None
+        self._anchor = layout.trained[0] if layout.trained else None
         backward = [p.piece for p in (pieces.backward, pieces.input_grad, pieces.weight_grad) if p is not None]
         slots = {slot for piece in backward for slot in piece.slots if slot.source == "given"}
         self.read_again = tuple(sorted(slot.number for slot in slots))

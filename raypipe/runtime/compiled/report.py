@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+CompileState = Literal["settled", "compiling", "ready"]
+"""How far a device is: it has nothing to swap; its programs are not there yet; they are, and wait for the driver."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the cut of a stage means for memory, and for what W can put off."""
+
+    in_input_grad: tuple[str, ...]
+    """Matrices whose gradients are computed in B."""
+    kept_bytes: int
+    handed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,13 @@ class StageReport:
     """For how many lengths of samples it is compiled."""
     eager_share: float = 0.0
     """Share of the micro-batches looked at that run eagerly, since they are padded to another length."""
+
+    @classmethod
+    def of(
+        cls, key: tuple[int, int], seconds: float, kept: Kept, lengths: int = 1, eager_share: float = 0.0
+    ) -> StageReport:
+        """Return the report of a stage replica that is compiled."""
+        return cls(*key, seconds, None, kept.in_input_grad, kept.kept_bytes, kept.handed_bytes, lengths, eager_share)
 
 
 def first_line(error: BaseException) -> str:

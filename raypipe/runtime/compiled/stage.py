@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raypipe.models import Inputs
 from raypipe.runtime.backward.segments import Segment
 from raypipe.runtime.compiled.program import StageProgram
+from raypipe.runtime.executor import Executor
 from raypipe.runtime.runner import Payload
+from raypipe.runtime.update.gradients import StageKey
 
 Span = tuple[int, int] | None
 """First part of a segment and the end (exclusive); None for a whole stage."""
@@ -30,3 +33,12 @@ class CompiledStage:
             if program.fits(arrived, inputs):
                 return program
         return None
+
+
+def swap_in(executor: Executor, ready: Mapping[StageKey, CompiledStage]) -> None:
+    """Run these stages compiled from the next step on, and all others eagerly."""
+    for key, module in executor.modules.items():
+        was, now = key in executor.computation.compiled, key in ready
+        if was != now:
+            module.defers = now or module.splits
+    executor.computation.compiled = dict(ready)

@@ -76,7 +76,7 @@ def main() -> int:
             for schedule in asked.schedules:
                 where = folder / f"{family}-{schedule}"
                 parallel = {"schedule": schedule, "stages": 2, "microbatch": 2}
-                train = {**job["train"], "compile": "inductor"}
+                train = {**job["train"], "compile": "inductor", "compile_first": True}
                 losses = drive(job_from({**job, "train": train, "parallel": parallel}), pool, where).losses
                 off = max(abs(a - b) for a, b in zip(losses, eager, strict=True))
                 rows = [row for row in read_rows(where / EVENTS) if row["event"] == "compiled"]

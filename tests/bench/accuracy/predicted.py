@@ -225,7 +225,7 @@ def main() -> int:
     found = [case for case in cases() if args.only is None or case.schedule in args.only]
     if args.compiled is not None:
         for case in found:
-            case.train = {"compile": "inductor"}
+            case.train = {"compile": "inductor", "compile_first": True}
             case.parallel[BUDGET] = args.compiled
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory(prefix="raypipe-predicted-") as name:
         data = Path(name) / "data"

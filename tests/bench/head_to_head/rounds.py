@@ -112,7 +112,7 @@ def _pipelines(
             result.driver.setdefault(name, []).append(cost)
 
         def ours_compiled(name: str = name, job: JobSpec = job, plan: Plan = plan) -> None:
-            train = job.train.model_copy(update={"compile": "inductor"})
+            train = job.train.model_copy(update={"compile": "inductor", "compile_first": True})
             block, _ = ray.block(job.model_copy(update={"train": train}), plan, data, case.warm_up)
             result.add(f"compiled {name}", block)
 

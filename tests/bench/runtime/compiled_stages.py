@@ -1,25 +1,26 @@
 """Compiled stages beside eager ones: step time, B and W beside the joint backward, activations, time to the first step.
 
-    python -m tests.bench.runtime.compiled_stages [--turns 7] [--first-step | --budgets]
+    python -m tests.bench.runtime.compiled_stages [--turns 7] [--first-step [--runs ...] | --budgets]
 
 All stages of a small GPT run on one device with one thread, as a worker runs them; eager and compiled steps take turns,
 and a row is the median turn. ``small`` is a model whose operations cost more to launch than to compute, ``large`` one
 whose time is matrix products. Activations are what a micro-batch's forward saves, parameters and inputs not counted.
 
-``--first-step`` times ``raypipe train`` up to its first step instead: eager, compiled with an empty cache, and compiled
-with the cache that this has filled. ``--budgets`` times ``parallel.activation_memory_budget`` beside layers that the
-plan recomputes.
+``--first-step`` times ``raypipe train`` up to its first step instead: eager, compiled with an empty cache, compiled
+with the cache that this has filled, and waiting for the compiled stages before the first step. It says when the stages
+were swapped in and how long the longest step took. ``--budgets`` times ``parallel.activation_memory_budget`` beside
+layers that the plan recomputes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,10 +31,12 @@ from torch import Tensor
 
 from raypipe.job.load import job_from
 from raypipe.models import LayeredModel, build_model
+from raypipe.observe.run_dir import ask_to_stop
+from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.runtime.compiled.compiler import TracedStage
-from raypipe.runtime.compiled.cut import Cut
 from raypipe.runtime.compiled.inductor import compile_graph
-from raypipe.runtime.compiled.joint import Example
+from raypipe.runtime.compiled.needs import Example
+from raypipe.runtime.compiled.tracing.cut import Cut
 from tests.runtime.compiled.pieces import compiled_device
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
 
@@ -43,6 +46,9 @@ SIZES = {
     "large": {"layers": 4, "hidden": 256, "heads": 4, "sequence": 128, "microbatch": 4},
 }
 MICROBATCHES = 4
+RUNS: dict[str, dict[str, Any]] = {
+    "eager": {}, "compiled": {"compile": "inductor"}, "waiting": {"compile": "inductor", "compile_first": True},
+}  # fmt: skip
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
@@ -157,32 +163,56 @@ def budgets(name: str, dropout: float, turns: int) -> None:
         print(f"{name:5} dropout {dropout:3}  {way:30} {ms * 1e3:8.2f} ms  {ms / full:.3f}  {held}", flush=True)
 
 
-def first_step_s(folder: Path, run: str, compiled: str, cache: Path) -> float:
+@dataclass(frozen=True)
+class Start:
+    """How a run began."""
+
+    first_s: float
     """Seconds from the command to its first step."""
+    swapped: int | None
+    """The step before which the compiled stages were swapped in."""
+    swapped_s: float | None
+    """Seconds from the command to that step."""
+    longest: float
+    """The longest step after the first, in median steps before the swap."""
+
+    def __str__(self) -> str:
+        rest = "" if self.swapped is None else f"  swapped before step {self.swapped} at {self.swapped_s:.1f} s"
+        return f"{self.first_s:6.1f} s{rest}  longest step {self.longest:.2f} median ones"
+
+
+def start_of(folder: Path, run: str, cache: Path, **train: Any) -> Start:
+    """Run ``raypipe train`` for 20 steps, and where stages are swapped in beside it, for 20 after that."""
     shape = {**SIZES["large"]}
     microbatch = shape.pop("microbatch")
+    waits = train.get("compile", "none") == "none" or train.get("compile_first", False)
     job = {
         "name": "first", "model": {"type": "gpt", "vocabulary": 256, "dropout": 0.1, **shape}, "data": TEXT,
-        "train": {"steps": 20, "batch": 4 * microbatch, "eval_batches": 1, "compile": compiled},
+        "train": {"steps": 20 if waits else 100_000, "batch": 4 * microbatch, "eval_batches": 1, **train},
         "parallel": {"schedule": "zb-h1", "stages": 2, "microbatch": microbatch},
     }  # fmt: skip
     file = folder / f"{run}.yaml"
     file.write_text(yaml.safe_dump(job))
-    metrics = folder / run / "metrics.jsonl"
+    metrics, events = folder / run / METRICS, folder / run / EVENTS
     command = [sys.executable, "-m", "raypipe", "train", str(file), "--run-dir", str(folder / run), "--json"]
     began = time.monotonic()
     environment: dict[str, Any] = {**os.environ, "RAYPIPE_CACHE_DIR": str(cache)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    first = None
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    first = swapped = swapped_s = None
     while process.poll() is None:
         if first is None and metrics.exists() and metrics.stat().st_size:
             first = time.monotonic() - began
+        if not waits and swapped is None and events.exists() and b'"swapped"' in events.read_bytes():
+            swapped_s = time.monotonic() - began
+            (swapped,) = [row["step"] for row in read_rows(events) if row["event"] == "swapped"]
+        if swapped is not None and len(read_rows(metrics)) > swapped + 20:
+            ask_to_stop(folder / run, "it has seen enough")
         time.sleep(0.02)
     assert process.returncode == 0
-    assert process.stdout is not None
-    json.loads(process.stdout.read().splitlines()[-1])
     assert first is not None
-    return first
+    steps = [row["step_s"] for row in read_rows(metrics) if row.get("step_s") is not None]
+    before = steps[1 : 20 if swapped is None else swapped - 1]
+    return Start(first, swapped, swapped_s, max(steps[1:]) / median(before))
 
 
 def main() -> None:
@@ -191,14 +221,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--first-step", action="store_true")
     parser.add_argument("--budgets", action="store_true")
+    parser.add_argument(
+        "--runs", nargs="*", choices=RUNS, default=["eager", "eager", "compiled", "compiled", "waiting"]
+    )
+    parser.add_argument("--cache", type=Path, help="raypipe's cache directory for --first-step; else an empty one")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="raypipe-compiled-") as name:
         folder = Path(name)
         if asked.first_step:
-            cache = folder / "cache"
-            for run, compiled in (("warm up", "none"), ("eager", "none"), ("cold", "inductor"), ("warm", "inductor"),
-                                  ("again", "inductor"), ("eager again", "none"), ("auto", "auto")):  # fmt: skip
-                print(f"{run:12} {first_step_s(folder, run.replace(' ', '-'), compiled, cache):6.1f} s", flush=True)
+            for number, run in enumerate(asked.runs):
+                start = start_of(folder, f"run{number}", asked.cache or folder / "cache", **RUNS[run])
+                print(f"{run:12} {start}", flush=True)
             return
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
         torch.set_num_threads(1)

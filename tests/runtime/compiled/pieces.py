@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from raypipe.models import LayeredModel
-from raypipe.runtime.compiled.compiler import StageCompiler, TracedStage, swap_in
-from raypipe.runtime.compiled.inductor import Compiled
+from raypipe.runtime.compiled.compiler import StageCompiler, TracedStage
+from raypipe.runtime.compiled.program import Compiled
 from raypipe.runtime.compiled.report import StageReport
+from raypipe.runtime.compiled.stage import swap_in
 from tests.runtime.runs.one_device import LR, OneDevice, Outcome, one_device
 
 
@@ -27,17 +28,17 @@ def compiled_device(
     """A device whose stages are compiled where they can be; ``variant``: as ``one_device``'s."""
     made = one_device(model, cut, rows, dtype, microbatch, **variant)
     compiler = StageCompiler(made.executor, [made.program], budget=budget, build=build)
-    found = [compiler.trace(key) for key in made.executor.modules]
-    traced = [one for one in found if isinstance(one, TracedStage)]
-    reports = [one for one in found if isinstance(one, StageReport)]
+    found = {key: compiler.trace(key) for key in made.executor.modules}
+    traced = {key: one for key, one in found.items() if isinstance(one, TracedStage)}
+    reports = [one for one in found.values() if isinstance(one, StageReport)]
     ready = {}
-    for one in traced:
-        stage, report = compiler.compile(one)
+    for key, one in traced.items():
+        stage, report = compiler.compile(key, one)
         reports.append(report)
         if stage is not None:
-            ready[one.key] = stage
+            ready[key] = stage
     swap_in(made.executor, ready)
-    return made, traced, reports
+    return made, list(traced.values()), reports
 
 
 def step_of(made: OneDevice, step: int = 5) -> Outcome:

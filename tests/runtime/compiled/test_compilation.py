@@ -14,6 +14,7 @@ from raypipe.job import GptSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.compiled.compilation import MEASURED, Compilation, refusal
+from raypipe.runtime.compiled.in_process import InProcess
 from raypipe.runtime.compiled.inductor import compile_graph
 from raypipe.runtime.compiled.toolchain import missing_toolchain
 from tests.runtime.compiled.pieces import compiled_device, interpreted
@@ -39,15 +40,19 @@ def parallel(**keys: Any) -> ParallelSpec:
 @pytest.mark.parametrize("compiled_s", [0.5, 2.0], ids=["faster", "slower"])
 def test_the_faster_way_is_kept_and_losses_do_not_change(compiled_s: float) -> None:
     made, plain = device(), device()
-    job = SimpleNamespace(train=SimpleNamespace(compile="auto"), parallel=parallel())
+    train = SimpleNamespace(compile="auto", compile_first=False, deterministic=False)
+    job = SimpleNamespace(train=train, parallel=parallel())
     setup = cast(Any, SimpleNamespace(job=job, train={0: made.program}, done=0))
-    compilation = Compilation(setup, made.executor, interpreted)
+    compilation = Compilation(setup, made.executor, InProcess(setup, made.executor, interpreted))
     assert compilation.begin() == []
+    assert compilation.state == "compiling"
     assert compilation._pending is not None
     compilation._pending.result()
     reports, ran = [], []
     for step in range(2 * MEASURED + 4):
         reports += compilation.before_step(step)
+        if compilation.state == "ready":  # the driver would wait for the other devices
+            compilation.swap(step)
         ran.append(bool(made.executor.computation.compiled))
         compilation.after_step(step, compiled_s if ran[-1] else 1.0)
         losses = [one.executor.run(one.program, step, LR * 1e-3).loss_sum for one in (made, plain)]

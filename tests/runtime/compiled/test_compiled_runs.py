@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from raypipe.errors import SpecError
+from raypipe.observe.run_dir import ask_to_stop
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.train import prepare_run
@@ -26,10 +28,47 @@ def compiled_rows(directory: Path) -> list[dict]:
 @compiles
 def test_split_backward_with_dropout_and_tied_embeddings(stage_pool, text_folder, tmp_path) -> None:
     job = small_job(text_folder, {"schedule": "zb-h1", "stages": 2}, {"layers": 2}, lr=0.001, clip=0.5,
-                    compile="inductor")  # fmt: skip
+                    compile="inductor", compile_first=True)  # fmt: skip
     done = drive(job, stage_pool, tmp_path)
     assert [row["reason"] for row in compiled_rows(tmp_path)] == [None, None]
     assert done.losses == pytest.approx(plain_losses(job, tmp_path / "data", 4), abs=1e-9, rel=0)
+
+
+@pytest.mark.slow
+@pytest.mark.runs
+@compiles
+def test_stages_are_swapped_in_beside_training(stage_pool, text_folder, tmp_path) -> None:
+    """A run starts eagerly; its losses are those of plain PyTorch before the swap and after it.
+
+    The stages are those of the run above, so that they are found compiled where both tests run.
+    """
+    job = small_job(text_folder, {"schedule": "zb-h1", "stages": 2}, {"layers": 2}, lr=0.0001, steps=100_000,
+                    compile="inductor")  # fmt: skip
+    log = tmp_path / EVENTS
+
+    def stop_after_swap() -> None:
+        while not ended.wait(0.1):
+            if log.exists() and any(row["event"] == "swapped" for row in read_rows(log)):
+                ended.wait(0.5)
+                ask_to_stop(tmp_path, "it has seen enough")
+                return
+
+    ended = threading.Event()
+    watcher = threading.Thread(target=stop_after_swap)
+    watcher.start()
+    try:
+        done = drive(job, stage_pool, tmp_path)
+    finally:
+        ended.set()
+        watcher.join()
+    rows = read_rows(log)
+    assert [row["reason"] for row in rows if row["event"] == "compiled"] == [None, None]
+    (swapped,) = [row["step"] for row in rows if row["event"] == "swapped"]
+    assert 1 < swapped < len(done.losses)
+    few = done.losses[: swapped + 5]
+    plain = plain_losses(job.model_copy(update={"train": job.train.model_copy(update={"steps": len(few)})}),
+                         tmp_path / "data", len(few))  # fmt: skip
+    assert few == pytest.approx(plain, abs=1e-9, rel=0)
 
 
 @pytest.mark.runs

@@ -11,7 +11,7 @@ import torch
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
-from raypipe.runtime.compiled import compiler
+from raypipe.runtime.compiled import needs
 from tests.runtime.compiled.pieces import assert_same, compiled_device, step_of
 from tests.runtime.runs.one_device import even_cut, run_step
 from tests.runtime.runs.test_any_model import CASES, DROPS, LENGTHS, MICROBATCH, model_of
@@ -97,7 +97,7 @@ def test_a_budget_keeps_less_and_changes_no_gradient(split: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [2, 5], ids=["some", "all"])
 def test_samples_of_their_own_lengths(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "MOST_LENGTHS", most)
+    monkeypatch.setattr(needs, "MOST_LENGTHS", most)
     model = model_of("bert")
     rows = model.task.complete(CASES["bert"][1])
     own = {name: np.array(LENGTHS) for name in rows}

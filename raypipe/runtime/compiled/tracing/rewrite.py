@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from raypipe.runtime.compiled.joint import Joint
+from raypipe.runtime.compiled.tracing.joint import Joint
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,7 +24,8 @@ from torch._functorch import config as functorch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils import _pytree as pytree
 
-from raypipe.runtime.compiled.graphs import (
+from raypipe.runtime.compiled.layout import Gradient, Interface, Slot
+from raypipe.runtime.compiled.tracing.graphs import (
     ancestors,
     base_of,
     extract,
@@ -35,45 +36,17 @@ from raypipe.runtime.compiled.graphs import (
     tuples_with_items,
     value,
 )
-from raypipe.runtime.compiled.joint import Joint
-from raypipe.runtime.compiled.rewrite import CAST
+from raypipe.runtime.compiled.tracing.joint import Joint
+from raypipe.runtime.compiled.tracing.rewrite import CAST
 
 aten = torch.ops.aten
 
 
-class Slot(NamedTuple):
-    """Where a piece finds one of its inputs."""
-
-    source: Literal["given", "kept", "tangent", "handed"]
-    """The forward's inputs; what the forward has kept; the outputs' gradients; what B hands to W."""
-    number: int
-
-
-class Gradient(NamedTuple):
-    """The gradient of one parameter, by positions among the outputs of the piece that computes it."""
-
-    parameter: int
-    """Number of the parameter."""
-    first: int
-    """The gradient, or the left factor of the product that it is."""
-    second: int | None = None
-    """The right factor; None if ``first`` is the gradient."""
-    shared: bool = False
-    """Whether others may hold the memory of ``first``."""
-
-
-@dataclass
-class Piece:
-    """One graph of a stage, with the places of its inputs."""
+@dataclass(kw_only=True)
+class Piece(Interface):
+    """One graph of a stage."""
 
     graph: fx.GraphModule
-    slots: tuple[Slot, ...]
-    gradients: tuple[Gradient, ...] = ()
-    """The weight gradients that it computes."""
-    back: tuple[int | None, ...] = ()
-    """Per arrived tensor that gets one, the position of its gradient among the outputs; None if it is zero."""
-    hands: int = 0
-    """Where the outputs begin that B hands to W."""
 
 
 @dataclass
@@ -171,7 +144,7 @@ def _piece(module: fx.GraphModule, outputs: Sequence[fx.Node], slots: Mapping[st
     """Return the part of a module that computes ``outputs`` from whatever has a slot."""
     needed = ancestors(outputs)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder" and node in needed]
-    return Piece(extract(module, inputs, outputs), tuple(slots[node.name] for node in inputs))
+    return Piece(graph=extract(module, inputs, outputs), slots=tuple(slots[node.name] for node in inputs))
 
 
 class _Backward:
@@ -204,8 +177,9 @@ class _Backward:
         handed = [node for node in boundary if node.op != "placeholder"]
         slots = {**self.slots, **{node.name: Slot("handed", i) for i, node in enumerate(handed)}}
         weight_grad = Piece(
-            extract(self.module, boundary, ends.nodes), tuple(slots[node.name] for node in boundary), gradients
-        )
+            graph=extract(self.module, boundary, ends.nodes), slots=tuple(slots[node.name] for node in boundary),
+            gradients=gradients,
+        )  # fmt: skip
 
         outputs = _Outputs()
         back = tuple(None if node is None else outputs.add(node) for node in self.back)

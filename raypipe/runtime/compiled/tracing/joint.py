@@ -7,7 +7,7 @@ the run's autocast and the backward outside of it, as the executor runs them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,63 +19,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from raypipe.models import Task
 from raypipe.models.keyed_random import with_keys
-from raypipe.runtime.backward.segments import Segment
+from raypipe.runtime.compiled.layout import Layout
+from raypipe.runtime.compiled.needs import Example
 from raypipe.runtime.compiled.traced_keys import TRACED_STEP, Places, TracedKeys
+from raypipe.runtime.compiled.tracing.lower_precision import fall_back, keeps_rounding, undecomposed
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.transport.channel import TensorSpec
 
 
-@dataclass(frozen=True)
-class Example:
-    """What a forward is given, without the values."""
-
-    samples: int
-    arrived: tuple[TensorSpec, ...]
-    inputs: Mapping[str, TensorSpec]
-    """The raw inputs that the stage reads, by name."""
-    segment: Segment | None = None
-    """The part of the stage that runs; None for all of it."""
-    autocast: torch.dtype | None = None
-    loss: Task | None = None
-    """The task, where its loss is the end of what runs."""
-    lengths: tuple[tuple[str, int], ...] = ()
-    """What its samples are padded to, by field, where they differ in length."""
-
-
-@dataclass
-class Joint:
-    """A joint graph and the meaning of its inputs and outputs.
-
-    Its inputs are ``parameters``, ``buffers``, what arrives, the raw ``inputs``, ``places``' tables and ``casts``, then
-    the gradients of the differentiable outputs. Its outputs are the stage's, the moments of ``statistics``, and the
-    gradients of ``trained`` and of the arrived tensors that ``takes_gradient``.
-    """
+@dataclass(kw_only=True)
+class Joint(Layout):
+    """A joint graph and the meaning of its inputs and outputs."""
 
     graph: fx.GraphModule
     fake: FakeTensorMode
-    parameters: list[str]
-    """Paths in the stage module."""
-    buffers: list[str]
-    inputs: list[str]
-    places: Places
-    trained: list[int]
-    """The trained parameters, by number."""
-    takes_gradient: tuple[bool, ...]
-    differentiable: tuple[bool, ...]
-    """Per output of the stage, whether it gets a gradient."""
-    statistics: list[int]
-    """The batch norms whose moments are outputs, by number among the stage's."""
-    casts: list[tuple[int, torch.dtype]]
-    """Copies of parameters in another dtype that the graph reads: number of the parameter and the dtype."""
     given: int
     """Number of inputs before ``casts``."""
-
-    @property
-    def outputs(self) -> int:
-        """Number of outputs before the gradients."""
-        return len(self.differentiable) + len(self.statistics)
 
 
 class _Stage:
@@ -170,13 +129,18 @@ def trace(module: StageModule, example: Example) -> Joint:
         gradients = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
         return [*(y.detach() for y in made), *seen, *gradients]
 
+    rounds = keeps_rounding(module.parameters())
     with fake:
-        graph = _traced(joint, [*values, *tables], tangents)
+        graph = _traced(joint, [*values, *tables], tangents, rounds)
+    if rounds:
+        fall_back(graph.graph)
     n = len(stage.parameters)
     takes = tuple(wants[n + len(stage.buffers) : n + len(stage.buffers) + len(example.arrived)])
     return Joint(
-        graph, fake, stage.parameters, stage.buffers, stage.inputs, places, [i for i in range(n) if wants[i]], takes,
-        differentiable, list(stage.statistics), [], len(values) + len(tables),
+        graph=graph, fake=fake, given=len(values) + len(tables),
+        parameters=stage.parameters, buffers=stage.buffers, inputs=stage.inputs, places=places,
+        trained=[i for i in range(n) if wants[i]], takes_gradient=takes, differentiable=differentiable,
+        statistics=list(stage.statistics), casts=[],
     )  # fmt: skip
 
 
@@ -184,9 +148,9 @@ def _leaves(values: Sequence[Tensor], wants: Sequence[bool]) -> list[Tensor]:
     return [x.detach().requires_grad_() if want else x for x, want in zip(values, wants, strict=True)]
 
 
-def _traced(function: Any, primals: list[Tensor], tangents: list[Tensor]) -> fx.GraphModule:
-    """Trace a joint function into a graph without operations in place."""
-    table = select_decomp_table()
+def _traced(function: Any, primals: list[Tensor], tangents: list[Tensor], rounds: bool) -> fx.GraphModule:
+    """Trace a joint function into a graph without operations in place; ``rounds``: see ``lower_precision``."""
+    table = undecomposed(select_decomp_table()) if rounds else select_decomp_table()
     graph: fx.GraphModule = make_fx(function, decomposition_table=table)(primals, tangents)
     if any(_in_place(node) for node in graph.graph.nodes):
 

@@ -1,0 +1,152 @@
+"""A compiled stage on disk: a JSON document and the Python modules that Inductor has generated, one per piece.
+
+Who finds it need not trace the stage again, nor import what traces. Modules load the kernels that lie in torch's cache
+beside them, and are as trustworthy as those: code that this user's processes have written. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypipe.atomic_write import whole
+from raypipe.files import read_json, read_regular
+from raypipe.runtime.compiled.layout import Gradient, Interface, Layout, Slot
+from raypipe.runtime.compiled.program import Compiled, CompiledPiece, Pieces, StageProgram
+from raypipe.runtime.compiled.report import Kept
+from raypipe.runtime.compiled.stage import CompiledStage, Span
+from raypipe.runtime.compiled.traced_keys import Places
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.transport.channel import TensorSpec
+
+DOCUMENT = "stage.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A piece and the Python module that computes it."""
+
+    piece: Interface
+    code: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a stage, or a segment of it, is compiled into."""
+
+    span: Span
+    layout: Layout
+    shapes: tuple[TensorSpec, ...]
+    pieces: dict[str, Source]
+    """By the names of ``Pieces``; those that the schedule has no use for are missing."""
+
+
+def write_stage(folder: Path, parts: Sequence[Part], kept: Kept) -> None:
+    """Write a compiled stage, whole or not at all; what another process has written meanwhile stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with whole(folder, folder=True) as made:
+        made.mkdir(exist_ok=True)
+        rows = []
+        for part in parts:
+            pieces = {}
+            for name, source in part.pieces.items():
+                digest = hashlib.sha256(source.code.encode()).hexdigest()
+                (made / f"{digest}.py").write_text(source.code)
+                pieces[name] = {**_interface(source.piece), "code": digest}
+            shapes = [[list(spec.shape), _name(spec.dtype)] for spec in part.shapes]
+            rows.append({"span": part.span, "layout": _layout(part.layout), "shapes": shapes, "pieces": pieces})
+        (made / DOCUMENT).write_text(json.dumps({"parts": rows, "kept": asdict(kept)}))
+
+
+def read_stage(folder: Path, module: StageModule) -> tuple[CompiledStage, Kept] | None:
+    """Load a compiled stage; None if it is missing or damaged.
+
+    Args:
+        folder: where it was written.
+        module: the stage that it computes.
+    """
+    try:
+        document: Any = read_json(folder / DOCUMENT)
+        compiled = CompiledStage()
+        for row in document["parts"]:
+            layout, shapes = _read_layout(row["layout"]), [TensorSpec(tuple(s), _dtype(d)) for s, d in row["shapes"]]
+            loaded = {
+                name: CompiledPiece(_read_interface(piece), _call_of(folder, piece["code"]))
+                for name, piece in row["pieces"].items()
+            }
+            pieces = Pieces(**loaded)
+            span = None if row["span"] is None else (int(row["span"][0]), int(row["span"][1]))
+            compiled.programs.setdefault(span, []).append(StageProgram(module, layout, pieces, shapes))
+        kept = document["kept"]
+        return compiled, Kept(tuple(kept["in_input_grad"]), int(kept["kept_bytes"]), int(kept["handed_bytes"]))
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError):
+        return None
+
+
+def _call_of(folder: Path, digest: str) -> Compiled:
+    """Load the module of a piece.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    path = folder / f"{digest}.py"
+    if path.parent != folder or hashlib.sha256(read_regular(path)).hexdigest() != digest:
+        raise ValueError(f"{path} is damaged")
+    spec = importlib.util.spec_from_file_location(f"raypipe_stage_{digest}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    call: Callable[[list[Tensor]], Sequence[Tensor]] = module.call
+    return call
+
+
+def _interface(piece: Interface) -> dict[str, Any]:
+    return {"slots": piece.slots, "gradients": piece.gradients, "back": piece.back, "hands": piece.hands}
+
+
+def _read_interface(row: dict[str, Any]) -> Interface:
+    return Interface(
+        slots=tuple(Slot(source, int(number)) for source, number in row["slots"]),
+        gradients=tuple(Gradient(*one) for one in row["gradients"]),
+        back=tuple(row["back"]),
+        hands=int(row["hands"]),
+    )
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    row = {one.name: getattr(layout, one.name) for one in fields(Layout)}
+    return row | {"places": asdict(layout.places), "casts": [(n, _name(dtype)) for n, dtype in layout.casts]}
+
+
+def _read_layout(row: dict[str, Any]) -> Layout:
+    return Layout(
+        parameters=list(row["parameters"]),
+        buffers=list(row["buffers"]),
+        inputs=list(row["inputs"]),
+        places=Places(**row["places"]),
+        trained=list(row["trained"]),
+        takes_gradient=tuple(row["takes_gradient"]),
+        differentiable=tuple(row["differentiable"]),
+        statistics=list(row["statistics"]),
+        casts=[(int(number), _dtype(name)) for number, name in row["casts"]],
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return found

@@ -1,0 +1,76 @@
+"""The process that compiles one stage for a worker, which trains meanwhile: ``python -m`` this module.
+
+A request comes on standard input, which stays open as long as the worker wants the answer. The process builds the
+stage, traces and compiles it, writes it to the cache, and prints on one line why it could not, if it could not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import sys
+import threading
+from contextlib import suppress
+
+import torch
+
+from raypipe.models import build_model
+from raypipe.runtime.compiled.compiler import trace_stage
+from raypipe.runtime.compiled.report import first_line
+from raypipe.runtime.compiled.stored.document import DOCUMENT, write_stage
+from raypipe.runtime.compiled.stored.parts import compiled_parts
+from raypipe.runtime.compiled.stored.request import Request
+from raypipe.runtime.stage.build import build_stage, io_specs_of
+
+NICENESS = 10
+"""Compilation leaves the processor to whoever trains."""
+
+
+def main() -> int:
+    """Compile what standard input asks for; the exit status is 0 unless the process itself fails."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    with suppress(OSError):
+        os.nice(NICENESS)
+    with os.fdopen(os.dup(0), "rb") as given:
+        size = int.from_bytes(given.read(8), "big")
+        request: Request = pickle.loads(given.read(size))  # from the worker that has started this process
+    threading.Thread(target=_end_with_worker, daemon=True).start()
+    reason = None
+    try:
+        _compile(request)
+    except Exception as error:  # torch raises anything at all; the stage then runs eagerly
+        reason = first_line(error)
+    print(json.dumps({"reason": reason}), file=answers, flush=True)
+    return 0
+
+
+def _end_with_worker() -> None:
+    """End this process when nobody waits for it any more."""
+    os.read(0, 1)  # not through ``sys.stdin``, whose lock the interpreter wants when it ends
+    os._exit(1)
+
+
+def _compile(request: Request) -> None:
+    setup = request.setup
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(request.cache)
+    torch.set_num_threads(1)
+    if setup.job.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    request.folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{request.folder}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a copy of the stage may be compiled for another worker of this host
+        if (request.folder / DOCUMENT).exists():
+            return
+        plan = build_model(setup.job, setup.fields, setup.tensor_rank)
+        module = build_stage(setup, plan, io_specs_of(setup, plan), request.stage, torch.device("cpu"))
+        traced = trace_stage(module, request.needs)
+        module.release()  # only shapes are needed from here on
+        kept = traced.kept
+        write_stage(request.folder, compiled_parts(traced), kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

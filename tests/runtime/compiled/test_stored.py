@@ -1,0 +1,90 @@
+"""Compiled stages on disk: what is read computes what was written, and whatever changes a stage changes its key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from raypipe.job import GptSpec
+from raypipe.models import GptLayers
+from raypipe.runtime.compiled.compiler import trace_stage
+from raypipe.runtime.compiled.needs import Needs
+from raypipe.runtime.compiled.stage import swap_in
+from raypipe.runtime.compiled.stored.document import DOCUMENT, read_stage, write_stage
+from raypipe.runtime.compiled.stored.key import stage_key
+from raypipe.runtime.compiled.stored.parts import compiled_parts
+from raypipe.runtime.compiled.toolchain import missing_toolchain
+from tests.runtime.compiled.pieces import assert_same, step_of
+from tests.runtime.runs.one_device import OneDevice, even_cut, one_device
+
+SPEC = GptSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=256, dropout=0.1, tie_embeddings=True)
+
+
+def device(spec: GptSpec = SPEC, split: bool = True, dtype: torch.dtype = torch.float64) -> OneDevice:
+    model = GptLayers(spec, dtype)
+    ids = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(0))
+    rows = {"input_ids": ids[:, :-1].contiguous(), "shift_labels": ids[:, 1:].contiguous()}
+    return one_device(model, even_cut(model, 2), rows, dtype, 2, split=split)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_toolchain() is not None, reason=str(missing_toolchain()))
+def test_what_is_read_computes_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+    made, plain = device(split=False), device(split=False)
+    key, module, folder = (1, 0), made.executor.modules[1, 0], tmp_path / "stored"
+    traced = trace_stage(module, Needs(made.executor, [made.program]).of(key))
+    write_stage(folder, compiled_parts(traced), traced.kept)
+    found = read_stage(folder, module)
+    assert found is not None
+    assert found[1] == traced.kept
+    swap_in(made.executor, {key: found[0]})
+    assert_same(step_of(made), step_of(plain))
+
+    code = next(folder.glob("*.py"))
+    code.write_text(code.read_text() + "\n")
+    assert read_stage(folder, module) is None, "a module is not what was written"
+    (folder / DOCUMENT).write_text('{"parts": [{"span": null}]}')
+    assert read_stage(folder, module) is None
+    assert read_stage(tmp_path / "missing", module) is None
+
+
+def test_whatever_changes_a_stage_changes_its_key() -> None:
+    def key_of(made: OneDevice, spec: GptSpec = SPEC, budget: float = 1.0, dtype: str = "float64") -> str:
+        job = SimpleNamespace(model=spec, train=SimpleNamespace(dtype=dtype))
+        setup = cast(Any, SimpleNamespace(job=job, cut=((0, 1), (2, 3))))
+        needs = Needs(made.executor, [made.program], budget=budget).of((0, 0))
+        return stage_key(setup, 0, made.executor.modules[0, 0], needs)
+
+    first = key_of(device())
+    assert first == key_of(device())
+    other = SPEC.model_copy(update={"dropout": 0.2})
+    heads = SPEC.model_copy(update={"heads": 4})
+    changed = [
+        key_of(device(other), other),
+        key_of(device(heads), heads),
+        key_of(device(split=False)),
+        key_of(device(), budget=0.5),
+        key_of(device(dtype=torch.float32), dtype="float32"),
+    ]
+    frozen = device()
+    next(frozen.executor.modules[0, 0].parameters()).requires_grad_(False)
+    changed.append(key_of(frozen))
+    assert len({first, *changed}) == 1 + len(changed)
+
+
+def test_another_length_has_another_key() -> None:
+    made = device()
+    needs = Needs(made.executor, [made.program]).of((0, 0))
+    setup = cast(Any, SimpleNamespace(
+        job=SimpleNamespace(model=SPEC, train=SimpleNamespace(dtype="float64")), cut=((0, 1), (2, 3))))  # fmt: skip
+    keys = {
+        stage_key(setup, 0, made.executor.modules[0, 0], replace(needs, examples=examples))
+        for examples in (needs.examples, tuple(replace(one, samples=3) for one in needs.examples), needs.examples * 2)
+    }
+    assert len(keys) == 3
