@@ -94,7 +94,7 @@ class ParallelSpec(Spec):
     ``reverse-first-k``: so, and the weight gradients of a stage's first layers wait until its backward has ended; then
     they are computed from the first layer on (``first_k``)."""
     first_k: Count | None = None
-    """With ``sync: reverse-first-k``: how many layers' weight gradients wait, in each stage, from the third step on
+    """With ``sync: reverse-first-k``: how many layers' weight gradients wait, in each stage, from the fourth step on
     where ``memory_cap_mb`` limits it. null: each stage's is chosen from measured times after 8 steps, among those that
     fit ``memory_cap_mb``, or else the worker's share of its host's memory, and taken back after 16 where steps have not
     become shorter."""

@@ -18,6 +18,8 @@ from raypipe.simulate.layer_sync import layer_step_time
 TRY_AT, JUDGE_AT = 8, 16
 """Numbers of steps after which a k is chosen, and after which it is judged: earlier steps are slow, and the order of
 sums settles in them."""
+UPDATED = 2
+"""The first step that holds an optimizer's state: the update of the step before has made it."""
 GAIN = 0.01
 """Share by which a simulated step must be shorter for any k above 0."""
 
@@ -66,6 +68,8 @@ class FirstKTuner:
             waiting: per layer, bytes that its weight gradient waits for where it is postponed.
         """
         if self._settled:
+            return list(ready)
+        if self.memory is not None and step < UPDATED:
             return list(ready)
         if self.memory is not None and held and self.k == 0:
             self.peaks = postponed_peaks(held, waiting)
