@@ -37,7 +37,7 @@ from tests.bench.accuracy.memory import Peak, PeakStage, own_ray
 
 LIMIT = 0.05
 """Share by which a measured peak may differ from the model's."""
-LAYERS, WIDTH, ROWS, STEPS = 8, 256, 8192, 7
+LAYERS, WIDTH, ROWS, STEPS = 8, 256, 4096, 7
 SETTLED = 5
 """The first step all of whose gradients wait as the run has settled."""
 MIB = 2**20
