@@ -24,6 +24,7 @@ from raypipe.launch.resume import check_resume, mend
 from raypipe.launch.run import execute, run
 from raypipe.launch.run_directory import claim, run_directory, saved_job, unusable
 from raypipe.observe.run_dir import RECORD, place, put_aside, stillborn
+from raypipe.plan.shard_ways import check_statistics
 
 if TYPE_CHECKING:
     from raypipe.runtime.validation.metrics import ValidationMetrics
@@ -72,6 +73,8 @@ def prepare_run(
     planned = _planned_at_once(job, directory if resume else None, plan_file, beside, say)
     model = JobModel(job) if planned is None else planned.model
     _check_metrics(job, model, validation)
+    shard = (job if planned is None else planned.job).parallel.shard
+    check_statistics(shard, shard != "none" and model.declared.batch_statistics)
 
     where = run_directory(job, directory, resume)
     data = where / "data"

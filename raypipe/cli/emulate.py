@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -19,6 +19,7 @@ from raypipe.cli._shared.options import SEARCH, SHAPE, SHARDING, File, Text, Tex
 from raypipe.cli._shared.values import STANDARD_OUTPUT, optional_value
 from raypipe.errors import RequestError, nearest
 from raypipe.files import short
+from raypipe.job.parallel_spec import Innermost
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NORM_POLICIES, parse_norm_policy
@@ -57,6 +58,18 @@ def emulate(
     message_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of an activation.")] = 0.0,
     grad_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of a stage's gradients.")] = 0.0,
     sharding: Texts,
+    per_host: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Devices of a host: --bandwidth is then what a host sends to others [all links alike]."
+        ),
+    ] = 0,
+    inside: Annotated[
+        float, typer.Option(metavar="GBPS", min=0.0, help="With --per-host: bandwidth inside a host [no limit].")
+    ] = 0.0,
+    innermost: Annotated[
+        Text, typer.Option(metavar="WHICH", help="With --per-host: stages or replicas share a host [stages].")
+    ] = None,
     norm: Annotated[
         Text, typer.Option(metavar="HOW", help="What updates do about a global norm: none, wait, optimistic [none].")
     ] = "none",
@@ -87,6 +100,11 @@ def emulate(
         raise RequestError("--norm", f'"{norm}" is unknown', nearest(str(norm), NORM_POLICIES))
     if clip_every and policy != "optimistic":
         raise RequestError("--clip-every", "there is nothing to undo", "add --norm optimistic")
+    for option, given in (("--inside", inside > 0), ("--innermost", innermost is not None)):
+        if given and not per_host:
+            raise RequestError(option, "all links are alike", "say with --per-host how many devices a host has")
+    if innermost is not None and innermost not in get_args(Innermost):
+        raise RequestError("--innermost", f'"{innermost}" is unknown', nearest(innermost, get_args(Innermost)))
     costs = {
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
     }  # fmt: skip
@@ -99,13 +117,17 @@ def emulate(
     if sharding["zero"] is not None and replicas == 1:
         raise RequestError("--zero", "one copy divides nothing", "add --replicas 2 or more")
     made = with_shards([made], sharding, shape["unit"])[0]
-    from raypipe.runtime.emulation.emulated_run import Links, emulate
+    from raypipe.runtime.emulation.emulated_run import emulate
+    from raypipe.runtime.emulation.links import Links
 
     links = Links(
         latency_s=latency_us * 1e-6,
         bytes_per_s=bandwidth * 1e9 if bandwidth else math.inf,
         message_bytes=message_mb * 1e6,
         gradient_bytes=grad_mb * 1e6,
+        per_host=per_host,
+        inside_bytes_per_s=inside * 1e9 if inside else math.inf,
+        innermost="replicas" if innermost == "replicas" else "stages",
     )
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
         found = emulate(made.schedule, _in_seconds(made.costs), links, steps, replicas, policy, clip_every)

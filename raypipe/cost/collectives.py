@@ -132,13 +132,13 @@ def collective_seconds(profile: Profile, kind: Kind, size_bytes: float, layout: 
         return best(kind, profile.inside, layout.group, size_bytes)
     between: LinkFit = profile.collective or profile.between
     if layout.per_host == 1:
-        return along(kind, _shared(between, sharing / profile.host_links), layout.hosts, size_bytes)
+        return along(kind, between.shared(sharing / profile.host_links), layout.hosts, size_bytes)
     # A flat ring through all devices enters each host once. A hierarchical collective runs inside hosts, then between
     # hosts with 1/k of the vector for each of a host's k devices, then inside hosts again.
-    flat = along(kind, _shared(between, sharing / profile.host_links), layout.group, size_bytes)
+    flat = along(kind, between.shared(sharing / profile.host_links), layout.group, size_bytes)
     k = layout.per_host
     part = size_bytes / k
-    levels = along(kind, _shared(between, sharing * k / profile.host_links), layout.hosts, part)
+    levels = along(kind, between.shared(sharing * k / profile.host_links), layout.hosts, part)
     if kind in ("all_reduce", "reduce_scatter"):
         levels += best("reduce_scatter", profile.inside, k, size_bytes)
     if kind in ("all_reduce", "all_gather"):
@@ -151,8 +151,3 @@ def from_measured(measured: Sequence[CollectiveFit], group: int, size_bytes: flo
     fit = min(measured, key=lambda f: (abs(math.log(f.group / group)), f.group))
     link = LinkFit(alpha_s=fit.alpha_s, beta_s_per_byte=fit.beta_s_per_byte)
     return terms(fit.kind, fit.model, group).seconds(link, size_bytes)
-
-
-def _shared(link: LinkFit, users: float) -> LinkFit:
-    """Return a link whose bandwidth ``users`` senders share."""
-    return link.model_copy(update={"beta_s_per_byte": link.beta_s_per_byte * max(1.0, users)})

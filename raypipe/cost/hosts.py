@@ -1,10 +1,16 @@
-"""Which host each device is on. Devices are numbered host by host, the host with most devices first."""
+"""Which host each device is on, and which device of which data-parallel copy it is.
+
+Devices are numbered host by host, the host with most devices first. ``Numbering`` is the one place that says which
+device of a copy has which number: costs, the order of ranks and predictions for other hosts all ask it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, repeat
+
+from raypipe.job.parallel_spec import Innermost
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,40 @@ class Hosts:
         (3, 8, 3)
         """
         return min(self.per_host, devices) if self.uniform else max(self.of_first(devices), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The number of each device of each data-parallel copy, host by host."""
+
+    width: int
+    """Devices of a copy."""
+    copies: int
+    innermost: Innermost = "stages"
+
+    @staticmethod
+    def of(width: int, copies: int, innermost: Innermost, several_kinds: bool) -> Numbering:
+        """Return the numbering of a plan that asks for ``innermost``.
+
+        Where devices are of several kinds, a position's devices in all copies follow one another whatever it asks for,
+        so that copies are alike as far as the numbers of devices allow: a copy that were slower than the others would
+        have them wait in every all-reduce.
+        """
+        return Numbering(width, copies, "replicas" if several_kinds else innermost)
+
+    def number(self, copy: int, position: int) -> int:
+        """Return the number of the device at ``position`` in a copy.
+
+        >>> [Numbering(2, 3).number(copy, 1) for copy in range(3)]
+        [1, 3, 5]
+        >>> [Numbering(2, 3, "replicas").number(copy, 1) for copy in range(3)]
+        [3, 4, 5]
+        """
+        return position * self.copies + copy if self.innermost == "replicas" else copy * self.width + position
+
+    def by_rank(self) -> list[int]:
+        """Return the number of each rank's device; ranks count through one copy after another."""
+        return [self.number(copy, position) for copy in range(self.copies) for position in range(self.width)]
 
 
 def devices_on_hosts(names: Sequence[str]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -113,6 +113,10 @@ class LinkFit(Spec):
         """Return the seconds of one message."""
         return self.alpha_s + size_bytes * self.beta_s_per_byte
 
+    def shared(self, users: float) -> Self:
+        """Return the link as each of ``users`` senders has it, that share its bandwidth."""
+        return self.model_copy(update={"beta_s_per_byte": self.beta_s_per_byte * max(1.0, users)})
+
 
 class CollectivePath(LinkFit):
     """The link that collectives between hosts use, and how their library uses it."""
@@ -176,6 +180,8 @@ class Profile(Spec):
     ``cost.stages.with_reduce_dtype``."""
     taken_for: TakenFor | None = None
     """The job that it was measured for; None if computed."""
+    batch_statistics: bool = False
+    """Whether a sample's loss depends on the others of its micro-batch (batch norm): copies then divide nothing."""
     devices: Devices
     """Devices of the cluster."""
     devices_per_host: Devices

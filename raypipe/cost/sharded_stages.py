@@ -10,6 +10,7 @@ from math import gcd
 from raypipe.cost.collectives import Kind, Layout, collective_seconds
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import Cut, Placed, gradient_width, reduced_width, trained_parameters
+from raypipe.job.parallel_spec import Innermost
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
 
@@ -20,8 +21,9 @@ def shard_group(sharding: Sharding, copies: int) -> int:
 
 
 def with_sharding(
-    costs: CostTable, profile: Profile, cut: Cut, placement: Sequence[Sequence[int]], sharding: Sharding, copies: int
-) -> CostTable:
+    costs: CostTable, profile: Profile, cut: Cut, placement: Sequence[Sequence[int]], sharding: Sharding, copies: int,
+    innermost: Innermost = "stages",
+) -> CostTable:  # fmt: skip
     """Return the costs of a schedule's stages with what sharding makes of them.
 
     A gather or a reduce-scatter moves the trained weights or the gradients of a whole stage, over its shard group,
@@ -36,10 +38,11 @@ def with_sharding(
         placement: device of each stage, per replica of one copy.
         sharding: levels and shard groups.
         copies: data-parallel copies in all.
+        innermost: which devices are neighbours (``cost.hosts.Numbering``).
     """
     group = sharding.group or copies
     width, reduced = gradient_width(profile.dtype), reduced_width(profile)
-    placed = Placed.of(placement, copies, profile.placed)
+    placed = Placed.of(placement, copies, profile.placed, innermost)
     inner = replace(placed, copies=group)
 
     busy = placed.busy
@@ -63,7 +66,7 @@ def with_sharding(
         held = {0} if placed.one_per_host else {row[stage] for row in placed.rows}
         return max(seconds(kind, size, layout) for device in held for layout in layouts[device])
 
-    everywhere = replace(placed, copies=copies // group, width=placed.width * group)  # a shard's holder in each group
+    everywhere = replace(placed, copies=copies // group, every=group)  # a shard's holder in each group
 
     def between_groups(stage: int, size: float) -> float:
         layout = everywhere.layout({row[stage] for row in placed.rows})

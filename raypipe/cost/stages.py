@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
 from raypipe.cost.collectives import Layout, collective_seconds
-from raypipe.cost.hosts import Hosts
-from raypipe.cost.profile import LayerProfile, Profile
+from raypipe.cost.hosts import Hosts, Numbering
+from raypipe.cost.profile import LayerProfile, LinkFit, Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.errors import SpecError
 from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH, ReduceDtype, WireDtype
-from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.parallel_spec import Innermost, ParallelSpec
 from raypipe.job.spec import message_dtype, reduce_dtype
 from raypipe.job.train_spec import TrainSpec
 from raypipe.schedule.costs import CostTable
@@ -47,6 +48,7 @@ def stage_costs(
     placement: Sequence[Sequence[int]],
     *,
     copies: int = 1,
+    innermost: Innermost = "stages",
     size: float = 1.0,
     split: bool = False,
     together: int = 1,
@@ -61,6 +63,7 @@ def stage_costs(
         placement: device of each stage, per replica. Devices are numbered host by host.
         copies: data-parallel copies of the placement, each on its own devices. Gradients are all-reduced over all
             devices that hold a stage.
+        innermost: which devices are neighbours (``cost.hosts.Numbering``).
         size: share of a micro-batch that one id stands for (1/2 in backward halving); kernels are then smaller and
             less efficient.
         split: whether the schedule has separate B and W; otherwise BW costs a joint backward.
@@ -71,7 +74,7 @@ def stage_costs(
         SpecError: the cut does not hold every layer once, or the placement has another number of stages.
     """
     check_cut(profile, cut, placement)
-    placed = Placed.of(placement, copies, profile.placed)
+    placed = Placed.of(placement, copies, profile.placed, innermost)
     way = _Way(microbatch * size, size, split, together, recomputed)
     holders = [placed.kinds((stage,)) for stage in range(len(cut))]
     kinds = profile.kinds
@@ -169,6 +172,7 @@ def costs_of(
     schedule: Schedule,
     copies: int = 1,
     recomputed: Collection[int] | None = None,
+    innermost: Innermost = "stages",
 ) -> CostTable:
     """Call ``stage_costs`` with placement, size, split and together taken from a schedule."""
     split = any(task.kind == "W" for task in schedule.tasks())
@@ -179,43 +183,39 @@ def costs_of(
     runs = [len(t.mbs) for t in schedule.tasks() if t.kind == "F" and all((t.stage, mb) in pairs for mb in t.mbs)]
     return stage_costs(
         profile, cut, microbatch, schedule.placement, copies=copies, size=float(schedule.size), split=split,
-        together=max(runs, default=1), recomputed=recomputed,
+        together=max(runs, default=1), recomputed=recomputed, innermost=innermost,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Data-parallel copies of a placement, numbered as ``passes.replicate`` does.
+    """Data-parallel copies of a placement on hosts.
 
     Thousands of copies take no longer to evaluate than a few, because their positions on hosts repeat where all hosts
-    have as many devices.
+    have as many devices and pipelines follow one another.
     """
 
     rows: tuple[tuple[int, ...], ...]
     """Placement of the first copy: per replica, the device of each stage."""
     copies: int
-    width: int
-    """Devices per copy."""
     hosts: Hosts
-    stride: int
-    """Copies that the devices are numbered for; more than ``copies`` where these are only some of them."""
+    numbering: Numbering
+    every: int = 1
+    """These are every so-many-th of the copies that are numbered."""
 
     @staticmethod
-    def of(rows: Sequence[Sequence[int]], copies: int, hosts: Hosts) -> Placed:
+    def of(rows: Sequence[Sequence[int]], copies: int, hosts: Hosts, innermost: Innermost = "stages") -> Placed:
         """Build it from the first copy's placement."""
-        return Placed(tuple(map(tuple, rows)), copies, 1 + max(d for row in rows for d in row), hosts, copies)
+        width = 1 + max(d for row in rows for d in row)
+        return Placed(tuple(map(tuple, rows)), copies, hosts, Numbering.of(width, copies, innermost, bool(hosts.kinds)))
 
     def device(self, copy: int, position: int) -> int:
         """Return the number, among the cluster's devices, of the device that is ``position`` in a copy.
 
-        Where devices are of several kinds, a position's devices in all copies follow one another, so that copies are
-        alike as far as the numbers of devices allow: a copy that were slower than the others would have them wait in
-        every all-reduce.
-
         >>> Placed.of([(0, 1)], 2, Hosts(2, (2, 2), (0, 1))).device(1, 0)
         1
         """
-        return position * self.stride + copy if self.hosts.kinds else copy * self.width + position
+        return self.numbering.number(copy * self.every, position)
 
     def kinds(self, stages: Collection[int]) -> set[int]:
         """Return the kinds of the devices, of all copies, that hold any of these stages."""
@@ -232,9 +232,9 @@ class Placed:
     @property
     def turn(self) -> int:
         """Number of copies after which a copy begins at the same position on a host again."""
-        if self.hosts.kinds or not self.hosts.uniform:
+        if self.numbering.innermost == "replicas" or not self.hosts.uniform:
             return self.copies
-        return self.hosts.per_host // gcd(self.width, self.hosts.per_host)
+        return self.hosts.per_host // gcd(self.numbering.width * self.every, self.hosts.per_host)
 
     def layout(self, devices: Collection[int]) -> Layout:
         """Return how these devices of all copies are distributed over hosts.
@@ -243,6 +243,8 @@ class Placed:
         Layout(hosts=5, per_host=1)
         >>> Placed.of([(0, 1)], 8, Hosts(8)).layout([0])
         Layout(hosts=2, per_host=4)
+        >>> Placed.of([(0, 1)], 8, Hosts(8), "replicas").layout([0])
+        Layout(hosts=1, per_host=8)
         """
         if self.one_per_host:
             return Layout(self.copies * len(set(devices)), 1)
@@ -254,11 +256,27 @@ class Placed:
     def _layout(self, devices: Collection[int], copies: int) -> Layout:
         return Layout.of([self.device(copy, d) for copy in range(copies) for d in devices], self.hosts)
 
-    def first_rows(self) -> Iterator[tuple[int, ...]]:
-        """Yield the placement rows of the copies before their positions on hosts repeat."""
-        for copy in range(min(self.copies, self.turn)):
-            for row in self.rows:
-                yield tuple(self.device(copy, d) for d in row)
+    def crossings(self) -> list[set[int]]:
+        """Per link between stages, how many copies' messages leave one host over it at once; 0 for one that stays.
+
+        Copies run alike, so they send at the same time. Stages on one device send each other nothing.
+
+        >>> Placed.of([(0, 1)], 4, Hosts(4)).crossings(), Placed.of([(0, 1)], 4, Hosts(4), "replicas").crossings()
+        ([{0}], [{4}])
+        """
+        host = self.hosts.of
+        found: list[set[int]] = [set() for _ in self.rows[0][:-1]]
+        for row in self.rows:
+            for seen, (a, b) in zip(found, pairwise(row), strict=True):
+                if a != b:
+                    ends = [
+                        (host(self.device(copy, a)), host(self.device(copy, b)))
+                        for copy in range(min(self.copies, self.turn))
+                    ]
+                    seen.update({0} if any(x == y for x, y in ends) else set())
+                    seen.update(Counter(x for x, y in ends if x != y).values())
+                    seen.update(Counter(y for x, y in ends if x != y).values())
+        return found
 
     @property
     def busy(self) -> int:
@@ -350,20 +368,18 @@ def group_seconds(profile: Profile, size_bytes: float, holders: Collection[int],
 
 def _messages(profile: Profile, cut: Cut, placed: Placed, samples: float) -> tuple[float, ...]:
     """Seconds of a message from each stage but the last to the next, over its slowest replica's link."""
-    host = placed.hosts.of
-    seen: list[set[bool]] = [set() for _ in range(len(cut) - 1)]
-    """Per link, whether it stays inside a host."""
-    for row in placed.first_rows():
-        for found, (a, b) in zip(seen, pairwise(row), strict=True):
-            if a != b:
-                found.add(host(a) == host(b))
     return tuple(
         max(
-            ((profile.inside if same else profile.between).seconds(profile.layers[part[-1]].sent_bytes * samples)
-             for same in found), default=0.0,
+            (_link(profile, users).seconds(profile.layers[part[-1]].sent_bytes * samples) for users in found),
+            default=0.0,
         )
-        for part, found in zip(cut, seen, strict=False)
-    )  # fmt: skip
+        for part, found in zip(cut, placed.crossings(), strict=False)
+    )
+
+
+def _link(profile: Profile, users: int) -> LinkFit:
+    """Return the link of a message inside a host (0), or between hosts, where so many share a host's links."""
+    return profile.between.shared(users / profile.host_links) if users else profile.inside
 
 
 def as_exchanged(profile: Profile, train: TrainSpec, parallel: ParallelSpec) -> Profile:

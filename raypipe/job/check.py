@@ -10,7 +10,7 @@ from raypipe.files import is_url
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec, ModelSpec
-from raypipe.job.parallel_spec import BUDGET, JOBS_OWN, PLANNED, SHAPE, SHARDING, ParallelSpec
+from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, PLANNED, SHAPE, SHARDING, ParallelSpec
 from raypipe.job.requested_schedule import checked_schedule, is_file
 from raypipe.job.size_limits import too_large, too_many
 from raypipe.job.train_spec import TrainSpec
@@ -244,7 +244,7 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
         yield Problem("parallel.update", why, "use auto, which then waits")
 
 
-WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, BUDGET, "sync", "recompute", "tensor_table"}
+WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, "sync", "recompute", "tensor_table"}
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 
 

@@ -17,6 +17,8 @@ from raypipe.schedule.shape import Concat, ParallelShape, Shape, pipeline_shape
 Shard = Literal["none", "zero1", "zero2", "zero3"]
 GatherKey = Gather | Literal["order"]
 """A policy, or positions of the order's own."""
+Innermost = Literal["stages", "replicas"]
+"""What follows one another as devices are numbered host by host."""
 Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]
 Layers = Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)]
 SHAPE = {f.name for f in fields(ParallelShape)} - {"microbatches", "memory_limit"}
@@ -24,6 +26,8 @@ SHAPE = {f.name for f in fields(ParallelShape)} - {"microbatches", "memory_limit
 from the batch, and what the planner sets by the memory of the devices."""
 SHARDING = ("shard", "gather", "shard_replicas")
 """Keys of ``parallel`` that say what replicas divide; they may be given to the planner too."""
+INNERMOST = "innermost"
+"""The key of ``parallel`` that says which devices are neighbours; it may be given to the planner too."""
 BUDGET = "activation_memory_budget"
 """The key of ``parallel`` that says how much compiled stages keep."""
 JOBS_OWN = ("transport", "wire_dtype", "reduce_dtype", "replan")
@@ -56,6 +60,11 @@ class ParallelSpec(Spec):
     """Devices along one pipeline."""
     replicas: Positive = 1
     """Data-parallel copies of the pipeline."""
+    innermost: Innermost = "stages"
+    """Which devices are neighbours, where several are on a host. ``stages``: those of one pipeline, so that activations
+    stay inside hosts and gradients are summed between them. ``replicas``: the copies of one stage, so that sums,
+    gathers and reduce-scatters stay inside hosts and activations go between them. Devices of several kinds are numbered
+    the second way in any case, so that each copy has its share of each kind."""
     microbatch: Positive = 1
     """Sequences per micro-batch."""
     chunks: Positive = 1
@@ -85,7 +94,7 @@ class ParallelSpec(Spec):
     ``reverse-first-k``: so, and the weight gradients of a stage's first layers wait until its backward has ended; then
     they are computed from the first layer on (``first_k``)."""
     first_k: Count | None = None
-    """With ``sync: reverse-first-k``: how many layers' weight gradients wait, in each stage, from the third step on
+    """With ``sync: reverse-first-k``: how many layers' weight gradients wait, in each stage, from the fourth step on
     where ``memory_cap_mb`` limits it. null: each stage's is chosen from measured times after 8 steps, among those that
     fit ``memory_cap_mb``, or else the worker's share of its host's memory, and taken back after 16 where steps have not
     become shorter."""
@@ -174,7 +183,7 @@ class ParallelSpec(Spec):
         return all(
             getattr(plan, key) == (SAME_AS.get(wish, wish) if key == "schedule" else wish)
             for key, wish in self.given.items()
-            if key in SHAPE or key in SHARDING or key == BUDGET
+            if key in SHAPE or key in (*SHARDING, INNERMOST, BUDGET)
         )
 
     @property

@@ -156,7 +156,7 @@ class Elastic:
     def _hold(self) -> None:
         """Hold the devices of the plan: those that the run has, and others beside them or in their place."""
         devices, tensor = _devices(self.prepared), self.prepared.plan.parallel.tensor
-        if self._reservation.together == tensor and not self._reservation.kinds.bundles:
+        if self._reservation.together == tensor and not self._reservation.kinds:
             self._reservation = self._reservation.at_most(devices)
             found = self._reservation.with_more(devices)
             if found is not None:
@@ -212,7 +212,7 @@ class Elastic:
         from raypipe.runtime.recovery.standby import Warm
 
         reservation = self._reservation
-        if reservation.together != plan.parallel.tensor or reservation.kinds.bundles:
+        if reservation.together != plan.parallel.tensor or reservation.kinds:
             return None
         more = reservation.with_more(plan.parallel.devices)
         return None if more is None else Warm(more, reservation)

@@ -127,8 +127,6 @@ def planned_by_measuring(
             "note: this model's loss depends on the micro-batch size (batch norm, or a loss of its own), which the "
             "planner chooses; set parallel.microbatch to fix it"
         )
-    if model.declared.batch_statistics and "shard" not in job.parallel.given:  # whose statistics no shards have
-        job = job.model_copy(update={"parallel": job.parallel.model_copy(update={"shard": "none"})})
     decision = profile_and_plan(job, directory, directory / "data", dashboard_port, say)
     fields = as_json(decision)
     log = RunLog(directory)

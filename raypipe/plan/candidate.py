@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from raypipe.errors import ScheduleError
-from raypipe.job.parallel_spec import GatherKey, ParallelSpec, Shard
+from raypipe.job.parallel_spec import GatherKey, Innermost, ParallelSpec, Shard
 from raypipe.plan.cut.layers import Balance
 from raypipe.plan.plan import zero_level
 from raypipe.plan.predict.form import Form, form_of
@@ -58,6 +58,8 @@ class Candidate(ParallelShape):
     """With shards: which tasks share a gather; ``order``: positions that were searched (``plan.searched_gathers``)."""
     shard_replicas: int | None = None
     """With shards: consecutive copies that divide a stage; None: all."""
+    innermost: Innermost = "stages"
+    """Which devices are neighbours."""
 
     @classmethod
     def on(cls, grid: Grid, schedule: str, **more: Any) -> Candidate:
@@ -117,6 +119,7 @@ class Candidate(ParallelShape):
             [*SCHEDULES, "auto"].index(self.schedule), self.chunks, self.pipelines, CONCATS.index(self.concat),
             SYNCS.index(self.sync), self.update != "auto", self.memory_limit is not None, -self.microbatch,
             self.unit or 0, self.balance != "stages", self.level, GATHERS.index(self.gather), -self.shard_group,
+            self.innermost != "stages",
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.parallel_spec import BUDGET, JOBS_OWN, SAME_AS, SHARDING
+from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, SAME_AS, SHARDING
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids
@@ -30,12 +30,15 @@ from raypipe.plan.reasons import certified, why_refused, why_slower, why_too_lar
 from raypipe.plan.remedies import remedies, used_up
 from raypipe.plan.searched_gathers import searched_gathers
 from raypipe.plan.searched_orders import searched_orders
+from raypipe.plan.shard_ways import check_statistics
 from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.shape import GRID, OPTIONS, Grid
 
+CONSIDERED = 10
+"""The best plans of all, which shards, gathers, orders and cuts are tried with, however many rows are to be named."""
 SEARCH_S = 3.0
 """Seconds for searching orders of the best placements."""
 GRIDS = 3
@@ -95,7 +98,6 @@ class _Chooser:
     job: JobSpec
     judge: Judges
     grids: list[Grid]
-    top: int
     asynchronous: bool
 
     def wished(self, c: Candidate) -> Candidate | None:
@@ -113,7 +115,8 @@ class _Chooser:
             return None
         if given.get("recompute") == "none" and c.form.recomputes and "schedule" not in given:
             return None
-        return replace(c, recompute="full") if given.get("recompute") == "full" else c
+        recompute = "full" if given.get("recompute") == "full" else c.recompute
+        return replace(c, recompute=recompute, innermost=given.get(INNERMOST, c.innermost))
 
     def pick(self, c: Candidate) -> Candidate | None:
         """The candidate, if it may be chosen."""
@@ -311,6 +314,7 @@ def choose(
     began = time.monotonic()
     check_profile(job, profile)
     parallel, train = job.parallel, job.train
+    check_statistics(parallel.shard, profile.batch_statistics)
     given, greedy = parallel.given if parallel.auto else {}, policy == "largest-microbatch"
     if given.get("schedule") == "auto" and search_s <= 0:
         raise SpecError(
@@ -318,7 +322,7 @@ def choose(
             "give --search some seconds, or leave the schedule out",
         )  # fmt: skip
     named = SAME_AS.get(str(given.get("schedule")), given.get("schedule"))
-    asked = {key: given[key] for key in (*OPTIONS, *SHARDING) if key in given}
+    asked = {key: given[key] for key in (*OPTIONS, *SHARDING, INNERMOST) if key in given}
     if named not in (None, "auto"):
         asked["schedule"] = named
     syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)
@@ -328,7 +332,8 @@ def choose(
         sharing: Predictor(
             as_exchanged(without_noise(own), train, parallel), train, deepest(job, own),
             syncs=syncs, recompute=ways_to_recompute(given.get("recompute"), greedy), asked=asked,
-            divides=sharing == ALONE and not parallel.replan and (not greedy or "shard" in given), _orders=orders_made,
+            divides=sharing == ALONE and not profile.batch_statistics
+            and not parallel.replan and (not greedy or "shard" in given), _orders=orders_made,
         )
         for sharing, own in profiles.items()
     })  # fmt: skip
@@ -350,11 +355,14 @@ def choose(
             "give fewer keys, or others" if given.get("tensor", 1) in {size for size, _ in profiles} else
             "costs of divided layers are computed, not measured: --cluster, with a tensor that divides model and host",
         )  # fmt: skip
-    chooser = _Chooser(job, judge, every, top, asynchronous)
-    if greedy:
-        found = largest_microbatch(judge, every, top, chooser.pick)
-    else:
-        found = best_first(judge, every, top, chooser.pick, NEAR)
+    chooser = _Chooser(job, judge, every, asynchronous)
+
+    def searched(count: int) -> Ranking:
+        if greedy:
+            return largest_microbatch(judge, every, count, chooser.pick)
+        return best_first(judge, every, count, chooser.pick, NEAR)
+
+    found = searched(CONSIDERED)
     if not found.best:
         raise chooser.nothing_fits(found)
     ranked = sorted((judge.time(p, final=True) for p in found.best + found.near), key=rank_key)
@@ -377,6 +385,10 @@ def choose(
     ranked = sorted(ranked, key=rank_key)
     fastest = ranked[0]
     best = fastest if greedy else simplest(ranked)  # the rule goes by the predicted time alone
+    if top > CONSIDERED:  # the choice is made; these are further rows
+        known = {p.candidate for p in ranked}
+        more = [judge.time(p, final=True) for p in searched(top).best if p.candidate not in known]
+        ranked = sorted([*ranked, *more], key=rank_key)
     ranked = [best, *(p for p in ranked if p is not best)][:top]
     rows = [Row(best, why_won(best, fastest)), *(Row(p, why_slower(p, best)) for p in ranked[1:])]
     rest = []

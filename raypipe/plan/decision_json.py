@@ -38,7 +38,7 @@ def _candidate(row: Row) -> dict[str, Any]:
         "microbatch": c.microbatch, "microbatches": c.microbatches, "chunks": c.chunks, "unit": c.unit,
         "tensor": c.tensor, "sub_pipelined": c.sub_pipelined,
         **{key: value for key, value in c.options.items() if key != "memory_limit"},  # that is in the plan
-        "placement": c.placement, "sync": c.sync,
+        "placement": c.placement, "sync": c.sync, "innermost": c.innermost,
         "shard": c.shard, "gather": c.gather if c.level == 3 else None,
         "shard_replicas": c.shard_group if c.level else None,
         # What one device's link spends on them in a step, of the device that spends most.

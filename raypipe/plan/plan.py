@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import Field
 
 from raypipe.atomic_write import write_whole
+from raypipe.cost.hosts import Numbering
 from raypipe.errors import ScheduleError
 from raypipe.job.field_types import Devices, Spec
 from raypipe.job.json_file import load_json
@@ -48,8 +49,8 @@ class MadeFor(Spec):
     decision: str
     """Digest of the decision, so that an edited plan is recognised."""
     hosts: Annotated[tuple[Devices, ...], Field(strict=False)] = ()
-    """Ranks on each host, in the order of ranks, as they were costed; empty: not known. With several kinds of device,
-    in the order of ``kinds``, from which each data-parallel copy takes its share (``cost.stages.Placed.device``)."""
+    """Ranks on each host, in the order in which devices are numbered (``Plan.numbering``), as they were costed; empty:
+    not known."""
     kinds: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Ray's ``accelerator_type`` of each of these hosts, where devices are of several kinds."""
 
@@ -113,6 +114,11 @@ class Plan(Spec):
             for key in sorted({*then, *now[part]}) if then.get(key) != now[part].get(key)
         ]  # fmt: skip
         return found if self.made_for.decision == self._decision() else [*found, ("the plan", "was edited")]
+
+    def numbering(self) -> Numbering:
+        """Return which device, host by host, each device of each data-parallel copy is."""
+        several = self.made_for is not None and bool(self.made_for.kinds)
+        return Numbering.of(self.parallel.stages, self.parallel.replicas, self.parallel.innermost, several)
 
     def text(self) -> str:
         """Return the plan as JSON, the content of a plan file."""

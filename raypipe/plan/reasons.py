@@ -26,7 +26,10 @@ def why_won(best: Prediction, fastest: Prediction) -> str:
     after = _after(best)
     all_reduces = f", {_collectives(best)} {_share(after, best)}" if after > ALIKE * best.step_s else ""
     arranged = f"; {best.moved}" if best.moved else ""
-    return f"{head}: bubbles {_share(_idle(best), best)} of the step{all_reduces}{_divided(best)}{arranged}"
+    return (
+        f"{head}: bubbles {_share(_idle(best), best)} of the step{all_reduces}{_neighbours(best)}{_divided(best)}"
+        f"{arranged}"
+    )
 
 
 def certified(p: Prediction, certificate: Certificate) -> str:
@@ -50,6 +53,11 @@ _BINDING = {
 
 def _collectives(p: Prediction) -> str:
     return "all-reduces and updates" if p.candidate.shard == "none" else "gathers, sums and updates"
+
+
+def _neighbours(p: Prediction) -> str:
+    """Which devices share a host, where that is the less usual way."""
+    return "; stages on different hosts, each stage's copies inside one" if p.candidate.innermost == "replicas" else ""
 
 
 def _divided(p: Prediction) -> str:

@@ -82,7 +82,15 @@ def _targets(judges: Judges, ranked: Sequence[Prediction]) -> Iterator[tuple[Pre
                 seen.add(what)
                 yield (
                     p,
-                    Candidate.on(c.grid, "auto", chunks=chunks, pipelines=pipelines, placement=name, balance=c.balance),
+                    Candidate.on(
+                        c.grid,
+                        "auto",
+                        chunks=chunks,
+                        pipelines=pipelines,
+                        placement=name,
+                        balance=c.balance,
+                        innermost=c.innermost,
+                    ),
                 )
 
 

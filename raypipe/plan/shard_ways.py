@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from raypipe.cost.hosts import Hosts
-from raypipe.errors import ScheduleError
+from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.parallel_spec import GatherKey, Shard
 from raypipe.plan.candidate import Asked, Candidate, chunk_counts, divisors
 from raypipe.plan.predict.form import form_of
@@ -55,6 +55,18 @@ def shard_ways(c: Candidate, hosts: Hosts, most_stages: int, asked: Asked, highe
                     yield from (replace(one, gather=gather) for gather in _gathers(one, level, asked))
 
 
+def check_statistics(shard: Shard, batch_statistics: bool) -> None:
+    """Check that a model may be trained with what its copies divide.
+
+    Raises:
+        SpecError: they divide something, and the model has batch norm.
+    """
+    if shard != "none" and batch_statistics:
+        raise SpecError(
+            "parallel.shard", "the model's batch norm sums its statistics over whole replicas", "use shard: none"
+        )
+
+
 def _cut_finer(c: Candidate, most_stages: int, asked: Asked) -> Iterator[Candidate]:
     """A candidate of level 3, where a device holds several stages; on one device, the model in several stages."""
     if c.stages > 1 or "shard" in asked:
@@ -83,7 +95,7 @@ def _groups(c: Candidate, hosts: Hosts, asked: int | None) -> list[int | None]:
     """Sizes of shard groups; None stands for all copies."""
     if asked is not None:
         return [asked] if asked > 1 and c.replicas % asked == 0 else []
-    most = max(hosts.per_host // c.stages, 1)
+    most = max(hosts.per_host // (c.stages if c.innermost == "stages" else 1), 1)
     size = max(n for n in divisors(c.replicas) if n <= most)
     found: list[int | None] = []
     while 1 < size < c.replicas:

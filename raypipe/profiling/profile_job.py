@@ -36,7 +36,7 @@ from raypipe.runtime.cluster.connect import connect, connect_all
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.failure import outside_a_run
 from raypipe.runtime.cluster.host_check import check_hosts
-from raypipe.runtime.cluster.rank_order import DeviceKinds, devices_of_kinds
+from raypipe.runtime.cluster.rank_order import devices_of_kinds
 from raypipe.runtime.cluster.reserve import Reservation, reserve
 from raypipe.runtime.cluster.worker_group import start_actors
 
@@ -128,7 +128,7 @@ class _Measuring:
     def _reserved(self, kinds: tuple[str, ...], request: DeviceRequest) -> Iterator[Reservation]:
         """Hold one device of each of these types while the block lasts."""
         place = reserve(
-            len(kinds), request, self.job.train.wait_for_devices_s, self.say, kinds=DeviceKinds(kinds)
+            len(kinds), request, self.job.train.wait_for_devices_s, self.say, kinds=kinds
         )  # fmt: skip
         try:
             yield place
@@ -288,6 +288,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         device=facts[0].name,
         dtype=bench.job.train.dtype,
         taken_for=TakenFor.job(bench.job),
+        batch_statistics=bench.model.batch_statistics,
         devices=len(facts),
         devices_per_host=sharing,
         hosts=() if hosts == Hosts(sharing).of_first(len(facts)) else hosts,

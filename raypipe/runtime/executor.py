@@ -34,7 +34,7 @@ from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.stage.summed_statistics import SummedStatistics
 from raypipe.runtime.started_step import StartedStep
-from raypipe.runtime.step import StepResult, StepSettings
+from raypipe.runtime.step import FirstK, StepResult, StepSettings
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
 from raypipe.runtime.update.device_norm import DeviceShares
@@ -489,13 +489,15 @@ class Executor(ProgramRunner):
         if self.late is not None:
             self.late.close()
 
-    def _changed_first_k(self) -> tuple[tuple[int, int, int], ...]:
-        """Return (stage, k, most that memory allows) of the stage replicas whose k, or limit, is new in this step."""
-        most = self.sync.most_first_k
-        now = {key: (k, most[key]) for key, k in self.sync.first_k.items()}
+    def _changed_first_k(self) -> tuple[FirstK, ...]:
+        """Return k of the stage replicas whose k, or limit, is new in this step."""
+        tuners = self.sync.tuners
+        now = {key: (tuner.k, tuner.most) for key, tuner in tuners.items()}
         before = self._told_first_k or {key: (0, len(self.modules[key].trained_by_block)) for key in now}
         self._told_first_k = now
-        return tuple((stage, *new) for (stage, _), new in now.items() if new != before.get((stage, _)))
+        return tuple(
+            FirstK(key[0], *new, tuple(tuners[key].peaks)) for key, new in now.items() if new != before.get(key)
+        )
 
     def _end(self, marks: NDArray[np.float64], memory: StepMemory) -> StartedStep:
         losses = self._losses.pop(self.step, [])

@@ -125,8 +125,8 @@ class RunResults:
             raise NonFiniteError(step, f"the training loss is {loss}")
         if results[0].optimistic and clip_factor(self._train.clip or math.inf, norm) < 1.0:
             self._log.event("undone", step=step, grad_norm=norm)
-        for stage, (k, most) in {stage: rest for r in results for stage, *rest in r.first_k}.items():
-            self._log.event("first_k", step=step, stage=stage, k=k, most=most)
+        for of in {of.stage: of for r in results for of in r.first_k}.values():
+            self._log.event("first_k", step=step, stage=of.stage, k=of.k, most=of.most, bytes_by_k=of.peaks)
         # The tensor-parallel ranks of a device run in lockstep, so the times of the first one stand for all.
         devices = results[::tensor]
         if timed:

@@ -14,6 +14,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.plan.online.better_order import Running
 from raypipe.plan.plan import Plan, forward_only
+from raypipe.plan.shard_ways import check_statistics
 from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.sent_files import files_of_nodes
 from raypipe.runtime.cluster.worker_group import WorkerGroup
@@ -71,10 +72,7 @@ def setups_of(
     job = job.model_copy(update={"parallel": plan.parallel})
     fields = known_fields(directory / "data")
     model = build_model(job, fields, tensor_rank=0)
-    if schedule.sharding is not None and model.batch_statistics:
-        raise SpecError(
-            "parallel.shard", "the model's batch norm sums its statistics over whole replicas", "use shard: none"
-        )
+    check_statistics(plan.parallel.shard, model.batch_statistics)
     if job.train.on_nonfinite == "skip" and model.batch_statistics and _on_gpus(workers):
         why = "on GPUs, a batch norm's statistics are moved before the host knows the norm of the gradients"
         raise SpecError("train.on_nonfinite", why, "use rewind or stop")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,17 @@ from raypipe.runtime.compiled.report import CompileState, StageReport
 from raypipe.runtime.saving.shard_writer import Written
 from raypipe.runtime.validation.predictions import Kept
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
+
+
+class FirstK(NamedTuple):
+    """How many layers' weight gradients a stage postpones (reverse first-k)."""
+
+    stage: int
+    k: int
+    most: int
+    """The largest k that memory allows."""
+    peaks: tuple[float, ...]
+    """By k, the bytes that a holder has allocated at its fullest in the backward; empty where they are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +65,8 @@ class StepResult:
     """Reduce-scatters of a stage's gradients, counted alike."""
     device_memory: DeviceMemory | None = None
     """Memory of the device's process, about once a second; None in between."""
-    first_k: tuple[tuple[int, int, int], ...] = ()
-    """With reverse first-k: (stage, k, the largest k that memory allows), once and whenever it has changed."""
+    first_k: tuple[FirstK, ...] = ()
+    """With reverse first-k: of each stage, once and whenever it has changed."""
     data_wait_s: float = 0.0
     """Seconds for which this device waited for its samples."""
     gather_waits: tuple[tuple[int, float], ...] = ()

@@ -18,6 +18,8 @@ REQUESTS = [
     (["schedule", "1f1b", "--zero", "3", "--ahead", "9" * 4000], "--ahead: 9"),
     (["schedule", "1f1b", "--devices", "9" * 5000], "is not a whole number"),
     (["emulate", "1f1b", "--forward", "1e12"], "steps: 5 steps would take longer than 86400 s"),
+    (["emulate", "1f1b", "--innermost", "replicas"], "--per-host"),
+    (["emulate", "1f1b", "--per-host", "2", "--innermost", "copies"], "is unknown"),
     (["emulate", "1f1b", "--message-mb", "1e308", "--bandwidth", "1"], "would take longer"),
     (["emulate", "1f1b", "--replicas", "9" * 30], "would need as many processes"),
     (["emulate", "1f1b", "--devices", "\u00b2"], "is not a whole number"),

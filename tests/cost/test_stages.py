@@ -3,16 +3,20 @@
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 
 from raypipe.cost.collectives import Layout
 from raypipe.cost.hosts import Hosts
 from raypipe.cost.memory import device_memory
+from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import Placed, costs_of, parameters, stage_costs, with_cast_messages
 from raypipe.errors import SpecError
+from raypipe.job.parallel_spec import Innermost
 from raypipe.schedule import Shape, generate
+from raypipe.schedule.ir import Sharding
 from raypipe.schedule.passes import place_gradient_sync, replicate
 from raypipe.simulate.engine import simulate
 
@@ -173,22 +177,30 @@ def test_cuts_that_are_none(profile, cut, placement, words):
         stage_costs(profile, cut, 2, placement)
 
 
+def check_placed(row: tuple[int, ...], copies: int, hosts: Hosts, holders: list[int]) -> None:
+    """Both numberings, against every copy's devices one by one."""
+    width = len(row)
+    for innermost in get_args(Innermost):
+        placed = Placed.of([row], copies, hosts, innermost)
+
+        def host(copy: int, d: int, first: str = innermost) -> int:
+            return hosts.of(d * copies + copy if first == "replicas" else copy * width + d)
+
+        on = [host(copy, d) for copy in range(copies) for d in holders]
+        assert placed.layout(holders) == Layout(len(set(on)), max(map(on.count, on)))
+        for (a, b), found in zip(pairwise(row), placed.crossings(), strict=True):
+            ends = [(host(copy, a), host(copy, b)) for copy in range(copies)]
+            out = [[x for x, y in ends if x != y], [y for x, y in ends if x != y]]
+            assert max(found) == max((way.count(h) for way in out for h in way), default=0)
+            assert (0 in found) == any(x == y for x, y in ends)
+
+
 def test_copies_counted_by_turns_are_where_each_of_them_is() -> None:
     for seed in range(300):
         rng = random.Random(seed)
         width, copies, per_host = rng.randint(1, 9), rng.randint(1, 40), rng.randint(1, 12)
         row = tuple(rng.sample(range(width), width))
-        holders = rng.sample(range(width), rng.randint(1, width))
-        hosts = Hosts(per_host)
-        placed = Placed.of([row], copies, hosts)
-        everywhere = [copy * width + d for copy in range(copies) for d in holders]
-        assert placed.layout(holders) == Layout.of(everywhere, hosts)
-        crossings = {
-            (copy * width + a) // per_host == (copy * width + b) // per_host
-            for copy in range(copies)
-            for a, b in pairwise(row)
-        }
-        assert crossings == {a // per_host == b // per_host for r in placed.first_rows() for a, b in pairwise(r)}
+        check_placed(row, copies, Hosts(per_host), rng.sample(range(width), rng.randint(1, width)))
 
 
 def _host_of(device: int, counts: list[int], per_host: int) -> int:
@@ -208,15 +220,7 @@ def test_hosts_of_different_sizes_are_counted_device_by_device() -> None:
         assert [hosts.of(d) for d in every] == where
         assert hosts.of_first(len(every)) == tuple(where.count(h) for h in dict.fromkeys(where))
         assert hosts.busy(len(every)) == max(map(where.count, where))
-        row = tuple(rng.sample(range(width), width))
-        placed = Placed.of([row], copies, hosts)
-        own = [copy * width + row[0] for copy in range(copies)]
-        on = [where[d] for d in own]
-        assert placed.layout([row[0]]) == Layout(len(set(on)), max(map(on.count, on)))
-        crossings = {
-            where[copy * width + a] == where[copy * width + b] for copy in range(copies) for a, b in pairwise(row)
-        }
-        assert crossings == {hosts.of(a) == hosts.of(b) for r in placed.first_rows() for a, b in pairwise(r)}
+        check_placed(tuple(rng.sample(range(width), width)), copies, hosts, [0])
 
 
 def test_links_by_host_where_hosts_differ(profile):
@@ -229,3 +233,24 @@ def test_links_by_host_where_hosts_differ(profile):
     # Copies (0, 1) and (2, 3) on hosts of 1 + 3: stage 0 on devices 0 and 2, stage 1 on 1 and 3, of one host.
     inside = stage_costs(profile.on_hosts((1, 3)), cut, 2, [(0, 1), (2, 3)]).all_reduce[1]
     assert inside == pytest.approx(2 * 1 + 0.01 * 4 * (20 + 20 + 55 - 50))
+
+
+def test_which_links_are_used_depends_on_which_devices_are_neighbours(profile):
+    """Two hosts of two devices, two stages, two copies: one way sums cross between hosts, the other way messages do."""
+    hosts = profile.model_copy(update={"devices_per_host": 2})
+    cut, line = (tuple(range(3)), tuple(range(3, 6))), [(0, 1)]
+    inside, between = (stage_costs(hosts, cut, 2, line, copies=2, innermost=way) for way in get_args(Innermost))
+    size = hosts.layers[2].sent_bytes * 2
+    assert inside.links[0] == hosts.inside.seconds(size)
+    both = hosts.between.alpha_s + 2 * size * hosts.between.beta_s_per_byte  # both copies send at the same time
+    assert between.links[0] == both
+    cards = hosts.model_copy(update={"host_links": 2})
+    assert stage_costs(cards, cut, 2, line, copies=2, innermost="replicas").links[0] == hosts.between.seconds(size)
+    own = 4 * (60 + 2 * 20 - 50)  # bytes of the first stage's gradients but for the tied matrix, within a host
+    assert between.all_reduce[0] == pytest.approx(2 * 1 + 0.01 * own)
+    assert inside.all_reduce[0] == pytest.approx(2 * 5 + 0.1 * own * 2)  # two stages' sums share the link
+    sharding = Sharding(levels=(3, 3))
+    near = with_sharding(between, hosts, cut, line, sharding, 2, "replicas")
+    assert near.gather[0] == near.reduce_scatter[0] == pytest.approx(1 + 0.01 * own / 2 + 0.01 * 4 * 50 / 2)
+    far = with_sharding(inside, hosts, cut, line, sharding, 2)
+    assert far.gather[0] == pytest.approx(5 + 0.1 * (own + 4 * 50) / 2 * 2)

@@ -24,7 +24,6 @@ from raypipe.plan.choose import choose
 from raypipe.plan.plan import build_schedule, load_plan
 from raypipe.runtime.cluster import autoscaler
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.rank_order import ANY_KINDS
 from raypipe.runtime.recovery import standby
 from raypipe.train import prepare_run
 from tests.plan.conftest import make_job, make_profile
@@ -33,7 +32,7 @@ from tests.plan.conftest import make_job, make_profile
 class Devices:
     """Devices that nobody reserved, by the node they are on."""
 
-    together, kinds, request, run_id = 1, ANY_KINDS, DeviceRequest(1.0, 0.0), "0" * 8
+    together, kinds, request, run_id = 1, (), DeviceRequest(1.0, 0.0), "0" * 8
 
     def __init__(self, ray: Run, on: dict[str, int]) -> None:
         self.ray, self.on = ray, on

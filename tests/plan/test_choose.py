@@ -126,7 +126,7 @@ def test_memory_decides_and_the_faster_plan_says_what_would_fit() -> None:
 
 @pytest.mark.slow
 def test_the_smaller_micro_batch_that_is_said_to_fit_does_and_the_next_larger_does_not() -> None:
-    job = make_job(batch=16, parallel={"auto": True, "shard": "none"})
+    job = make_job(batch=16, parallel={"auto": True, "shard": "none", "innermost": "stages"})
     need = max(choose(job, make_profile(), search_s=0).best.memory_bytes)
     said: list[tuple[int, int]] = []
     for part in (0.8, 0.5):
@@ -425,3 +425,26 @@ def test_a_profile_of_another_model_or_without_times_is_one_clear_error() -> Non
         broken = profile.model_copy(update={"layers": (first.model_copy(update={"times": times}), *others)})
         with pytest.raises(SpecError, match=words):
             choose(make_job(), broken)
+
+
+@pytest.mark.slow
+def test_the_choice_does_not_depend_on_how_many_rows_are_named() -> None:
+    """Shards and searches are tried with the same best plans."""
+    job, profile = make_job(layers=4), make_profile(layers=4, devices=4)
+    decisions = {top: choose(job, profile, search_s=0, top=top) for top in (1, 3, 10, 30)}
+    assert len({decision.plan.text() for decision in decisions.values()}) == 1
+    for top, decision in decisions.items():
+        ranked = [row.prediction for row in decision.rows if row.group == "ranked"]
+        assert len(ranked) == top
+        steps = [float(f"{p.step_s:.5e}") for p in ranked[1:]]
+        assert steps == sorted(steps)
+
+
+def test_a_model_with_batch_norm_is_not_divided() -> None:
+    job = make_job(parallel={"auto": True, "shard": "zero1"})
+    profile = make_profile().model_copy(update={"batch_statistics": True})
+    with pytest.raises(SpecError, match="batch norm sums its statistics over whole replicas"):
+        choose(job, profile, search_s=0)
+    free = make_job(layers=4, batch=8)
+    small = make_profile(layers=4, devices=2).model_copy(update={"batch_statistics": True})
+    assert all(row.prediction.candidate.shard == "none" for row in choose(free, small, search_s=0).rows)

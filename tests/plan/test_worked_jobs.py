@@ -52,6 +52,9 @@ def test_a_slow_link_gets_a_pipeline() -> None:
 
 @pytest.mark.slow
 def test_a_model_in_between_is_cut_and_copied() -> None:
-    best = planned("hybrid").best.candidate
+    decision = planned("hybrid")
+    best = decision.best.candidate
     assert best.stages > 1
     assert best.replicas > 1
+    assert best.innermost == "replicas"
+    assert "stages on different hosts" in decision.rows[0].why

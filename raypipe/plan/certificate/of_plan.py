@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from raypipe.cost.collectives import collective_seconds
 from raypipe.cost.kinds import kinds_of_positions, room_bytes
@@ -10,6 +11,7 @@ from raypipe.cost.memory import ParameterBytes, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import Placed, crowding, reduced_width
+from raypipe.job.parallel_spec import Innermost
 from raypipe.plan.certificate.assigned import Assigned, assigned_bound
 from raypipe.plan.certificate.closed import closed_bound, spread_bound
 from raypipe.plan.certificate.instance import Instance, Kind, Resource
@@ -234,6 +236,7 @@ def _all_reduce(profile: Profile, stages: int, copies: int) -> float:
     if total <= 0 or profile.update_s_per_parameter <= 0:
         return 0.0
     size = total * reduced_width(profile)
-    placed = Placed.of([tuple(range(stages))], copies, profile.placed)
-    whole = min(collective_seconds(profile, "all_reduce", size, placed.layout([d])) for d in range(stages))
+    placed = [Placed.of([tuple(range(stages))], copies, profile.placed, way) for way in get_args(Innermost)]
+    layouts = {one.layout([d]) for one in placed for d in range(stages)}
+    whole = min(collective_seconds(profile, "all_reduce", size, layout) for layout in layouts)
     return whole / (total * profile.update_s_per_parameter)

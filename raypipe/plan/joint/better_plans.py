@@ -86,7 +86,8 @@ def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: C
     """The best plan found for one shape, whether or not it is faster than ``like``; None if nothing fits."""
     budget = Budget(seconds)
     rng = random.Random(0)
-    c = replace(Candidate.on(like.candidate.grid, "auto", placement="free"), update=like.candidate.update)
+    own = like.candidate
+    c = replace(Candidate.on(own.grid, "auto", placement="free", innermost=own.innermost), update=own.update)
     assigned = certifier.assigned(like, 0.15 * seconds)
     if like.step_s <= assigned.bound_s * (1 + ENOUGH):
         return None

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.reverse_first_k import most_postponed, reverse_first_k
+from raypipe.schedule.families.reverse_first_k import most_postponed, postponed_peaks, reverse_first_k
 from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.layer_sync import layer_step_time
 
 TRY_AT, JUDGE_AT = 8, 16
 """Numbers of steps after which a k is chosen, and after which it is judged: earlier steps are slow, and the order of
 sums settles in them."""
+UPDATED = 2
+"""The first step that holds an optimizer's state: the update of the step before has made it."""
 GAIN = 0.01
 """Share by which a simulated step must be shorter for any k above 0."""
 
@@ -39,6 +41,8 @@ class FirstKTuner:
         """How many layers' weight gradients are postponed."""
         self.most = layers
         """The largest k that memory allows, as far as that is known."""
+        self.peaks: list[float] = []
+        """Bytes that a holder has allocated at its fullest in the backward, by k; empty as long as that is unknown."""
         self._settled = (fixed is not None and (memory is None or not fixed)) or (fixed is None and layers < 2)
         self._before: tuple[list[float], float] | None = None
         """When gradients were complete with k = 0, and how long a step took."""
@@ -65,7 +69,10 @@ class FirstKTuner:
         """
         if self._settled:
             return list(ready)
+        if self.memory is not None and step < UPDATED:
+            return list(ready)
         if self.memory is not None and held and self.k == 0:
+            self.peaks = postponed_peaks(held, waiting)
             self.most = min(self.most, most_postponed(held, waiting, self.memory))
         if self._fixed is not None:
             self.k, self._settled = min(self._fixed, self.most), True

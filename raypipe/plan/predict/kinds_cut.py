@@ -62,7 +62,7 @@ class KindsCut:
     def _costs(self, c: Candidate, form: Form) -> list[list[float]]:
         """Per stage, the seconds of each layer for one micro-batch, there and back."""
         profile = self.judge.profile
-        placed = Placed.of(form.placement, c.replicas, profile.placed)
+        placed = Placed.of(form.placement, c.replicas, profile.placed, c.innermost)
         by_kind = []
         for kind in profile.kinds:
             times = [times_at(layer, c.microbatch) for layer in kind.layers]

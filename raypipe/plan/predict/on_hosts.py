@@ -110,11 +110,13 @@ def _step_s(plan: Plan, job: JobSpec, profile: Profile) -> float:
     profile = as_exchanged(without_noise(profile), job.train, parallel)
     costs = costs_of(
         profile, plan.cut, parallel.microbatch, copy,
-        parallel.replicas, layers_to_recompute(parallel, plan.cut),
+        parallel.replicas, layers_to_recompute(parallel, plan.cut), parallel.innermost,
     )  # fmt: skip
     order = sharded(copy, parallel, 1)
     if order.sharding is not None:
-        costs = with_sharding(costs, profile, plan.cut, copy.placement, order.sharding, parallel.replicas)
+        costs = with_sharding(
+            costs, profile, plan.cut, copy.placement, order.sharding, parallel.replicas, parallel.innermost
+        )
     overheads = StepOverheads(copies=parallel.replicas)
     if job.train.needs_norm:
         everyone = Layout.of(range(copy.devices * parallel.replicas), profile.placed)

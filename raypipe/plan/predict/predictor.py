@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import crowding, frozen_stages, parameters, stage_costs, trained_parameters
 from raypipe.errors import ScheduleError
+from raypipe.job.parallel_spec import INNERMOST, Innermost
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import PARTLY, SYNCS, Asked, Candidate, Ways, candidates
@@ -179,6 +180,7 @@ class Predictor:
             form.placement,
             form.size,
             c.replicas,
+            c.innermost,
             c.balance,
             c.level,
             c.shard_group,
@@ -193,7 +195,7 @@ class Predictor:
         all."""
         cut = self.cut(c, form)
         costs = stage_costs(
-            self.profile, cut, c.microbatch, form.placement, copies=c.replicas,
+            self.profile, cut, c.microbatch, form.placement, copies=c.replicas, innermost=c.innermost,
             size=float(form.size), split=not form.joint, recomputed=recomputed,
         )  # fmt: skip
         frozen = self.frozen(cut)
@@ -203,7 +205,7 @@ class Predictor:
             return costs
         levels = tuple(0 if s in frozen else c.level for s in range(form.stages))
         sharding = Sharding(levels=levels, group=c.shard_group)
-        return with_sharding(costs, self.profile, cut, form.placement, sharding, c.replicas)
+        return with_sharding(costs, self.profile, cut, form.placement, sharding, c.replicas, c.innermost)
 
     def _with_inner_gradients(
         self, costs: CostTable, cut: Cut, frozen: tuple[int, ...], microbatch: int
@@ -229,13 +231,24 @@ class Predictor:
     def on(self, grid: Grid) -> Iterator[Candidate]:
         """See ``Judge``. Copies divide their state where the job asks for it, and where it is known that each alone
         would be too large; where that shows later, or memory suffices, see ``oom_fallback`` and ``with_shards``."""
-        for c in candidates(grid, self.most_stages, self.asked):
+        for c in self._laid_out(grid):
             if self.asked.get("shard", "none") == "none":
                 yield c
                 if self._static(c.stages / c.form.replicas) > self.profile.memory_bytes:
                     yield from self.shard_ways(c)
             else:
                 yield from self.shard_ways(c)
+
+    def _laid_out(self, grid: Grid) -> Iterator[Candidate]:
+        """Candidates with a pipeline's devices as neighbours, and with those of a stage's copies where that differs."""
+        ways: tuple[Innermost, ...] = get_args(Innermost)
+        used = self.profile.placed.of_first(grid.stages * grid.replicas)
+        if min(grid.stages, grid.replicas, len(used), max(used)) == 1 or self.profile.other_kinds:
+            ways = ways[:1]
+        if INNERMOST in self.asked:
+            ways = (self.asked[INNERMOST],)
+        for c in candidates(grid, self.most_stages, self.asked):
+            yield from (c if c.innermost == way else replace(c, innermost=way) for way in ways)
 
     def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
         """What the candidate's copies may divide, up to a ZeRO level; nothing where they may not."""
@@ -359,7 +372,9 @@ class Predictor:
 
     def costs_of(self, c: Candidate, cut: Cut, placement: Placement, split: bool) -> CostTable:
         """Costs of a cut of its own, of full micro-batches and copies that divide nothing."""
-        return stage_costs(self.profile, cut, c.microbatch, placement, copies=c.replicas, split=split)
+        return stage_costs(
+            self.profile, cut, c.microbatch, placement, copies=c.replicas, innermost=c.innermost, split=split
+        )
 
     def predict_order(self, c: Candidate, schedule: Schedule, cut: Cut | None = None) -> Prediction:
         """Judge an order that was searched: compute tasks of one data-parallel copy; ``cut`` where the candidate's

@@ -30,7 +30,7 @@ from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.plan.predict.on_hosts import on_hosts
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.failure import failure_message, is_final, keep_traceback, own_error, root_cause
-from raypipe.runtime.cluster.rank_order import kinds_of, kinds_on_hosts
+from raypipe.runtime.cluster.rank_order import by_number, kinds_of, kinds_on_hosts
 from raypipe.runtime.cluster.reserve import Reservation, reserved_by
 from raypipe.runtime.cluster.worker_group import Survivors, WorkerGroup, start_worker_group
 from raypipe.runtime.driver import Driver
@@ -224,6 +224,7 @@ def _attempt(
         build_schedule(plan, job.train.batch), parallel.replicas, request.devices, tensor=parallel.tensor,
         timeout_s=job.train.wait_for_devices_s if elastic is None else elastic.wait_s, reservation=reservation,
         notify=lambda text: log.event("waiting", message=text), kept=survivors.actors,
+        numbering=plan.numbering(),
     )  # fmt: skip
     workers.standby, survivors.standby = survivors.standby, None
     serve_on = False
@@ -324,8 +325,7 @@ def _on_these_hosts(
         ClusterError: a tensor-parallel group is on several hosts.
     """
     job, directory = request.job, request.directory
-    known = reservation.kinds
-    nodes = known.in_planners_order([at.peer.node for at in workers.locations], plan.parallel.tensor)
+    nodes = by_number([at.peer.node for at in workers.locations], plan.numbering(), plan.parallel.tensor)
     came = devices_on_hosts(nodes)
     kinds = kinds_on_hosts(nodes, came)
     profile = load_profile(directory / PROFILE) if (directory / PROFILE).is_file() else None

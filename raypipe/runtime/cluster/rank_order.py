@@ -1,8 +1,9 @@
 """Give ranks to reserved bundles: hosts one after another, and the GPUs of a host in their order.
 
 The planner numbers devices host by host, but Ray places bundles in an order of its own. So a worker group's bundles
-are located first, and ranks are given in the order that ``in_rank_order`` makes. A bundle lies on one node, and each
-holds one tensor-parallel group: these never straddle nodes. Which of a bundle's GPUs its processes get is up to Ray.
+are located first and sorted as the planner numbers devices (``in_planners_order``); which of them a rank gets is what
+the plan's ``Numbering`` says. A bundle lies on one node, and each holds one tensor-parallel group: these never straddle
+nodes. Which of a bundle's GPUs its processes get is up to Ray.
 
 A plan for several kinds of device asks each of its bundles for one kind, by the resource ``accelerator_type:KIND`` that
 Ray gives to nodes; then bundles are in the plan's order of kinds, and every copy takes its share of each kind.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import accumulate
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypipe.cost.hosts import Numbering
 from raypipe.errors import ClusterError
 from raypipe.plan.plan import Plan
 from raypipe.runtime.cluster.devices import DeviceRequest
@@ -45,8 +46,8 @@ class Bundle(NamedTuple):
     """Ids of its GPUs on that node."""
 
 
-def in_rank_order(bundles: Iterable[Bundle]) -> list[Bundle]:
-    """Sort bundles as the planner numbers devices.
+def host_by_host(bundles: Iterable[Bundle]) -> list[Bundle]:
+    """Sort bundles of one kind of device as the planner numbers them.
 
     The node with most bundles comes first, so that all but the last have equally many where hosts are alike; among
     equals the one with the lower address. Inside a node, bundles are in the order of their GPUs.
@@ -60,48 +61,26 @@ def in_rank_order(bundles: Iterable[Bundle]) -> list[Bundle]:
     return sorted(bundles, key=key)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceKinds:
-    """The kinds of device that a plan is for."""
-
-    bundles: tuple[str, ...] = ()
-    """Kind of each bundle, in the order in which the planner numbers devices; empty: any device will do."""
-    copies: int = 1
-    """Data-parallel copies."""
-
-    def in_rank_order(self, bundles: Iterable[Bundle]) -> list[Bundle]:
-        """Sort bundles, numbered as ``self.bundles``, by rank: see ``cost.stages.Placed.device``."""
-        if not self.bundles:
-            return in_rank_order(bundles)
-        bundles = list(bundles)
-        numbered = [
-            bundle for kind in dict.fromkeys(self.bundles)
-            for bundle in in_rank_order([one for one in bundles if self.bundles[one.number] == kind])
-        ]  # fmt: skip
-        return [numbered[i] for i in self.numbers()]
-
-    def numbers(self) -> list[int]:
-        """Return, for the bundle of each rank, its number in the planner's order."""
-        width = len(self.bundles) // self.copies
-        return [position * self.copies + copy for copy in range(self.copies) for position in range(width)]
-
-    def in_planners_order(self, by_rank: Sequence[str], together: int) -> list[str]:
-        """Return what is known of each rank in the planner's order of their devices."""
-        if not self.bundles:
-            return list(by_rank)
-        at = {number: rank for rank, number in enumerate(self.numbers())}
-        return [by_rank[at[n] * together + m] for n in range(len(at)) for m in range(together)]
+def in_planners_order(bundles: Iterable[Bundle], kinds: Sequence[str] = ()) -> list[Bundle]:
+    """Sort bundles as the planner numbers devices; ``kinds`` has the kind of each, by its number, where it matters."""
+    bundles = list(bundles)
+    if not kinds:
+        return host_by_host(bundles)
+    return [
+        bundle for kind in dict.fromkeys(kinds)
+        for bundle in host_by_host([one for one in bundles if kinds[one.number] == kind])
+    ]  # fmt: skip
 
 
-ANY_KINDS = DeviceKinds()
-"""Any device will do."""
+def by_number(by_rank: Sequence[str], numbering: Numbering, together: int) -> list[str]:
+    """Return what is known of each rank in the planner's order of their devices; each has ``together`` ranks."""
+    at = {number: device for device, number in enumerate(numbering.by_rank())}
+    return [by_rank[at[n] * together + m] for n in range(len(at)) for m in range(together)]
 
 
-def kinds_of(plan: Plan) -> DeviceKinds:
-    """Return the kinds of device that a plan is for."""
-    if plan.made_for is None:
-        return ANY_KINDS
-    return DeviceKinds(plan.made_for.bundle_kinds(plan.parallel.tensor), plan.parallel.replicas)
+def kinds_of(plan: Plan) -> tuple[str, ...]:
+    """Return the kind of device of each bundle that a plan is for, by its number; empty: any device will do."""
+    return () if plan.made_for is None else plan.made_for.bundle_kinds(plan.parallel.tensor)
 
 
 def resource_of(kind: str) -> str:
@@ -135,11 +114,11 @@ def devices_of_kinds(request: DeviceRequest, nodes: Iterable[Mapping[str, float]
     return {kind: count for kind, count in sorted(has.items()) if count}
 
 
-def check_kinds(kinds: DeviceKinds, bundle: DeviceRequest, nodes: Iterable[Mapping[str, float]]) -> None:
+def check_kinds(kinds: Sequence[str], bundle: DeviceRequest, nodes: Iterable[Mapping[str, float]]) -> None:
     """Check that nodes have enough devices of every kind that a plan is for.
 
     Args:
-        kinds: the plan's kinds.
+        kinds: of each bundle of the plan.
         bundle: what each bundle reserves.
         nodes: the total resources of each node.
 
@@ -147,7 +126,7 @@ def check_kinds(kinds: DeviceKinds, bundle: DeviceRequest, nodes: Iterable[Mappi
         ClusterError: they have not; it says what there is.
     """
     has = devices_of_kinds(bundle, nodes)
-    for kind, wanted in Counter(kinds.bundles).items():
+    for kind, wanted in Counter(kinds).items():
         if has.get(kind, 0) < wanted:
             there = ", ".join(f"{count} {name or 'without a type'}" for name, count in has.items())
             raise ClusterError(
@@ -158,13 +137,13 @@ def check_kinds(kinds: DeviceKinds, bundle: DeviceRequest, nodes: Iterable[Mappi
             )  # fmt: skip
 
 
-def bundles_in_rank_order(groups: Iterable[PlacementGroup], gpus: float, kinds: DeviceKinds) -> list[Bundle]:
-    """Locate the bundles of reserved placement groups and return them in the order in which they get their ranks.
+def located_bundles(groups: Iterable[PlacementGroup], gpus: float, kinds: Sequence[str]) -> list[Bundle]:
+    """Locate the bundles of reserved placement groups and return them in the planner's order.
 
     Args:
         groups: the placement groups, all of whose bundles are reserved; bundles are numbered from the first on.
         gpus: number of GPUs of each bundle. With GPUs, a task in each bundle reports their ids.
-        kinds: the kinds of device that the bundles ask for.
+        kinds: the kind of device that each bundle asks for; empty: any.
     """
     places = []
     for group in groups:
@@ -175,7 +154,7 @@ def bundles_in_rank_order(groups: Iterable[PlacementGroup], gpus: float, kinds: 
     if gpus and len({bundle.node for bundle in bundles}) < len(bundles):
         found = ray.get([_ask_gpus(group, index, gpus) for group, index, _ in places], timeout=PROBE_S)
         bundles = [bundle._replace(gpus=tuple(ids)) for bundle, ids in zip(bundles, found, strict=True)]
-    return kinds.in_rank_order(bundles)
+    return in_planners_order(bundles, kinds)
 
 
 def _ask_gpus(group: PlacementGroup, index: int, gpus: float) -> ray.ObjectRef:

@@ -18,10 +18,11 @@ from ray.util import get_placement_group, list_named_actors, placement_group_tab
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypipe.cost.hosts import Numbering
 from raypipe.errors import DevicesError
 from raypipe.runtime.cluster.autoscaler import autoscales, free_bundles
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.rank_order import ANY_KINDS, DeviceKinds, bundles_in_rank_order, check_kinds, resource_of
+from raypipe.runtime.cluster.rank_order import check_kinds, located_bundles, resource_of
 
 Notify = Callable[[str], None]
 FIRST_S, NEXT_S, LATER_S = 1.0, 5.0, 30.0
@@ -72,8 +73,8 @@ class Reservation:
     """What each device has of its bundle."""
     together: int = 1
     """Devices of each bundle."""
-    kinds: DeviceKinds = ANY_KINDS
-    """The kinds of device that the bundles ask for."""
+    kinds: tuple[str, ...] = ()
+    """The kind of device that each bundle asks for, in the planner's order; empty: any will do."""
 
     def for_attempt(self) -> Reservation:
         """Return the same reservation with a new id, for one attempt at the run."""
@@ -102,11 +103,12 @@ class Reservation:
                 due = waited + (NEXT_S if waited < 60 else LATER_S)
                 notify(f"{shortage(self.devices, self.request)}, waiting {int(waited) // 60}:{int(waited) % 60:02d}")
 
-    def in_rank_order(self) -> list[int]:
-        """Return the bundle of each rank: ranks follow one another on a host, and hosts after one another."""
+    def in_rank_order(self, numbering: Numbering | None = None) -> list[int]:
+        """Return the bundle of each rank, as a plan numbers its devices; by default host by host."""
         gpus = self.request.bundle(self.together).get("GPU", 0.0)
-        bundles = bundles_in_rank_order((part.group for part in self.parts), gpus, self.kinds)
-        return [bundle.number for bundle in bundles for _ in range(self.together)]
+        bundles = located_bundles((part.group for part in self.parts), gpus, self.kinds)
+        numbers = range(len(bundles)) if numbering is None else numbering.by_rank()
+        return [bundles[number].number for number in numbers for _ in range(self.together)]
 
     def places(self) -> list[Place]:
         """Return all bundles; ``in_rank_order`` numbers them so."""
@@ -183,7 +185,7 @@ def _nodes_of(part: Part) -> set[str] | None:
 
 def reserve(
     devices: int, request: DeviceRequest, timeout_s: float | None, notify: Notify = silent, together: int = 1,
-    kinds: DeviceKinds = ANY_KINDS, by_node: bool = False, run_id: str | None = None,
+    kinds: tuple[str, ...] = (), by_node: bool = False, run_id: str | None = None,
 ) -> Reservation:  # fmt: skip
     """Reserve ``devices`` devices, waiting for them as ``Reservation.wait`` does.
 
@@ -200,15 +202,15 @@ def reserve(
     """
     run_id = run_id or uuid.uuid4().hex[:8]
     bundles = [request.bundle(together) for _ in range(devices // together)]
-    if by_node and not kinds.bundles:
+    if by_node and not kinds:
         parts = _by_node(len(bundles), bundles[0], run_id)
         if parts is not None:
             return Reservation(parts, run_id, devices, request, together)
-    if kinds.bundles:
+    if kinds:
         each = DeviceRequest(bundles[0]["CPU"], bundles[0].get("GPU", 0.0))
         if not autoscales():
             check_kinds(kinds, each, (node["Resources"] for node in ray.nodes() if node["Alive"]))
-        for bundle, kind in zip(bundles, kinds.bundles, strict=True):
+        for bundle, kind in zip(bundles, kinds, strict=True):
             if kind:
                 bundle[resource_of(kind)] = LITTLE
     reservation = Reservation((_part(run_id, bundles, "PACK"),), run_id, devices, request, together, kinds)
@@ -221,7 +223,7 @@ def reserve(
 
 
 def reserved_by(
-    run_id: str, parts: Sequence[str], devices: int, request: DeviceRequest, together: int, kinds: DeviceKinds
+    run_id: str, parts: Sequence[str], devices: int, request: DeviceRequest, together: int, kinds: tuple[str, ...]
 ) -> Reservation:
     """Return what another process of this Ray job reserved, by its parts' names; the rest is as for ``reserve``.
 

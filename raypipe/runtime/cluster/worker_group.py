@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import ray
 
+from raypipe.cost.hosts import Numbering
 from raypipe.errors import TransportError
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.reserve import Notify, Place, Reservation, reserve, silent
@@ -235,6 +236,7 @@ def start_worker_group(
     reservation: Reservation | None = None,
     notify: Notify = silent,
     kept: Kept | None = None,
+    numbering: Numbering | None = None,
 ) -> WorkerGroup:
     """Reserve the devices of a schedule and start ``tensor`` workers for each: ``actor_class(rank, title)``.
 
@@ -248,7 +250,7 @@ def start_worker_group(
         for d in range(schedule.devices)
         for m in range(tensor)
     ]
-    return start_actors(titles, request, actor_class, timeout_s, reservation, notify, tensor, kept)
+    return start_actors(titles, request, actor_class, timeout_s, reservation, notify, tensor, kept, numbering)
 
 
 def start_actors(
@@ -260,6 +262,7 @@ def start_actors(
     notify: Notify = silent,
     together: int = 1,
     kept: Kept | None = None,
+    numbering: Numbering | None = None,
 ) -> WorkerGroup:
     """Reserve a device for each title and start ``actor_class(rank, title)`` on it, in the order of ``rank_order``.
 
@@ -272,6 +275,7 @@ def start_actors(
         notify: called with a sentence now and then while the devices are not free.
         together: number of consecutive ranks that must be on one node.
         kept: actors that serve on where they are; those on no device of the new group are ended.
+        numbering: which of the devices, host by host, each rank gets; by default in their order.
 
     Raises:
         DevicesError: the devices were not free within ``timeout_s``.
@@ -282,7 +286,7 @@ def start_actors(
         place = reservation.for_attempt()
         place.wait(timeout_s, notify)  # Ray reschedules the group when one of its nodes is lost
     try:
-        places = Places(place, place.in_rank_order(), actor_class)
+        places = Places(place, place.in_rank_order(numbering), actor_class)
     except BaseException:
         if reservation is None:
             place.give_back()

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.rank_order import bundles_in_rank_order
+from raypipe.runtime.cluster.rank_order import located_bundles
 from raypipe.runtime.cluster.reserve import reserve
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.device_processes import DeviceProcesses
@@ -93,7 +93,7 @@ def start_emulated_devices(
     place = reserve(len(titles), request, timeout_s)
     devices = EmulatedDevices([], titles, [], place.run_id, place)
     try:
-        at = bundles_in_rank_order((part.group for part in place.parts), 0.0, place.kinds)
+        at = located_bundles((part.group for part in place.parts), 0.0, place.kinds)
         for _, found in groupby(range(len(titles)), key=lambda rank: at[rank].node):
             ranks = list(found)
             workers = [(rank, titles[rank], at[rank].node, at[rank].address) for rank in ranks]

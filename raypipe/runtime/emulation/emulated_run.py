@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
@@ -25,14 +25,14 @@ from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup
 from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
 from raypipe.runtime.emulation.layer_link import LayerLink
+from raypipe.runtime.emulation.links import Links, with_links
 from raypipe.runtime.shard.device_shards import dividing_group, same_shard_group, shard_groups
 from raypipe.runtime.transport.same_host.shared_memory import SMALLEST_RING
 from raypipe.runtime.update.gradients import shared_groups, stage_group
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
-from raypipe.schedule.ir import Schedule, Task, Versions
+from raypipe.schedule.ir import Schedule, StageGraph, Task, Versions
 from raypipe.schedule.kinds import NETWORK
-from raypipe.schedule.latency import each_latency
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import edges, step_programs
@@ -51,39 +51,6 @@ LONGEST_S = 86400.0
 """Longest emulation: a day."""
 MOST_TASKS = 5_000_000
 """Largest number of tasks over all steps; the prediction keeps every message in memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
-    """The emulated network, in seconds and bytes."""
-
-    latency_s: float = 0.0
-    """Latency of a message between devices, in addition to the cost table's ``comm``."""
-    bytes_per_s: float = math.inf
-    """Bandwidth of every directed link."""
-    message_bytes: float = 0.0
-    """Size of an activation or a gradient between two stages."""
-    gradient_bytes: float = 0.0
-    """Size of one stage's weight gradients, which are all-reduced over its holders; its weights are as large."""
-
-    @property
-    def seconds_per_message(self) -> float:
-        """Time to transfer the bytes of one message."""
-        return self.message_bytes / self.bytes_per_s
-
-    def all_reduce_s(self, holders: int) -> float:
-        """Return the time of an all-reduce over r = ``holders`` devices.
-
-        It is that of Rabenseifner's algorithm: 2 log2(r) latencies, and 2 (r-1)/r of the bytes (Chimera section 3.4).
-        """
-        if holders < 2:
-            return 0.0
-        share = 2 * (holders - 1) / holders
-        return 2 * math.log2(holders) * self.latency_s + share * self.gradient_bytes / self.bytes_per_s
-
-    def gather_s(self, members: int) -> float:
-        """Return the time of a gather, or a reduce-scatter, over the devices of a shard group: half an all-reduce."""
-        return self.all_reduce_s(members) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,25 +95,13 @@ def rehearsal(
     verify(schedule)
     if norm not in NORMS[schedule.versions]:
         raise ScheduleError("norm", f"{schedule.name}'s updates wait for none", "use none, or with 2BW optimistic")
-    holders = [len({held[s] for held in schedule.placement}) for s in range(schedule.stages)]
-    members = [1] * schedule.stages
-    if schedule.sharding is not None:
-        group = schedule.sharding.group or schedule.sharding.copies
-        members = [group if level else 1 for level in schedule.sharding.levels]
+    if links.per_host and schedule.graph != StageGraph.chain(schedule.stages):
+        raise ScheduleError("per_host", "which links are used is known for chains of stages only", "leave it out")
     return Rehearsal(
         schedule=schedule,
-        costs=replace(
-            costs,
-            comm=each_latency(costs.comm, lambda c: c + links.latency_s),
-            all_reduce=tuple(
-                replace(links, gradient_bytes=links.gradient_bytes / m).all_reduce_s(r // m)
-                for r, m in zip(holders, members, strict=True)
-            ),
-            gather=tuple(t + links.gather_s(m) for t, m in zip(costs.gather, members, strict=True)),
-            reduce_scatter=tuple(t + links.gather_s(m) for t, m in zip(costs.reduce_scatter, members, strict=True)),
-        ),
+        costs=with_links(costs, links, schedule, base.placement, replicas),
         copies=replicas,
-        seconds_per_message=links.seconds_per_message,
+        seconds_per_message=0.0 if links.per_host else links.seconds_per_message,
         norm=norm,
         clip_every=clip_every if schedule.versions == "flush" else 0,
     )

@@ -221,14 +221,14 @@ class GradientSync:
             sum_.begin_step()
 
     @property
-    def first_k(self) -> dict[StageKey, int]:
-        """How many of its layers' weight gradients each stage replica postpones; empty where none may be."""
-        return {key: sum_.tuner.k for key, sum_ in self._prioritised.items() if sum_.tuner is not None}
+    def tuners(self) -> dict[StageKey, FirstKTuner]:
+        """By stage replica, what chooses its k of reverse first-k; empty without."""
+        return {key: sum_.tuner for key, sum_ in self._prioritised.items() if sum_.tuner is not None}
 
     @property
-    def most_first_k(self) -> dict[StageKey, int]:
-        """What memory allows of ``first_k``, as far as that is known."""
-        return {key: sum_.tuner.most for key, sum_ in self._prioritised.items() if sum_.tuner is not None}
+    def first_k(self) -> dict[StageKey, int]:
+        """How many of its layers' weight gradients each stage replica postpones; empty where none may be."""
+        return {key: tuner.k for key, tuner in self.tuners.items()}
 
     def prioritised(self, key: StageKey) -> PrioritisedAllReduce | None:
         """Return the all-reduce of a stage replica whose buckets can be waited for one by one; None if it has none."""

@@ -37,28 +37,35 @@ def reverse_first_k(layers: int, k: int) -> Schedule:
     )  # fmt: skip
 
 
-def most_postponed(held: Sequence[float], waiting: Sequence[float], memory: float) -> int:
-    """Return the largest k with which a device keeps within ``memory``; 0 if not even the usual backward does.
+def postponed_peaks(held: Sequence[float], waiting: Sequence[float]) -> list[float]:
+    """Return, for each k from 0 to the number of layers, the bytes that a device holds at its fullest in the backward.
 
     While layer i has its gradient, the usual backward holds ``held[i]``. With k layers postponed, what the weight
-    gradients of layers i + 1 to k - 1 wait for is there as well. That only grows with k, so the first k that does not
-    fit ends the search.
+    gradients of layers i + 1 to k - 1 wait for is there as well; so more layers never take less.
 
     Args:
         held: per layer, all that is allocated when its gradient is complete, without postponing.
         waiting: per layer, inputs of products and gradients of their outputs (``LayerProfile.waiting``), for the
             samples of a micro-batch.
-        memory: of the device.
+
+    >>> postponed_peaks([4.0, 5.0, 6.0], [3.0, 3.0, 3.0])
+    [6.0, 6.0, 7.0, 10.0]
 
     Source: Oh et al. 2022 (OOO backprop), Algorithm 2: M().
     """
-    fits = 0
     beside = [0.0] * len(held)
     """Per layer, what waits at its moment."""
+    found = [max(held, default=0.0)]
     for k in range(1, len(held) + 1):
         for layer in range(k - 1):
             beside[layer] += waiting[k - 1]
-        if any(own + more > memory for own, more in zip(held[:k], beside[:k], strict=True)):
-            break
-        fits = k
-    return fits if max(held, default=0.0) <= memory else 0
+        found.append(max(own + more for own, more in zip(held, beside, strict=True)))
+    return found
+
+
+def most_postponed(held: Sequence[float], waiting: Sequence[float], memory: float) -> int:
+    """Return the largest k with which a device keeps within ``memory``; 0 if not even the usual backward does.
+
+    ``held`` and ``waiting`` are as for ``postponed_peaks``.
+    """
+    return max((k for k, peak in enumerate(postponed_peaks(held, waiting)) if peak <= memory), default=0)

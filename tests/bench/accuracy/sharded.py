@@ -11,7 +11,8 @@ import argparse
 import sys
 from statistics import median
 
-from raypipe.runtime.emulation.emulated_run import Emulated, Links, emulate
+from raypipe.runtime.emulation.emulated_run import Emulated, emulate
+from raypipe.runtime.emulation.links import Links
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule

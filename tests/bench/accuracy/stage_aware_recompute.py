@@ -30,7 +30,8 @@ from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.recompute_layers import alphas, layers_to_recompute
 from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.plan import Plan, build_schedule
-from raypipe.runtime.emulation.emulated_run import Links, rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_run import rehearsal, run_rehearsal
+from raypipe.runtime.emulation.links import Links
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.simulate.engine import simulate

@@ -3,9 +3,10 @@
     python -m tests.bench.accuracy.worked_jobs [--only NAME ...]
 
 For each job the best plan of every kind that fits is made as ``auto`` makes its own: whole copies, copies that divide
-all weights, stages and copies of them, one pipeline. Each runs through the real driver, programs and collectives;
-tasks, messages and collectives last as the cluster's description says, every time of a job longer by one factor, so
-that two cores keep up. The plans of a job take turns. Limits: no plan's measured step is shorter than the chosen one's
+all weights, stages and copies of them, with the devices of a pipeline or of a stage inside hosts, whole or dividing all
+weights, one pipeline. Each runs through the real driver, programs and collectives; tasks, messages and collectives last
+as the cluster's description says, every time of a job longer by one factor, so that two cores keep up. The plans of a
+job take turns. Limits: no plan's measured step is shorter than the chosen one's
 by more than ``auto`` itself may give up for a simpler plan, unless the job's keys exclude it, and none differs from its
 prediction by more than 3 %.
 """
@@ -53,6 +54,7 @@ class Entry:
         c = self.decision.best.candidate
         words = [c.schedule, f"{c.stages} x {c.replicas}", f"{c.microbatches} of {c.microbatch}"]
         words += [f"V {c.form.stages // c.stages}"] if c.form.stages > c.stages else []
+        words += ["copies inside hosts"] if c.innermost == "replicas" else []
         words += [f"{c.shard}, gather {c.gather}"] if c.shard != "none" else []
         words += [f"recompute {c.recompute}"] if c.recompute != "none" else []
         return ", ".join(words)
@@ -76,7 +78,10 @@ def kinds(devices: int) -> Iterator[tuple[str, list[dict[str, object]]]]:
     yield "whole copies", [{"stages": 1, "replicas": devices, "shard": "none"}]
     yield "divided copies", [{"stages": 1, "replicas": devices, "shard": "zero3"}]
     deeper = [n for n in range(2, devices) if devices % n == 0]
-    yield "stages and copies", [{"stages": n, "replicas": devices // n, "shard": "none"} for n in deeper]
+    hybrid = [{"stages": n, "replicas": devices // n} for n in deeper]
+    for words, innermost in (("pipelines inside hosts", "stages"), ("copies inside hosts", "replicas")):
+        yield words, [{**keys, "shard": "none", "innermost": innermost} for keys in hybrid]
+        yield f"{words}, divided", [{**keys, "shard": "zero3", "innermost": innermost} for keys in hybrid]
     yield "one pipeline", [{"stages": devices, "replicas": 1, "shard": "none"}]
 
 

@@ -34,6 +34,8 @@ class Choice(NamedTuple):
     """Layers that an R runs again; all by default."""
     predicted_s: float | None = None
     """What the system itself says of its step."""
+    copies_inside: bool = False
+    """Whether the copies of a stage follow one another on hosts, and not the stages of a copy."""
 
 
 class Verdict(NamedTuple):
@@ -58,11 +60,16 @@ def judge(case: Case, choice: Choice) -> Verdict:
     used = width * choice.copies
     assert used * choice.tensor <= case.cluster.devices, "the plan takes more devices than there are"
 
+    def number(c: int, d: int) -> int:
+        return d * choice.copies + c if choice.copies_inside else c * width + d
+
     def message(a: int, b: int, layer: int) -> float:
-        """Over the slowest of the copies' links."""
-        same = all((c * width + a) // per_host == (c * width + b) // per_host for c in range(choice.copies))
-        link = profile.inside if same else profile.between
-        return link.alpha_s + profile.layers[layer].output_bytes * n * link.beta_s_per_byte
+        """Over the slowest of the copies' links; those that leave a host at the same time share its card."""
+        ends = [(number(c, a) // per_host, number(c, b) // per_host) for c in range(choice.copies)]
+        leaving = Counter(x for x, y in ends if x != y)
+        link = profile.between if leaving else profile.inside
+        users = max(1.0, max(leaving.values(), default=0) / profile.host_links)
+        return link.alpha_s + profile.layers[layer].output_bytes * n * link.beta_s_per_byte * users
 
     ends = [part[-1] for part in choice.cut]
     links = {
@@ -74,7 +81,7 @@ def judge(case: Case, choice: Choice) -> Verdict:
             devices[s].add(d)
     sums = {}
     for s, part in enumerate(choice.cut):
-        holders = [c * width + d for c in range(choice.copies) for d in devices[s]]
+        holders = [number(c, d) for c in range(choice.copies) for d in devices[s]]
         size = GRADIENT * sum(profile.layers[i].parameters for i in part)
         inside, between = profile.inside, profile.between
         sums[s] = ring_sum(

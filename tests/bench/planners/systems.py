@@ -114,7 +114,9 @@ def raypipe(case: Case) -> Verdict | None:
     c, text = p.candidate, to_text(one_copy(decision.plan, case.batch))
     words = f"{c.schedule} {c.stages} x {c.replicas} x T{c.tensor}, B = {c.microbatch}"
     words += "" if c.recompute == "none" else f", recompute {c.recompute}"
-    return judge(case, Choice(words, text, p.cut, c.replicas, c.microbatch, c.tensor, p.recomputed, p.step_s))
+    inside = c.innermost == "replicas"
+    words += ", copies inside hosts" if inside else ""
+    return judge(case, Choice(words, text, p.cut, c.replicas, c.microbatch, c.tensor, p.recomputed, p.step_s, inside))
 
 
 SYSTEMS: dict[str, Callable[[Case], Verdict | None]] = {

@@ -17,7 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from raypipe.runtime.emulation.emulated_run import Links, emulate
+from raypipe.runtime.emulation.emulated_run import emulate
+from raypipe.runtime.emulation.links import Links
 from raypipe.runtime.process import set_up_process
 from raypipe.runtime.update.updates import OptimizerSnapshot
 from raypipe.schedule import Shape, generate

@@ -25,8 +25,9 @@ from raypipe.explain.replay import Replay
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
-from raypipe.runtime.emulation.emulated_run import Links, Rehearsal, rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal
 from raypipe.runtime.emulation.faults import DeviceFaults
+from raypipe.runtime.emulation.links import Links
 from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NormPolicy

@@ -110,7 +110,8 @@ def connect(devices: int, hosts: bool) -> str:
 
 def first_step(devices: int) -> float:
     """Seconds from the call of ``emulate`` for one step to its return."""
-    from raypipe.runtime.emulation.emulated_run import Links, emulate
+    from raypipe.runtime.emulation.emulated_run import emulate
+    from raypipe.runtime.emulation.links import Links
 
     begun = time.monotonic()
     emulate(pipeline(), CostTable.even(DEPTH, TASK_S, TASK_S, TASK_S), Links(), 1, devices // DEPTH)

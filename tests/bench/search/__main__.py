@@ -92,6 +92,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="instances of each case; default: the case's own number")
     parser.add_argument("--seconds", type=float, help="of a search, or of a proof; default: the case's own")
     parser.add_argument("--first", type=int, help="seed of the first instance")
+    parser.add_argument("--emulate", type=int, help="gathers: so many of the instances run on emulated devices too")
     args = parser.parse_args()
     if unknown := set(args.names) - set(CASES):
         parser.error(f"unknown case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
@@ -100,7 +101,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    wanted = {key: getattr(args, key) for key in ("count", "seconds", "first") if getattr(args, key) is not None}
+    wanted = {
+        key: getattr(args, key) for key in ("count", "seconds", "first", "emulate") if getattr(args, key) is not None
+    }
     failed = []
     for name in args.names or CASES:
         case = CASES[name]

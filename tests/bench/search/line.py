@@ -16,6 +16,8 @@ class Effort:
     """Processor time of one search, or time of one proof; 0 where a case gives its searches the default."""
     first: int = 0
     """Seed of the first instance; the others follow."""
+    emulate: int = 0
+    """Instances that run on emulated devices too, where a case can."""
 
 
 class Line(NamedTuple):

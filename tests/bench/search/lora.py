@@ -26,7 +26,8 @@ from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifier
 from raypipe.plan.predict.prediction import Cut, Prediction
 from raypipe.plan.predict.predictor import Predictor
-from raypipe.runtime.emulation.emulated_run import Links, rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_run import rehearsal, run_rehearsal
+from raypipe.runtime.emulation.links import Links
 from raypipe.schedule import generate
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.ir import Schedule

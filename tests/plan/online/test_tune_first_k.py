@@ -91,12 +91,15 @@ def test_a_large_wait_caps_the_choice() -> None:
 def test_a_given_k_waits_for_what_the_first_step_holds() -> None:
     tuner = FirstKTuner(8, fixed=5, memory=129.0)
     assert (tuner.k, tuner.wants_memory) == (0, True)
-    after = tuner.observe(1, READY, SLOW_FIRST, 30.0, HELD, [30.0] * 8)
+    less = [size / 2 for size in HELD]  # there is no optimizer's state before the first update
+    assert tuner.observe(1, READY, SLOW_FIRST, 30.0, less, [30.0] * 8) == READY
+    assert (tuner.k, tuner.wants_memory) == (0, True)
+    after = tuner.observe(2, READY, SLOW_FIRST, 30.0, HELD, [30.0] * 8)
     assert tuner.k == tuner.most == 3
     assert after == complete_at(layer_costs(READY, SLOW_FIRST), 3)
     assert not tuner.wants_memory
-    assert tuner.observe(2, READY, SLOW_FIRST, 30.0) == READY
+    assert tuner.observe(4, READY, SLOW_FIRST, 30.0) == READY
     assert tuner.k == 3
     free = FirstKTuner(8, fixed=5, memory=1e9)
-    free.observe(1, READY, SLOW_FIRST, 30.0, HELD, WAITING)
+    free.observe(2, READY, SLOW_FIRST, 30.0, HELD, WAITING)
     assert free.k == 5

@@ -11,9 +11,11 @@ from itertools import groupby
 
 import pytest
 
-from raypipe.cost.hosts import Hosts, devices_on_hosts
+from raypipe.cost.hosts import Hosts, Numbering, devices_on_hosts
 from raypipe.cost.stages import Placed
-from raypipe.runtime.cluster.rank_order import Bundle, DeviceKinds, in_rank_order
+from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.plan.plan import MadeFor, Plan
+from raypipe.runtime.cluster.rank_order import Bundle, by_number, host_by_host
 from tests.ray_environment import without_ray
 
 
@@ -28,51 +30,67 @@ def test_hosts_follow_one_another_the_fullest_first() -> None:
         ]
         rng.shuffle(bundles)
         bundles = [bundle._replace(number=number) for number, bundle in enumerate(bundles)]
-        ordered = in_rank_order(bundles)
+        ordered = host_by_host(bundles)
         assert sorted(ordered) == sorted(bundles)
         assert devices_on_hosts([b.node for b in ordered]) == tuple(sorted(counts, reverse=True))
         for _, own in groupby(ordered, lambda b: b.node):
             gpus = [b.gpus for b in own]
             assert gpus == sorted(gpus)
         shuffled = rng.sample(bundles, len(bundles))
-        assert in_rank_order(shuffled) == ordered  # whatever order Ray reports them in
+        assert host_by_host(shuffled) == ordered  # whatever order Ray reports them in
 
 
 def test_where_hosts_are_alike_it_is_what_the_planner_assumes() -> None:
     bundles = [Bundle(i, "ab"[i % 2], f"10.0.0.{i % 2}") for i in range(7)]  # as Ray may deal them out
-    ordered = in_rank_order(bundles)
+    ordered = host_by_host(bundles)
     assert [b.node for b in ordered] == ["ab"[Hosts(4).of(rank)] for rank in range(7)]
 
 
 def test_addresses_and_gpus_are_numbers_not_text() -> None:
     hosts = ["10.0.0.9", "10.0.0.10", "fd00::9", "fd00::10"]
-    assert [b.address for b in in_rank_order(Bundle(i, at, at) for i, at in enumerate(reversed(hosts)))] == hosts
+    assert [b.address for b in host_by_host(Bundle(i, at, at) for i, at in enumerate(reversed(hosts)))] == hosts
     gpus = [("10",), ("9",), (2,)]
-    ordered = in_rank_order(Bundle(i, "node", "", ids) for i, ids in enumerate(gpus))
+    ordered = host_by_host(Bundle(i, "node", "", ids) for i, ids in enumerate(gpus))
     assert [b.gpus for b in ordered] == [(2,), ("9",), ("10",)]
-    named = in_rank_order([Bundle(0, "node", "", ("GPU-b",)), Bundle(1, "node", "", ("GPU-a",))])
+    named = host_by_host([Bundle(0, "node", "", ("GPU-b",)), Bundle(1, "node", "", ("GPU-a",))])
     assert [b.number for b in named] == [1, 0]
+
+
+def plan_of_shape(width: int, copies: int, innermost: str, kinds: tuple[str, ...]) -> Plan:
+    made = MadeFor(model={}, train={}, device="", decision="", hosts=(1,) * len(kinds), kinds=kinds)
+    parallel = ParallelSpec(stages=width, replicas=copies, innermost=innermost)
+    return Plan(parallel=parallel, cut=tuple((s,) for s in range(width)), made_for=made)
 
 
 def test_copies_take_their_share_of_each_kind_as_the_costs_say() -> None:
     """Ranks and ``cost.stages.Placed`` number the same devices, for every shape."""
     for width, copies in itertools.product((1, 2, 3), (1, 2, 4)):
-        kinds = DeviceKinds(tuple("ab"[n % 7 > 3] for n in range(width * copies)), copies)
-        placed = Placed.of([tuple(range(width))], copies, Hosts(1, (1,) * width * copies, (0,) * width * copies))
-        numbers = [placed.device(copy, position) for copy in range(copies) for position in range(width)]
-        assert kinds.numbers() == numbers
-        by_rank = [f"{number}.{m}" for number in numbers for m in range(2)]
-        assert kinds.in_planners_order(by_rank, 2) == [f"{n}.{m}" for n in range(width * copies) for m in range(2)]
+        several = Hosts(1, (1,) * width * copies, (0,) * width * copies)
+        for hosts, innermost in (
+            (several, "stages"),
+            (several, "replicas"),
+            (Hosts(2), "stages"),
+            (Hosts(2), "replicas"),
+        ):
+            placed = Placed.of([tuple(range(width))], copies, hosts, innermost)
+            numbers = [placed.device(copy, position) for copy in range(copies) for position in range(width)]
+            plan = plan_of_shape(width, copies, innermost, ("a", "b") if hosts.kinds else ())
+            assert plan.numbering().by_rank() == numbers
+            assert sorted(numbers) == list(range(width * copies))
+            by_rank = [f"{number}.{m}" for number in numbers for m in range(2)]
+            every = [f"{n}.{m}" for n in range(width * copies) for m in range(2)]
+            assert by_number(by_rank, plan.numbering(), 2) == every
 
 
 CODE = """
 import json, logging, sys
 import ray
 from ray.cluster_utils import Cluster
+from raypipe.cost.hosts import Numbering
 from raypipe.errors import ClusterError, SpecError
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.rank_order import DeviceKinds, kind_of_node
+from raypipe.runtime.cluster.rank_order import kind_of_node
 from raypipe.runtime.cluster.reserve import reserve
 from raypipe.runtime.cluster.worker_group import start_actors
 from ray.util import placement_group_table
@@ -85,10 +103,10 @@ class Place:
     def locate(self):
         return self.rank, self.title, ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
 
-def where(devices, request, together=1, kinds=None):
+def where(devices, request, together=1, kinds=None, numbering=None):
     titles = [f"device {d}" for d in range(devices)]
     held = None if kinds is None else reserve(devices, request, 60.0, together=together, kinds=kinds)
-    group = start_actors(titles, request, Place, 60.0, reservation=held, together=together)
+    group = start_actors(titles, request, Place, 60.0, reservation=held, together=together, numbering=numbering)
     group.stop()
     if held is not None:
         held.give_back()
@@ -102,18 +120,19 @@ for cpus, gpus, kind in ((2, 0, "old"), (5, 0, None), (3, 0, "new"), (2, 2, None
 ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
 cpu, gpu = DeviceRequest(1.0, 0.0), DeviceRequest(0.5, 1.0)
 found = {"all": where(16, cpu), "pairs": where(12, cpu, 2), "gpus": where(6, gpu), "gpu pairs": where(6, gpu, 2)}
+found["copies inside"] = where(12, cpu, 2, numbering=Numbering(3, 2, "replicas"))
 try:
     connect(6, together=3)  # six GPUs, four on one node and two on the other
 except SpecError as error:
     found["refused"] = str(error)
-new_old = DeviceKinds(("new", "new", "old", "old"), copies=2)
-found["kinds"] = where(4, cpu, kinds=new_old)
-found["pairs, old first"] = where(4, cpu, 2, DeviceKinds(("old", "new")))
+numbering = Numbering(2, 2, "replicas")
+found["kinds"] = where(4, cpu, kinds=("new", "new", "old", "old"), numbering=numbering)
+found["pairs, old first"] = where(4, cpu, 2, ("old", "new"))
 names = {node["NodeID"]: kind_of_node(node["Resources"]) for node in ray.nodes()}
 for name in ("kinds", "pairs, old first"):
     found[name] = [names[at[2]] for at in found[name]]
 try:
-    reserve(3, cpu, 60.0, kinds=DeviceKinds(("old", "old", "old")))
+    reserve(3, cpu, 60.0, kinds=("old", "old", "old"))
 except ClusterError as error:
     found["too few"] = str(error)
 
@@ -152,6 +171,11 @@ def test_ranks_of_five_nodes_lie_host_by_host() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     for name, counts in (("all", (5, 4, 3, 2, 2)), ("gpus", (4, 2)), ("gpu pairs", (4, 2))):
         assert devices_on_hosts([at[2] for at in found[name]]) == counts
+    # Three stages of two copies, two ranks each: the copies of a stage follow one another host by host.
+    inside = [at[2] for at in found["copies inside"]]
+    counts = devices_on_hosts(by_number(inside, Numbering(3, 2, "replicas"), 2))
+    assert counts == tuple(sorted(counts, reverse=True))
+    assert len(counts) == len(set(inside)) < len(devices_on_hosts(inside))
     for name, devices in (("all", 16), ("pairs", 12), ("gpus", 6), ("gpu pairs", 6)):
         assert [at[:2] for at in found[name]] == [[rank, f"device {rank}"] for rank in range(devices)]
         nodes = [at[2] for at in found[name]]

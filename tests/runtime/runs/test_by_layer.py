@@ -77,7 +77,7 @@ def test_memory_limits_k(cap_mb, k, reference, stage_pool, text_folder, tmp_path
     done = drive(job, stage_pool, tmp_path)
     assert done.losses == pytest.approx(reference, abs=1e-9, rel=0)
     (told,) = (row for row in read_rows(tmp_path / EVENTS) if row["event"] == "first_k")
-    assert (told["step"], told["stage"], told["k"]) == (3, 0, k)
+    assert (told["step"], told["stage"], told["k"]) == (4, 0, k)
     assert told["most"] == (0 if k == 0 else told["most"])
     assert event_sentences(told)[0].endswith(f"the first {k} layers of stage 0 wait; memory allows {told['most']}")
 
