@@ -332,11 +332,11 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
             "parallel.replan", f"{parallel.schedule} never flushes, so plans cannot change between steps",
             "leave it out, or use a synchronous schedule",
         )  # fmt: skip
-    if parallel.microbatch % schedule.size.denominator:
+    if parallel.microbatch % (parts := schedule.share_of_samples.denominator):
         yield Problem(
             "parallel.microbatch",
-            f"{parallel.microbatch} sequences do not divide into {schedule.size.denominator} halves",
-            f"use a multiple of {schedule.size.denominator}",
+            f"{parallel.microbatch} sequences do not divide into {parts} halves",
+            f"use a multiple of {parts}",
         )
     if parallel.sub_pipelined:
         yield from _halves(parallel, schedule)
@@ -352,7 +352,7 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
 
 def _halves(parallel: ParallelSpec, schedule: Schedule) -> Iterator[Problem]:
     """Sub-pipelined tensor parallelism runs a micro-batch in two halves, on one version of the weights."""
-    unit = 2 * schedule.size.denominator
+    unit = 2 * schedule.share_of_samples.denominator
     if parallel.microbatch % unit:
         yield Problem(
             "parallel.microbatch", f"{parallel.microbatch} sequences do not divide into halves (sub_pipelined)",

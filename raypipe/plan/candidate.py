@@ -115,7 +115,7 @@ class Candidate(ParallelShape):
         return (
             self.stages > 1, self.tensor > 1, self.sub_pipelined, self.recompute != "none", self.devices, self.stages,
             [*SCHEDULES, "auto"].index(self.schedule), self.chunks, self.pipelines, CONCATS.index(self.concat),
-            SYNCS.index(self.sync), self.update != "auto", self.memory_limit is not None, -self.microbatch,
+            self.slices, SYNCS.index(self.sync), self.update != "auto", self.memory_limit is not None, -self.microbatch,
             self.unit or 0, self.balance != "stages", self.level, GATHERS.index(self.gather), -self.shard_group,
         )  # fmt: skip
 
@@ -259,7 +259,7 @@ def candidates(grid: Grid, most_stages: int, asked: Asked = NOTHING) -> Iterator
                 continue
             if form.stages * grid.microbatches > MOST:
                 continue
-            if grid.microbatch % (form.size.denominator * (1 + grid.sub_pipelined)):
+            if grid.microbatch % (form.share_of_samples.denominator * (1 + grid.sub_pipelined)):
                 continue
             if grid.sub_pipelined and form.versions != "flush":  # both halves run on one version
                 continue

@@ -109,7 +109,7 @@ def setups_of(
             timeout_s=job.train.message_timeout_s,
         ),
         tied=tied,
-        samples_per_microbatch=int(plan.parallel.microbatch * schedule.size),
+        samples_per_microbatch=int(plan.parallel.microbatch * schedule.share_of_samples),
         microbatches=schedule.microbatches,
         versions=schedule.versions,
         sharding=schedule.sharding,
