@@ -108,7 +108,9 @@ def _slowest(tables: Mapping[int, CostTable], holders: Sequence[Collection[int]]
     def worst(values: Mapping[int, Sequence[float]], stage: int, also: Collection[int] = ()) -> float:
         return max(values[kind][stage] for kind in {*holders[stage], *also})
 
-    names = ("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update")
+    names = (
+        "forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update", "attention", "attention_grad",
+    )  # fmt: skip
     by_name = {name: {kind: getattr(table, name) for kind, table in tables.items()} for name in names}
     links = {kind: table.links for kind, table in tables.items()}
     stages = range(len(holders))
@@ -136,6 +138,7 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
         inputs = [b * k for b, k in zip(inputs, scale, strict=True)]
         weight = [w * k for w, k in zip(weight, scale, strict=True)]
     first = next((s for s in range(len(cut)) if s not in frozen), 0)
+    growing = [_attention(layers, samples, share) for layers in stages]
     recompute = times
     if recomputed is not None:
         recompute = [
@@ -146,9 +149,24 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
         input_grad=tuple(0.0 if s < first else t / size for s, t in enumerate(inputs)),
         weight_grad=tuple(t / size for t in weight),
         recompute=tuple((t.recompute + extra) / size for t in recompute),
+        attention=tuple(min(f, a / size) for f, (a, _) in zip((t / size for t in forward), growing, strict=True)),
+        attention_grad=tuple(
+            0.0 if s < first else min(b / size, g / size)
+            for s, (b, (_, g)) in enumerate(zip(inputs, growing, strict=True))
+        ),
         all_reduce=_all_reduces(profile, cut, placed),
         update=tuple(profile.update_s_per_parameter * trained_parameters(profile, layers) for layers in cut),
         comm=_messages(profile, cut, placed, samples) if len(cut) > 1 else 0.0,
+    )
+
+
+def _attention(layers: Sequence[LayerProfile], samples: float, share: float) -> tuple[float, float]:
+    """Seconds of causal attention in a stage's forward and input gradient, for so many samples."""
+    own = [layer for layer in layers if layer.attention_share or layer.attention_grad_share]
+    times = [stage_times([layer], samples, share) for layer in own]
+    return (
+        sum(t.forward * layer.attention_share for t, layer in zip(times, own, strict=True)),
+        sum(t.input_grad * layer.attention_grad_share for t, layer in zip(times, own, strict=True)),
     )
 
 

@@ -64,6 +64,7 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
         yield from _wishes(model, train, parallel)
         return
     yield from _alphas(parallel)
+    yield from _slices(train, parallel)
     yield from _tensor(model, parallel)
     yield from _shard(parallel)
     yield from _batch(train, parallel)
@@ -348,6 +349,24 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
         yield Problem("parallel.side_stream", why, "leave it out, or use another schedule")
     if schedule.versions == "stash":
         yield from stash(model, train, parallel)
+
+
+def _slices(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
+    """Keys that cannot be combined with slices along the sequence."""
+    if parallel.slices == 1:
+        return
+    fix = "use slices: 1, or"
+    if parallel.recompute != "none":
+        why = f"recompute: {parallel.recompute} would run a slice again without the keys and values before it"
+        yield Problem("parallel.slices", why, f"{fix} recompute: none")
+    if parallel.tensor > 1:
+        yield Problem("parallel.slices", f"cannot be combined with tensor: {parallel.tensor}", f"{fix} tensor: 1")
+    if train.compile != "none":
+        why = f"compiled stages (compile: {train.compile}) run whole micro-batches"
+        yield Problem("parallel.slices", why, f"{fix} train.compile: none")
+    if parallel.late_updates:
+        key = "side_stream" if parallel.side_stream is not None else f"sync: {parallel.sync}"
+        yield Problem("parallel.slices", f"cannot be combined with {key}", f"{fix} leave that out")
 
 
 def _halves(parallel: ParallelSpec, schedule: Schedule) -> Iterator[Problem]:

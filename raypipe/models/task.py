@@ -70,6 +70,12 @@ class Task(ABC):
     def targets(self, inputs: Inputs) -> int:
         """Count the targets that ``loss`` sums over."""
 
+    def slice_inputs(self, inputs: Inputs, number: int, lengths: Lengths) -> Inputs:
+        """Return the raw inputs of slice ``number`` of whole sequences, each of its length; see ``slice_lengths``."""
+        return {
+            name: x[:, number * lengths[name] : (number + 1) * lengths[name]].contiguous() for name, x in inputs.items()
+        }
+
     def sums_of_figures(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the figures summed over all targets: ``[figures]``; only where there are ``figures``."""
         raise NotImplementedError

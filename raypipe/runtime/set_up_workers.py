@@ -111,6 +111,7 @@ def setups_of(
         tied=tied,
         samples_per_microbatch=int(plan.parallel.microbatch * schedule.share_of_samples),
         microbatches=schedule.microbatches,
+        slices=schedule.rules.slices,
         versions=schedule.versions,
         sharding=schedule.sharding,
         train={},

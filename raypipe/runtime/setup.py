@@ -35,6 +35,8 @@ class Setup:
     samples_per_microbatch: int
     microbatches: int
     """Micro-batch ids of a step, over all replicas."""
+    slices: int
+    """Slices of a micro-batch along the sequence, each an id of its own."""
     versions: Versions
     train: dict[Part, Program]
     """This device's step programs, by how a step begins and ends."""
