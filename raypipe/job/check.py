@@ -356,9 +356,9 @@ def _slices(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     if parallel.slices == 1:
         return
     fix = "use slices: 1, or"
-    if parallel.recompute != "none":
-        why = f"recompute: {parallel.recompute} would run a slice again without the keys and values before it"
-        yield Problem("parallel.slices", why, f"{fix} recompute: none")
+    if parallel.recompute not in ("none", "full") or parallel.keep is not None:
+        why = "a stage in slices recomputes all of its activations or none"
+        yield Problem("parallel.slices", why, f"{fix} recompute: full or none, without keep")
     if parallel.tensor > 1:
         yield Problem("parallel.slices", f"cannot be combined with tensor: {parallel.tensor}", f"{fix} tensor: 1")
     if train.compile != "none":

@@ -269,7 +269,7 @@ class Executor(ProgramRunner):
             recomputed = module.segments[-1].recomputed
         else:
             with nullcontext() if has_backward and not recomputed else torch.no_grad():
-                outputs, halves = self.computation.run(key, computed, stacked(arrived), weights)
+                outputs, halves = self.computation.run(key, computed, stacked(arrived), weights, remade=recomputed)
         if not module.sends_on:
             of_step = self.step + mbs[0] // self.settings.microbatches
             self._losses.setdefault(of_step, []).append(outputs[0].detach())

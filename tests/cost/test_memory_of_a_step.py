@@ -4,6 +4,8 @@ One device runs whole schedules, with two stages on it where the schedule has ch
 (messages, gradient sums) is left to the runs in tests/runtime.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -25,9 +27,11 @@ from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.optimizer import make_optimizer
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule import Shape, generate
+from raypipe.schedule.ir import StageGraph
 from raypipe.schedule.lowering.asynchronous import WHOLE, parts
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_recompute, add_updates
+from raypipe.schedule.verify import verify
 
 
 @pytest.fixture(autouse=True)
@@ -165,19 +169,40 @@ def test_layers_that_are_computed_again_keep_nothing_until_then(name, cut, recom
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "dtype", "slices", "chunks"),
+    ("name", "dtype", "slices", "chunks", "recompute"),
     [
-        ("1f1b", "float32", 2, 1), ("1f1b", "float32", 4, 1), ("1f1b", "float64", 8, 1), ("gpipe", "float32", 4, 1),
-        ("zb-h1", "float32", 4, 1), ("interleaved-1f1b", "float32", 4, 2), ("1f1b", "bfloat16", 4, 1),
+        ("1f1b", "float32", 4, 1, False), ("1f1b", "float64", 8, 1, False), ("gpipe", "float32", 4, 1, True),
+        ("zb-h1", "float32", 4, 1, False), ("interleaved-1f1b", "float32", 4, 2, False),
+        ("1f1b", "bfloat16", 2, 1, False), ("1f1b", "float32", 4, 1, True),
     ],
 )  # fmt: skip
-def test_slices_keep_their_share_of_a_sequence(name, dtype, slices, chunks):
+def test_slices_keep_their_share_of_a_sequence(name, dtype, slices, chunks, recompute):
     spec = GptSpec(layers=4, hidden=128, heads=4, sequence=256, vocabulary=256, dropout=0.1)
     schedule = generate(name, Shape(devices=1, microbatches=2, slices=slices, chunks=chunks))
+    if recompute:
+        schedule = add_recompute(schedule, "early")
     cut = TWO if chunks > 1 else ONE
     (predicted,) = device_memory(analytic_profile(spec, MACHINE, dtype, [2]), cut, schedule, 2)
     found = measured(executor(spec, schedule, cut, 2, dtype), schedule)
     assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
+
+
+@pytest.mark.slow
+def test_the_first_of_four_stages_keeps_less_in_slices():
+    """Its order alone on one device: 4 micro-batches in flight, or 7 slices of a quarter each."""
+    spec = GptSpec(layers=4, hidden=128, heads=4, sequence=256, vocabulary=256, dropout=0.1)
+    profile, found, activations = analytic_profile(spec, MACHINE, "float32", [2]), {}, {}
+    for slices in (1, 4):
+        whole = generate("1f1b", Shape(devices=4, microbatches=6, slices=slices))
+        chain = replace(whole, placement=((0,),), orders=whole.orders[:1], graph=StageGraph.chain(1))
+        verify(chain)
+        (predicted,) = device_memory(profile, ONE, chain, 2)
+        found[slices] = measured(executor(spec, chain, ONE, 2, "float32"), chain)
+        assert predicted.total == pytest.approx(found[slices], rel=0.04), predicted.terms()
+        activations[slices] = predicted.activations
+    assert activations[4] / activations[1] == pytest.approx(7 / 16, rel=0.05)
+    saved = activations[1] - activations[4]
+    assert found[1] - found[4] == pytest.approx(saved, rel=0.1)
 
 
 @pytest.mark.slow

@@ -304,7 +304,7 @@ class _Moments:
                 if kind in ("F", "R"):
                     size = stage.kept
                     if kind == "F" and key in recomputed:
-                        size = stage.kept_for_r
+                        size = stage.kept_for_r + (stage.key_gradients if slices > 1 else 0.0)  # and what these are of
                     elif kind == "F" and self.setting.shares_input[s] and (s - 1, mb) not in recomputed:
                         size -= stage.input
                     activations += size - alive.get(key, 0.0)

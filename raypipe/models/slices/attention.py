@@ -45,6 +45,8 @@ def causal_attention(
     if torch.is_autocast_enabled(query.device.type):  # as it would for the kernel of the whole
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if not torch.is_grad_enabled():  # they outlive this forward, and the tensor that they may be views of should not
+        key, value = key.clone(), value.clone()
     made: Tensor = _SliceAttention.apply(query, key, value, scale, run)  # type: ignore[no-untyped-call]
     return made
 
@@ -57,9 +59,13 @@ class _SliceAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None, run: SliceRun
     ) -> Tensor:  # fmt: skip
         pieces = run.next_attention()
-        own = Piece(key.detach(), value.detach())
-        earlier = tuple(pieces)
-        pieces.append(own)
+        if run.again:
+            own = pieces[run.number]  # to which later slices have given gradients, or will
+            own.keys, own.values = key.detach(), value.detach()
+        else:
+            own = Piece(key.detach(), value.detach())
+            pieces.append(own)
+        earlier = tuple(pieces[: run.number])
         out, lse = _block(query, own, True, scale)
         total, weights = out, lse
         for piece in earlier:
@@ -82,11 +88,13 @@ class _SliceAttention(torch.autograd.Function):
             more, keys, values = _block_backward(
                 given, query, piece.keys, piece.values, total, weights, False, ctx.scale
             )  # fmt: skip
-            to_query = to_query + more
+            to_query.add_(more)
             piece.add(keys, values)
+            del more, keys, values
         if ctx.own.gradients is not None:
-            to_key, to_value = to_key + ctx.own.gradients[0], to_value + ctx.own.gradients[1]
-            ctx.own.gradients = None
+            for own, late in zip((to_key, to_value), ctx.own.gradients, strict=True):
+                own.add_(late)
+        ctx.own.release()
         ctx.earlier = ctx.own = None
         return to_query, to_key, to_value, None, None
 

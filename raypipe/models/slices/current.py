@@ -26,6 +26,11 @@ class Piece:
         self.gradients[0].add_(keys)
         self.gradients[1].add_(values)
 
+    def release(self) -> None:
+        """Drop everything; its slice's backward is over, and so are those of all slices after it."""
+        self.keys = self.values = self.keys.new_empty(0)
+        self.gradients = None
+
 
 @dataclass(slots=True)
 class SliceRun:
@@ -38,6 +43,8 @@ class SliceRun:
     pieces: list[list[Piece]]
     """Per attention of the stage, in the order in which they run, the pieces of the slices so far. The forwards of a
     micro-batch's slices share this list; their graphs keep the pieces alive as long as a backward needs them."""
+    again: bool = False
+    """Whether the forward is an R: all pieces are known, and this slice's get the keys and values of its new graph."""
     attentions: int = field(default=0)
     """How many attentions have run in this forward."""
 
