@@ -35,8 +35,6 @@ class Setup:
     samples_per_microbatch: int
     microbatches: int
     """Micro-batch ids of a step, over all replicas."""
-    slices: int
-    """Slices of a micro-batch along the sequence, each an id of its own."""
     versions: Versions
     train: dict[Part, Program]
     """This device's step programs, by how a step begins and ends."""
@@ -50,6 +48,8 @@ class Setup:
     shards: Path | None = None
     """Folder of this node in which shards of checkpoints are written before they are sent to the driver; None where the
     node shares the run's directory."""
+    slices: int = 1
+    """Slices of a micro-batch along the sequence, each an id of its own."""
     recomputed: frozenset[int] | None = None
     """Layers that an R task recomputes; None for all of its stage."""
     sharding: Sharding | None = None

@@ -167,4 +167,5 @@ def _all_heads(x: Tensor, query: Tensor) -> Tensor:
 
 def _own_heads(gradient: Tensor, heads: int) -> Tensor:
     """Add up the gradients of the repeated heads."""
-    return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)
+    batch, repeated, *rest = gradient.shape
+    return gradient if repeated == heads else gradient.reshape(batch, heads, repeated // heads, *rest).sum(2)

@@ -132,8 +132,8 @@ class StageComputation:
             half batches they were computed in.
         """
         each = self.settings.samples_per_microbatch
-        whole = [mb // self.settings.slices for mb in microbatches.ids]
-        samples = [sample for mb in whole for sample in range(mb * each, (mb + 1) * each)]
+        numbers = [mb // self.settings.slices for mb in microbatches.ids]
+        samples = [sample for mb in numbers for sample in range(mb * each, (mb + 1) * each)]
         sliced = self._slice(key, microbatches, remade, again)
         module = self.modules[key]
         sends_on = module.sends_on
