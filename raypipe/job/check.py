@@ -279,6 +279,7 @@ def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Itera
             )  # fmt: skip
     if "shard" in parallel.given:
         yield from _shard(parallel)
+    yield from _slices(train, parallel)
     if parallel.recompute not in ("none", "full", *PLANNED):
         what = "stage-aware" if isinstance(parallel.recompute, str) else "a list of layers"
         yield Problem(

@@ -287,6 +287,8 @@ def candidates(grid: Grid, most_stages: int, asked: Asked = NOTHING) -> Iterator
                 continue
             if grid.microbatch % (form.share_of_samples.denominator * (1 + grid.sub_pipelined)):
                 continue
+            if grid.tensor > 1 and form.slices > 1:  # the runtime cannot combine them
+                continue
             if grid.sub_pipelined and form.versions != "flush":  # both halves run on one version
                 continue
             yield c
