@@ -106,6 +106,8 @@ class LayeredModel(ABC):
     """How tensor parallelism divides the model, and this process's rank in it; None without tensor parallelism."""
     shards: Mapping[str, Shard] = MappingProxyType({})
     """How each divided parameter is divided, by name."""
+    slices: int = 1
+    """Slices along the sequence that stages are built to run on; more than 1 only where ``slice_lengths`` allows it."""
     batch_statistics: bool = False
     """Whether the result for a sample depends on the other samples of its micro-batch (batch norm, or the model's own
     loss)."""

@@ -243,6 +243,7 @@ class StageWorker:
         job = setup.job
         groups = self._own_groups(setup)
         self.plan = plan = build_model(job, setup.fields, setup.tensor_rank)
+        plan.slices = setup.slices
         split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
         split = split or job.parallel.postpones
         self.io_specs = specs = StageIOSpecs(
