@@ -47,7 +47,7 @@ def test_keys_that_slices_exclude(parallel, train, says, tmp_path) -> None:
     [
         (None, {"slices": 5}, {}, "5 slices of a sequence of 12 would not be equally long"),
         ({"hf": "gpt2", "config": {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 256}, "sequence": 12}, {}, {},
-         "depends on no later one"),
+         "its attention drops weights"),
         (None, {}, {"metrics": "tests.job.test_slices:figures"}, "want them whole"),
     ],
 )  # fmt: skip
