@@ -90,7 +90,7 @@ def test_gpt2_with_split_backward_tied_embeddings_and_dropout(stage_pool, text_f
     ],
 )
 def test_captured_models_in_slices(family, parallel, stage_pool, text_folder, tmp_path) -> None:
-    """Tied embeddings, dropout, and keys and values of several heads; Llama rotates in float32, so it rounds."""
+    """Tied embeddings, dropout, positions that count or rotate, and keys and values that heads share."""
     config = {**FAMILIES[family], **WIDE, **({"attn_pdrop": 0.0} if family == "gpt2" else {})}
     model = {"hf": family, "config": config, "sequence": 16}
     job = make_job(model, {"type": "bytes", "path": str(text_folder)}, parallel)
