@@ -27,6 +27,7 @@ from raypipe.observe.run_dir import RECORD, place, put_aside, stillborn
 from raypipe.plan.shard_ways import check_statistics
 
 if TYPE_CHECKING:
+    from raypipe.models import LayeredModel
     from raypipe.runtime.validation.metrics import ValidationMetrics
 
 __all__ = ["Prepared", "claim", "execute", "make_plan", "prepare_run", "run", "saved_job", "with_plan"]
@@ -98,8 +99,27 @@ def prepare_run(
         raise unusable(where, error) from None
 
     layers = model.prepared(data)
+    _check_slices(planned.plan.parallel.slices, layers, data, job, validation)
     units = units_of(layers.task, planned.job, data)
     return Prepared(planned.job, layers, planned.plan, planned.schedule, where, resume, job, units, validation)
+
+
+def _check_slices(
+    slices: int, model: LayeredModel, data: Path, job: JobSpec, validation: ValidationMetrics | None
+) -> None:
+    """Raise an error if the plan cuts micro-batches along a sequence and this job cannot."""
+    if slices == 1:
+        return
+    from raypipe.data import open_data
+    from raypipe.runtime.validation.metrics import validation_metrics
+
+    model.slice_lengths(slices)
+    if open_data(data, model.task).lengths("train", job.train.seed, 0, job.train.batch):
+        why = "the samples differ in length, and slices of a micro-batch are of one length"
+        raise SpecError("parallel.slices", why, "use slices: 1, or samples of one length")
+    if (validation or validation_metrics(job.train)) is not None:
+        why = "a micro-batch's predictions come in slices, and functions for figures want them whole"
+        raise SpecError("train.metrics", why, "leave it out, or use parallel.slices: 1")
 
 
 def _check_compiler(job: JobSpec) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, get_args
@@ -44,6 +44,12 @@ def emulate(
     input_grad: Annotated[Text, typer.Option(metavar="MS", help="B [10]; BW is B plus W.")] = "10",
     weight_grad: Annotated[Text, typer.Option(metavar="MS", help="W [10].")] = "10",
     recompute: Annotated[Text, typer.Option(metavar="MS", help="R [0].")] = None,
+    attention: Annotated[
+        Text, typer.Option(metavar="MS", help="With --slices: the part of F that grows along the sequence [0].")
+    ] = None,
+    attention_grad: Annotated[
+        Text, typer.Option(metavar="MS", help="With --slices: the part of B that grows along the sequence [0].")
+    ] = None,
     comm: Annotated[
         Text, typer.Option(metavar="MS", help="Message latency [0]; a list: per link s to s+1, both ways.")
     ] = None,
@@ -107,6 +113,7 @@ def emulate(
         raise RequestError("--innermost", f'"{innermost}" is unknown', nearest(innermost, get_args(Innermost)))
     costs = {
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
+        "attention": attention, "attention_grad": attention_grad,
     }  # fmt: skip
     made = (
         make([name], shape, costs, compare=False, search=search)[0]
@@ -171,6 +178,6 @@ def _check_devices(option: str, devices: str, replicas: int) -> None:
 
 def _in_seconds(costs: CostTable) -> CostTable:
     """Convert a cost table from milliseconds to seconds."""
-    kinds = ("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update", "gather", "reduce_scatter")
-    scaled = {kind: tuple(t * 1e-3 for t in getattr(costs, kind)) for kind in kinds}
+    times = [f.name for f in fields(costs) if f.name != "comm"]
+    scaled = {name: tuple(t * 1e-3 for t in getattr(costs, name)) for name in times}
     return replace(costs, comm=tuple(t * 1e-3 for t in costs.links), **scaled)

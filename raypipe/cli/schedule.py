@@ -46,6 +46,12 @@ def schedule(
     input_grad: Annotated[Text, typer.Option(metavar="T", help="B [1]; BW is B plus W.")] = None,
     weight_grad: Annotated[Text, typer.Option(metavar="T", help="W [1].")] = None,
     recompute: Annotated[Text, typer.Option(metavar="T", help="R [0].")] = None,
+    attention: Annotated[
+        Text, typer.Option(metavar="T", help="With --slices: the part of F that grows along the sequence [0].")
+    ] = None,
+    attention_grad: Annotated[
+        Text, typer.Option(metavar="T", help="With --slices: the part of B that grows along the sequence [0].")
+    ] = None,
     comm: Annotated[
         Text, typer.Option(metavar="T", help="Message latency [0]; a list: per link s to s+1, both ways.")
     ] = None,
@@ -99,7 +105,8 @@ def schedule(
             check_writable(file)
     costs = {
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
-        "gather_time": gather_time, "reduce_scatter_time": reduce_scatter_time,
+        "gather_time": gather_time, "reduce_scatter_time": reduce_scatter_time, "attention": attention,
+        "attention_grad": attention_grad,
     }  # fmt: skip
     made = make(wanted, shape, costs, compare, search)
     if load is not None:

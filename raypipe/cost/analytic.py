@@ -121,4 +121,7 @@ def _layer(work: LayerWork, device: DeviceModel, rate: float, sizes: Sequence[in
         output_floats=work.output_floats,
         workspace_bytes=work.workspace_bytes, workspace_fixed_bytes=work.workspace_fixed_bytes,
         split_workspace_bytes=work.split_workspace_bytes,
+        attention_share=work.forward.attention_share(max(sizes), *rates),
+        attention_grad_share=work.input_grad.attention_share(max(sizes), *rates),
+        key_value_bytes=work.key_value_bytes,
     )  # fmt: skip

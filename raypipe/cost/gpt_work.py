@@ -115,9 +115,12 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         kept += (e + (e + 1 if drop else 0)) * scores
     return LayerWork(
         name="block", parameters=matrices + 13 * h,  # biases of 3 + 1 + 4 + 1, two norms of 2 each
-        forward=Effort(flops=linear + attention, operands=operands, weights=weights, traffic=forward),
+        forward=Effort(
+            flops=linear + attention, operands=operands, weights=weights, traffic=forward, attention=attention
+        ),
         input_grad=Effort(
-            flops=linear + attention_back, operands=operands, weights=weights, traffic=backward, overhead=0.8
+            flops=linear + attention_back, operands=operands, weights=weights, traffic=backward, overhead=0.8,
+            attention=attention_back,
         ),
         weight_grad=Effort(
             flops=linear, operands=operands, weights=3.0 * matrices * m, traffic=9.0 * e * stream, overhead=0.3
@@ -129,6 +132,7 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         workspace_bytes=max(4.0 * e * stream, 2.0 * e * scores),
         workspace_fixed_bytes=4.0 * h * h * (m + e if narrow else m),
         split_workspace_bytes=max(8.0 * e * stream, 2.0 * e * scores),
+        key_value_bytes=2.0 * e * stream,
     )  # fmt: skip
 
 

@@ -21,6 +21,8 @@ class Effort:
     """Bytes of parameters and their gradients that are read and written, whatever the size of the micro-batch."""
     traffic: float = 0.0
     """Bytes that memory-bound kernels read and write, per sample: norms, activations, sums, attention's softmax."""
+    attention: float = 0.0
+    """The part of ``flops`` that is causal attention."""
     overhead: float = 1.0
     """Time of launches and half-filled kernels, relative to the overhead of a transformer block's forward."""
 
@@ -35,6 +37,11 @@ class Effort:
         """
         products = max(self.flops * samples / flops_s, (self.operands * samples + self.weights) / bytes_s)
         return overhead_s * self.overhead + products + self.traffic * samples / bytes_s
+
+    def attention_share(self, samples: int, flops_s: float, bytes_s: float, overhead_s: float) -> float:
+        """Return the share of ``seconds`` that is causal attention, at the rate of large products."""
+        whole = self.seconds(samples, flops_s, bytes_s, overhead_s)
+        return min(1.0, self.attention * samples / flops_s / whole) if whole else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,3 +63,4 @@ class LayerWork:
     workspace_bytes: float = 0.0
     workspace_fixed_bytes: float = 0.0
     split_workspace_bytes: float | None = None
+    key_value_bytes: float = 0.0

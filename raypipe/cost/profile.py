@@ -79,6 +79,13 @@ class LayerProfile(Spec):
     split_workspace_bytes: Bytes | None = None
     """``workspace_bytes`` of B with a split backward; None: the same as for the joint backward."""
 
+    attention_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the forward's time that is causal attention, and so grows along the slices of a sequence."""
+    attention_grad_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The same of ``input_grad``."""
+    key_value_bytes: Bytes = 0.0
+    """Keys and values of one sample. Where micro-batches run in slices, gradients as large wait for earlier slices."""
+
     @model_validator(mode="after")
     def _trained_are_some(self) -> LayerProfile:
         if self.trained > self.parameters:

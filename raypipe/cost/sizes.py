@@ -34,9 +34,30 @@ def times_at(layer: LayerProfile, samples: float) -> TaskTimes:
     return b.model_copy(update={f: max(v, getattr(b, f)) if share > 1 else v for f, v in mixed.items()})
 
 
-def stage_times(layers: Sequence[LayerProfile], samples: float, share: float = 1.0) -> TaskTimes:
-    """Return the sum of the layers' task times for a micro-batch of ``samples``, multiplied by ``share``."""
-    each = [times_at(layer, samples) for layer in layers]
+def slice_times(layer: LayerProfile, samples: float, slices: int) -> TaskTimes:
+    """Return the mean task times of a layer for one of ``slices`` slices of a micro-batch of ``samples``.
+
+    A slice has as many positions as a micro-batch of so many samples fewer. Where that is below the smallest profiled
+    size, the overhead of a task is where the line through the two smallest sizes meets 0, and the rest is divided.
+    """
+    known = sorted(layer.times)
+    if slices == 1 or samples / slices >= known[0]:
+        return times_at(layer, samples / slices)
+    whole = times_at(layer, samples)
+
+    def of(field: str) -> float:
+        if len(known) == 1:
+            return float(getattr(whole, field)) / slices
+        low, high = (getattr(layer.times[n], field) for n in known[:2])
+        overhead = min(max(0.0, low - (high - low) / (known[1] - known[0]) * known[0]), getattr(whole, field))
+        return float(overhead + (getattr(whole, field) - overhead) / slices)
+
+    return whole.model_copy(update={field: of(field) for field in FIELDS})
+
+
+def stage_times(layers: Sequence[LayerProfile], samples: float, share: float = 1.0, slices: int = 1) -> TaskTimes:
+    """Return the sum of the layers' task times for a micro-batch of ``samples``, or a slice, times ``share``."""
+    each = [slice_times(layer, samples, slices) for layer in layers]
     return TaskTimes(
         forward=share * sum([t.forward for t in each]), input_grad=share * sum([t.input_grad for t in each]),
         weight_grad=share * sum([t.weight_grad for t in each]), joint=share * sum([t.joint for t in each]),

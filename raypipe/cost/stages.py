@@ -50,6 +50,7 @@ def stage_costs(
     copies: int = 1,
     innermost: Innermost = "stages",
     size: float = 1.0,
+    slices: int = 1,
     split: bool = False,
     together: int = 1,
     recomputed: Collection[int] | None = None,
@@ -66,6 +67,7 @@ def stage_costs(
         innermost: which devices are neighbours (``cost.hosts.Numbering``).
         size: share of a micro-batch that one id stands for (1/2 in backward halving); kernels are then smaller and
             less efficient.
+        slices: slices of a micro-batch along the sequence, each an id; ``size`` is then 1 / ``slices``.
         split: whether the schedule has separate B and W; otherwise BW costs a joint backward.
         together: micro-batches per forward (2 in forward doubling); kernels are then larger, with one overhead.
         recomputed: layers that R recomputes; by default all layers of its stage.
@@ -75,7 +77,7 @@ def stage_costs(
     """
     check_cut(profile, cut, placement)
     placed = Placed.of(placement, copies, profile.placed, innermost)
-    way = _Way(microbatch * size, size, split, together, recomputed)
+    way = _Way(microbatch * size * slices, size, slices, split, together, recomputed)
     holders = [placed.kinds((stage,)) for stage in range(len(cut))]
     kinds = profile.kinds
     tables = {kind: _table(kinds[kind], cut, placed, way) for kind in sorted(set().union(*holders))}
@@ -92,7 +94,9 @@ class _Way(NamedTuple):
     """How a schedule runs a micro-batch; see ``stage_costs``."""
 
     samples: float
+    """That one id runs on."""
     size: float
+    slices: int
     split: bool
     together: int
     recomputed: Collection[int] | None
@@ -111,7 +115,9 @@ def _slowest(tables: Mapping[int, CostTable], holders: Sequence[Collection[int]]
     def worst(values: Mapping[int, Sequence[float]], stage: int, also: Collection[int] = ()) -> float:
         return max(values[kind][stage] for kind in {*holders[stage], *also})
 
-    names = ("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update")
+    names = (
+        "forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update", "attention", "attention_grad",
+    )  # fmt: skip
     by_name = {name: {kind: getattr(table, name) for kind, table in tables.items()} for name in names}
     links = {kind: table.links for kind, table in tables.items()}
     stages = range(len(holders))
@@ -123,11 +129,11 @@ def _slowest(tables: Mapping[int, CostTable], holders: Sequence[Collection[int]]
 
 def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
     """Return the costs of stages on devices of one kind, without the all-reduce of tied gradients."""
-    samples, size, split, together, recomputed = way
+    samples, size, slices, split, together, recomputed = way
     stages = [[profile.layers[i] for i in layers] for layers in cut]
     frozen = frozen_stages(profile, cut)
     share = crowding(profile, placed.busy)
-    times = [stage_times(layers, samples, share) for layers in stages]
+    times = [stage_times(layers, samples, share, slices) for layers in stages]
     extra = profile.task_overhead_s
     ahead = times if together == 1 else [stage_times(layers, samples * together, share) for layers in stages]
     forward = [(t.forward + extra) / together for t in ahead]
@@ -139,19 +145,36 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
         inputs = [b * k for b, k in zip(inputs, scale, strict=True)]
         weight = [w * k for w, k in zip(weight, scale, strict=True)]
     first = next((s for s in range(len(cut)) if s not in frozen), 0)
+    growing = [_attention(layers, samples, share, slices) for layers in stages]
     recompute = times
     if recomputed is not None:
         recompute = [
-            stage_times([profile.layers[i] for i in layers if i in recomputed], samples, share) for layers in cut
+            stage_times([profile.layers[i] for i in layers if i in recomputed], samples, share, slices)
+            for layers in cut
         ]
     return CostTable(
         forward=tuple(t / size for t in forward),
         input_grad=tuple(0.0 if s < first else t / size for s, t in enumerate(inputs)),
         weight_grad=tuple(t / size for t in weight),
         recompute=tuple((t.recompute + extra) / size for t in recompute),
+        attention=tuple(min(f, a / size) for f, (a, _) in zip((t / size for t in forward), growing, strict=True)),
+        attention_grad=tuple(
+            0.0 if s < first else min(b / size, g / size)
+            for s, (b, (_, g)) in enumerate(zip(inputs, growing, strict=True))
+        ),
         all_reduce=_all_reduces(profile, cut, placed),
         update=tuple(profile.update_s_per_parameter * trained_parameters(profile, layers) for layers in cut),
-        comm=_messages(profile, cut, placed, samples) if len(cut) > 1 else 0.0,
+        comm=_messages(profile, cut, placed, samples / slices) if len(cut) > 1 else 0.0,
+    )
+
+
+def _attention(layers: Sequence[LayerProfile], samples: float, share: float, slices: int) -> tuple[float, float]:
+    """Seconds of causal attention in a stage's forward and input gradient, of a mean slice."""
+    own = [layer for layer in layers if layer.attention_share or layer.attention_grad_share]
+    times = [stage_times([layer], samples, share, slices) for layer in own]
+    return (
+        sum(t.forward * layer.attention_share for t, layer in zip(times, own, strict=True)),
+        sum(t.input_grad * layer.attention_grad_share for t, layer in zip(times, own, strict=True)),
     )
 
 
@@ -182,8 +205,9 @@ def costs_of(
     # The runtime runs the micro-batches of a forward together only if it keeps none of their activations.
     runs = [len(t.mbs) for t in schedule.tasks() if t.kind == "F" and all((t.stage, mb) in pairs for mb in t.mbs)]
     return stage_costs(
-        profile, cut, microbatch, schedule.placement, copies=copies, size=float(schedule.size), split=split,
-        together=max(runs, default=1), recomputed=recomputed, innermost=innermost,
+        profile, cut, microbatch, schedule.placement, copies=copies, size=float(schedule.size),
+        slices=schedule.rules.slices, split=split, together=max(runs, default=1), recomputed=recomputed,
+        innermost=innermost,
     )  # fmt: skip
 
 

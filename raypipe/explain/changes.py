@@ -215,15 +215,15 @@ def _other_shapes(planned: Planned, costs: CostTable) -> Iterator[tuple[Plan, Co
                 own, how = costs, ""
             else:  # measured as one task; two halves are the best guess
                 half = tuple(b / 2 for b in costs.input_grad)
-                own = replace(costs, input_grad=half, weight_grad=half)
+                own = replace(costs, input_grad=half, weight_grad=half, attention_grad=())
                 how = ", if input and weight gradients take equally long"
             other = plan.model_copy(update={"parallel": parallel.model_copy(update={"schedule": name})})
             yield other, own, f"schedule {name} instead of {parallel.schedule}{how}"
     for size in (parallel.microbatch // 2, parallel.microbatch * 2):
         if size >= 1 and size != parallel.microbatch:
             factor = size / parallel.microbatch
-            scaled = {k: tuple(t * factor for t in getattr(costs, k))
-                      for k in ("forward", "input_grad", "weight_grad", "recompute")}  # fmt: skip
+            compute = ("forward", "input_grad", "weight_grad", "recompute", "attention", "attention_grad")
+            scaled = {k: tuple(t * factor for t in getattr(costs, k)) for k in compute}
             other = plan.model_copy(update={"parallel": parallel.model_copy(update={"microbatch": size})})
             what = f"micro-batches of {size} instead of {parallel.microbatch}, if tasks take as long per sample"
             yield other, replace(costs, **scaled), what

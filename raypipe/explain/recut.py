@@ -13,7 +13,7 @@ from raypipe.schedule.costs import CostTable
 
 Cut = tuple[tuple[int, ...], ...]
 """Per stage, the layers it holds."""
-BY_LAYERS = ("forward", "input_grad", "weight_grad", "recompute", "update")
+BY_LAYERS = ("forward", "input_grad", "weight_grad", "recompute", "update", "attention", "attention_grad")
 """Costs that go with the layers of a stage."""
 MOST_MOVES = 200
 """Cuts that are timed."""

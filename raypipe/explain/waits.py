@@ -53,7 +53,7 @@ def waits_of(of: Measured, graph: TaskGraph) -> Waits:
         if graph.tasks[i].mbs:
             messages[i] = [(p, (device[p], device[i])) for p in preds if device[p] != device[i]]
     ran = {(t.kind, t.stage, mb): i for i, t in enumerate(graph.tasks) for mb in t.mbs} if graph.missing else {}
-    for i, (kinds, stage), mb in graph.missing:
+    for i, (kinds, stage, _), mb in graph.missing:
         source = next((ran[k, stage, mb + count] for k in kinds if (k, stage, mb + count) in ran), None)
         if source is not None and device[source] != device[i]:  # else the order of its device says so
             late[i].append((source, (device[source], device[i])))

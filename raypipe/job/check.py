@@ -66,6 +66,7 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
         yield from _wishes(model, train, parallel)
         return
     yield from _alphas(parallel)
+    yield from _slices(train, parallel)
     yield from _tensor(model, parallel)
     yield from _shard(parallel)
     yield from _batch(train, parallel)
@@ -280,6 +281,7 @@ def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Itera
             )  # fmt: skip
     if "shard" in parallel.given:
         yield from _shard(parallel)
+    yield from _slices(train, parallel)
     if parallel.recompute not in ("none", "full", *PLANNED):
         what = "stage-aware" if isinstance(parallel.recompute, str) else "a list of layers"
         yield Problem(
@@ -334,11 +336,11 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
             "parallel.replan", f"{parallel.schedule} never flushes, so plans cannot change between steps",
             "leave it out, or use a synchronous schedule",
         )  # fmt: skip
-    if parallel.microbatch % schedule.size.denominator:
+    if parallel.microbatch % (parts := schedule.share_of_samples.denominator):
         yield Problem(
             "parallel.microbatch",
-            f"{parallel.microbatch} sequences do not divide into {schedule.size.denominator} halves",
-            f"use a multiple of {schedule.size.denominator}",
+            f"{parallel.microbatch} sequences do not divide into {parts} halves",
+            f"use a multiple of {parts}",
         )
     if parallel.sub_pipelined:
         yield from _halves(parallel, schedule)
@@ -352,9 +354,27 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
         yield from stash(model, train, parallel)
 
 
+def _slices(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
+    """Keys that cannot be combined with slices along the sequence."""
+    if parallel.slices == 1:
+        return
+    fix = "use slices: 1, or"
+    if parallel.recompute not in ("none", "full") or parallel.keep is not None:
+        why = "a stage in slices recomputes all of its activations or none"
+        yield Problem("parallel.slices", why, f"{fix} recompute: full or none, without keep")
+    if parallel.tensor > 1:
+        yield Problem("parallel.slices", f"cannot be combined with tensor: {parallel.tensor}", f"{fix} tensor: 1")
+    if train.compile != "none":
+        why = f"compiled stages (compile: {train.compile}) run whole micro-batches"
+        yield Problem("parallel.slices", why, f"{fix} train.compile: none")
+    if parallel.late_updates:
+        key = "side_stream" if parallel.side_stream is not None else f"sync: {parallel.sync}"
+        yield Problem("parallel.slices", f"cannot be combined with {key}", f"{fix} leave that out")
+
+
 def _halves(parallel: ParallelSpec, schedule: Schedule) -> Iterator[Problem]:
     """Sub-pipelined tensor parallelism runs a micro-batch in two halves, on one version of the weights."""
-    unit = 2 * schedule.size.denominator
+    unit = 2 * schedule.share_of_samples.denominator
     if parallel.microbatch % unit:
         yield Problem(
             "parallel.microbatch", f"{parallel.microbatch} sequences do not divide into halves (sub_pipelined)",

@@ -75,6 +75,9 @@ class ParallelSpec(Spec):
     """Chimera's number of directed pipelines, half of them each way; an even number."""
     concat: Concat = "direct"
     """How Chimera goes past one micro-batch a device."""
+    slices: Positive = 1
+    """Slices that each micro-batch is cut into along the sequence, for causal models (docs/guides/long-sequences.md): a
+    stage keeps the activations of slices, not of whole micro-batches. The sequence is a multiple of it."""
     shard: Shard = "none"
     """What the replicas divide instead of each holding it whole: optimizer state (``zero1``), gradients too
     (``zero2``), weights too (``zero3``)."""

@@ -66,6 +66,7 @@ def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str)
     for what, have, want in (
         ("devices", schedule.devices, shape.devices),
         ("microbatches", schedule.microbatches * schedule.size, shape.microbatches),
+        ("slices", schedule.rules.slices, shape.slices),
     ):
         if have != want:
             raise ScheduleError(what, f"{source} has {have} {what}, the job {want}", "make them agree")
@@ -120,10 +121,11 @@ def checked_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
     """
     shape = parallel.shape(batch)
     family = SCHEDULES.get(parallel.schedule)
-    if family is None or family.stages(shape) * shape.microbatches <= LONG:
+    each = family.stages(shape) * shape.slices if family is not None else 1
+    if family is None or each * shape.microbatches <= LONG:
         return base_schedule(parallel, batch)
     turn = 2 * shape.devices
-    few = max(1, LONG // family.stages(shape))
+    few = max(1, LONG // each)
     few -= (few - shape.microbatches) % turn if few > turn else 0
 
     def short(count: int) -> Schedule:

@@ -12,24 +12,26 @@ from torch import Tensor, fx, nn
 
 from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import build_subgraph
-from raypipe.errors import RunError
+from raypipe.errors import RunError, SpecError
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.flops import forward_flops
 from raypipe.graph.liveness import between_spans, inputs_read
 from raypipe.graph.operations import Operation, OperationGraph, TensorType
+from raypipe.graph.sequence_flow import sequence_flow
 from raypipe.graph.stages.links import Result
 from raypipe.graph.subgraphs import Sharding
 from raypipe.graph.values.placeholders import placeholders
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
-from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup
+from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup, equal_slices
 from raypipe.models.running_statistics import (
     RunningStatistics,
     check_buffers,
     learn_statistics,
     uses_batch_statistics,
 )
+from raypipe.models.slices.captured import run_on_slices
 from raypipe.models.start_values import StartValues
-from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, Task
+from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task
 from raypipe.tensor import Division, Shard
 
 
@@ -144,6 +146,8 @@ class CapturedModel(LayeredModel):
             [self._handed_on[r] for r in leaving], device, self.build,
         )  # fmt: skip
         key_random_operations(part.module, self.sites)
+        if self.slices > 1:
+            run_on_slices(part.module, sequence_flow(self.graph, self.captured.calls))
         statistics = learn_statistics(part.module, self.captured.values)
         stage = CapturedStage(
             part.module,
@@ -165,6 +169,24 @@ class CapturedModel(LayeredModel):
         other = copy(self)
         other.division = division
         return other
+
+    def slice_lengths(self, slices: int) -> Lengths:
+        """See ``LayeredModel.slice_lengths``.
+
+        Raises:
+            CaptureError: an operation relates positions to one another other than by causal attention.
+        """
+        if not isinstance(self.task, NextToken) or self.batch_statistics:
+            why = "the loss of a slice is known for the prediction of the next token alone"
+            raise SpecError("parallel.slices", why, "use slices: 1, or a causal language model")
+        sequence_flow(self.graph, self.captured.calls)
+        names = {name for name, _ in self.fields.values()}
+        length = equal_slices(next(iter(self.fields.values()))[1].shape[0], slices)
+        least = max(self.graph.at_least.values(), default=1)
+        if length < least:
+            why = f"slices have {length} positions, and below {least} the model's code takes another branch"
+            raise SpecError("parallel.slices", why, "use fewer")
+        return dict.fromkeys((*names, *self.task.reads), length)
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         """Return this process's share of a parameter."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from raypipe.errors import RunError
 from raypipe.models.host_copies import to_device
+from raypipe.models.slices.current import current_slice
 from raypipe.tensor.group import current_group
 
 _MASK64 = (1 << 64) - 1
@@ -110,9 +111,12 @@ class RandomKeys:
             return [fold64(self.shared, site)]
         return [fold64(self.samples[0], site)] if len(self.samples) == 1 else self.of_site(site, device)
 
-    def halves(self, seeds: Keys, part: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
+    def halves(
+        self, seeds: Keys, part: Sequence[int], whole: Sequence[int], device: torch.device,
+        begin: tuple[int, int] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the random numbers of a place; see ``halves_of_part``."""
-        return halves_of_part(seeds, part, whole, device)
+        return halves_of_part(seeds, part, whole, device, begin)
 
 
 # A global and not thread-local, because autograd may recompute a forward in one of its threads. A process runs only
@@ -203,12 +207,32 @@ def _hashed(keys: Keys, counters: Tensor) -> Tensor:
     return h.view(torch.int16)
 
 
-def halves_of_part(keys: Keys, part: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
-    """Return int16 ``[len(keys), *part]``: the leading part, in every dimension, of ``random_halves`` of ``whole``."""
+def halves_of_part(
+    keys: Keys, part: Sequence[int], whole: Sequence[int], device: torch.device, begin: tuple[int, int] | None = None
+) -> Tensor:
+    """Return int16 ``[len(keys), *part]``: a part of ``random_halves`` of ``whole``, by default the leading one.
+
+    Args:
+        keys: the keys.
+        part: size of the part.
+        whole: size of the whole.
+        device: where to.
+        begin: (dimension, place) where the part does not begin at 0: a slice of a sequence.
+    """
     if list(part) == list(whole):
         return random_halves(keys, math.prod(part), device).reshape(len(keys), *part)
+    dim, place = begin or (0, 0)
+    before = place * math.prod(whole[dim + 1 :])
+    if begin and math.prod(whole[:dim]) == 1 and list(part[dim + 1 :]) == list(whole[dim + 1 :]) and not before % 2:
+        count = math.prod(part)  # its counters follow one another
+        counters = _counters((math.prod(whole) + 1) // 2, device)[before // 2 : (before + count + 1) // 2]
+        return _hashed(keys, counters)[:, :count].reshape(len(keys), *part)
+    if dim == len(part) - 1:  # rows of one element, so that the part takes whole rows
+        return halves_of_part(keys, [*part, 1], [*whole, 1], device, begin).squeeze(-1)
+    first = [place if d == dim else 0 for d in range(len(part))]
     begins = torch.arange(0, math.prod(whole), whole[-1], device=device).reshape(tuple(whole[:-1]))
-    begins = begins[tuple(slice(size) for size in part[:-1])].flatten().unsqueeze(1)
+    taken = tuple(slice(at, at + size) for at, size in zip(first[:-1], part[:-1], strict=True))
+    begins = begins[taken].flatten().unsqueeze(1)
     # A row of an odd size may begin with the second element of a pair.
     length = part[-1]
     pairs = begins // 2 + torch.arange(length // 2 + 1, device=device)
@@ -222,7 +246,7 @@ def halves_of_part(keys: Keys, part: Sequence[int], whole: Sequence[int], device
 
 def keyed_dropout(
     x: Tensor, p: float, site: int, batch_dim: int | None = 0, divided_dim: int | None = None,
-    longest: Sequence[int] | None = None,
+    longest: Sequence[int] | None = None, sequence_dim: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Zero a share ``p`` of the values and scale the others by ``1 / (1 - p)``; the mask comes from ``random_keys``.
 
@@ -237,14 +261,16 @@ def keyed_dropout(
         divided_dim: the dimension that is divided evenly over tensor ranks; the mask is that of the undivided tensor.
         longest: the shape of ``x`` for one of the longest samples. The mask of a shorter sample is the leading part of
             that shape's, so it does not depend on the padding.
+        sequence_dim: the dimension that is cut where a slice of a sequence runs; the mask is the slice's part of the
+            whole sequence's.
 
     Raises:
-        RunError: there are no keys in training, or keys for another number of samples.
+        RunError: there are no keys in training, keys for another number of samples, or a slice without a dimension.
     """
     if not p or (_current is not None and not _current.training):
         return x
     keep = round((1 - p) * _LEVELS)
-    halves = halves_at(x.shape, site, batch_dim, divided_dim, longest, x.device)
+    halves = halves_at(x.shape, site, batch_dim, divided_dim, longest, x.device, sequence_dim=sequence_dim)
     y = x.movedim(batch_dim, 0) if batch_dim else x
     # The lowest int16 values are dropped; keep / 65536 is the exact probability, so the mean is exact too. The mask is
     # numeric: autograd saves more bytes than for a boolean mask, but a step takes a third less time.
@@ -254,7 +280,7 @@ def keyed_dropout(
 
 def halves_at(
     size: Sequence[int], site: int, batch_dim: int | None, divided_dim: int | None, longest: Sequence[int] | None,
-    device: torch.device, each: int = 1,
+    device: torch.device, each: int = 1, sequence_dim: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the random numbers of a place in the model: int16, of this size with the samples' dimension moved first.
 
@@ -281,15 +307,24 @@ def halves_at(
         moved = divided_dim + 1 if batch_dim is not None and divided_dim < batch_dim else divided_dim
         for sizes in (shape, part, whole):
             sizes[moved] = length * group.size
+    begin = None
+    if (run := current_slice()) is not None:
+        if sequence_dim is None:
+            why = "it is not known along which dimension the sequence lies"
+            raise RunError(f"random site {site}", why, "use parallel.slices: 1")
+        along = sequence_dim + 1 if batch_dim is not None and sequence_dim < batch_dim else sequence_dim
+        begin = along, run.first_position(part[along])
+        if longest is None:
+            whole[along] = part[along] * run.count
     last = [each] if each > 1 else []
-    halves = keys.halves(seeds, [*part, *last], [*whole, *last], device).reshape([*shape, *last])
+    halves = keys.halves(seeds, [*part, *last], [*whole, *last], device, begin).reshape([*shape, *last])
     if divided_dim is not None:
         halves = halves.narrow(moved, group.rank * length, length)
     return halves
 
 
 class KeyedDropout(nn.Module):
-    """Applies ``keyed_dropout`` as a layer: input and output ``[batch, ...]``, one row per sample of the context."""
+    """Applies ``keyed_dropout`` as a layer to ``[batch, sequence, ...]``, one row per sample of the context."""
 
     def __init__(self, p: float, site: int) -> None:
         super().__init__()
@@ -297,7 +332,7 @@ class KeyedDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop values of ``x`` in training."""
-        return keyed_dropout(x, self.p, self.site) if self.training else x
+        return keyed_dropout(x, self.p, self.site, sequence_dim=1) if self.training else x
 
     def extra_repr(self) -> str:
         """Return the layer's arguments, for printing a model."""

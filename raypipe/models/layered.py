@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from raypipe.errors import SpecError
 from raypipe.graph.stages.links import Result, live_after
 from raypipe.graph.values.placeholders import Placeholder
 from raypipe.models.running_statistics import RunningStatistics
@@ -48,6 +49,19 @@ class TiedGroup:
     """Its name in checkpoints, which is that of the first holder."""
     parameters: tuple[tuple[int, str], ...]
     """(layer, parameter name) of each holder, the owner first. Names may be equal."""
+
+
+def equal_slices(sequence: int, slices: int) -> int:
+    """Return the length of each of ``slices`` equal slices of a sequence.
+
+    Raises:
+        SpecError: they would not be equal.
+    """
+    if sequence % slices:
+        fits = max(k for k in range(1, min(slices, sequence) + 1) if sequence % k == 0)
+        why = f"{slices} slices of a sequence of {sequence} would not be equally long"
+        raise SpecError("parallel.slices", why, f"use {fits}, or another divisor of {sequence}")
+    return sequence // slices
 
 
 class StageBody(nn.Module, ABC):
@@ -95,6 +109,8 @@ class LayeredModel(ABC):
     """How each divided parameter is divided, by name."""
     placeholders: tuple[Placeholder, ...] = ()
     """Tokens of which every sample has a fixed number."""
+    slices: int = 1
+    """Slices along the sequence that stages are built to run on; more than 1 only where ``slice_lengths`` allows it."""
     batch_statistics: bool = False
     """Whether the result for a sample depends on the other samples of its micro-batch (batch norm, or the model's own
     loss)."""
@@ -151,6 +167,17 @@ class LayeredModel(ABC):
             live_after(self.results, layers[0] - 1) if layers[0] else (),
             live_after(self.results, layers[-1]) if layers[-1] < self.count - 1 else (),
         )
+
+    def slice_lengths(self, slices: int) -> Lengths:
+        """Return the length of each raw input in a slice, where micro-batches are cut along the sequence.
+
+        Raises:
+            SpecError: the model cannot be computed in slices, or its sequence not be cut into so many.
+        """
+        raise SpecError(
+            "parallel.slices", "of this model it is not known that a position depends on no later one",
+            "use slices: 1, or a model of type gpt",
+        )  # fmt: skip
 
     @abstractmethod
     def reads(self, layers: Sequence[int]) -> frozenset[str]:

@@ -90,6 +90,12 @@ class Task(ABC):
     def targets(self, inputs: Inputs) -> int:
         """Count the targets that ``loss`` sums over."""
 
+    def slice_inputs(self, inputs: Inputs, number: int, lengths: Lengths) -> Inputs:
+        """Return the raw inputs of slice ``number`` of whole sequences, each of its length; see ``slice_lengths``."""
+        return {
+            name: x[:, number * lengths[name] : (number + 1) * lengths[name]].contiguous() for name, x in inputs.items()
+        }
+
     def sums_of_figures(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the figures summed over all targets: ``[figures]``; only where there are ``figures``."""
         raise NotImplementedError
@@ -157,7 +163,7 @@ class NextToken(Labels):
         self.reads = frozenset({"shift_labels" if self.shifted else "labels"})
 
     def _pair(self, output: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        if self.shifted:
+        if "shift_labels" in inputs:  # so in the data, or made for a slice
             return output, inputs["shift_labels"]
         return output[:, :-1], inputs["labels"][:, 1:]
 
@@ -169,6 +175,14 @@ class NextToken(Labels):
         """Count the positions whose next token is a target."""
         labels = inputs["shift_labels"] if self.shifted else inputs["labels"][:, 1:]
         return int((labels != IGNORED).sum())
+
+    def slice_inputs(self, inputs: Inputs, number: int, lengths: Lengths) -> Inputs:
+        """See ``Task.slice_inputs``; the target of a slice's last position is the token after it."""
+        if not self.shifted and "labels" in inputs:
+            labels = inputs["labels"]
+            after = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+            inputs, lengths = {**inputs, "shift_labels": after}, {**lengths, "shift_labels": lengths["labels"]}
+        return super().slice_inputs(inputs, number, lengths)
 
     def labels(self, inputs: Inputs) -> Tensor:
         """Return the labels as the data has them: the tokens themselves, or each one's next token."""

@@ -14,7 +14,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from raypipe.errors import ScheduleError
+from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import GatherKey, Innermost, ParallelSpec, Shard
+from raypipe.job.spec import JobSpec
 from raypipe.plan.cut.layers import Balance
 from raypipe.plan.plan import zero_level
 from raypipe.plan.predict.form import Form, form_of
@@ -117,7 +119,7 @@ class Candidate(ParallelShape):
         return (
             self.stages > 1, self.tensor > 1, self.sub_pipelined, self.recompute != "none", self.devices, self.stages,
             [*SCHEDULES, "auto"].index(self.schedule), self.chunks, self.pipelines, CONCATS.index(self.concat),
-            SYNCS.index(self.sync), self.update != "auto", self.memory_limit is not None, -self.microbatch,
+            self.slices, SYNCS.index(self.sync), self.update != "auto", self.memory_limit is not None, -self.microbatch,
             self.unit or 0, self.balance != "stages", self.level, GATHERS.index(self.gather), -self.shard_group,
             self.innermost != "stages",
         )  # fmt: skip
@@ -126,7 +128,7 @@ class Candidate(ParallelShape):
 PLAIN = (
     "it needs several devices", "it cuts the model", "devices share each layer", "micro-batches run in halves",
     "more stages", "several copies of the weights", "stale weights", "replicas divide their state",
-    "activations computed twice",
+    "micro-batches run in slices", "activations computed twice",
     "more stages a device", "backwards in two parts", "a searched order", "more devices",
 )  # fmt: skip
 """What makes a plan less simple, the most weighty first."""
@@ -136,7 +138,7 @@ def plainness(c: Candidate, form: Form) -> tuple[int, ...]:
     """One number for each of ``PLAIN``; smaller is simpler: what decides between plans that take about as long."""
     return (
         c.devices > 1, c.stages > 1, c.tensor, c.sub_pipelined, c.stages, form.replicas, form.versions != "flush",
-        c.level, c.recompute != "none" or bool(form.recomputes), form.stages // c.stages, not form.joint,
+        c.level, c.slices > 1, c.recompute != "none" or bool(form.recomputes), form.stages // c.stages, not form.joint,
         c.schedule == "auto", c.devices,
     )  # fmt: skip
 
@@ -209,6 +211,30 @@ def chunk_counts(stages: int, layers: int, asked: int | None = None) -> list[int
     return found
 
 
+LEAST_SLICE = 1024
+"""Positions of a slice: the planner tries no shorter ones, whose kernels would be small."""
+MOST_SLICES = 32
+
+
+def slice_counts(job: JobSpec) -> tuple[int, ...]:
+    """Numbers of slices that the planner may try: powers of two for a model that is known to run in slices."""
+    model, train = job.model, job.train
+    if not isinstance(model, GptSpec) or train.compile != "none":
+        return ()
+    fit = (2**n for n in range(1, MOST_SLICES.bit_length()))
+    return tuple(k for k in fit if model.sequence % k == 0 and model.sequence // k >= LEAST_SLICE)
+
+
+def in_slices(c: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:
+    """The candidate with more slices, in ascending order of them.
+
+    One stage alone holds a whole micro-batch whatever its slices, and the runtime cannot combine them with all.
+    """
+    alone = c.stages == 1 or c.tensor > 1 or c.recompute not in ("none", "full")
+    if not alone and "slices" in SCHEDULES[c.schedule].options:
+        yield from (replace(c, slices=k) for k in counts if k > c.slices)
+
+
 def unit_sizes(stages: int, microbatches: int, asked: int | None = None) -> list[int]:
     """Sizes of a scheduling unit, U: all micro-batches, their divisors from D up, and ZeroPP's 2D-1 and 2D; or the one
     that is ``asked`` for."""
@@ -262,7 +288,9 @@ def candidates(grid: Grid, most_stages: int, asked: Asked = NOTHING) -> Iterator
                 continue
             if form.stages * grid.microbatches > MOST:
                 continue
-            if grid.microbatch % (form.size.denominator * (1 + grid.sub_pipelined)):
+            if grid.microbatch % (form.share_of_samples.denominator * (1 + grid.sub_pipelined)):
+                continue
+            if grid.tensor > 1 and form.slices > 1:  # the runtime cannot combine them
                 continue
             if grid.sub_pipelined and form.versions != "flush":  # both halves run on one version
                 continue

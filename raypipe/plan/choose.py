@@ -18,7 +18,7 @@ from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, SAME_AS, SHARDING
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
-from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids
+from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids, slice_counts
 from raypipe.plan.certificate.of_plan import Certificate, Certifiers
 from raypipe.plan.joint.better_plans import better_plans
 from raypipe.plan.plan import Plan
@@ -332,6 +332,7 @@ def choose(
         sharing: Predictor(
             as_exchanged(without_noise(own), train, parallel), train, deepest(job, own),
             syncs=syncs, recompute=ways_to_recompute(given.get("recompute"), greedy), asked=asked,
+            slices=slice_counts(job) if sharing == ALONE and "slices" not in asked else (),
             divides=sharing == ALONE and not profile.batch_statistics
             and not parallel.replan and (not greedy or "shard" in given), _orders=orders_made,
         )

@@ -157,8 +157,8 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
     schedule = place_gradient_sync(schedule, placement_of(parallel.sync))  # raises on an unknown sync
     schedule = add_updates(schedule)
     verify(schedule)
-    each = parallel.microbatch * schedule.size
-    if each.denominator != 1 or each * schedule.microbatches != batch:
+    each = parallel.microbatch * schedule.share_of_samples
+    if each.denominator != 1 or parallel.microbatch * schedule.size * schedule.microbatches != batch:
         raise ScheduleError(
             "microbatches", f"{schedule.microbatches} of {each} sequences do not make a mini-batch of {batch}",
             "choose train.batch, parallel.microbatch and parallel.replicas so that they divide",

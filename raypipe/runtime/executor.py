@@ -269,7 +269,7 @@ class Executor(ProgramRunner):
             recomputed = module.segments[-1].recomputed
         else:
             with nullcontext() if has_backward and not recomputed else torch.no_grad():
-                outputs, halves = self.computation.run(key, computed, stacked(arrived), weights)
+                outputs, halves = self.computation.run(key, computed, stacked(arrived), weights, remade=recomputed)
         if not module.sends_on:
             of_step = self.step + mbs[0] // self.settings.microbatches
             self._losses.setdefault(of_step, []).append(outputs[0].detach())
@@ -286,8 +286,12 @@ class Executor(ProgramRunner):
                 self._saved[(stage, self.base + mb)] = saved
 
     def _rows(self, mbs: Sequence[int]) -> int:
-        """Count the samples that the data really delivered for these micro-batches (if the stage reads any)."""
-        inputs = [next(iter(self._inputs(mb).values()), None) for mb in mbs]
+        """Count the samples that the data really delivered for these micro-batches (if the stage reads any).
+
+        Those of a micro-batch in slices count with its last slice.
+        """
+        whole = [mb for mb in mbs if (mb + 1) % self.settings.slices == 0]
+        inputs = [next(iter(self._inputs(mb).values()), None) for mb in whole]
         return sum(self.settings.samples_per_microbatch if x is None else len(x) for x in inputs)
 
     def _recompute(self, key: StageKey, mb: int) -> None:
@@ -481,6 +485,7 @@ class Executor(ProgramRunner):
         self._saved.clear()
         self._losses.clear()
         self.computation.figures.clear()
+        self.computation.pieces.clear()
         self._counted.clear()
         self._gather_waits.clear()
 

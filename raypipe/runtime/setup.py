@@ -48,6 +48,8 @@ class Setup:
     shards: Path | None = None
     """Folder of this node in which shards of checkpoints are written before they are sent to the driver; None where the
     node shares the run's directory."""
+    slices: int = 1
+    """Slices of a micro-batch along the sequence, each an id of its own."""
     recomputed: frozenset[int] | None = None
     """Layers that an R task recomputes; None for all of its stage."""
     sharding: Sharding | None = None

@@ -137,6 +137,8 @@ class StepSettings:
     microbatches: int
     """Micro-batch ids of a step, over all replicas."""
     samples_per_microbatch: int
+    slices: int = 1
+    """Slices of a micro-batch along the sequence, each an id of its own."""
     clip: float | None
     skips: bool = False
     """Whether a step whose loss or gradients are not finite makes no update."""

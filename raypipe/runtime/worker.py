@@ -250,6 +250,7 @@ class StageWorker:
         job = setup.job
         groups = self._own_groups(setup)
         self.plan = plan = build_model(job, setup.fields, setup.tensor_rank)
+        plan.slices = setup.slices
         self.io_specs = specs = io_specs_of(setup, plan)
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): build_stage(setup, plan, specs, stage, self.device)
@@ -275,6 +276,8 @@ class StageWorker:
             for key, kept in versions.items():
                 kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.tensor_rank))
         feed = device_feed(setup, plan.task, self.modules, self.device, self.reads_whole)
+        if setup.slices > 1:
+            feed.cut(setup.slices, plan.slice_lengths(setup.slices))
         senders, receivers = (
             own_channels(communicators.senders, setup.tensor),
             own_channels(communicators.receivers, setup.tensor),
@@ -289,7 +292,7 @@ class StageWorker:
         update: RequestedNormPolicy = "wait" if together else job.parallel.update
         settings = StepSettings(
             seed=job.train.seed, microbatches=setup.microbatches,
-            samples_per_microbatch=setup.samples_per_microbatch,
+            samples_per_microbatch=setup.samples_per_microbatch, slices=setup.slices,
             clip=job.train.clip, skips=skips, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
             autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, tensor_rank=setup.tensor_rank,
             by_layer=self._by_layer(setup), side_stream=job.parallel.side_stream,

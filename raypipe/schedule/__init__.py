@@ -27,15 +27,17 @@ from raypipe.schedule.shape import Shape
 
 __all__ = ["SCHEDULES", "Family", "Shape", "generate", "stages_of"]
 
-_CHUNKS, _MEMORY = frozenset({"chunks"}), frozenset({"memory_limit"})
+_CHUNKS, _MEMORY, _SLICES = frozenset({"chunks"}), frozenset({"memory_limit"}), frozenset({"slices"})
 
 SCHEDULES: dict[str, Family] = {
-    "gpipe": Family(make=gpipe.gpipe, about="all forwards, then all backwards", fills=True),
-    "1f1b": Family(make=one_f_one_b.one_f_one_b, about="warm up, then one forward for one backward, then drain"),
-    "dapple": Family(make=one_f_one_b.one_f_one_b, about="the same as 1f1b"),
+    "gpipe": Family(make=gpipe.gpipe, about="all forwards, then all backwards", options=_SLICES, fills=True),
+    "1f1b": Family(
+        make=one_f_one_b.one_f_one_b, about="warm up, then one forward for one backward, then drain", options=_SLICES,
+    ),
+    "dapple": Family(make=one_f_one_b.one_f_one_b, about="the same as 1f1b", options=_SLICES),
     "interleaved-1f1b": Family(
         make=one_f_one_b.interleaved, about="1F1B with several stages a device: smaller bubbles, more messages",
-        options=_CHUNKS,
+        options=_CHUNKS | _SLICES,
     ),
     "bfs": Family(
         make=gpipe.breadth_first, about="breadth-first: a stage takes all micro-batches in a row; for sharded weights",
@@ -57,7 +59,8 @@ SCHEDULES: dict[str, Family] = {
         make=pipedream.pipedream_2bw, about="asynchronous 1F1B with two weight versions: gradients one step old",
     ),
     "zb-h1": Family(
-        make=zero_bubble.h1, about="zero bubble in 1F1B's memory: split backward, least makespan", options=_MEMORY,
+        make=zero_bubble.h1, about="zero bubble in 1F1B's memory: split backward, least makespan",
+        options=_MEMORY | _SLICES,
         placement=greedy.ring,
     ),
     "zb-h2": Family(

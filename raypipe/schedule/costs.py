@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import JOINT, KINDS, TRAITS
+from raypipe.schedule.kinds import JOINT, KINDS, TRAITS, Kind
 from raypipe.schedule.latency import Comm, latencies, latency
 
 LONGEST = 1e12
@@ -34,6 +34,11 @@ class CostTable:
     """One all-gather of the stage's weights over its shard group; left out, it takes no time."""
     reduce_scatter: tuple[float, ...] = ()
     """One reduce-scatter of its gradients over its shard group; left out, it takes no time."""
+    attention: tuple[float, ...] = ()
+    """The part of ``forward`` that grows along the sequence: causal attention. Of k slices, slice i takes (2i + 1)/k^2
+    of it, and 1/k of all else. Left out, there is none."""
+    attention_grad: tuple[float, ...] = ()
+    """The same part of ``input_grad``; weight gradients have none."""
     comm: Comm = 0.0
     """Latency of a message between two devices; messages inside a device take no time. It is one number for every link,
     or a tuple whose value s is the latency between stages s and s+1 in both directions; see ``latency`` for stages
@@ -57,7 +62,7 @@ class CostTable:
         )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name in ("gather", "reduce_scatter"):
+        for name in ("gather", "reduce_scatter", "attention", "attention_grad"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * len(self.forward))
         single = [kind for kind, fields in _FIELDS.items() if len(fields) == 1]
@@ -68,6 +73,11 @@ class CostTable:
             for stage, value in enumerate(self.by_kind(kind)):
                 if not 0 <= value < float("inf"):
                     raise ScheduleError("costs", f"{kind} of stage {stage} is {value}", "use a finite number >= 0")
+        for name, whole in (("attention", self.forward), ("attention_grad", self.input_grad)):
+            part = getattr(self, name)
+            if len(part) != len(whole) or not all(0 <= p <= w for p, w in zip(part, whole, strict=True)):
+                what = "forward" if name == "attention" else "input_grad"
+                raise ScheduleError(name, f"{part} is no part of {what}", f"use numbers from 0 to {what}, per stage")
         for value in latencies(self.comm):
             if not 0 <= value < float("inf"):
                 raise ScheduleError("costs", f"comm is {value}", "use a finite number >= 0")
@@ -99,7 +109,7 @@ class CostTable:
         return fields[0] if len(fields) == 1 else tuple(map(sum, zip(*fields, strict=True)))
 
     def durations(self, schedule: Schedule, tasks: list[Task]) -> list[float]:
-        """Return the time of each task: its stage's cost times the number of its micro-batches.
+        """Return the time of each task: its stage's cost times the number of its micro-batches, or its slice's share.
 
         Raises:
             ScheduleError: the table has another number of stages than the schedule.
@@ -119,7 +129,24 @@ class CostTable:
         size = float(schedule.size)
         if size == 1.0:
             return [table[k][s] * len(mbs) if len(mbs) > 1 else table[k][s] for k, s, mbs, _ in tasks]
-        return [table[k][s] * (len(mbs) * size if mbs else 1) for k, s, mbs, _ in tasks]
+        slices = schedule.rules.slices
+        if slices == 1:
+            return [table[k][s] * (len(mbs) * size if mbs else 1) for k, s, mbs, _ in tasks]
+        grows = self._growing(schedule)
+        return [
+            (table[k][s] + grows[k][s] * ((2 * (mbs[0] % slices) + 1) / slices - 1)) * size if mbs else table[k][s]
+            for k, s, mbs, _ in tasks
+        ]
+
+    def _growing(self, schedule: Schedule) -> dict[Kind, tuple[float, ...]]:
+        """Return, per kind and stage, the part of a full micro-batch's time that grows along the sequence."""
+        zeros = (0.0,) * self.stages
+        again = tuple(
+            r * a / f if f else 0.0 for r, a, f in zip(self.recompute, self.attention, self.forward, strict=True)
+        )
+        joint = tuple(g * b.input_grad for g, b in zip(self.attention_grad, schedule.backwards, strict=True))
+        parts: dict[Kind, tuple[float, ...]] = {"F": self.attention, "R": again, "B": self.attention_grad}
+        return {kind: joint if kind in JOINT else parts.get(kind, zeros) for kind in KINDS}
 
 
 def _per_link(values: tuple[float, ...], stages: int) -> Comm:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.garbage_collection import no_collection
@@ -15,9 +16,18 @@ from raypipe.schedule.grid import grid
 from raypipe.schedule.ir import Backward, Rules, Schedule, Task
 from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, KINDS, READS_WEIGHTS, WEIGHT_GRADIENTS, Kind
 
-Need = tuple[tuple[Kind, ...], int]
-"""``(kinds, stage)``: a task of any of these kinds at this stage, for the same micro-batch."""
+
+class Need(NamedTuple):
+    """A task of any of these kinds at this stage."""
+
+    kinds: tuple[Kind, ...]
+    stage: int
+    along: int = 0
+    """For the same micro-batch id (0), or for that of the slice before (-1) or after (1), where there is one."""
+
+
 _BACKWARD = tuple(kind for kind in KINDS if kind in BACKWARD)
+_WEIGHTS = tuple(kind for kind in KINDS if kind in WEIGHT_GRADIENTS)
 
 
 def dependencies(
@@ -25,7 +35,8 @@ def dependencies(
 ) -> list[Need]:
     """Return what must have finished before a compute task of ``stage`` may start, for each of its micro-batches.
 
-    The backward of a last stage (without outputs) waits only for its own forward.
+    The backward of a last stage (without outputs) waits only for its own forward. With slices, a forward also waits
+    for the keys and values of the slice before, and a backward for their gradients from the slice after.
 
     Args:
         kind: kind of the task.
@@ -36,18 +47,21 @@ def dependencies(
         rules: the options of the schedule.
         backward: what the backward of ``stage`` consists of (``ir.backwards``).
     """
-    gradient: list[Need] = [(_BACKWARD, s) for s in outputs]
-    own: list[Need] = [(("R",) if recomputed else ("F",), stage)]
+    gradient = [Need(_BACKWARD, s) for s in outputs]
+    own = [Need(("R",) if recomputed else ("F",), stage)]
+    sliced = rules.slices > 1
+    if sliced:  # what computes the gradients of keys and values: W where it runs the whole backward
+        gradient.append(Need(_BACKWARD if backward.input_grad else _WEIGHTS, stage, 1))
     if kind == "F":
-        return [(("F",), s) for s in inputs]
+        return [Need(("F",), s) for s in inputs] + [Need(("F",), stage, -1)] * sliced
     if kind == "R":
-        return [(("F",), stage), *(gradient if rules.recompute == "late" else [])]
+        return [Need(("F",), stage), *(gradient if rules.recompute == "late" else [])]
     if kind in BACKWARD:
         return own + gradient
     if kind == "W":
         if rules.w_dep == "grad" or not backward.input_grad:
             return own + gradient
-        return [(("B",), stage)]
+        return [Need(("B",), stage)]
     return []
 
 
@@ -64,7 +78,7 @@ class TaskGraph:
     preds: list[list[int]]
     """Per task, the tasks it depends on, without the order of its own device."""
     missing: list[tuple[int, Need, int]]
-    """(task, need, micro-batch) for dependencies that no task provides; the schedule is then invalid."""
+    """(task, need, micro-batch id of the need) for what no task provides; the schedule is then invalid."""
     doubled: list[tuple[int, int]]
     """Pairs of tasks that do the same work; the schedule is then invalid."""
 
@@ -118,9 +132,9 @@ def link(schedule: Schedule) -> TaskGraph:
     missing: list[tuple[int, Need, int]] = []
     recomputed = [where.get(("R", s), empty) for s in range(schedule.stages)]
     plain: dict[tuple[Kind, int], list[dict[int, int]]] = {}
-    """Fast path without recomputation: (kind, stage) -> per need, micro-batch -> the task that provides it."""
+    """Fast path without recomputation and slices: (kind, stage) -> per need, micro-batch -> what provides it."""
     for i, (kind, stage, mbs, _) in enumerate(tasks):
-        if len(mbs) == 1:  # nearly all tasks of nearly all schedules
+        if len(mbs) == 1 and rules.slices == 1:  # nearly all tasks of nearly all schedules
             one = plain.get((kind, stage))
             if one is None and not recomputed[stage]:
                 rule = dependencies(kind, stage, inputs[stage], outputs[stage], False, rules, backwards[stage])
@@ -138,16 +152,19 @@ def link(schedule: Schedule) -> TaskGraph:
             needs = known.get(case)
             if needs is None:
                 rule = dependencies(kind, stage, inputs[stage], outputs[stage], case[2], rules, backwards[stage])
-                needs = known[case] = [(n, [where.get((k, n[1]), empty) for k in n[0]]) for n in rule]
+                needs = known[case] = [(n, [where.get((k, n.stage), empty) for k in n.kinds]) for n in rule]
             for need, providers in needs:
+                needed = rules.neighbour(mb, need.along) if need.along else mb
+                if needed is None:
+                    continue
                 for provider in providers:
-                    source = provider.get(mb)
+                    source = provider.get(needed)
                     if source is not None:
                         if source not in found:
                             found.append(source)
                         break
                 else:
-                    missing.append((i, need, mb))
+                    missing.append((i, need, needed))
         preds.append(found)
     if bookkeeping:
         _link_bookkeeping(schedule, tasks, bookkeeping, preds)
@@ -158,7 +175,7 @@ def link(schedule: Schedule) -> TaskGraph:
 
 def _either(where: dict[tuple[Kind, int], dict[int, int]], need: Need) -> dict[int, int]:
     """Micro-batch -> the task of the first of the need's kinds that has one."""
-    kinds, stage = need
+    kinds, stage, _ = need
     known = [where[kind, stage] for kind in kinds if (kind, stage) in where]
     if len(known) == 1:
         return known[0]

@@ -28,7 +28,7 @@ def check_links(graph: TaskGraph) -> None:
             graph, late, f"repeats the work of {graph.tasks[early]} on device {graph.device[early]}", "remove one"
         )
     if graph.missing:
-        task, (kinds, stage), mb = min(graph.missing, key=lambda m: _position(graph, m[0]))
+        task, (kinds, stage, _), mb = min(graph.missing, key=lambda m: _position(graph, m[0]))
         needed = " or ".join(f"{stage}{kind}{mb}" for kind in kinds)
         raise fault_at(graph, task, f"waits for {needed}, which no device runs", f"add {needed} to an order")
 

@@ -4,6 +4,7 @@ Glossary. Papers use these words in different ways; raypipe uses those of ZeroPP
 
     stage        a contiguous run of model layers      device    one entry of a placement
     micro-batch  one forward + backward unit of a step replica   one chain of stages; ``placement[replica][stage]``
+    slice        a micro-batch's share of the sequence: with k slices, ids m*k .. m*k + k - 1 are micro-batch m
     task         one unit of work of a device          order     a device's tasks, in the order it runs them
     activation   what a stage keeps of a micro-batch from its F (its R, where recomputed) to its last task: W or BW
     frozen       a stage without a trained parameter; it has no W, and no B either where no gradient passes through it
@@ -88,6 +89,14 @@ class Rules:
     """A stage that sends no gradient on (stage 0, and others behind frozen stages alone) has W tasks but no B."""
     frozen: tuple[int, ...] = ()
     """Stages without a trained parameter, in ascending order; see ``Backward``."""
+    slices: int = 1
+    """Slices that each micro-batch is cut into along the sequence, k. Slice i attends to the keys and values of slices
+    up to i, so forwards run in order and backwards in reverse (Seq1F1B, arXiv:2406.03488)."""
+
+    def neighbour(self, mb: int, along: int) -> int | None:
+        """Return the id ``along`` slices after ``mb``'s (before, if negative); None beyond its micro-batch's ends."""
+        place = mb % self.slices + along
+        return mb + along if 0 <= place < self.slices else None
 
 
 Versions = Literal["flush", "stash", "2bw"]
@@ -190,7 +199,7 @@ class Schedule:
     graph: StageGraph
     rules: Rules = field(default_factory=Rules)
     size: Fraction = Fraction(1)
-    """Share of a full micro-batch that one id stands for; 1/2 in backward halving."""
+    """Share of a full micro-batch that one id stands for; 1/2 in backward halving, 1/k with k slices."""
     versions: Versions = "flush"
     sharding: Sharding | None = None
     """What data-parallel copies divide; None: nothing, and there are no AG, RS and FREE."""
@@ -204,6 +213,11 @@ class Schedule:
     def stages(self) -> int:
         """Number of stages of one replica."""
         return self.graph.stages
+
+    @property
+    def share_of_samples(self) -> Fraction:
+        """Share of a full micro-batch's samples that one id runs on; a slice runs on all of them."""
+        return self.size * self.rules.slices
 
     @property
     def backwards(self) -> tuple[Backward, ...]:

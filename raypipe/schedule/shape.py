@@ -47,6 +47,9 @@ class ScheduleOptions:
     )
     """Activations a device may hold at once, in units of one stage's for one micro-batch."""
 
+    slices: int = field(default=1, metadata=told("K", "Slices of a micro-batch along the sequence [1]."))
+    """Slices that a micro-batch is cut into along the sequence, k; for causal models."""
+
     @property
     def options(self) -> dict[str, Any]:
         """The options alone, by name."""
@@ -69,12 +72,12 @@ class Shape(ScheduleOptions):
     """Full micro-batches of a step, N, over all replicas of the family's own (not data-parallel copies)."""
 
     def __post_init__(self) -> None:
-        for name in ("devices", "microbatches", "chunks"):
+        for name in ("devices", "microbatches", "chunks", "slices"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ScheduleError(name, f"{value!r} is not a count", "use a whole number >= 1")
-        if (size := self.devices * self.chunks * self.microbatches) > MOST:
-            name = max(("devices", "microbatches", "chunks"), key=lambda n: int(getattr(self, n)))
+        if (size := self.devices * self.chunks * self.microbatches * self.slices) > MOST:
+            name = max(("devices", "microbatches", "chunks", "slices"), key=lambda n: int(getattr(self, n)))
             raise ScheduleError(
                 name, f"{size} times a micro-batch on a stage, a step of more than {MOST}", "use smaller numbers"
             )

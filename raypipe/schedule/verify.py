@@ -39,6 +39,7 @@ def verify(
     _check_placement(schedule)
     _check_edges(schedule)
     _check_frozen(schedule)
+    _check_slices(schedule)
     graph = link(schedule) if graph is None else graph
     _check_tasks(graph)
     check_links(graph)
@@ -50,6 +51,28 @@ def verify(
         check_memory(schedule, memory_limit)
     if version_limit is not None:
         check_versions(schedule, version_limit)
+
+
+def _check_slices(schedule: Schedule) -> None:
+    """Check that ids make whole micro-batches of slices, each of which runs alone and on one replica."""
+    slices, count = schedule.rules.slices, schedule.microbatches
+    if slices == 1:
+        return
+    if slices < 1 or count % slices or schedule.share_of_samples != 1:
+        raise ScheduleError(
+            "slices", f"{slices} slices for {count} ids, each {schedule.size} of a micro-batch",
+            f"give k slices, size 1/k and a multiple of k ids, such as {max(1, count // max(1, slices)) * slices}",
+        )  # fmt: skip
+    if schedule.versions != "flush":
+        raise ScheduleError("slices", f'weight versions ("{schedule.versions}")', "use a synchronous schedule")
+    replica_of: dict[int, int] = {}
+    for task in schedule.tasks():
+        if len(task.mbs) > 1:
+            raise ScheduleError("slices", f"{task} carries several ids", "give each slice tasks of its own")
+        for mb in task.mbs:
+            if replica_of.setdefault(mb // slices, task.replica) != task.replica:
+                why = f"{task} is on another replica than other slices of micro-batch {mb // slices}"
+                raise ScheduleError("slices", why, "keep the slices of a micro-batch together")
 
 
 def _check_placement(schedule: Schedule) -> None:

@@ -137,6 +137,8 @@ def build(
     stages = len(places[0])
     graph = StageGraph.chain(stages) if graph is None else graph
     rules = Rules() if rules is None else rules
+    if rules.slices > 1:  # a lane runs its micro-batches in ascending order, a backward its slices in descending order
+        raise ScheduleError("slices", "orders are not searched for slices", "leave it out, or name a schedule")
     if costs.stages != stages:
         raise ScheduleError("costs", f"{costs.stages} values for {stages} stages", f"give 1 or {stages} values")
     devices = 1 + max(d for row in places for d in row)
@@ -173,7 +175,7 @@ def build(
     p.before = [[] for _ in p.kind]
     p.after = [[] for _ in p.kind]
     for (kind, s, replica), c in number.items():
-        for needed, at in dependencies(kind, s, inputs[s], outputs[s], s in recompute, rules, needs[s]):
+        for needed, at, _ in dependencies(kind, s, inputs[s], outputs[s], s in recompute, rules, needs[s]):
             source = next(number[k, at, replica] for k in needed if (k, at, replica) in number)
             lag = latency[replica][s][at] if latency else 0.0
             p.before[c].append((source, lag))

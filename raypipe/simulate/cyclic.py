@@ -222,7 +222,7 @@ def _missing(graph: TaskGraph, count: int, comm: Comm) -> Edges:
     ran = {(t.kind, t.stage, mb): i for i, t in enumerate(graph.tasks) for mb in t.mbs}
     latency = delays(graph.schedule.placement, graph.schedule.graph, comm)
     found: Edges = {}
-    for i, (kinds, stage), mb in graph.missing:
+    for i, (kinds, stage, _), mb in graph.missing:
         task = graph.tasks[i]
         lag = latency[task.replica][task.stage][stage] if latency is not None else 0.0
         source = next(ran[kind, stage, mb + count] for kind in kinds if (kind, stage, mb + count) in ran)

@@ -128,7 +128,7 @@ def _turn(step: _Step, before: _Step, costs: CostTable, occupancy: float, norm: 
     merge(also, all_reduces_before_updates(graph))
     edges = carried(graph, before.graph)
     merge(edges, after)
-    for i, (_, stage), mb in graph.missing:  # what an asynchronous step lacks, the step before ran
+    for i, (_, stage, _), mb in graph.missing:  # what an asynchronous step lacks, the step before ran
         task = graph.tasks[i]
         name = (stage, task.stage, mb + schedule.microbatches)
         if name in before.sent:  # else it ran on the same device

@@ -4,6 +4,8 @@ One device runs whole schedules, with two stages on it where the schedule has ch
 (messages, gradient sums) is left to the runs in tests/runtime.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -25,9 +27,11 @@ from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.optimizer import make_optimizer
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule import Shape, generate
+from raypipe.schedule.ir import StageGraph
 from raypipe.schedule.lowering.asynchronous import WHOLE, parts
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_recompute, add_updates
+from raypipe.schedule.verify import verify
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +72,9 @@ class Noise:
 def executor(spec, schedule, cut, microbatch, dtype, recomputed=None, groups=None):
     """The runtime's own executor over all stages, as a stage actor would make it; ``groups`` divide the stages."""
     cpu, weights = torch.device("cpu"), DTYPES[dtype]
-    model, samples = GptLayers(spec, weights), int(microbatch * schedule.size)
-    train = TrainSpec(steps=3, batch=samples * schedule.microbatches, dtype=dtype)
+    model, samples = GptLayers(spec, weights), int(microbatch * schedule.share_of_samples)
+    slices = schedule.rules.slices
+    train = TrainSpec(steps=3, batch=samples * schedule.microbatches // slices, dtype=dtype)
     split = any(task.kind == "W" for task in schedule.tasks())
     modules = {(s, 0): StageModule(model, list(part), 0, cpu, split, recomputed) for s, part in enumerate(cut)}
     tied = [
@@ -78,16 +83,18 @@ def executor(spec, schedule, cut, microbatch, dtype, recomputed=None, groups=Non
     ]
     settings = StepSettings(
         seed=0, microbatches=schedule.microbatches, samples_per_microbatch=samples, clip=None, update="wait",
-        timeout_s=10, device=cpu,
+        timeout_s=10, device=cpu, slices=slices,
         autocast=torch.bfloat16 if dtype == "bfloat16" else None,
     )  # fmt: skip
     shards = divide(modules, schedule.sharding, schedule.placement, tuple(tied), groups or {})
     sync = GradientSync(0, modules, schedule.placement, tuple(tied), {}, sharded=shards.stages)
     updated = {k: shards.stages[k].pieces if k in shards.stages else m.named.values() for k, m in modules.items()}
     reads = {name for module in modules.values() for name in module.reads}
+    feed = Feed(Noise(spec), model.task, reads, 0, train.batch, samples, cpu, weights)
+    if slices > 1:
+        feed.cut(slices, model.slice_lengths(slices))
     return Executor(
-        settings, modules, {k: make_optimizer(train, some) for k, some in updated.items()}, model.task,
-        Feed(Noise(spec), model.task, reads, 0, train.batch, samples, cpu, weights),
+        settings, modules, {k: make_optimizer(train, some) for k, some in updated.items()}, model.task, feed,
         sync, Shares(None), {}, {}, StageIOSpecs(model, cut, samples),
         {k: WeightVersions(m, schedule.versions) for k, m in modules.items()} if schedule.versions != "flush" else {},
         shards,
@@ -158,6 +165,44 @@ def test_layers_that_are_computed_again_keep_nothing_until_then(name, cut, recom
     (predicted,) = device_memory(profile, cut, schedule, 2, recomputed=recomputed)
     found = measured(executor(spec, schedule, cut, 2, "float32", recomputed), schedule)
     assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype", "slices", "chunks", "recompute"),
+    [
+        ("1f1b", "float32", 4, 1, False), ("1f1b", "float64", 8, 1, False), ("gpipe", "float32", 4, 1, True),
+        ("zb-h1", "float32", 4, 1, False), ("interleaved-1f1b", "float32", 4, 2, False),
+        ("1f1b", "bfloat16", 2, 1, False), ("1f1b", "float32", 4, 1, True),
+    ],
+)  # fmt: skip
+def test_slices_keep_their_share_of_a_sequence(name, dtype, slices, chunks, recompute):
+    spec = GptSpec(layers=4, hidden=128, heads=4, sequence=256, vocabulary=256, dropout=0.1)
+    schedule = generate(name, Shape(devices=1, microbatches=2, slices=slices, chunks=chunks))
+    if recompute:
+        schedule = add_recompute(schedule, "early")
+    cut = TWO if chunks > 1 else ONE
+    (predicted,) = device_memory(analytic_profile(spec, MACHINE, dtype, [2]), cut, schedule, 2)
+    found = measured(executor(spec, schedule, cut, 2, dtype), schedule)
+    assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
+
+
+@pytest.mark.slow
+def test_the_first_of_four_stages_keeps_less_in_slices():
+    """Its order alone on one device: 4 micro-batches in flight, or 7 slices of a quarter each."""
+    spec = GptSpec(layers=4, hidden=128, heads=4, sequence=256, vocabulary=256, dropout=0.1)
+    profile, found, activations = analytic_profile(spec, MACHINE, "float32", [2]), {}, {}
+    for slices in (1, 4):
+        whole = generate("1f1b", Shape(devices=4, microbatches=6, slices=slices))
+        chain = replace(whole, placement=((0,),), orders=whole.orders[:1], graph=StageGraph.chain(1))
+        verify(chain)
+        (predicted,) = device_memory(profile, ONE, chain, 2)
+        found[slices] = measured(executor(spec, chain, ONE, 2, "float32"), chain)
+        assert predicted.total == pytest.approx(found[slices], rel=0.04), predicted.terms()
+        activations[slices] = predicted.activations
+    assert activations[4] / activations[1] == pytest.approx(7 / 16, rel=0.05)
+    saved = activations[1] - activations[4]
+    assert found[1] - found[4] == pytest.approx(saved, rel=0.1)
 
 
 @pytest.mark.slow

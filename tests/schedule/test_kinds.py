@@ -49,6 +49,6 @@ def test_a_joint_default_time_is_the_sum_of_its_parts() -> None:
 def test_a_backward_waits_for_the_backward_of_the_stage_behind() -> None:
     for kind in KINDS:
         waits = {
-            k for kinds, stage in dependencies(kind, 0, [], [1], False, Rules(), ONE[0]) if stage == 1 for k in kinds
+            k for kinds, stage, _ in dependencies(kind, 0, [], [1], False, Rules(), ONE[0]) if stage == 1 for k in kinds
         }
         assert waits == (BACKWARD if kind in BACKWARD else set())

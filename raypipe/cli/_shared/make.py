@@ -34,7 +34,7 @@ SHAPE_KINDS: dict[str, Callable[[str], Any]] = {
 DEFAULT_SHAPE = {"devices": 4, "microbatches": 8}
 DEFAULT_COSTS = {
     "forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "recompute": 0.0, "comm": 0.0, "gather_time": 0.0,
-    "reduce_scatter_time": 0.0,
+    "reduce_scatter_time": 0.0, "attention": 0.0, "attention_grad": 0.0,
 }  # fmt: skip
 """Default of each option that is a cost; ``COLUMN`` says where one is in the table if its name is another."""
 COLUMN = {"gather_time": "gather", "reduce_scatter_time": "reduce_scatter"}

@@ -279,6 +279,7 @@ class _Moments:
         where one is fuller than all before.
         """
         recomputed, with_b, divided = self.recomputed, self.with_b, self.setting.schedule.sharding is not None
+        slices = self.setting.schedule.rules.slices
         alive: dict[tuple[int, int], float] = {}
         ran: set[tuple[int, int]] = set()  # (stage, micro-batch) whose backward ran and whose B or W is still to come
         self.undo = undo if head > 0 else 0.0
@@ -303,7 +304,7 @@ class _Moments:
                 if kind in ("F", "R"):
                     size = stage.kept
                     if kind == "F" and key in recomputed:
-                        size = stage.kept_for_r
+                        size = stage.kept_for_r + (stage.key_gradients if slices > 1 else 0.0)  # and what these are of
                     elif kind == "F" and self.setting.shares_input[s] and (s - 1, mb) not in recomputed:
                         size -= stage.input
                     activations += size - alive.get(key, 0.0)
@@ -327,6 +328,11 @@ class _Moments:
                         self.activations = activations
                         self.moment(stage.workspace, stage.messages)
                         most = self._most
+                    if slices > 1:  # of the slices before this one, whose backwards are still to come
+                        waiting, place = (s, -1 - mb // slices), mb % slices
+                        activations += stage.key_gradients * place - alive.pop(waiting, 0.0)
+                        if place:
+                            alive[waiting] = stage.key_gradients * place
                     left = 0.0
                     if not ends or (kind == "W" and key in with_b):
                         # A W that ran the backward leaves B the gradient to send.

@@ -37,6 +37,8 @@ class StageMemory:
     """What the stage before sent."""
     output: float
     """What goes to the next stage; the last one's is a number, and counts as nothing."""
+    key_gradients: float
+    """Gradients of keys and values of one slice, from the backward of the slice after it to its own."""
     workspace: float
     """Temporary memory at the worst moment of a backward, beside what is kept at its start."""
 
@@ -108,7 +110,7 @@ def stage_memory(
         + (0.0 if split else sum(layer.kept_fixed_bytes for layer in own)),
         kept_for_w=sum(layer.waiting for layer in own) * samples,
         kept_for_r=_kept_for_r(profile, layers, samples, split, arriving, recomputed),
-        input=arriving, output=output,
+        input=arriving, output=output, key_gradients=sum(layer.key_value_bytes for layer in own) * samples,
         workspace=_workspace(own, samples, split, float(tied * each.gradient) if len(ends) == 2 else 0.0),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from raypipe.job import GptSpec
 from raypipe.models.gpt import modules as gpt
 from raypipe.models.gpt.unset import allocate, unset_parameters
 from raypipe.models.keyed_random import fold64
-from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup
+from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup, equal_slices
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
 from raypipe.tensor import Division
 
@@ -63,6 +63,11 @@ class GptLayers(LayeredModel):
         """Return the residual stream, which keeps the parameters' dtype under autocast too."""
         sequence = lengths.get("input_ids", self.model.sequence)
         return (CutTensor((samples, sequence, self.model.hidden), self.dtype, True),) * len(results)
+
+    def slice_lengths(self, slices: int) -> Lengths:
+        """See ``LayeredModel.slice_lengths``; all but attention and positions is computed per token."""
+        length = equal_slices(self.model.sequence, slices)
+        return dict.fromkeys(("input_ids", *self.task.reads), length)
 
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """Return ``input_ids`` if the embedding is among these layers."""

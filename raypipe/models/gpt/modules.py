@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from raypipe.job import GptSpec
 from raypipe.models.keyed_random import KeyedDropout
+from raypipe.models.slices.attention import causal_attention
+from raypipe.models.slices.current import current_slice
 
 INIT_STD = 0.02
 """Standard deviation of the start values of embeddings and matrices."""
@@ -31,8 +33,10 @@ class Embedding(nn.Module):
         self.dropout = KeyedDropout(model.dropout, site=0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed tokens; sequences may be shorter than the model's."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        """Embed tokens; sequences may be shorter than the model's, or a slice of one."""
+        length, run = tokens.shape[1], current_slice()
+        first = 0 if run is None else run.first_position(length)
+        places = torch.arange(first, first + length, device=tokens.device)
         y: Tensor = self.dropout(self.token(tokens) + self.position(places))
         return y
 
@@ -60,7 +64,7 @@ class Block(nn.Module):
         # The number of heads (-1) is that of this tensor rank's share.
         qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, -1, self.head_width)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = causal_attention(q, k, v)
         y = y.transpose(1, 2).flatten(2)
         x = x + self.attention_dropout(self.attention_out(y))
         inner = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate=self.approximate)

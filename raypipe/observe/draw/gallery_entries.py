@@ -47,6 +47,12 @@ ENTRIES: tuple[Entry, ...] = (
         formulas={MAKESPAN: "(N + D - 1) * (F + BW)", MOST: "min(D, N)"},
     ),
     Entry(
+        schedule="1f1b", title="1f1b with slices", shape={"slices": 4, "microbatches": 3},
+        source="Sun et al. 2024, Seq1F1B; Li et al. 2021, TeraPipe",
+        when="Long sequences of causal models: each micro-batch in k = 4 slices along the sequence. Digits are slices.",
+        formulas={MAKESPAN: "(4 * N + D - 1) * (F + BW) / 4", MOST: "min(D + 3, 4 * N) / 4"},
+    ),
+    Entry(
         schedule="interleaved-1f1b", shape={"chunks": 2}, costs=HALF, source=CHUNKED,
         when="Few micro-batches and fast links: bubbles shrink by V, messages grow by V. Activations count in chunks.",
         formulas={MAKESPAN: "(N + (D - 1) / V) * (F + BW)", MOST: "V * D + D - 1"},

@@ -158,7 +158,7 @@ def _planned_times(plan: Plan, profile: Profile, schedule: Schedule) -> TaskTime
     split = any(task.kind == "W" for task in schedule.tasks())
     costs = stage_costs(
         profile, plan.cut, plan.parallel.microbatch, schedule.placement[:per_copy], copies=plan.parallel.replicas,
-        innermost=plan.parallel.innermost, size=float(schedule.size), split=split,
+        innermost=plan.parallel.innermost, size=float(schedule.size), slices=schedule.rules.slices, split=split,
     )  # fmt: skip
     return task_times(schedule, costs)
 

@@ -8,12 +8,13 @@ whose times are skewed: with medians, predictions were twice as far below the me
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
+from raypipe.schedule.ir import Schedule
 from raypipe.simulate.timeline import Timeline
 
 HICCUP = 3.0
@@ -24,6 +25,7 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
     """Return the mean task times per stage, in seconds, over measured steps of one schedule, without outliers."""
     schedule = timelines[0].schedule
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    slices, by_slice = schedule.rules.slices, defaultdict[tuple[str, int], dict[int, list[float]]](dict)
     size = float(schedule.size)
     for timeline in timelines:
         for spans in timeline.spans:
@@ -32,6 +34,8 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
                     continue
                 share = len(task.mbs) * size if task.mbs else 1.0
                 times[(task.kind, task.stage)].append((end - start) / share)
+                if slices > 1 and task.mbs:
+                    by_slice[task.kind, task.stage].setdefault(task.mbs[0] % slices, []).append((end - start) / share)
 
         for stage, duration in _all_reduces(timeline).items():
             times[("AR", stage)].append(duration)
@@ -48,8 +52,29 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
         gather=per_stage("AG"), reduce_scatter=per_stage("RS"),
         # A joint backward has one measured time, stored as B's: the simulator uses only the sum of B and W.
         input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)), weight_grad=weight,
+        attention=_growing(by_slice, ("F",), schedule), attention_grad=_growing(by_slice, ("B", "BW"), schedule),
         comm=_links(timelines),
     )  # fmt: skip
+
+
+def _growing(
+    by_slice: Mapping[tuple[str, int], Mapping[int, list[float]]], kinds: Sequence[str], schedule: Schedule
+) -> tuple[float, ...]:
+    """Return, per stage, the part of a kind's time that grows along the slices: the least-squares slope over them.
+
+    A table has the time of slice i as the whole's, plus this part times (2i + 1)/k - 1 (``CostTable.durations``).
+    """
+    slices, found = schedule.rules.slices, []
+    for stage in range(schedule.stages):
+        part = 0.0
+        for kind in kinds:
+            values = {i: typical(some) for i, some in by_slice.get((kind, stage), {}).items()}
+            if len(values) == slices > 1 and schedule.backwards[stage].input_grad | (kind == "F"):
+                way = {i: (2 * i + 1) / slices - 1 for i in values}
+                slope = sum(way[i] * v for i, v in values.items()) / sum(w * w for w in way.values())
+                part = max(part, min(slope, fmean(values.values())))
+        found.append(max(0.0, part))
+    return tuple(found)
 
 
 def typical(values: Sequence[float]) -> float:

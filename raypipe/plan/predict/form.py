@@ -31,6 +31,8 @@ class Form:
     versions: Versions
     size: Fraction
     """Share of a micro-batch that one id stands for."""
+    slices: int
+    """Slices of a micro-batch along the sequence."""
     skips_first_b: bool
     """The first stage with trained parameters has no B."""
     alias: str
@@ -45,13 +47,18 @@ class Form:
         return Form(
             placement=schedule.placement, joint=kinds & GRADIENTS == JOINT,
             recomputes=frozenset(t.stage for t in tasks if t.kind == "R"), versions=schedule.versions,
-            size=schedule.size, skips_first_b=schedule.rules.skip_first_b, alias=alias,
+            size=schedule.size, slices=schedule.rules.slices, skips_first_b=schedule.rules.skip_first_b, alias=alias,
         )  # fmt: skip
 
     @property
     def stages(self) -> int:
         """Stages of one replica."""
         return len(self.placement[0])
+
+    @property
+    def share_of_samples(self) -> Fraction:
+        """Share of a micro-batch's samples that one id runs on."""
+        return self.size * self.slices
 
     @property
     def replicas(self) -> int:
@@ -83,7 +90,7 @@ def _form(name: str, devices: int, options: Values) -> Form | ScheduleError:
         else:
             shape = _shape(devices, 1, options)
             SCHEDULES[name].check(name, shape)
-            form = replace(_like(name), placement=(placement(shape),))
+            form = replace(_like(name, shape.slices), placement=(placement(shape),))
     except ScheduleError as error:
         return error
     few = (min(v, CHUNKS) if key == "chunks" else v for key, v in zip(FORM_OPTIONS, options, strict=True))
@@ -95,9 +102,9 @@ def _shape(devices: int, microbatches: int, options: Values) -> Shape:
 
 
 @cache
-def _like(name: str) -> Form:
+def _like(name: str, slices: int) -> Form:
     """A form of the family, for all that does not depend on the number of stages."""
-    return Form.of(_smallest(name, 2, options_of(ScheduleOptions())), name)
+    return Form.of(_smallest(name, 2, options_of(ScheduleOptions(slices=slices))), name)
 
 
 def _smallest(name: str, devices: int, options: Values) -> Schedule:

@@ -16,7 +16,7 @@ from raypipe.cost.memory import StageMemory, kept_bytes, parameter_bytes, shares
 from raypipe.cost.profile import Profile
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.train_spec import TrainSpec
-from raypipe.plan.candidate import Candidate, Ways
+from raypipe.plan.candidate import Candidate, Ways, in_slices
 from raypipe.plan.predict.at_scale import Figures
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.orders import Keep
@@ -36,6 +36,7 @@ class Costs(Protocol):
     profile: Profile
     train: TrainSpec
     recompute: Ways
+    slices: tuple[int, ...]
 
     @property
     def partly(self) -> bool:
@@ -152,6 +153,8 @@ class OOMFallback:
     def of(self, p: Prediction) -> list[tuple[float, Candidate]]:
         """See ``Judge``: fewer activations in flight where the family takes a limit, and recomputation."""
         c = p.candidate
+        if not p.fits and c.slices > 1 and c.recompute == "full":
+            return self._slicing(c)
         if p.fits or c.recompute != "none" or c.form.versions != "flush":
             return []
         found = self._sharing(c)
@@ -163,13 +166,18 @@ class OOMFallback:
             waiting = replace(c, update="wait")
             found.append((self.judge.least(waiting), waiting))
         options = SCHEDULES[c.schedule].options
-        if "memory_limit" in options and "unit" not in options and c.memory_limit is None:
+        if "memory_limit" in options and "unit" not in options and c.memory_limit is None and c.slices == 1:
             for limit in self._limits(p):
                 limited = replace(c, memory_limit=float(limit))
                 found.append((self.judge.least(limited), limited))
         if not c.form.recomputes and (c.memory_limit is None or self.judge.partly):
             found += self._recomputing_for(p)
-        return found
+        return found + self._slicing(c)
+
+    def _slicing(self, c: Candidate) -> list[tuple[float, Candidate]]:
+        """The candidate with more slices along the sequence, which keeps its activations or recomputes all of them."""
+        more = next(in_slices(c, self.judge.slices), None)
+        return [] if more is None else [(self.judge.least(more), more)]
 
     def _within_memory(self, c: Candidate) -> list[tuple[float, Candidate]]:
         """The candidate with a cut that leaves devices with little memory fewer layers, where devices differ."""
@@ -214,6 +222,13 @@ class OOMFallback:
             layers: per device, the largest share of its layers.
         """
         found = []
+        if c.slices > 1:  # a stage in slices recomputes everything or nothing
+            form, costs = c.form, self.judge.costs(c)
+            bound = least_step_seconds(
+                form, c.microbatches, costs, self.judge.overheads(c), frozenset(range(form.stages)),
+                frozen=self.judge.frozen(self.judge.cut(c)),
+            )  # fmt: skip
+            return [(bound * (1 - 1e-9), replace(c, recompute="full"))] if self.judge.recompute else []
         for way in self.judge.recompute:
             if way != "layers":
                 found.append((self._keeping_microbatches(c, microbatches), replace(c, recompute=way)))

@@ -19,7 +19,7 @@ from raypipe.errors import ScheduleError
 from raypipe.job.parallel_spec import INNERMOST, Innermost
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.train_spec import TrainSpec
-from raypipe.plan.candidate import PARTLY, SYNCS, Asked, Candidate, Ways, candidates
+from raypipe.plan.candidate import PARTLY, SYNCS, Asked, Candidate, Ways, candidates, in_slices
 from raypipe.plan.cut.layers import NOISE, LayerCut, Placement, cut_layers, line_of
 from raypipe.plan.cut.line import bottlenecks
 from raypipe.plan.predict.at_scale import Figures, at_scale
@@ -43,6 +43,8 @@ FINAL = 60_000
 """The same for what is shown in the end."""
 LONGEST = 120_000
 """Tasks of a step above which it is timed from shorter ones in any case: half a second."""
+FEW_MICROBATCHES = 4
+"""Micro-batches per stage below which slices are tried where memory does not ask for them."""
 NEAR = 5e-3
 """Share of a step by which shards have to shorten it where memory does not ask for them."""
 LEVELS = 16
@@ -87,6 +89,8 @@ class Predictor:
     """How plans that do not fit may recompute what the schedule does not."""
     asked: Asked = field(default_factory=dict)
     """What candidates are to have."""
+    slices: tuple[int, ...] = ()
+    """Numbers of slices along the sequence that may be tried."""
     divides: bool = True
     """Whether data-parallel copies may divide their state (``plan.shard_ways``)."""
     _orders: Orders = field(default_factory=Orders)
@@ -179,6 +183,7 @@ class Predictor:
             form.skips_first_b,
             form.placement,
             form.size,
+            form.slices,
             c.replicas,
             c.innermost,
             c.balance,
@@ -196,7 +201,7 @@ class Predictor:
         cut = self.cut(c, form)
         costs = stage_costs(
             self.profile, cut, c.microbatch, form.placement, copies=c.replicas, innermost=c.innermost,
-            size=float(form.size), split=not form.joint, recomputed=recomputed,
+            size=float(form.size), slices=form.slices, split=not form.joint, recomputed=recomputed,
         )  # fmt: skip
         frozen = self.frozen(cut)
         if form.skips_first_b:
@@ -234,6 +239,8 @@ class Predictor:
         for c in self._laid_out(grid):
             if self.asked.get("shard", "none") == "none":
                 yield c
+                if grid.microbatches < FEW_MICROBATCHES * grid.stages:  # else bubbles are short without slices
+                    yield from in_slices(c, self.slices)
                 if self._static(c.stages / c.form.replicas) > self.profile.memory_bytes:
                     yield from self.shard_ways(c)
             else:
@@ -281,7 +288,9 @@ class Predictor:
         there, back, split, inputs = self._sums(grid.microbatch)
         # Stage 0 may compute no input gradient; it takes no longer than the slowest stage of the best cut.
         least = inputs if self.profile.other_kinds else self._slowest(grid.microbatch)[grid.stages - 1]
-        work = max(grid.microbatches * (there + min(back, split)) / grid.stages, there + inputs - least)
+        # Of slices, the first may be on its way there and back alone, with little attention.
+        most = max(self.slices, default=1) if grid.stages > 1 else 1
+        work = max(grid.microbatches * (there + min(back, split)) / grid.stages, (there + inputs - least) / most**2)
         busy = self.profile.placed.busy(grid.stages * grid.replicas)
         return work * min(crowding(kind, busy) for kind in self.profile.kinds) * (1 - 1e-9)
 

@@ -75,10 +75,15 @@ def least_step_seconds(
         recomputed[s] = costs.recompute[s] if needs[s].exists else 0.0
     work = forward + back + weight + recomputed
     returning = float(form.size) * (back + weight if form.joint else back)
+    leading = forward
+    if form.slices > 1:  # the first slice goes ahead, and comes back last: its attention is the shortest
+        shorter = 1 - 1 / form.slices
+        leading = float(form.size) * (forward - shorter * np.array(costs.attention))
+        returning = np.maximum(0.0, returning - float(form.size) * shorter * np.array(costs.attention_grad))
 
     hops = np.where(place[:, 1:] != place[:, :-1], np.array(costs.links[:-1]), 0.0)
     there = np.zeros((replicas, stages))
-    there[:, 1:] = np.cumsum(forward[:-1] + hops, axis=1)
+    there[:, 1:] = np.cumsum(leading[:-1] + hops, axis=1)
     home = np.zeros((replicas, stages))
     sent = np.array([bool(one.sends_to) for one in needs[1:]])
     home[:, 1:] = np.cumsum(np.where(sent, returning[:-1] + hops, 0.0), axis=1)

@@ -76,7 +76,10 @@ class TracedKeys(RandomKeys):
             return torch.zeros(len(self.samples) if per_sample else 1, 2, dtype=torch.int32, device=device)
         return self._tables[0 if per_sample else -1][sites.index(site)]
 
-    def halves(self, seeds: Keys, part: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
+    def halves(
+        self, seeds: Keys, part: Sequence[int], whole: Sequence[int], device: torch.device,
+        begin: tuple[int, int] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the operator's result; see ``RandomKeys.halves``."""
         assert isinstance(seeds, Tensor)
         drawn: Tensor = torch.ops.raypipe.keyed_halves(seeds, list(part), list(whole))

@@ -33,8 +33,8 @@ def device_feed(setup: Setup, task: Task, modules: Modules, device: torch.device
     reads = {name for module in modules.values() for name in module.reads}
     if setup.samples is not None:
         own: dict[Split, set[int]] = {
-            "train": _microbatches_read(setup.train.values(), modules, setup.microbatches),
-            "val": _microbatches_read([setup.evaluate], modules, setup.microbatches),
+            "train": _microbatches_read(setup.train.values(), modules, setup.microbatches, setup.slices),
+            "val": _microbatches_read([setup.evaluate], modules, setup.microbatches, setup.slices),
         }
         return StreamFeed(setup.samples, job, task, reads, samples, device, own, setup.left_out)
     data = open_data(setup.data, task, job.data.pad_to_multiple_of, reads, reads_whole)
@@ -43,9 +43,9 @@ def device_feed(setup: Setup, task: Task, modules: Modules, device: torch.device
     )
 
 
-def _microbatches_read(programs: Iterable[Program], modules: Modules, microbatches: int) -> set[int]:
+def _microbatches_read(programs: Iterable[Program], modules: Modules, microbatches: int, slices: int) -> set[int]:
     """Return the micro-batches of which programs read raw inputs."""
     tasks = [action.task for program in programs for action in program.actions]
     held = [task for task in tasks if (task.stage, task.replica) in modules]
     reading = [task for task in held if modules[task.stage, task.replica].reads]
-    return {mb % microbatches for task in reading for mb in task.mbs}
+    return {mb % microbatches // slices for task in reading for mb in task.mbs}

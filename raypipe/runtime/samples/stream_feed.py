@@ -52,7 +52,7 @@ class StreamFeed(Feed):
         self._ends: dict[Split, int] = {"train": train.steps + left_out, "val": train.eval_batches}
         self._asked: dict[tuple[Split, int], Any] = {}
 
-    def lengths(self, split: Split, step: int, mb: int) -> Lengths:
+    def _lengths_of(self, split: Split, step: int, mb: int) -> Lengths:
         """Return nothing, because samples are equally long."""
         return {}
 

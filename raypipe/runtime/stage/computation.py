@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from raypipe.models import Inputs, Task, random_keys
+from raypipe.models.slices.current import Piece, SliceRun, slice_run
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
 from raypipe.runtime.backward.stack import stacked, stacked_inputs
 from raypipe.runtime.backward.weight_casts import Casts
@@ -71,7 +72,22 @@ class StageComputation:
         """Of each micro-batch that was validated, its sums of the loss function's figures."""
         self.compiled: dict[tuple[int, int], CompiledForward] = {}
         """The stage replicas that are compiled for training (``runtime.compiled``)."""
+        self.pieces: dict[tuple[tuple[int, int], int, int], list[list[Piece]]] = {}
+        """Keys and values of micro-batches whose slices have not all run forward, by stage replica, step, number."""
         self.turns = Alternation() if settings.sub_pipelined else None
+
+    def _slice(self, key: tuple[int, int], microbatches: Microbatches, remade: bool, again: bool) -> SliceRun | None:
+        """Return which slice runs; None where micro-batches run whole. See ``run``."""
+        slices = self.settings.slices
+        if slices == 1:
+            return None
+        whole, number = divmod(microbatches.ids[0], slices)
+        at = (key, microbatches.step, whole)
+        pieces = self.pieces.setdefault(at, [])
+        # From here on, the slices' graphs keep what their backwards need.
+        if number == 0 if again else number == slices - 1 and not remade:
+            del self.pieces[at]
+        return SliceRun(number, slices, pieces, again)
 
     @contextmanager
     def keeping(self, preprocess: Preprocess | None) -> Iterator[list[Kept]]:
@@ -97,22 +113,35 @@ class StageComputation:
         arrived: Payload,
         weights: Snapshot | None,
         segment: Segment | None = None,
+        remade: bool = False,
+        again: bool = False,
     ) -> tuple[Payload, tuple[HalfBatch, HalfBatch] | None]:
         """Run a stage replica, or a segment of it, forward.
+
+        Args:
+            key: (stage, replica).
+            microbatches: what it runs on.
+            arrived: what it received.
+            weights: the version of its weights; None for the current ones.
+            segment: None for the whole stage.
+            remade: an R will run this again.
+            again: this is an R.
 
         Returns:
             The outputs (at the end of the last stage, the sum of the losses); and with ``sub_pipelined``, the two
             half batches they were computed in.
         """
         each = self.settings.samples_per_microbatch
-        samples = [sample for mb in microbatches.ids for sample in range(mb * each, (mb + 1) * each)]
+        numbers = [mb // self.settings.slices for mb in microbatches.ids]
+        samples = [sample for mb in numbers for sample in range(mb * each, (mb + 1) * each)]
+        sliced = self._slice(key, microbatches, remade, again)
         module = self.modules[key]
         sends_on = module.sends_on
         inputs = stacked_inputs(list(microbatches.inputs)) if module.reads else {}
 
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
             drawn = random_keys(self.settings.seed, microbatches.step, samples, self.training)
-            with drawn, self.casts.forward(), self.building(key, microbatches.ids[-1]):
+            with drawn, slice_run(sliced), self.casts.forward(), self.building(key, microbatches.ids[-1]):
                 compiled = self.compiled.get(key) if self.training else None
                 program = None if compiled is None else compiled.find(arrived, inputs, segment)
                 if program is not None:
@@ -166,7 +195,7 @@ class StageComputation:
     def recompute(self, key: tuple[int, int], microbatch: Microbatches, saved: MicrobatchState) -> None:
         """Recompute the activations that the forward of a micro-batch did not keep."""
         if saved.boundaries is None:
-            saved.outputs, saved.halves = self.run(key, microbatch, saved.inputs, saved.weights)
+            saved.outputs, saved.halves = self.run(key, microbatch, saved.inputs, saved.weights, again=True)
             return
         recomputed = [s for s in self.modules[key].segments if s.recomputed]
         for segment, entered in zip(recomputed, saved.boundaries.entries, strict=True):

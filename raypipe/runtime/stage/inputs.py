@@ -12,6 +12,7 @@ from raypipe.data import Dataset
 from raypipe.data.corpus import Split
 from raypipe.models import Inputs, Lengths, Task
 from raypipe.models.host_copies import Uploads
+from raypipe.models.task import ANY_LENGTH
 
 
 class Feed:
@@ -20,8 +21,17 @@ class Feed:
     Every device reads the inputs that its own stages need; a device whose stages read none reads nothing.
     Floating-point inputs are cast to ``dtype``, that of the parameters. ``samples`` is the size of a micro-batch.
     A GPU gets them through pinned memory on a stream of their own, and ``prefetch`` starts that a step ahead; their
-    targets are counted on the host before. ``left_out`` mini-batches of the training data are not used.
+    targets are counted on the host before. ``left_out`` mini-batches of the training data are not used. Where
+    micro-batches run in slices, ``slices`` is their number and ``lengths_of_slice`` how long each raw input is in one;
+    a micro-batch id is then that of a slice.
     """
+
+    slices = 1
+    lengths_of_slice: Lengths = ANY_LENGTH
+
+    def cut(self, slices: int, lengths_of_slice: Lengths) -> None:
+        """Give inputs slice by slice from now on."""
+        self.slices, self.lengths_of_slice = slices, lengths_of_slice
 
     def __init__(
         self, data: Dataset | None, task: Task, fields: Iterable[str], seed: int, batch: int, samples: int,
@@ -93,6 +103,9 @@ class Feed:
         They follow from the order of the samples alone, so every device knows them for every micro-batch, even if it
         reads no raw inputs.
         """
+        return self._lengths_of(split, step, mb) if self.slices == 1 else self.lengths_of_slice
+
+    def _lengths_of(self, split: Split, step: int, mb: int) -> Lengths:
         found = self._lengths.get((split, step))
         if found is None:
             while len(self._lengths) > 1:
@@ -109,16 +122,18 @@ class Feed:
 
     def inputs(self, split: Split, step: int, mb: int) -> Inputs:
         """Return the raw inputs of micro-batch ``mb`` of a step, on the device."""
-        rows = self._rows_of(split, mb)
-        lengths = self.lengths(split, step, mb)
+        whole, number = divmod(mb, self.slices)
+        rows = self._rows_of(split, whole)
+        lengths = self._lengths_of(split, step, whole)
         samples = self._step(split, step)
         if (split, step) in self._arriving:
             self._uploads.use(samples)
             self._arriving.discard((split, step))
-        return {
+        inputs = {
             name: values[rows, : lengths[name]].contiguous() if name in lengths else values[rows]
             for name, values in samples.items()
         }
+        return inputs if self.slices == 1 else self.task.slice_inputs(inputs, number, self.lengths_of_slice)
 
     def targets(self, split: Split, step: int) -> int:
         """Count the targets of the whole mini-batch; at least 1, because losses are divided by it."""

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.families.sliced import forward_ids, returning_ids
+from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
 from raypipe.schedule.shape import Shape
 
 
 def gpipe(shape: Shape, costs: CostTable) -> Schedule:
     """Run all micro-batches forward, then all backward, with one stage per device.
 
-    With even costs, the makespan is (N + D - 1)(F + BW). Every device holds N activations.
+    With even costs, the makespan is (N + D - 1)(F + BW). Every device holds N activations. With k slices of even cost,
+    it is (Nk + D - 1)(F + BW)/k in the same memory.
 
-    Source: Huang et al. 2019, arXiv:1811.06965; as a baseline in Chimera section 2.
+    Source: Huang et al. 2019, arXiv:1811.06965; as a baseline in Chimera section 2. Slices: Li et al. 2021 (TeraPipe),
+    arXiv:2102.07988.
     """
-    depth, count = shape.devices, shape.microbatches
-    orders = [[Task(kind, s, (m,)) for kind in ("F", "BW") for m in range(count)] for s in range(depth)]
+    depth, slices = shape.devices, shape.slices
+    orders = [
+        [Task("F", s, (m,)) for m in forward_ids(shape)] + [Task("BW", s, (m,)) for m in returning_ids(shape)]
+        for s in range(depth)
+    ]
     return Schedule(
-        name="gpipe", placement=(tuple(range(depth)),), orders=tuple(map(tuple, orders)), microbatches=count,
-        graph=StageGraph.chain(depth),
+        name="gpipe", placement=(tuple(range(depth)),), orders=tuple(map(tuple, orders)),
+        microbatches=shape.microbatches * slices, graph=StageGraph.chain(depth), rules=Rules(slices=slices),
+        size=Fraction(1, slices),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from raypipe.schedule.costs import CostTable
@@ -52,7 +53,7 @@ def ring(shape: Shape) -> tuple[int, ...]:
 
 
 def whole_step(name: str, placement: tuple[int, ...], count: int, rules: Rules | None = None) -> Schedule:
-    """Return a schedule with F, B and W of every stage and micro-batch of a chain, whose order is still arbitrary."""
+    """Return a schedule with F, B and W of every stage and id of a chain, whose order is still arbitrary."""
     rules, graph = Rules() if rules is None else rules, StageGraph.chain(len(placement))
     needs = backwards(graph, rules)
     rows: list[list[Task]] = [[] for _ in range(max(placement) + 1)]
@@ -61,7 +62,7 @@ def whole_step(name: str, placement: tuple[int, ...], count: int, rules: Rules |
         rows[device] += [Task(kind, stage, (m,)) for kind in kinds for m in range(count)]
     return Schedule(
         name=name, placement=(placement,), orders=tuple(map(tuple, rows)), microbatches=count,
-        graph=graph, rules=rules,
+        graph=graph, rules=rules, size=Fraction(1, rules.slices),
     )  # fmt: skip
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.families.sliced import forward_ids, returning_ids
+from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
 from raypipe.schedule.shape import Shape
 
 
@@ -24,17 +26,22 @@ def one_f_one_b(shape: Shape, costs: CostTable) -> Schedule:
 
     With even costs, the makespan is (N + D - 1)(F + BW). Stage s holds min(D - s, N) activations.
 
-    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Fan et al. 2021 (DAPPLE).
+    With k slices, a stage warms up with k - 1 more forwards, so that the first backward, of a micro-batch's last slice,
+    has all it needs. Stage s then holds min(D - s + k - 1, Nk) slices, each 1/k of an activation, and with slices of
+    even cost the makespan is (Nk + D - 1)(F + BW)/k.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Fan et al. 2021 (DAPPLE). Slices: Sun et al. 2024
+    (Seq1F1B), arXiv:2406.03488.
     """
-    depth, count = shape.devices, shape.microbatches
+    depth, slices = shape.devices, shape.slices
     orders = []
     for s in range(depth):
-        forwards = [Task("F", s, (m,)) for m in range(count)]
-        backwards = [Task("BW", s, (m,)) for m in range(count)]
-        orders.append(tuple(alternate(forwards, backwards, depth - 1 - s)))
+        forwards = [Task("F", s, (m,)) for m in forward_ids(shape)]
+        backwards = [Task("BW", s, (m,)) for m in returning_ids(shape)]
+        orders.append(tuple(alternate(forwards, backwards, depth - 1 - s + slices - 1)))
     return Schedule(
-        name="1f1b", placement=(tuple(range(depth)),), orders=tuple(orders), microbatches=count,
-        graph=StageGraph.chain(depth),
+        name="1f1b", placement=(tuple(range(depth)),), orders=tuple(orders), microbatches=shape.microbatches * slices,
+        graph=StageGraph.chain(depth), rules=Rules(slices=slices), size=Fraction(1, slices),
     )  # fmt: skip
 
 
@@ -48,20 +55,24 @@ def interleaved(shape: Shape, costs: CostTable) -> Schedule:
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
     """
-    depth, count, chunks = shape.devices, shape.microbatches, shape.chunks
+    depth, slices, chunks = shape.devices, shape.slices, shape.chunks
+    count = shape.microbatches * slices
     if chunks == 1:
         return one_f_one_b(shape, costs)
+    there, back = forward_ids(shape), returning_ids(shape)
     rounds = _rounds(count, max(1, count // depth))
-    ahead = (chunks - 1) * len(rounds[0])
     orders = []
     for d in range(depth):
         up = [c * depth + d for c in range(chunks)]
-        forwards = [Task("F", s, (m,)) for r in rounds for s in up for m in r]
-        backwards = [Task("BW", s, (m,)) for r in rounds for s in reversed(up) for m in r]
+        forwards = [Task("F", s, (there[m],)) for r in rounds for s in up for m in r]
+        backwards = [Task("BW", s, (back[m],)) for r in rounds for s in reversed(up) for m in r]
+        at = {task[1:]: k for k, task in enumerate(forwards)}
+        ahead = max(at[task[1:]] - k for k, task in enumerate(backwards))  # so that each comes after its own forward
         orders.append(tuple(alternate(forwards, backwards, 2 * (depth - 1 - d) + ahead)))
     return Schedule(
         name="interleaved-1f1b", placement=(tuple(s % depth for s in range(depth * chunks)),), orders=tuple(orders),
-        microbatches=count, graph=StageGraph.chain(depth * chunks),
+        microbatches=count, graph=StageGraph.chain(depth * chunks), rules=Rules(slices=slices),
+        size=Fraction(1, slices),
     )  # fmt: skip
 
 

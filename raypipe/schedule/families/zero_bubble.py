@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.deps import link
 from raypipe.schedule.families.greedy import Ordered, Policy, order_greedily, whole_step
+from raypipe.schedule.families.one_f_one_b import one_f_one_b
 from raypipe.schedule.families.repeat_steady_state import repeat_steady_state
-from raypipe.schedule.ir import Schedule
+from raypipe.schedule.ir import Rules, Schedule
 from raypipe.schedule.kinds import Kind
+from raypipe.schedule.passes.backward import split_backward
 from raypipe.schedule.shape import Shape
+from raypipe.schedule.walk import walk
 
 Score = Callable[[Ordered], tuple[float, float]]
 
@@ -20,17 +26,21 @@ def h1(shape: Shape, costs: CostTable) -> Schedule:
     """ZB-H1: the smallest makespan found with at most as many activations as 1F1B's first device.
 
     With uniform costs, N >= 2D and W <= F + B, the makespan is N(F+B+W) + (D-1)(F+B-W), plus 4(D-1)c with latency c; no
-    order within that memory is shorter. The paper's order reaches it only for F = B = W.
+    order within that memory is shorter. The paper's order reaches it only for F = B = W. With k slices, it has the
+    memory of 1F1B with slices: D + k - 1 of them.
 
-    Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, sections 2.1 and 3.1 (the heuristic's idea).
+    Source: Qi et al. 2024 (zero bubble), arXiv:2401.10241, sections 2.1 and 3.1 (the heuristic's idea). Slices: Sun et
+    al. 2024 (Seq1F1B), arXiv:2406.03488.
     """
-    depth = shape.devices
-    cap = _cap(shape, depth)
+    depth, slices = shape.devices, shape.slices
+    cap = _cap(shape, depth + slices - 1)
     times = set(zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True))
     f, b, w = times.pop()
     uniform = not times
 
     def optimal(found: Ordered) -> bool:
+        if slices > 1:  # the formula is that of slices of even cost
+            return False
         goal = found.schedule.microbatches * (f + b + w) + (depth - 1) * (max(f, f + b - w) + 4 * min(costs.links))
         return uniform and found.makespan <= goal * (1 + 1e-12)
 
@@ -57,14 +67,14 @@ def h2(shape: Shape, costs: CostTable) -> Schedule:
 
 
 def _cap(shape: Shape, usual: int) -> int:
-    """Limit on live activations per device: the family's own, or a smaller one from the user."""
+    """Limit on live ids per device: the family's own, or a smaller one from the user, who counts micro-batches."""
     if shape.memory_limit is None:
         return usual
     if shape.memory_limit < 1:
         raise ScheduleError(
             "memory_limit", f"{shape.memory_limit:g} activations; every stage needs one", "use a number >= 1"
         )
-    return min(usual, math.floor(shape.memory_limit))
+    return min(usual, math.floor(shape.memory_limit * shape.slices))
 
 
 def _policies(
@@ -79,6 +89,14 @@ def _policies(
     ]
 
 
+def _timed(schedule: Schedule, costs: CostTable) -> Ordered:
+    """An order with its length; W right after B leaves the bubbles of 1F1B, and is shorter where policies find none."""
+    graph = link(schedule)
+    done = walk(graph, costs.durations(schedule, graph.tasks), costs.comm)
+    spans = [max(done.end[a:b]) - done.start[a] for a, b in itertools.pairwise(graph.first)]
+    return Ordered(schedule, max(done.end), max(spans))
+
+
 def _search(
     name: str, shape: Shape, costs: CostTable, policies: list[Policy], score: Score, done: Callable[[Ordered], bool],
     warm_up: int = 0,
@@ -87,7 +105,9 @@ def _search(
     depth, count = shape.devices, shape.microbatches
     placement = tuple(range(depth))
     rounds = warm_up + 2 * depth + 8
-    step = whole_step(name, placement, min(count, rounds))
+    if shape.slices > 1:  # backwards do not run in ascending order, so there is no turn that repeats
+        count = rounds = count * shape.slices
+    step = whole_step(name, placement, min(count, rounds), Rules(slices=shape.slices))
     best: tuple[Ordered, Policy] | None = None
     for policy in policies:
         found = order_greedily(step, costs, policy)
@@ -95,6 +115,9 @@ def _search(
             best = found, policy
             if done(found):
                 break
+    if shape.slices > 1 and shape.memory_limit is None:
+        plain = _timed(replace(split_backward(one_f_one_b(shape, costs)), name=name), costs)
+        best = (plain, policies[0]) if best is None or score(plain) < score(best[0]) else best
     if best is None:  # cannot be: even a limit of one activation always leaves a device something to run
         raise ScheduleError(name, "no order found", "raise the memory limit")
     if count <= rounds:

@@ -2,10 +2,11 @@
 
 ``to_json`` and ``from_json`` are inverse to each other. A time is a number or a list with one value per stage; value s
 of ``comm`` is the latency between stages s and s+1 (see ``latency``). A task has ``dur`` if its time is not
-``durations[kind]``: a pair of forwards, or half a micro-batch. ``recompute``, ``w_dep``, ``skip_first_B`` and
-``frozen`` occur if a rule differs from the default; ``edges``, ``size`` and ``versions`` if the stage graph is not a
-chain, an id is a part of a micro-batch, or weights have several versions; ``zero``, ``copies`` and ``shard_group`` if
-data-parallel copies divide anything (``Sharding``).
+``durations[kind]``: a pair of forwards, half a micro-batch, or a slice of one. ``recompute``, ``w_dep``,
+``skip_first_B`` and ``frozen`` occur if a rule differs from the default; ``slices`` if ids are slices of micro-batches,
+with the parts of F and B that grow along them (``attention``, ``attention_grad``); ``edges``, ``size`` and ``versions``
+if the stage graph is not a chain, an id is a part of a micro-batch, or weights have several versions; ``zero``,
+``copies`` and ``shard_group`` if data-parallel copies divide anything (``Sharding``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ RESULTS = (
 """Keys that a simulation or a search adds; a reader ignores them."""
 KEYS = (
     "name", "placement", "orders", "durations", "comm", "microbatches",
-    "recompute", "w_dep", "skip_first_B", "frozen", "edges", "size", "versions", "zero", "copies", "shard_group",
+    "recompute", "w_dep", "skip_first_B", "frozen", "slices", "attention", "attention_grad",
+    "edges", "size", "versions", "zero", "copies", "shard_group",
 )  # fmt: skip
 
 
@@ -79,6 +81,11 @@ def to_json(
         found["skip_first_B"] = True
     if rules.frozen:
         found["frozen"] = list(rules.frozen)
+    if rules.slices != 1:
+        found["slices"] = rules.slices
+        for name, part in (("attention", costs.attention), ("attention_grad", costs.attention_grad)):
+            if any(part):
+                found[name] = _short(part)
     if schedule.graph != StageGraph.chain(schedule.stages):
         found["edges"] = [list(edge) for edge in schedule.graph.edges]
     if schedule.size != 1:
@@ -133,7 +140,7 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
         name=PurePath(source).stem if name is None else name.text(), placement=placement, orders=orders,
         microbatches=seen if microbatches is None else microbatches.whole(),
         graph=StageGraph.chain(stages) if edges is None else StageGraph(stages, _edges(edges, stages)),
-        rules=_rules(top), size=Fraction(1) if size is None else size.fraction(),
+        rules=_rules(top), size=Fraction(1, _slices(top)) if size is None else size.fraction(),
         versions="flush" if versions is None else versions.choice(VERSIONS), sharding=_sharding(top),
     )  # fmt: skip
     costs = _costs(top, stages)
@@ -174,7 +181,16 @@ def _rules(top: Field) -> Rules:
         w_dep="B" if w_dep is None else w_dep.choice(W_DEP),
         skip_first_b=False if skip is None else skip.flag(),
         frozen=() if frozen is None else tuple(stage.whole() for stage in frozen.items("stages")),
+        slices=_slices(top),
     )
+
+
+def _slices(top: Field) -> int:
+    """The number of slices, 1 where there are none."""
+    given = top.get("slices")
+    if given is None:
+        return 1
+    return given.whole() or given.fail("0 slices", 'leave it out, or write for example "slices": 4')
 
 
 def _sharding(top: Field) -> Sharding | None:
@@ -210,8 +226,18 @@ def _costs(top: Field, stages: int) -> CostTable:
     return CostTable(
         forward=times["F"], input_grad=times["B"], weight_grad=times["W"], recompute=times["R"],
         all_reduce=times["AR"], update=times["U"], gather=times["AG"], reduce_scatter=times["RS"],
+        attention=_part(top, "attention", times["F"]), attention_grad=_part(top, "attention_grad", times["B"]),
         comm=0.0 if comm is None else _links(comm, stages),
     )  # fmt: skip
+
+
+def _part(top: Field, key: str, whole: tuple[float, ...]) -> tuple[float, ...]:
+    """A part of the times of a kind that grows along the slices."""
+    given = top.get(key)
+    part = (0.0,) * len(whole) if given is None else given.per_stage(len(whole))
+    if given is not None and any(p > w for p, w in zip(part, whole, strict=True)):
+        given.fail("it is longer than the task that it is a part of", 'use at most "F", or "B" for the gradient')
+    return part
 
 
 def _links(field: Field, stages: int) -> Comm:

@@ -8,7 +8,8 @@
 
 Further lines are present only if they differ from the default: ``edges 0>1 0>2 1>2`` (the stage graph is not a chain),
 ``size 1/2``, ``versions stash``, ``recompute late``, ``w_dep grad``, ``skip_first_B``, ``frozen 0 1`` (stages without a
-trained parameter); ``zero 3 3`` (the ZeRO level of each stage), with ``copies 4`` and ``shard_group 2`` (``Sharding``).
+trained parameter), ``slices 4`` (ids are slices of micro-batches; ``size`` may be left out then); ``zero 3 3`` (the
+ZeRO level of each stage), with ``copies 4`` and ``shard_group 2`` (``Sharding``).
 A hand-written file may omit ``schedule``, ``microbatches`` and ``placement``, which follow from the tasks. ``#`` starts
 a comment.
 """
@@ -65,6 +66,8 @@ def to_text(schedule: Schedule) -> str:
         lines.append("skip_first_B")
     if rules.frozen:
         lines.append(_words("frozen", rules.frozen))
+    if rules.slices != 1:
+        lines.append(f"slices {rules.slices}")
     if schedule.sharding is not None:
         lines.append(_words("zero", schedule.sharding.levels))
         if schedule.sharding.copies != 1:
@@ -157,7 +160,7 @@ class _Reader:
 
     KEYS = (
         "schedule", "microbatches", "placement", "edges", "size", "versions", "recompute", "w_dep", "skip_first_B",
-        "frozen", "zero", "copies", "shard_group",
+        "frozen", "slices", "zero", "copies", "shard_group",
     )  # fmt: skip
 
     def __init__(self, source: str) -> None:
@@ -197,7 +200,8 @@ class _Reader:
         return Schedule(
             name=self.name, placement=placement, orders=tuple(orders),
             microbatches=seen if self.microbatches is None else self.microbatches,
-            graph=StageGraph(stages, edges), rules=self.rules, size=self.size, versions=self.versions,
+            graph=StageGraph(stages, edges), rules=self.rules, versions=self.versions,
+            size=self.size if "size" in self.seen else Fraction(1, self.rules.slices),
             sharding=None if self.levels is None
             else Sharding(levels=self.levels, copies=self.copies, group=self.shard_group),
         )  # fmt: skip
@@ -237,6 +241,10 @@ class _Reader:
             self.rules = replace(self.rules, w_dep=self.choice(rest, W_DEP))
         elif key == "frozen":
             self.rules = replace(self.rules, frozen=tuple(self.whole(word, "a stage") for word in rest.split()))
+        elif key == "slices":
+            self.rules = replace(self.rules, slices=self.whole(rest, "a number of slices"))
+            if self.rules.slices < 1:
+                self.fail("0 slices", "leave the line out, or write for example: slices 4")
         elif key == "zero":
             self.levels = tuple(self.whole(word, "a ZeRO level") for word in rest.split())
         elif key == "copies":

@@ -31,6 +31,8 @@ def to_torch_csv(schedule: Schedule) -> str:
         _refuse(schedule, "its stage graph is not a chain")
     if schedule.versions != "flush":
         _refuse(schedule, f'it keeps weight versions ("{schedule.versions}"), torch updates once, after the step')
+    if schedule.rules.slices > 1:
+        _refuse(schedule, f"its micro-batches are cut into {schedule.rules.slices} slices, which torch would mix up")
     lines = []
     for device, order in enumerate(schedule.orders):
         end = len(order)

@@ -16,6 +16,7 @@ from raypipe.job import JobSpec
 from raypipe.job.load import job_from
 from raypipe.models import build_model
 from tests.capture.models import FAMILIES
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.eager_reference import keyed, with_values
 from tests.runtime.runs.small_runs import drive
 
@@ -79,6 +80,23 @@ def test_gpt2_with_split_backward_tied_embeddings_and_dropout(stage_pool, text_f
     rest = drive(other, stage_pool, tmp_path / "rest", done.checkpoints[2], 2)
     assert rest.losses == pytest.approx(losses[2:], abs=1e-9, rel=0)
     assert rest.val_losses == pytest.approx(done.val_losses, abs=1e-9, rel=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("gpt2", {"schedule": "zb-h1", "stages": 2, "slices": 4}),
+        *exhaustive(("llama", {"schedule": "1f1b", "stages": 2, "slices": 2, "replicas": 2})),
+    ],
+)
+def test_captured_models_in_slices(family, parallel, stage_pool, text_folder, tmp_path) -> None:
+    """Tied embeddings, dropout, positions that count or rotate, and keys and values that heads share."""
+    config = {**FAMILIES[family], **WIDE, **({"attn_pdrop": 0.0} if family == "gpt2" else {})}
+    model = {"hf": family, "config": config, "sequence": 16}
+    job = make_job(model, {"type": "bytes", "path": str(text_folder)}, parallel)
+    done = drive(job, stage_pool, tmp_path / "run")
+    losses, _ = eager_losses(job, tmp_path / "run" / "data")
+    assert done.losses == pytest.approx(losses, abs=1e-9, rel=0)
 
 
 def test_t5_with_two_stages_a_device(stage_pool, text_folder, tmp_path) -> None:

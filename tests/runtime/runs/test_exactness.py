@@ -80,6 +80,10 @@ PLANS = [
     {"schedule": "auto", "stages": 4, "memory_limit": 3},
     {"schedule": "auto", "stages": 2, "chunks": 2, "placement": "v"},
     {"schedule": "auto", "stages": 2, "placement": "bidirectional", "replicas": 2},
+    {"schedule": "1f1b", "stages": 2, "slices": 4, "replicas": 2},
+    {"schedule": "gpipe", "stages": 2, "slices": 2},
+    {"schedule": "zb-h1", "stages": 4, "slices": 2},
+    {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "slices": 4},
 ]
 MORE = [
     {"schedule": "1f1b", "stages": 1, "replicas": 2},
@@ -93,6 +97,10 @@ MORE = [
     {"schedule": "zb-h1", "stages": 2},
     {"schedule": "zb-v", "stages": 2},
     {"schedule": "shifted-critical-path", "stages": 4},
+    {"schedule": "1f1b", "stages": 1, "slices": 4},
+    {"schedule": "1f1b", "stages": 4, "slices": 2},
+    {"schedule": "zb-h1", "stages": 2, "slices": 4, "replicas": 2},
+    {"schedule": "1f1b", "stages": 2, "slices": 2, "replicas": 2, "shard": "zero3"},
 ]
 """Other shapes of the same schedules."""
 

@@ -19,10 +19,12 @@ from raypipe.simulate.period import period
 VALUES: dict[str, st.SearchStrategy[object]] = {
     "chunks": st.integers(1, 3), "unit": st.integers(1, 14), "pipelines": st.sampled_from([2, 4, 6]),
     "concat": st.sampled_from(["direct", "doubling", "halving"]), "memory_limit": st.integers(1, 12),
+    "slices": st.integers(1, 4),
 }  # fmt: skip
 """What is tried for each option of a Shape."""
 WRONG: dict[str, st.SearchStrategy[object]] = {
     **VALUES, "unit": st.integers(0, 15), "pipelines": st.sampled_from([1, 3]), "memory_limit": st.integers(0, 12),
+    "slices": st.integers(0, 4),
 }  # fmt: skip
 """What is tried now and then beside them: values that no shape may have, and options that the family does not read."""
 

@@ -1,0 +1,171 @@
+"""Causal attention of one slice of a sequence against the keys and values of the slices up to it.
+
+The queries of slice i meet one piece of keys and values after another: those of slices 0 to i-1 in full, its own
+causally. Each piece is one call of a fused kernel that also returns the log of the sum of exponentials of its scores;
+with these, partial results add up to exactly the attention over all pieces. No mask is made, nothing is concatenated,
+and a slice keeps no more for its backward than it would alone.
+
+Backwards run from the last slice to the first (``schedule.deps``). Each gives gradients to the pieces before, where
+they add up, and takes those that later slices have left for its own.
+
+Sources: Dao et al. 2022 (FlashAttention), arXiv:2205.14135, for blocks and their log-sum-exp; Liu et al. 2023 (ring
+attention), arXiv:2310.01889, for the backward of a block from the result over all; Li et al. 2021 (TeraPipe),
+arXiv:2102.07988, for slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raypipe.models.slices.current import Piece, SliceRun, current_slice
+
+aten = torch.ops.aten
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor:
+    """Compute ``F.scaled_dot_product_attention(..., is_causal=True)`` for the slice that runs, or for whole sequences.
+
+    Args:
+        query: ``[batch, heads, positions, width]``.
+        key, value: ``[batch, heads, positions, width]``; with ``enable_gqa``, of fewer heads.
+        scale: of the scores; by default 1 / sqrt(width).
+        enable_gqa: whether several heads of queries share one of keys.
+    """
+    run = current_slice()
+    if run is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    if torch.is_autocast_enabled(query.device.type):  # as it would for the kernel of the whole
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if not torch.is_grad_enabled():  # they outlive this forward, and the tensor that they may be views of should not
+        key, value = key.clone(), value.clone()
+    made: Tensor = _SliceAttention.apply(query, key, value, scale, run)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _SliceAttention(torch.autograd.Function):
+    """The attention of one slice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None, run: SliceRun
+    ) -> Tensor:  # fmt: skip
+        pieces = run.next_attention()
+        if run.again:
+            own = pieces[run.number]  # to which later slices have given gradients, or will
+            own.keys, own.values = key.detach(), value.detach()
+        else:
+            own = Piece(key.detach(), value.detach())
+            pieces.append(own)
+        earlier = tuple(pieces[: run.number])
+        out, lse = _block(query, own, True, scale)
+        total, weights = out, lse
+        for piece in earlier:
+            part, part_lse = _block(query, piece, False, scale)
+            both = torch.logaddexp(weights, part_lse)
+            total = total * _share(weights, both, total) + part * _share(part_lse, both, part)
+            weights = both
+        ctx.save_for_backward(query, key, value, total, weights)
+        ctx.earlier, ctx.own, ctx.scale = earlier, own, scale
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, total, weights = ctx.saved_tensors
+        (given,) = gradients
+        to_query, to_key, to_value = _block_backward(
+            given, query, key, value, total, weights, True, ctx.scale
+        )  # fmt: skip
+        for piece in ctx.earlier:
+            more, keys, values = _block_backward(
+                given, query, piece.keys, piece.values, total, weights, False, ctx.scale
+            )  # fmt: skip
+            to_query.add_(more)
+            piece.add(keys, values)
+            del more, keys, values
+        if ctx.own.gradients is not None:
+            for own, late in zip((to_key, to_value), ctx.own.gradients, strict=True):
+                own.add_(late)
+        ctx.own.release()
+        ctx.earlier = ctx.own = None
+        return to_query, to_key, to_value, None, None
+
+
+def _share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:
+    """Return the share of a partial result in the whole: ``[batch, heads, queries, 1]``."""
+    return (part - whole).exp().unsqueeze(-1).to(like.dtype)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's fused kernel for CPUs takes these tensors; elsewhere, the scores of one block are made."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1] == key.shape[-1]
+
+
+def _block(query: Tensor, piece: Piece, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return the queries' attention over one piece, and the log-sum-exp of its scores: ``[batch, heads, queries]``."""
+    key, value = (_all_heads(x, query) for x in (piece.keys, piece.values))
+    if _fused(query, key, value):
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+        return out, lse
+    scores = _scores(query, key, causal, scale)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp().to(value.dtype) @ value, lse
+
+
+def _block_backward(
+    given: Tensor, query: Tensor, key: Tensor, value: Tensor, total: Tensor, lse: Tensor, causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return what one piece gives to the gradients of queries, keys and values.
+
+    ``total`` and ``lse`` are those over all pieces: with them, the weights of the block are those in the whole.
+    """
+    heads = key.shape[1]
+    key, value = (_all_heads(x, query) for x in (key, value))
+    if _fused(query, key, value):
+        found: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            given.contiguous(), query, key, value, total, lse, 0.0, causal, scale=scale
+        )
+    else:
+        weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
+        by_weight = given.to(weights.dtype) @ value.transpose(-2, -1).to(weights.dtype)
+        back = weights * (by_weight - (given * total).sum(-1, keepdim=True)) * _scale(query, scale)
+        found = (
+            back.to(key.dtype) @ key, back.transpose(-2, -1).to(query.dtype) @ query,
+            weights.transpose(-2, -1).to(given.dtype) @ given,
+        )  # fmt: skip
+    to_query, to_key, to_value = found
+    return to_query, _own_heads(to_key, heads), _own_heads(to_value, heads)
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Return the scores of a block in float32 or more; -inf where a position would see a later one."""
+    scores = (query @ key.transpose(-2, -1)) * _scale(query, scale)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _all_heads(x: Tensor, query: Tensor) -> Tensor:
+    """Repeat keys or values for all the heads of queries that share them."""
+    return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+
+
+def _own_heads(gradient: Tensor, heads: int) -> Tensor:
+    """Add up the gradients of the repeated heads."""
+    batch, repeated, *rest = gradient.shape
+    return gradient if repeated == heads else gradient.reshape(batch, heads, repeated // heads, *rest).sum(2)

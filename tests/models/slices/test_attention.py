@@ -1,0 +1,45 @@
+"""Causal attention of slices against that of whole sequences: results and gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from raypipe.models.slices import attention
+from raypipe.models.slices.attention import causal_attention
+from raypipe.models.slices.current import SliceRun, current_slice, slice_run
+
+
+def tensors(heads: int, keys: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, n, 24, 8, dtype=torch.float64, generator=generator) for n in (heads, keys, keys, heads)]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("heads", "keys", "scale"), [(4, 4, None), (4, 2, 0.2)])
+@pytest.mark.parametrize("slices", [1, 2, 3, 8])
+def test_slices_add_up_to_the_whole(fused, heads, keys, scale, slices, monkeypatch) -> None:
+    if not fused:  # as on devices without a kernel that gives the log-sum-exp
+        monkeypatch.setattr(attention, "_fused", lambda *_: False)
+    *inputs, gradient = tensors(heads, keys)
+    whole = [x.clone().requires_grad_() for x in inputs]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True, scale=scale, enable_gqa=heads != keys)
+    expected.backward(gradient)
+    pieces, parts, made = [], [], []
+    for i in range(slices):
+        own = [x.chunk(slices, 2)[i].clone().requires_grad_() for x in inputs]
+        with slice_run(SliceRun(i, slices, pieces)):
+            made.append(causal_attention(*own, scale, heads != keys))
+        parts.append(own)
+    assert torch.allclose(torch.cat(made, 2), expected, rtol=0, atol=1e-13)
+    for i in reversed(range(slices)):
+        made[i].backward(gradient.chunk(slices, 2)[i])
+    for k, x in enumerate(whole):
+        assert torch.allclose(torch.cat([own[k].grad for own in parts], 2), x.grad, rtol=0, atol=1e-13)
+
+
+def test_whole_sequences_run_in_torchs_kernel() -> None:
+    query, key, value, _ = tensors(4, 4)
+    assert current_slice() is None
+    assert torch.equal(
+        causal_attention(query, key, value), F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    )

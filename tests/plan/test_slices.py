@@ -1,0 +1,66 @@
+"""Slices along the sequence in the search: chosen where nothing else fits, and never under their lower bound."""
+
+from pathlib import Path
+
+import pytest
+
+from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.profile import LayerProfile, TaskTimes
+from raypipe.cost.sizes import slice_times
+from raypipe.errors import SpecError
+from raypipe.job.cluster import load_cluster
+from raypipe.job.load import job_from, load_job
+from raypipe.job.spec import JobSpec
+from raypipe.plan.candidate import Candidate, slice_counts
+from raypipe.plan.choose import choose
+from raypipe.plan.predict.predictor import Predictor
+from raypipe.schedule.shape import Grid
+
+JOB = load_job(Path("jobs/long-sequence.yaml"))
+PROFILE = analytic_profile(JOB.model, load_cluster(Path("cluster/devices/h100.yaml")), JOB.train.dtype, [1, 2])
+
+
+def asking(**parallel: object) -> JobSpec:
+    given = {"auto": True, "stages": 8, "tensor": 1, "shard": "none", "schedule": "1f1b", **parallel}
+    return job_from({**JOB.model_dump(mode="json"), "parallel": given})
+
+
+@pytest.mark.slow
+def test_a_long_sequence_fits_in_slices_alone() -> None:
+    best = choose(asking(), PROFILE, 8, search_s=0).best
+    assert best.fits
+    assert best.candidate.slices >= 4
+    assert max(device.total for device in best.memory) < PROFILE.memory_bytes
+    with pytest.raises(SpecError, match="no plan fits"):
+        choose(asking(slices=1), PROFILE, 8, search_s=0)
+    assert choose(asking(slices=8), PROFILE, 8, search_s=0).plan.parallel.slices == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b"])
+def test_no_step_is_shorter_than_its_bound(schedule: str) -> None:
+    roomy = PROFILE.model_copy(update={"memory_bytes": 1e15})  # else a bound says that weights alone do not fit
+    judge = Predictor(roomy, JOB.train, 24, slices=slice_counts(JOB))
+    for stages, slices in ((2, 4), (8, 2), (4, 32)):
+        for recompute in ("none", "full"):
+            c = Candidate.on(Grid(stages, 1, 1, 4), schedule, slices=slices, recompute=recompute)
+            found = judge.predict(c, timed=True)
+            assert judge.least(c) <= found.step_s
+            assert judge.least_on(c.grid) <= found.step_s
+
+
+def test_slices_are_tried_where_they_are_known_to_run() -> None:
+    assert slice_counts(JOB) == (2, 4, 8, 16, 32)
+    for change in ({"train": {**JOB.train.model_dump(), "compile": "inductor"}}, {"model": {"sequence": 1024}}):
+        changed = {key: {**getattr(JOB, key).model_dump(mode="json"), **value} for key, value in change.items()}
+        assert slice_counts(job_from({**JOB.model_dump(mode="json"), **changed})) == ()
+
+
+def test_a_slice_below_the_smallest_size_keeps_the_overhead() -> None:
+    def times(size: int) -> TaskTimes:
+        t = 1.0 + 3.0 * size
+        return TaskTimes(forward=t, input_grad=t, weight_grad=t, joint=2 * t, recompute=t)
+
+    layer = LayerProfile(name="one", parameters=1, times={1: times(1), 2: times(2)}, kept_bytes=0, output_bytes=0)
+    assert slice_times(layer, 1, 4).forward == pytest.approx(1 + 3 / 4)
+    assert slice_times(layer, 2, 2).forward == times(1).forward
