@@ -10,6 +10,10 @@ least ``Instance.tasks`` task overheads included). Then
 - **head**: it begins no sooner than ``head(d)``: the forwards of the layers before a, and d messages, where devices are
   numbered by their first layers (``closed.start`` has the proof). Without a barrier between steps, 0.
 - **work**: ``T >= head(d) + N w``; without a barrier, ``T >= N w`` and the updates of its layers.
+- **late layers**: its first F is of layer a, so one of layer l > a starts no sooner than ``head(d) + F(a..l-1)``, and
+  so does every backward task of d, which comes after the forwards of all layers. Hence, for every l, ``T >= head(d) +
+  F(a..l-1) + N (forwards of the layers of S from l on + backwards of S)``: what runs before is forwards of earlier
+  layers alone. (That is the one-machine bound with heads, at each of them.)
 - **way back**: let t be the moment at which its first F starts, t >= head(d). That F belongs to some layer of S, so a
   micro-batch has been at a no sooner than t. The first backward task of d, of layer j <= b and micro-batch m, comes
   after m's forwards from a to the last layer and after its way back from there to behind j. Hence it starts no sooner
@@ -19,6 +23,10 @@ least ``Instance.tasks`` task overheads included). Then
   long again. Let P be the most forward time whose activations fit beside weights and optimizer state, with a forward's
   overhead for each micro-batch: ``T >= (this moment) + N w - P``. (Unless b is before the first trained layer: then d
   has no backward.)
+- **way out**: the last B or joint backward of d is of layer a, and from there it is ``B(0..a-1)`` and d messages to the
+  first layer. After it d runs weight gradients alone, whose memory all waits at once. Let Q be the most such time that
+  fits: ``T >= head(d) + N w - Q + (this way)``; and both ways together, ``T >= (the moment above) + N w - P - Q + (this
+  way)``. With a barrier between steps alone, as a device's own step ends with its own last task.
 - **memory**: its activations' bytes times seconds (``closed.memory_time``), less what is recomputed, fit into its
   memory beside weights and optimizer state for T, of which a lower bound is known.
 - **state**: weights, gradients and optimizer state of its layers fit, where a step has two micro-batches or more.
@@ -29,7 +37,9 @@ Where devices differ, they are numbered as they are, and a head is only the forw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, floor, isfinite
 from typing import TYPE_CHECKING
 
@@ -37,7 +47,7 @@ from raypipe.plan.certificate.closed import closed_bound
 from raypipe.plan.certificate.instance import Instance, Kind
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, IntVar
+    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExprT
 
 UNITS = 10**7
 """Units of time in the step that is known: times are rounded down to them, and what is subtracted up."""
@@ -45,6 +55,9 @@ BYTES = 10**6
 """Units of memory in a device's room."""
 MOST = 4_000
 """Layers times devices above which the program is not tried: it would prove nothing in a second or two."""
+
+MOST_LEVELS = 8_000
+"""Late layers times layers times devices up to which all layers are taken as such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +80,26 @@ def assigned_bound(i: Instance, known_s: float, seconds: float) -> Assigned:
     least = closed_bound(i)
     if seconds <= 0 or i.devices == 1 or i.layers * i.devices > MOST or not 0 < least < known_s:
         return Assigned(min(least, known_s) if least > 0 else 0.0, None)
-    program = _Program(i, known_s, least)
-    bound, devices = program.solve(seconds)
-    return Assigned(max(least, min(bound, known_s)), devices)
+    devices = None
+    for late in (False, True):  # most is often proved by the small program, in a fraction of the time
+        if late and not i.flushes:
+            break
+        bound, found = _Program(i, known_s, least, late).solve(seconds / 2)
+        least, devices = max(least, min(bound, known_s)), found or devices
+        if least >= known_s:
+            break
+    return Assigned(least, devices)
 
 
 class _Program:
     """The integer program of one instance."""
 
-    def __init__(self, i: Instance, known_s: float, least_s: float) -> None:
+    def __init__(self, i: Instance, known_s: float, least_s: float, late: bool) -> None:
         from ortools.sat.python import cp_model
 
         self.i, self.unit, self.cp = i, known_s / UNITS, cp_model
-        self.least_s = least_s
+        self.least_s, self.late = least_s, late
+        """Whether it asks for late layers and the way out, too."""
         model: CpModel = cp_model.CpModel()
         self.model = model
         self.ordered = i.alike
@@ -153,10 +173,34 @@ class _Program:
                 model.add(self.step >= sums + self.after)
         model.add(self.step >= head + work + self.after)
         if i.flushes:
-            self.way_back(d, head, work)
+            for layer in self.levels if self.late else ():
+                self.late_layers(d, head, layer)
+            self.ways(d, head, work)
 
-    def way_back(self, d: int, head: object, work: object) -> None:
-        """What a device cannot do before its first backward can begin."""
+    @cached_property
+    def levels(self) -> list[int]:
+        """Layers from which on the work of devices is bounded; L is for their backwards alone. Where the program is
+        large, some: the last and the longest ones."""
+        i = self.i
+        some = max(4, MOST_LEVELS // (i.layers * i.devices))
+        longest = sorted(range(1, i.layers), key=lambda s: (-i.least.work[s], -s))[:some]
+        return sorted({*longest, max(1, i.layers - 1), i.layers})
+
+    def late_layers(self, d: int, head: LinearExprT, level: int) -> None:
+        """The forwards of a device's layers from ``level`` on, and all its backwards, begin late."""
+        i, kind, n = self.i, self.kind(d), self.i.microbatches
+        layers, holds, first = range(i.layers), self.holds[d], self.first[d]
+        rest = sum(self.down(i.ahead[level] - i.ahead[s]) * first[s] for s in layers[:level])
+        rest += sum(self.down(n * kind.backward[s]) * holds[s] for s in layers[:level])
+        rest += sum(self.down(n * kind.work[s]) * holds[s] for s in layers[level:])
+        rest += self.down((i.tasks - 1) * n * kind.overhead) * self.used[d]
+        self.model.add(self.step >= head + rest + self.after)
+        if self.ordered and level == i.layers - 1:  # all devices with a later first layer come before it, and one back
+            met = self.down(i.message) * sum(self.used[d + 1 : d + 2] + self.used[d + 1 :])
+            self.model.add(self.step >= head + rest + met + self.after).only_enforce_if(holds[level])
+
+    def ways(self, d: int, head: LinearExprT, work: LinearExprT) -> None:
+        """What a device cannot do before its first backward can begin, and after its last B."""
         i, kind, model = self.i, self.kind(d), self.model
         layers, n = range(i.layers), i.microbatches
         back = sum(self.down(i.ahead[-1] - i.ahead[s]) * self.first[d][s] for s in layers)
@@ -164,16 +208,7 @@ class _Program:
         back += sum(self.down(i.behind[s + 1] + messages[s] * i.message) * self.final[d][s] for s in layers)
         if self.ordered:
             back += self.down(i.message) * sum(self.used[d + 1 :])
-        early = []
-        for s in layers:
-            ran = model.new_int_var(0, n, "")
-            model.add(ran <= n * self.holds[d][s])
-            early.append(ran)
-        if isfinite(i.room[d]):
-            share = i.room[d] / BYTES
-            kept = sum(floor(i.kept[s] / share) * early[s] for s in layers)
-            state = sum(floor(i.state[s] / share) * self.holds[d][s] for s in layers)
-            model.add(kept + state <= BYTES)
+        early = self.fitting(d, i.kept)
         gained = sum(self.up(kind.forward[s]) * early[s] for s in layers)
         gained += self.up(n * kind.overhead)
         gained += sum(self.up(n * max(0.0, kind.forward[s] - kind.recompute[s])) * self.holds[d][s] for s in layers)
@@ -181,6 +216,37 @@ class _Program:
         returns = model.new_bool_var("")
         model.add(sum(self.final[d][i.frozen_first :]) == returns)
         model.add(self.step >= head + back + work - gained + self.after).only_enforce_if(returns)
+        if not (i.barrier and self.late):
+            return
+        late = self.fitting(d, [min(w, k) for w, k in zip(i.waiting, i.kept, strict=True)])
+        weight = [b - g for b, g in zip(kind.backward, kind.input_grad, strict=True)]
+        out = [self.out(s, d) for s in layers]
+        way = sum(out[s] * self.first[d][s] for s in layers) - sum(self.up(weight[s]) * late[s] for s in layers)
+        model.add(self.step >= head + work + way + self.after).only_enforce_if(returns)
+        model.add(self.step >= head + back + work - gained + way + self.after).only_enforce_if(returns)
+
+    def out(self, first: int, d: int) -> int:
+        """The way from a device's first layer to the model's, and what that still does for its weights."""
+        i = self.i
+        if not first:
+            return 0
+        messages = 0 if i.frozen_first else d if self.ordered else 1
+        last = i.least.backward[0] - i.least.input_grad[0]
+        return self.down(i.behind[0] - i.behind[first] + messages * i.message + max(0.0, last))
+
+    def fitting(self, d: int, sizes: Sequence[float]) -> list[IntVar]:
+        """Per layer, how many micro-batches of so many bytes a device may hold at once, beside weights."""
+        i, model = self.i, self.model
+        found = []
+        for s in range(i.layers):
+            found.append(model.new_int_var(0, i.microbatches, ""))
+            model.add(found[s] <= i.microbatches * self.holds[d][s])
+        if isfinite(i.room[d]):
+            share = i.room[d] / BYTES
+            held = sum(floor(sizes[s] / share) * found[s] for s in range(i.layers))
+            state = sum(floor(i.state[s] / share) * self.holds[d][s] for s in range(i.layers))
+            model.add(held + state <= BYTES)
+        return found
 
     def memory_of(self, d: int) -> None:
         """Memory-time, recomputation and what a device holds at the end of a step."""

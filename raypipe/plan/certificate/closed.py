@@ -9,6 +9,7 @@ but frozen layers that need no backward: ``Instance.tasks``).
 from __future__ import annotations
 
 from raypipe.plan.certificate.instance import Instance
+from raypipe.plan.certificate.packed import whole_layers
 
 
 def closed_bound(i: Instance) -> float:
@@ -17,7 +18,9 @@ def closed_bound(i: Instance) -> float:
     What comes after the last task of a step that ends with a barrier (the norm, the longest update) adds to all of
     them: a step is over when its slowest update is, and some device updates at least a share 1/D of all weights.
     """
-    found = max(shared_work(i), largest_layers(i), one_microbatch(i))
+    shared = shared_work(i)
+    starts = [start(i, rank) for rank in range(min(i.devices, i.layers))]
+    found = max(whole_layers(i, starts, shared), largest_layers(i), one_microbatch(i))
     if i.flushes:
         found = max(found, memory_time(i))
     update = sum(i.least.update)
@@ -78,7 +81,8 @@ def largest_layers(i: Instance) -> float:
     """Some device has k + 1 of the k * D + 1 layers with most work, for every k (pigeonhole): k = 0 is the largest.
 
     For k = 0 also when that device begins: either the largest layer l is its first one, so that all before l ran
-    elsewhere, or its first one is some a < l, whose work it has as well.
+    elsewhere, or its first one is some a < l, whose work it has as well. No task of l begins before all forwards that
+    lead to it, wherever these are.
     """
     n, work = i.microbatches, i.least.work
     ranked = sorted(work, reverse=True)
@@ -90,8 +94,17 @@ def largest_layers(i: Instance) -> float:
         best = max(best, n * sum(top[-(k + 1) :]))
     for layer, own in enumerate(work):
         ways = [n * (own + (work[a] if a < layer else 0.0)) + _reached(i, a) for a in range(layer + 1)]
-        best = max(best, min(ways))
+        best = max(best, min(ways), _late(i, layer))
     return best + i.tasks * n * i.least.overhead
+
+
+def _late(i: Instance, layer: int) -> float:
+    """One layer's own work after the forwards of all before it, and a message, or also the layer before's backwards."""
+    if not (i.barrier and i.flushes):
+        return 0.0
+    n, least = i.microbatches, i.least
+    own = i.ahead[layer] + n * (least.work[layer] - least.overhead)  # its F may be part of a task that began before
+    return own + min(i.message, n * least.backward[layer - 1]) if layer else own
 
 
 def _reached(i: Instance, first: int) -> float:

@@ -1,10 +1,12 @@
 """Cut, placement and order in turn: a move of the arrangement where the critical path says that time is lost, then a
 new order for it, and so on; what is shorter is kept.
 
-The neighbours of an arrangement are ranked by what their step would be if the critical path stayed where it is: the
-work that a move takes from a device counts by the share of that device's work that is critical, and what it adds to
-another one by that one's. The most promising ones get an order. Where none is shorter, a few random moves lead away
-from the best arrangement (iterated local search, Lourenco, Martin, Stuetzle 2003).
+An order takes milliseconds, a bound on all orders of an arrangement microseconds (``least_step``). So where the bound
+is no shorter than the best step there is no order, and neighbours are ranked by two guesses in turn: their bounds, and
+what their step would be if the critical path stayed where it is (the work that a move takes from a device counts by
+the share of that device's work that is critical, and what it adds to another one by that one's). Where none of the most
+promising is shorter, a short random walk along good bounds leads away from one of the best (iterated local search,
+Lourenco, Martin, Stuetzle 2003).
 
 Source of the idea: AdaPtis (arXiv 2509.23722), which tunes the bottleneck of the three in turn.
 """
@@ -14,8 +16,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from raypipe.plan.joint.arrangement import Arrangement, disturbed, moves
+from raypipe.plan.joint.arrangement import Arrangement, moves
+from raypipe.plan.joint.least_step import LeastStep, annealed
 from raypipe.plan.joint.orders_of import Ordered, OrdersOf, critical_share
 
 NEAR = 1.03
@@ -24,10 +28,12 @@ TRIED = 10
 """Neighbours of an arrangement that get an order before it is left."""
 SHORTEN, LONGER = 60, 250
 """Moves of tabu search on what is promising, and on what is new and best."""
-KEPT = 4
-"""Arrangements that are handed on."""
-OPENING = 0.3
+KEPT = 5
+"""Arrangements that are handed on: the best, and the most promising by their steps and their bounds together."""
+OPENING = 0.4
 """Share of the budget for the first arrangements."""
+WALK, ELSEWHERE = 200, 0.1
+"""Moves of a random walk away from one of the best, and how many of them put stages elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,7 @@ class Hints:
     """Seconds of a typical message."""
     devices: int
     most_stages: int
+    least: LeastStep
 
 
 def alternate(
@@ -61,7 +68,8 @@ def alternate(
 
     def keep(found: Ordered) -> None:
         best[found.arrangement] = found
-        for worst in sorted(best, key=lambda a: best[a].value)[KEPT:]:
+        lead = top().arrangement
+        for worst in sorted(best, key=lambda a: (a != lead, best[a].value + hints.least.of(a)))[KEPT:]:
             del best[worst]
 
     def top() -> Ordered:
@@ -70,8 +78,11 @@ def alternate(
     def done() -> bool:
         return budget.left <= 0 or (bool(best) and top().value <= goal * (1 + 1e-9))
 
+    def hopeless(a: Arrangement) -> bool:
+        return bool(best) and hints.least.of(a) >= top().value
+
     for a in firsts:
-        if a in seen or done() or (best and budget.left < after_opening):
+        if a in seen or done() or hopeless(a) or (best and budget.left < after_opening):
             continue
         seen.add(a)
         found = orders.of(a, first=not best)
@@ -86,8 +97,9 @@ def alternate(
             here = orders.shorter(better, LONGER, goal) if better.value < top().value * (1 + 1e-9) else better
             keep(here)
             continue
-        a = disturbed(rng.choice(list(best)), hints.devices, hints.most_stages, rng, rng.randrange(1, 4))
-        away = None if a in seen else orders.of(a)
+        near = annealed(hints.least, rng.choice(list(best)), hints.most_stages, WALK, rng, 1 - ELSEWHERE)
+        a = rng.choice(near[:KEPT])
+        away = None if a in seen or hopeless(a) else orders.of(a)
         seen.add(a)
         if away is not None and away.value < 1.1 * top().value:
             here = orders.shorter(away, SHORTEN, goal)
@@ -115,11 +127,14 @@ def _better_neighbour(
         limit = n * max(0.0, max(theirs) - slowest)  # no order is shorter than the slowest device's work
         return path + limit + 2 * hints.message * (other.messages() - a.messages())
 
-    near = [(change(b), k, b) for k, b in enumerate(moves(a, hints.devices, hints.most_stages)) if b not in seen]
-    for _, _, b in sorted(near)[:TRIED]:
+    near = [b for b in moves(a, hints.devices, hints.most_stages) if b not in seen]
+    by_change = sorted(near, key=change)[:TRIED]
+    by_bound = sorted(near, key=hints.least.smooth)[:TRIED]
+    turns = dict.fromkeys(b for pair in zip(by_bound, by_change, strict=True) for b in pair)
+    for b in islice(turns, TRIED):
         if orders.budget.left <= 0:
             return None
-        if n * max(b.loads(hints.before, hints.devices)) >= here.value:
+        if hints.least.of(b) >= here.value:
             continue
         seen.add(b)
         found = orders.of(b)

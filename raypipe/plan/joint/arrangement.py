@@ -106,11 +106,49 @@ def _moves(a: Arrangement, devices: int, most_stages: int) -> Iterator[Arrangeme
             yield Arrangement(fewer, (*row[: s - 1], *row[s:]), layers)
 
 
-def disturbed(a: Arrangement, devices: int, most_stages: int, rng: random.Random, times: int) -> Arrangement:
-    """Make a few random moves."""
-    for _ in range(times):
-        near = list(moves(a, devices, most_stages))
-        if not near:
-            break
-        a = rng.choice(near)
-    return a
+def random_border(a: Arrangement, rng: random.Random) -> Arrangement | None:
+    """A border, or several in a row, moved by one layer; None where there is no room."""
+    count = len(a.row)
+    if count < 2:
+        return None
+    s = rng.randrange(1, count)
+    until = min(count, s + rng.choice((1, 1, 1, 2, 3, 5)))
+    by = rng.choice((-1, 1))
+    starts = (*a.starts[:s], *(x + by for x in a.starts[s:until]), *a.starts[until:])
+    follows = starts[until] if until < count else a.layers
+    if starts[s] <= starts[s - 1] or starts[until - 1] >= follows:
+        return None
+    return Arrangement(starts, a.row, a.layers)
+
+
+def random_move(
+    a: Arrangement, devices: int, most_stages: int, rng: random.Random, borders: float = 0.5
+) -> Arrangement | None:  # fmt: skip
+    """One of the moves of ``moves``, drawn without making the others; None where what is drawn is none.
+
+    A share of them, ``borders``, moves borders.
+    """
+    if rng.random() < borders:
+        return random_border(a, rng)
+    starts, row, count = a.starts, a.row, len(a.row)
+    ends = (*starts[1:], a.layers)
+    s, draw = rng.randrange(count), 0.5 + rng.random() / 2
+    found: Arrangement | None = None
+    if draw < 0.65:
+        t = rng.randrange(count)
+        if row[s] != row[t]:
+            swapped = list(row)
+            swapped[s], swapped[t] = row[t], row[s]
+            return Arrangement(starts, tuple(swapped), a.layers)
+    elif draw < 0.8:
+        found = Arrangement(starts, (*row[:s], rng.randrange(devices), *row[s + 1 :]), a.layers)
+    elif draw < 0.9:
+        size = ends[s] - starts[s]
+        if count < most_stages and size > 1:
+            at, d = starts[s] + rng.randrange(1, size), rng.randrange(devices)
+            pair = (d, row[s]) if rng.random() < 0.5 else (row[s], d)
+            found = Arrangement((*starts[: s + 1], at, *starts[s + 1 :]), (*row[:s], *pair, *row[s + 1 :]), a.layers)
+    elif s:
+        gone = s if rng.random() < 0.5 else s - 1
+        found = Arrangement((*starts[:s], *starts[s + 1 :]), (*row[:gone], *row[gone + 1 :]), a.layers)
+    return found if found is not None and found != a and len(set(found.row)) == devices else None

@@ -15,8 +15,9 @@ from raypipe.cost.memory import StageMemory, parameter_bytes, stage_memory
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifier, Certifiers, waits_for_all
-from raypipe.plan.joint.alternate import SHORTEN, Hints, alternate
+from raypipe.plan.joint.alternate import OPENING, SHORTEN, Hints, alternate
 from raypipe.plan.joint.arrangement import Arrangement, of_layers
+from raypipe.plan.joint.least_step import LeastStep, annealed
 from raypipe.plan.joint.moved import moved
 from raypipe.plan.joint.orders_of import Ordered, OrdersOf
 from raypipe.plan.joint.starts import first_arrangements
@@ -37,9 +38,13 @@ GAIN = 1e-3
 """A plan must save more than this share of the step to be worth a longer plan file."""
 ENOUGH = 2e-3
 """A plan this close to its certificate is not searched."""
-LAST = 0.2
-"""Share of the time for the order of the best arrangement alone."""
-ROUNDS = (0.25, 0.4, 1.0)
+LAST = 0.35
+"""Share of the time for the orders of the last few arrangements alone."""
+FINAL = 2
+"""How many these are: an order that is quickly made says which arrangement is best to a few per cent."""
+WALK, AFTER_WALK = 2000, 2
+"""Moves that improve the bound of each first arrangement, and how many arrangements of such a walk get an order."""
+ROUNDS = (0.3, 1.0)
 """Shares of the time that is left, a round each: after each, plans are judged whole, and what they were found to need
 beside activations is left free in the next."""
 TRIES = 3
@@ -96,22 +101,43 @@ def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: C
     goal = assigned.bound_s - max(0.0, like.step_s - like.compute_s)
     model = PlanModel(judge, c)
     work = judge.layer_times(c.microbatch)
-    hints = Hints([0.0, *accumulate(work)], certifier.instance(like).message, c.stages, judge.most_stages)
-    firsts = list(_firsts(judge, like, assigned.devices, work))
-    best: Prediction | None = None
+    instance = certifier.instance(like)
+    hints = Hints([0.0, *accumulate(work)], instance.message, c.stages, judge.most_stages, LeastStep(instance))
+    firsts = list(dict.fromkeys(_firsts(judge, like, assigned.devices, work)))
+    for a in sorted(firsts, key=hints.least.smooth):
+        if budget.left > (1 - OPENING / 3) * seconds:
+            firsts += annealed(hints.least, a, judge.most_stages, WALK, rng)[:AFTER_WALK]
+    best: dict[Arrangement, Prediction] = {}
+    arranged: list[Ordered] = []
+
+    def keep(one: Ordered) -> None:
+        p = _fitting(judge, c, model, one, OrdersOf(model, objective, budget.part(0.05), rng))
+        if p is not None and (one.arrangement not in best or p.step_s < best[one.arrangement].step_s):
+            best[one.arrangement] = p
+
+    def reached() -> bool:
+        return any(p.step_s <= assigned.bound_s * (1 + ENOUGH) for p in best.values())
+
     for share in ROUNDS:
         orders = OrdersOf(model, objective, budget.part(share * (1 - LAST)), rng)
         arranged = alternate(orders, firsts, hints, goal, rng)
         for one in arranged[:2]:
-            found = _fitting(judge, c, model, one, OrdersOf(model, objective, budget.part(0.05), rng))
-            if found is not None and (best is None or found.step_s < best.step_s):
-                best = found
+            keep(one)
         firsts = [one.arrangement for one in arranged] + firsts
-        if budget.left <= 0 or (best is not None and best.step_s <= assigned.bound_s * (1 + ENOUGH)):
+        if budget.left <= 0 or reached():
             break
-    if best is None:
+    for one in sorted(arranged[1:], key=lambda one: one.value + hints.least.of(one.arrangement))[: FINAL - 1]:
+        if one.arrangement not in best and not reached():
+            keep(one)
+    last = sorted(best.items(), key=lambda item: item[1].step_s + hints.least.of(item[0]))[:FINAL]
+    for k, (a, p) in enumerate(last):
+        if not reached():
+            part = budget.part(1.0 / (len(last) - k))
+            best[a] = _searched(judge, c, model, p, part, objective, goal)
+    if not best:
         return None
-    return replace(_searched(judge, c, model, best, budget, objective, goal), moved=moved(best, like))
+    found = min(best.values(), key=lambda p: p.step_s)
+    return replace(found, moved=moved(found, like))
 
 
 def _firsts(

@@ -58,6 +58,10 @@ CASES = {
         "a geometric mean of 1.42 times interleaved 1F1B's speed on the even cut; none takes more memory",
         Effort(0, 12.0),
     ),
+    "ceilings": Case(
+        joint.ceilings, "what no plan can exceed on AdaPtis' kinds of models, by certificates alone", "none",
+        Effort(0, 1.0),
+    ),
     "certificates": Case(
         joint.certificates, "the gap to the certificate on random uneven models, 2 to 16 devices, in the same memory",
         "2 % on nine of ten, 5 % on all of up to 8 devices; none takes more memory",

@@ -1,7 +1,9 @@
 """Adapters on a GPT-2 of medium size: plans that know of frozen weights beside plans of the same schedule that do not.
 
 The work of every layer is counted off the captured model, with adapters and without, on A100. The unaware plan is cut
-for the model that trains whole; a run has the frozen model's times either way. So has the plan with all its tasks: the
+for the model that trains whole. What that costs depends on what is unaware. The planner alone: a run has the frozen
+model's times either way (the first figure). The run as well: it also makes the weight gradients of frozen weights, and
+throws them away (the figure behind it). With the frozen model's times, the plan with all its tasks is timed too: the
 aware one's cut with the empty B and W, and the messages back, that stages without a trained weight need not. ``lora``
 times them with a clock that shares nothing with the planner (``tests/plan/joint/clock.py``), ``lora-emulated`` on stage
 actors.
@@ -60,6 +62,8 @@ class Plans(NamedTuple):
     judge: Predictor
     """Of the model with adapters."""
     unaware: Prediction
+    whole: float
+    """Seconds of the unaware plan's step, by the clock, when all weight gradients are made."""
     tasks: Schedule
     """The aware plan's order with all its tasks."""
     aware: Prediction
@@ -94,7 +98,8 @@ def plans(devices: int) -> Iterator[Plans]:
             other, aware = (best(one, devices, name, chunks) for one in (whole, judge))
             unaware = judge.predict_order(other.candidate, whole.schedule_of(other), other.cut)
             tasks = generate(name, pipeline_shape(aware.candidate, COUNT))
-            yield Plans(f"{where}, {name}", judge, unaware, tasks, aware)
+            trained = seconds(judge, whole.schedule_of(other), other.cut, whole)
+            yield Plans(f"{where}, {name}", judge, unaware, trained, tasks, aware)
 
 
 def best(judge: Predictor, devices: int, name: str, chunks: int) -> Prediction:
@@ -105,12 +110,18 @@ def best(judge: Predictor, devices: int, name: str, chunks: int) -> Prediction:
     return min(map(judge.predict, made), key=lambda p: p.step_s)
 
 
-def seconds(judge: Predictor, schedule: Schedule, cut: Cut) -> float:
-    """The makespan of a step by the clock."""
+def seconds(judge: Predictor, schedule: Schedule, cut: Cut, whole: Predictor | None = None) -> float:
+    """The makespan of a step by the clock; with all weight gradients of the ``whole`` model, and its way back, if
+    given."""
     layers = []
-    for x in judge.profile.layers:
+    for n, x in enumerate(judge.profile.layers):
         t = x.times[SAMPLES]
-        layers.append(Layer(t.forward, t.input_grad, t.weight_grad, t.joint, 0.0, 0.0, 0.0))
+        back, weight, both = t.input_grad, t.weight_grad, t.joint
+        if whole is not None:
+            all_of_it = whole.profile.layers[n].times[SAMPLES]
+            back, weight = max(back, all_of_it.input_grad), weight + all_of_it.weight_grad
+            both = back + weight
+        layers.append(Layer(t.forward, back, weight, both, 0.0, 0.0, 0.0))
     messages = [judge.profile.inside.seconds(x.output_bytes * SAMPLES) for x in judge.profile.layers]
     return time_of(to_text(schedule), [list(own) for own in cut], layers, messages).makespan
 
@@ -128,7 +139,8 @@ def lora(effort: Effort) -> Iterator[Line]:
             kept, after = (seconds(judge, s, cut) for s in (one.tasks, judge.schedule_of(one.aware)))
             gap = Certifier(one.judge).of(one.aware).gap(one.aware.step_s)
             text = f"{devices} devices, {one.name:30} {1e3 * before:6.1f} ms, aware {1e3 * after:6.1f} ms"
-            text += f" ({1e3 * kept:6.1f} with all tasks)"
+            text += f" ({1e3 * kept:6.1f} with all tasks; all weight gradients made {1e3 * one.whole:6.1f} ms, "
+            text += f"{one.whole / after:.2f} times)"
             memory = f"fullest {max(one.aware.memory_bytes) / 2**30:4.1f} GiB, gap {gap:5.1%}"
             limited = one.aware.form.stages == devices and not one.name.startswith("all")
             value = SPEED_UP * after / before if limited else 0.0

@@ -22,8 +22,10 @@ from raypipe.plan.certificate.closed import (
 )
 from raypipe.plan.certificate.instance import alike
 from raypipe.plan.certificate.of_plan import Certifier
+from raypipe.plan.certificate.packed import whole_layers
 from raypipe.plan.choose import deepest
 from raypipe.plan.joint.arrangement import Arrangement
+from raypipe.plan.joint.least_step import LeastStep
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.costs import CostTable
 from raypipe.search import search
@@ -71,6 +73,36 @@ def test_no_cut_placement_and_order_is_shorter(seed) -> None:
     closed, assigned = both(i, best * 1.5)
     assert closed <= assigned <= best * (1 + 1e-9)
     assert closed >= count * sum(map(sum, times)) / devices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [200, *exhaustive(*range(208, 296, 8))])
+def test_no_order_is_shorter_where_memory_is_tight(first) -> None:
+    """Eight more instances each, with memory for little more than one micro-batch, and some for a second one; also of
+    what is bounded for the best arrangement of each by its stages."""
+    seen = 0
+    for seed in range(first, first + 8):
+        times, devices, count, message, kept, _ = tiny(seed)
+        room = max(max(kept), sum(kept) // devices + seed % 7)
+        best = optimum(*times, devices, count, message, kept, room)
+        if best == 10**9:
+            continue
+        i = alike(*times, devices, count, message, float(room), kept)
+        closed, assigned = both(i, best * 1.5)
+        assert closed <= assigned <= best * (1 + 1e-9), seed
+        every = [Arrangement(starts, row, len(kept)) for starts, row in arrangements(len(kept), devices)]
+        assert min(map(LeastStep(i).of, every)) <= best * (1 + 1e-9), seed
+        seen += 1
+    assert seen > 3
+
+
+def test_whole_layers() -> None:
+    """26 equal blocks and a head of six and a half on four devices: nine blocks, or two beside the head."""
+    times = [[2.0] * 26 + [13.0]] * 3
+    i = replace(alike(*times, 4, 100), barrier=False)
+    assert shared_work(i) == 100 * (26 * 6 + 39) / 4
+    assert whole_layers(i, [0.0] * 4, shared_work(i)) == pytest.approx(100 * (2 * 6 + 39), rel=1e-3)
+    assert whole_layers(i, [0.0] * 4, shared_work(i)) <= 100 * (2 * 6 + 39)
 
 
 @pytest.mark.slow
