@@ -18,7 +18,7 @@ from raypipe.graph.calls import Call, Plain
 from raypipe.graph.dims import Sizes, evaluate, evaluate_all, symbols
 from raypipe.graph.flops import short_name
 from raypipe.graph.operations import Operation, OperationGraph, TensorType
-from raypipe.graph.positions import CONSTANT, POINTWISE, is_size
+from raypipe.graph.values.positions import CONSTANT, POINTWISE, is_size
 
 Flow = dict[str, int | None]
 """Per operation, the dimension of its result along which the sequence lies; None: it has none."""

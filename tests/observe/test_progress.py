@@ -110,7 +110,7 @@ def test_text_is_shown_as_it_is(run) -> None:
 
 
 def test_unknown_events_of_later_versions_are_passed_over(run) -> None:
-    run.log.event("swapped", program="b")
+    run.log.event("of_a_later_version", program="b")
     assert run.said() == []
 
 
