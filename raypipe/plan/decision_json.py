@@ -45,7 +45,8 @@ def _candidate(row: Row) -> dict[str, Any]:
         **{f"{key}_s": seconds for key, seconds in link_seconds(p).items()},
         "recompute": recompute_word(p), "keep": list(p.keep) if p.keep is not None else None,
         "recomputed_layers": sorted(p.recomputed) if p.recomputed is not None else None,
-        "predicted_step_s": p.step_s, "chimera_step_s": eq1, "throughput": p.throughput,
+        # Without the last digits, in which equal plans differ by the order of their sums.
+        "predicted_step_s": float(f"{p.step_s:.12g}"), "chimera_step_s": eq1, "throughput": p.throughput,
         "bubble_ratio": p.bubble_ratio,
         # One entry per device: the ranks of a tensor-parallel group are adjacent and hold equally much.
         "memory_bytes": [size for size in p.memory_bytes for _ in range(c.tensor)] * c.replicas,

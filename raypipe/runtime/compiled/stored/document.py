@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypipe.atomic_write import whole
+from raypipe.atomic_write import whole, write_whole
 from raypipe.files import read_json, read_regular
 from raypipe.runtime.compiled.layout import Gradient, Interface, Layout, Slot
 from raypipe.runtime.compiled.program import Compiled, CompiledPiece, Pieces, StageProgram
@@ -53,17 +53,16 @@ def write_stage(folder: Path, parts: Sequence[Part], kept: Kept) -> None:
     """Write a compiled stage, whole or not at all; what another process has written meanwhile stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole(folder, folder=True) as made:
-        made.mkdir(exist_ok=True)
         rows = []
         for part in parts:
             pieces = {}
             for name, source in part.pieces.items():
                 digest = hashlib.sha256(source.code.encode()).hexdigest()
-                (made / f"{digest}.py").write_text(source.code)
+                write_whole(made / f"{digest}.py", source.code)
                 pieces[name] = {**_interface(source.piece), "code": digest}
             shapes = [[list(spec.shape), _name(spec.dtype)] for spec in part.shapes]
             rows.append({"span": part.span, "layout": _layout(part.layout), "shapes": shapes, "pieces": pieces})
-        (made / DOCUMENT).write_text(json.dumps({"parts": rows, "kept": asdict(kept)}))
+        write_whole(made / DOCUMENT, json.dumps({"parts": rows, "kept": asdict(kept)}))
 
 
 def read_stage(folder: Path, module: StageModule) -> tuple[CompiledStage, Kept] | None:
