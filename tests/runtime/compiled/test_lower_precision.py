@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,11 @@ def test_models_in_one_precision_are_decomposed() -> None:
     assert keeps_rounding([double, torch.ones(2, dtype=torch.int64)])
     assert not keeps_rounding([single])
     assert not keeps_rounding([double, single])
+
+
+@pytest.mark.slow
+def test_what_traces_imports_what_decompositions_take_for_granted() -> None:
+    """Max pooling's looks for Inductor's lowerings without importing them; nothing else has in a process of its own."""
+    code = "import torch, raypipe.runtime.compiled.tracing.joint; torch._inductor.lowering"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
