@@ -8,11 +8,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.explain.step_gaps import Gap, StepGaps
+from raypipe.explain.step_gaps import HICCUP, Gap, StepGaps
 from raypipe.explain.waits import Pair, Waits
-
-HICCUP = 3.0
-"""A message that took more than this many times as long as usual on its link found its receiver's host late."""
 
 
 def estimated(

@@ -14,11 +14,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.explain.step_gaps import Gap, StepGaps
+from raypipe.explain.step_gaps import HICCUP, Gap, StepGaps
 from raypipe.explain.waits import Pair, Waits
-
-HICCUP = 3.0
-"""A message that took more than this many times as long as usual on its link found its receiver's host late."""
 
 
 @dataclass(slots=True)
@@ -26,8 +23,11 @@ class _Sent:
     """One message."""
 
     left: float
+    """When its sender's task ended."""
     gap: Gap
+    """Before its receiver's task."""
     sender: int
+    """The task that sent it."""
     pair: Pair
     before: bool
     """It left in the step before its receiver's task."""

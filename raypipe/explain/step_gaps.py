@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from raypipe.explain.waits import Pair
 
+HICCUP = 3.0
+"""A message that took more than this many times as long as usual on its link found its receiver's host late."""
+
 
 @dataclass(slots=True)
 class StepGaps:

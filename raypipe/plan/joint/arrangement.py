@@ -132,17 +132,17 @@ def random_move(
         return random_border(a, rng)
     starts, row, count = a.starts, a.row, len(a.row)
     ends = (*starts[1:], a.layers)
-    s, draw = rng.randrange(count), 0.5 + rng.random() / 2
+    s, draw = rng.randrange(count), rng.random()
     found: Arrangement | None = None
-    if draw < 0.65:
+    if draw < 0.3:
         t = rng.randrange(count)
         if row[s] != row[t]:
             swapped = list(row)
             swapped[s], swapped[t] = row[t], row[s]
             return Arrangement(starts, tuple(swapped), a.layers)
-    elif draw < 0.8:
+    elif draw < 0.6:
         found = Arrangement(starts, (*row[:s], rng.randrange(devices), *row[s + 1 :]), a.layers)
-    elif draw < 0.9:
+    elif draw < 0.8:
         size = ends[s] - starts[s]
         if count < most_stages and size > 1:
             at, d = starts[s] + rng.randrange(1, size), rng.randrange(devices)
