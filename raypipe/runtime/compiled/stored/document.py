@@ -65,6 +65,18 @@ def write_stage(folder: Path, parts: Sequence[Part], kept: Kept) -> None:
         write_whole(made / DOCUMENT, json.dumps({"parts": rows, "kept": asdict(kept)}))
 
 
+def is_sound(folder: Path) -> bool:
+    """Return whether a compiled stage lies here as it was written."""
+    try:
+        document: Any = read_json(folder / DOCUMENT)
+        codes = {piece["code"] for part in document["parts"] for piece in part["pieces"].values()}
+        for digest in codes:
+            _checked(folder, digest)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return False
+    return True
+
+
 def read_stage(folder: Path, module: StageModule) -> tuple[CompiledStage, Kept] | None:
     """Load a compiled stage; None if it is missing or damaged.
 
@@ -91,14 +103,8 @@ def read_stage(folder: Path, module: StageModule) -> tuple[CompiledStage, Kept] 
 
 
 def _call_of(folder: Path, digest: str) -> Compiled:
-    """Load the module of a piece.
-
-    Raises:
-        ValueError: it is not what was written.
-    """
-    path = folder / f"{digest}.py"
-    if path.parent != folder or hashlib.sha256(read_regular(path)).hexdigest() != digest:
-        raise ValueError(f"{path} is damaged")
+    """Load the module of a piece; errors are those of ``_checked``."""
+    path = _checked(folder, digest)
     spec = importlib.util.spec_from_file_location(f"raypipe_stage_{digest}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -106,6 +112,19 @@ def _call_of(folder: Path, digest: str) -> Compiled:
     spec.loader.exec_module(module)
     call: Callable[[list[Tensor]], Sequence[Tensor]] = module.call
     return call
+
+
+def _checked(folder: Path, digest: str) -> Path:
+    """Return the file of a module.
+
+    Raises:
+        OSError: it is missing.
+        ValueError: it is not what was written.
+    """
+    path = folder / f"{digest}.py"
+    if path.parent != folder or hashlib.sha256(read_regular(path)).hexdigest() != digest:
+        raise ValueError(f"{path} is damaged")
+    return path
 
 
 def _interface(piece: Interface) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import pickle
+import shutil
 import sys
 import threading
 from contextlib import suppress
@@ -19,7 +20,8 @@ import torch
 from raypipe.models import build_model
 from raypipe.runtime.compiled.compiler import trace_stage
 from raypipe.runtime.compiled.report import first_line
-from raypipe.runtime.compiled.stored.document import DOCUMENT, write_stage
+from raypipe.runtime.compiled.stored.document import is_sound, write_stage
+from raypipe.runtime.compiled.stored.limit import keep_within
 from raypipe.runtime.compiled.stored.parts import compiled_parts
 from raypipe.runtime.compiled.stored.request import Request
 from raypipe.runtime.stage.build import build_stage, io_specs_of
@@ -62,14 +64,16 @@ def _compile(request: Request) -> None:
     request.folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{request.folder}.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a copy of the stage may be compiled for another worker of this host
-        if (request.folder / DOCUMENT).exists():
+        if is_sound(request.folder):
             return
+        shutil.rmtree(request.folder, ignore_errors=True)  # it is damaged, or only begun
         plan = build_model(setup.job, setup.fields, setup.tensor_rank)
         module = build_stage(setup, plan, io_specs_of(setup, plan), request.stage, torch.device("cpu"))
         traced = trace_stage(module, request.needs)
         module.release()  # only shapes are needed from here on
         kept = traced.kept
         write_stage(request.folder, compiled_parts(traced), kept)
+    keep_within(request.folder.parent)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The key under which a compiled stage is stored: a digest of all that its graphs follow from.
 
 That is the stage's modules with their settings, code and parameters, what they are given, the pieces wanted, the
-sources of raypipe that make the graphs, torch's version, and the host's processor and compiler.
+sources of raypipe that make the graphs, torch's version, Inductor's settings, and the host's processor and compiler.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 import raypipe
+from raypipe.models.task import Task
+from raypipe.runtime.compiled.cache import VARIABLE
 from raypipe.runtime.compiled.needs import StageNeeds
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.stage.stage import StageModule
 
 SOURCES = ("capture", "models", "tensor", "runtime/backward", "runtime/compiled", "runtime/stage")
 """Rooms of raypipe whose code ends up in the graphs, or reads them."""
+
+SETTINGS = "TORCHINDUCTOR_"
+"""How environment variables begin that change what Inductor makes; where its cache lies is no such change."""
 
 
 def stage_key(setup: Setup, stage: int, module: StageModule, needs: StageNeeds) -> str:
@@ -34,7 +40,7 @@ def stage_key(setup: Setup, stage: int, module: StageModule, needs: StageNeeds) 
     for one in (*_host(), _sources(), model, str(setup.job.train.dtype), str(setup.cut[stage]), *_modules(module)):
         digest.update(one.encode() + b"\0")
     for example in needs.examples:
-        loss = None if example.loss is None else (type(example.loss).__qualname__, sorted(vars(example.loss).items()))
+        loss = _described(example.loss)
         said = (example.samples, example.arrived, sorted(example.inputs.items()), example.segment, example.autocast)
         digest.update(repr((said, loss, example.lengths)).encode() + b"\0")
     needed = needs.needed
@@ -46,6 +52,8 @@ def stage_key(setup: Setup, stage: int, module: StageModule, needs: StageNeeds) 
 def _host() -> Iterator[str]:
     yield from (torch.__version__, sys.version, platform.machine(), torch.backends.cpu.get_cpu_capability())
     yield from (os.environ.get("CXX", ""), str(torch.are_deterministic_algorithms_enabled()))
+    yield from (f"{name}={set_to}" for name, set_to in sorted(os.environ.items())
+                if name.startswith(SETTINGS) and name != VARIABLE)  # fmt: skip
 
 
 @cache
@@ -56,6 +64,22 @@ def _sources() -> str:
         for file in sorted((root / room).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def _described(value: Any) -> str:
+    """Describe a loss by its kind and its settings, alike in every process: no addresses, no order of a set."""
+    match value:
+        case None | bool() | int() | float() | str() | bytes():
+            return repr(value)
+        case Mapping():
+            return repr(sorted((_described(name), _described(one)) for name, one in value.items()))
+        case set() | frozenset():
+            return repr(sorted(map(_described, value)))
+        case list() | tuple():
+            return repr([_described(one) for one in value])
+        case Task():
+            return f"{type(value).__module__}.{type(value).__qualname__} {_described(vars(value))}"
+    return repr(value)
 
 
 def _modules(module: nn.Module) -> Iterator[str]:

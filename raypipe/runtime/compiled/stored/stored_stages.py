@@ -12,9 +12,10 @@ from raypipe.runtime.compiled.cache import use_cache
 from raypipe.runtime.compiled.needs import Needs, StageNeeds, opaque
 from raypipe.runtime.compiled.report import StageReport, first_line
 from raypipe.runtime.compiled.stage import CompiledStage
-from raypipe.runtime.compiled.stored.document import DOCUMENT, read_stage
+from raypipe.runtime.compiled.stored.document import is_sound, read_stage
 from raypipe.runtime.compiled.stored.helper_process import HelperProcess, stored_in
 from raypipe.runtime.compiled.stored.key import stage_key
+from raypipe.runtime.compiled.stored.limit import note_use
 from raypipe.runtime.compiled.stored.request import Request
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.setup import Setup
@@ -50,7 +51,7 @@ class StoredStages:
                     folder = stored_in(self.cache, stage_key(self.setup, key[0], module, needs))
                     request = Request(self.setup, key[0], needs, folder, self.cache)
                     known = any(folder == other for _, other, _ in self._wanted.values())
-                    missing = not known and not (folder / DOCUMENT).exists()
+                    missing = not known and not is_sound(folder)
                     self._wanted[key] = needs, folder, HelperProcess(request) if missing else None
                     continue
                 except Exception as error:  # shapes that cannot be known, losses that cannot be sent; eager runs
@@ -88,8 +89,9 @@ class StoredStages:
                 reason = first_line(error)
         seconds = time.monotonic() - self._began
         if found is None:
-            return None, StageReport(*key, seconds, reason or f"{folder} is damaged: delete it")
+            return None, StageReport(*key, seconds, reason or f"{folder} was damaged meanwhile")
         compiled, kept = found
+        note_use(folder)
         return compiled, StageReport.of(key, seconds, kept, needs.lengths, needs.eager_share)
 
 
