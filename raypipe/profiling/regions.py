@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from raypipe.cost.profile import TakenFor
 from raypipe.data import declared_fields, open_data, prepare_data
@@ -30,6 +29,7 @@ from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.regions.profile import LayerCost, Region, RegionProfile, Together
 from raypipe.profiling.profiled_steps import alike
 from raypipe.runtime.allocated import allocated_bytes
+from raypipe.runtime.backward.waiting import WaitingOperands
 from raypipe.runtime.late.side_stream import SideStream, prefer_main_stream, side_stream
 from raypipe.runtime.process import set_up_process
 from raypipe.runtime.runner import Payload
@@ -148,7 +148,7 @@ class _Bench:
         """Measure one layer."""
         stage, found = self.stages[layer], []
         for _ in range(self.repeats):
-            stage.queue.waiting = noted = dict[Tensor, int]()
+            stage.queue.waiting = noted = WaitingOperands()
             before = allocated_bytes(self.device)
             states: list[MicrobatchState] = []
             forward = self.seconds(lambda states=states: states.append(self.forward(layer)))  # type: ignore[misc]
@@ -157,7 +157,7 @@ class _Bench:
             (state,) = states
             back = self.seconds(lambda state=state: self.backward(layer, state))  # type: ignore[misc]
             weight = self.seconds(lambda state=state: self.weight_gradient(layer, state))  # type: ignore[misc]
-            found.append(Alone(forward, back, weight, float(kept), float(sum(noted.values()))))
+            found.append(Alone(forward, back, weight, float(kept), float(noted.nbytes(noted.of))))
         return Alone(*(median(one[n] for one in found) for n in range(len(Alone._fields))))
 
     def profile(self, regions: int, stream: SideStream, say: Say) -> RegionProfile:

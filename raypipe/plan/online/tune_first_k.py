@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.reverse_first_k import most_postponed, postponed_peaks, reverse_first_k
+from raypipe.schedule.families.reverse_first_k import HeldMemory, most_postponed, postponed_peaks, reverse_first_k
 from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.layer_sync import layer_step_time
 
@@ -53,9 +53,8 @@ class FirstKTuner:
         return self.memory is not None and not self._settled and self.k == 0
 
     def observe(
-        self, step: int, ready: Sequence[float], sums: Sequence[float], seconds: float, held: Sequence[float] = (),
-        waiting: Sequence[float] = (),
-    ) -> list[float]:  # fmt: skip
+        self, step: int, ready: Sequence[float], sums: Sequence[float], seconds: float, held: HeldMemory | None = None
+    ) -> list[float]:
         """Take in what was measured until a step; returns when gradients will be complete from now on.
 
         Args:
@@ -63,17 +62,15 @@ class FirstKTuner:
             ready: per layer, when its gradient was complete, in seconds since the last backward began.
             sums: per layer, how long the link takes for its sum.
             seconds: of a step, typically, since the last report.
-            held: per layer, bytes allocated when its gradient was complete, the most of any holder; empty where they
-                were not measured.
-            waiting: per layer, bytes that its weight gradient waits for where it is postponed.
+            held: what the backward holds, the most of any holder; None where it was not measured.
         """
         if self._settled:
             return list(ready)
         if self.memory is not None and step < UPDATED:
             return list(ready)
-        if self.memory is not None and held and self.k == 0:
-            self.peaks = postponed_peaks(held, waiting)
-            self.most = min(self.most, most_postponed(held, waiting, self.memory))
+        if self.memory is not None and held is not None and self.k == 0:
+            self.peaks = postponed_peaks(held)
+            self.most = min(self.most, most_postponed(held, self.memory))
         if self._fixed is not None:
             self.k, self._settled = min(self._fixed, self.most), True
             return complete_at(layer_costs(ready, sums), self.k) if self.k else list(ready)

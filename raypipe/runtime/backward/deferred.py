@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raypipe.runtime.backward.waiting import WaitingOperands
+
 
 class Closure(NamedTuple):
     """A deferred computation of weight gradients."""
@@ -31,9 +33,8 @@ class WeightQueue:
         """Whether the running backward is to compute weight gradients too, rather than leave them to a W task."""
         self.only: frozenset[Tensor] | None = None
         """The parameters whose gradients are deferred; None for all that can be."""
-        self.waiting: dict[Tensor, int] | None = None
-        """Where somebody has use for it: weight -> bytes that its gradient waits for, or would: the input of its
-        product, and the gradient of the output."""
+        self.waiting: WaitingOperands | None = None
+        """Where somebody has use for it: what weight gradients wait for, or would."""
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def defers(self, parameter: Tensor) -> bool:
@@ -43,8 +44,7 @@ class WeightQueue:
     def note(self, weight: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Note what the gradient of a weight of ``y`` waits for; return ``y``."""
         if self.waiting is not None:
-            input_bytes = x.numel() * (y.element_size() if x.is_floating_point() else x.element_size())
-            self.waiting[weight] = input_bytes + y.numel() * y.element_size()
+            self.waiting.note(weight, x, y)
         return y
 
     @contextmanager

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypipe.plan.online.tune_first_k import FirstKTuner
+from raypipe.runtime.backward.waiting import WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
@@ -169,7 +170,7 @@ class GradientSync:
             if by_layer:
                 own = {id(p) for p in parameters}
                 blocks = [[p for p in block if id(p) in own] for block in modules[key].trained_by_block]
-                waiting: dict[Tensor, int] = {}
+                waiting = WaitingOperands()
                 modules[key].queue.waiting = waiting if tuner is not None else None
                 self._sums[key] = self._prioritised[key] = PrioritisedAllReduce(
                     blocks, groups[name], what, None if tuner is None else tuner(len(blocks)), dtype, waiting

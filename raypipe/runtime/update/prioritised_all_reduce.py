@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from statistics import median
 
@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypipe.plan.online.tune_first_k import FirstKTuner
-from raypipe.runtime.allocated import allocated_bytes
+from raypipe.runtime.backward.peaks import LayerPeaks
+from raypipe.runtime.backward.waiting import WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce, Piece
 from raypipe.runtime.update.collective import PendingSum, Push, wait_for
 from raypipe.runtime.update.flat_gradients import FlatGradients
 from raypipe.runtime.update.issue_order import prioritised_order
+from raypipe.schedule.families.reverse_first_k import HeldMemory
 
 PIECE_BYTES = 4 << 20
 """Of the order of ByteScheduler's partitions: large enough for a link's bandwidth, small enough to be waited for."""
@@ -54,9 +56,9 @@ class PrioritisedAllReduce(BucketedAllReduce):
 
     def __init__(
         self, blocks: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup, what: str,
-        tuner: FirstKTuner | None = None, dtype: torch.dtype | None = None, waiting: Mapping[Tensor, int] | None = None,
+        tuner: FirstKTuner | None = None, dtype: torch.dtype | None = None, waiting: WaitingOperands | None = None,
     ) -> None:  # fmt: skip
-        self._blocks, self.tuner, self._waiting = blocks, tuner, {} if waiting is None else waiting
+        self._blocks, self.tuner, self._waiting = blocks, tuner, WaitingOperands() if waiting is None else waiting
         self._block_of: list[int] = []
         """Per bucket."""
         super().__init__([p for block in blocks for p in block], group, what, dtype)
@@ -70,8 +72,8 @@ class PrioritisedAllReduce(BucketedAllReduce):
         ]
         self._works_of = defaultdict[int, list[PendingSum]](list)
         self._complete_at: dict[int, float] = {}
-        self._held: dict[int, int] = {}
-        """Bytes allocated when a bucket was complete, in steps whose report has use for it."""
+        self._held: HeldMemory | None = None
+        """What the step's last backward held, in steps whose report has use for it."""
         self._issued_at: list[float] = []
         self._begun: float | None = None
         """When the last backward of the step began."""
@@ -93,6 +95,10 @@ class PrioritisedAllReduce(BucketedAllReduce):
 
     def begin_step(self) -> None:
         """Take over the order that follows from what the holders told one another in the step before."""
+        self._hear()
+        self._waiting.watched = self.tuner is not None and self.tuner.wants_memory and self._reports(self._steps + 1)
+
+    def _hear(self) -> None:
         if self._told is None:
             return
         (work, told), self._told = self._told, None
@@ -100,13 +106,13 @@ class PrioritisedAllReduce(BucketedAllReduce):
         count = len(self.buckets)
         ready, (per_byte, step_s) = told[:count].tolist(), told[count : count + 2].tolist()
         if self.tuner is not None:
-            held, waiting = self._take_memory(told[count + 2 :])
+            held = self._take_memory(told[count + 2 :])
             by_block, sums = [0.0] * len(self._blocks), [0.0] * len(self._blocks)
             for bucket, at in enumerate(ready):
                 by_block[self._block_of[bucket]] = max(at, by_block[self._block_of[bucket]])
             for piece, nbytes in zip(self.pieces, self._bytes, strict=True):
                 sums[self._block_of[piece.bucket]] += per_byte * nbytes
-            by_block = self.tuner.observe(self._steps, by_block, sums, step_s, held, waiting)
+            by_block = self.tuner.observe(self._steps, by_block, sums, step_s, held)
             ready = [by_block[block] for block in self._block_of]
         order = prioritised_order([ready[piece.bucket] for piece in self.pieces], [per_byte * n for n in self._bytes])
         self.order = [self.pieces[n] for n in order]
@@ -115,8 +121,11 @@ class PrioritisedAllReduce(BucketedAllReduce):
     def watch_backward(self, postponed: Collection[Tensor] = ()) -> Iterator[None]:
         """See BucketedAllReduce.watch_backward."""
         self._begun = time.monotonic()
-        with super().watch_backward(postponed):
+        watched = self._waiting.watched
+        meter = LayerPeaks(self.buckets[0].flat.device, self._waiting, self._blocks) if watched else None
+        with super().watch_backward(postponed), meter or nullcontext():
             yield
+        self._held = meter.found() if meter is not None else None
 
     def expect(self, parameters: Iterable[Tensor], among: Collection[Tensor] | None = None) -> None:
         """See BucketedAllReduce.expect."""
@@ -127,8 +136,6 @@ class PrioritisedAllReduce(BucketedAllReduce):
     def completed(self, bucket: int) -> None:
         """See BucketedAllReduce.completed."""
         self._complete_at[bucket] = time.monotonic()
-        if self.tuner is not None and self.tuner.wants_memory and self._reports(self._steps + 1):
-            self._held[bucket] = allocated_bytes(self.buckets[bucket].flat.device)
 
     def issued(self, piece: Piece, work: PendingSum) -> None:
         """See BucketedAllReduce.issued."""
@@ -166,7 +173,7 @@ class PrioritisedAllReduce(BucketedAllReduce):
             assert work is not None
             self._told = work, told
         self._works_of.clear()
-        self._complete_at, self._held, self._issued_at, self._begun = {}, {}, [], None
+        self._complete_at, self._held, self._issued_at, self._begun = {}, None, [], None
         return end
 
     def _reports(self, step: int) -> bool:
@@ -174,23 +181,22 @@ class PrioritisedAllReduce(BucketedAllReduce):
         return bool(self.buckets) and self.buckets[0].parameters[0].device.type == "cpu" and not step & (step - 1)
 
     def _tell_memory(self) -> list[float]:
-        """Return what the holders tell one another of memory: what is allocated when each block's gradient is complete,
-        what each block's weight gradients wait for, and what this device has, as a number that is larger for less."""
+        """Return what the holders tell one another of memory: what the backward held, per block, and what this device
+        has, as a number that is larger for less."""
         if self.tuner is None or self.tuner.memory is None or not self.tuner.wants_memory:
             return []
-        held = [0.0] * len(self._blocks)
-        for bucket, size in self._held.items():
-            held[self._block_of[bucket]] = max(size, held[self._block_of[bucket]])
-        waiting = [float(sum(self._waiting.get(p, 0) for p in block)) for block in self._blocks]
-        return [*held, *waiting, -self.tuner.memory]
+        none = [0.0] * len(self._blocks)  # where nothing was watched: a schedule that splits the backward
+        held = self._held or HeldMemory(0.0, none, none, none)
+        return [held.above, *held.held, *held.apart, *held.waiting, -self.tuner.memory]
 
-    def _take_memory(self, told: Tensor) -> tuple[list[float], list[float]]:
-        """Take in the most that any holder has told; return what is held and what waits, per block."""
-        if self.tuner is None or not len(told) or not told[: len(self._blocks)].any():
-            return [], []
-        *rows, less = told.tolist()
+    def _take_memory(self, told: Tensor) -> HeldMemory | None:
+        """Take in the most that any holder has told, per block; None if nobody has."""
+        count = len(self._blocks)
+        if self.tuner is None or not len(told) or not told[:count].any():
+            return None
+        above, *rows, less = told.tolist()
         self.tuner.memory = -less
-        return rows[: len(self._blocks)], rows[len(self._blocks) :]
+        return HeldMemory(above, rows[:count], rows[count : 2 * count], rows[2 * count :])
 
 
 def _union(begins: Sequence[float], ends: Sequence[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.families.out_of_order import RULES
@@ -37,35 +38,47 @@ def reverse_first_k(layers: int, k: int) -> Schedule:
     )  # fmt: skip
 
 
-def postponed_peaks(held: Sequence[float], waiting: Sequence[float]) -> list[float]:
+class HeldMemory(NamedTuple):
+    """What a device holds in a backward that postpones nothing; bytes, per layer but for ``above``.
+
+    A layer's moment is from when the gradient of its output arrives until that of the layer below does.
+    """
+
+    above: float
+    """The most that is allocated before the last layer's moment."""
+    held: Sequence[float]
+    """The most that is allocated at the layer's moment."""
+    apart: Sequence[float]
+    """The same without what the weight gradients of this layer and of those above wait for, as far as the usual
+    backward still has it."""
+    waiting: Sequence[float]
+    """What the layer's weight gradients wait for where they are postponed: inputs of products and gradients of their
+    outputs (``LayerProfile.waiting``), for the samples of a micro-batch."""
+
+
+def postponed_peaks(memory: HeldMemory) -> list[float]:
     """Return, for each k from 0 to the number of layers, the bytes that a device holds at its fullest in the backward.
 
-    While layer i has its gradient, the usual backward holds ``held[i]``. With k layers postponed, what the weight
-    gradients of layers i + 1 to k - 1 wait for is there as well; so more layers never take less.
+    At the moment of a layer i that is not postponed that is ``held[i]``. At the moment of one that is, the operands of
+    layers i to k - 1 are there, and beside them ``apart[i]``; so more layers hardly ever take less.
 
-    Args:
-        held: per layer, all that is allocated when its gradient is complete, without postponing.
-        waiting: per layer, inputs of products and gradients of their outputs (``LayerProfile.waiting``), for the
-            samples of a micro-batch.
-
-    >>> postponed_peaks([4.0, 5.0, 6.0], [3.0, 3.0, 3.0])
+    >>> postponed_peaks(HeldMemory(0.0, [4.0, 5.0, 6.0], [1.0, 2.0, 3.0], [3.0, 3.0, 3.0]))
     [6.0, 6.0, 7.0, 10.0]
 
     Source: Oh et al. 2022 (OOO backprop), Algorithm 2: M().
     """
-    beside = [0.0] * len(held)
+    count = len(memory.held)
+    beside = [0.0] * count
     """Per layer, what waits at its moment."""
-    found = [max(held, default=0.0)]
-    for k in range(1, len(held) + 1):
-        for layer in range(k - 1):
-            beside[layer] += waiting[k - 1]
-        found.append(max(own + more for own, more in zip(held, beside, strict=True)))
+    found = [max([memory.above, *memory.held])]
+    for k in range(1, count + 1):
+        for layer in range(k):
+            beside[layer] += memory.waiting[k - 1]
+        first = [apart + more for apart, more in zip(memory.apart[:k], beside, strict=False)]
+        found.append(max([memory.above, *first, *memory.held[k:]]))
     return found
 
 
-def most_postponed(held: Sequence[float], waiting: Sequence[float], memory: float) -> int:
-    """Return the largest k with which a device keeps within ``memory``; 0 if not even the usual backward does.
-
-    ``held`` and ``waiting`` are as for ``postponed_peaks``.
-    """
-    return max((k for k, peak in enumerate(postponed_peaks(held, waiting)) if peak <= memory), default=0)
+def most_postponed(memory: HeldMemory, limit: float) -> int:
+    """Return the largest k with which a device keeps within ``limit`` bytes; 0 if not even the usual backward does."""
+    return max((k for k, peak in enumerate(postponed_peaks(memory)) if peak <= limit), default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypipe.plan.online.tune_first_k import FirstKTuner, complete_at, layer_costs
-from raypipe.schedule.families.reverse_first_k import most_postponed, reverse_first_k
+from raypipe.schedule.families.reverse_first_k import HeldMemory, most_postponed, reverse_first_k
 from raypipe.simulate.layer_sync import layer_step_time
 
 READY = [16.0, 14.0, 12.0, 10.0, 8.0, 6.0, 4.0, 2.0]
@@ -63,13 +63,17 @@ WAITING = [10.0] * 8
 """What the usual backward holds at each layer's gradient, and what each adds to it where it is postponed."""
 
 
+def held_beside(waiting: list[float], held: list[float] = HELD) -> HeldMemory:
+    return HeldMemory(0.0, held, [all_ - own for all_, own in zip(held, waiting, strict=True)], waiting)
+
+
 @pytest.mark.parametrize(("memory", "most"), [(200.0, 8), (119.0, 8), (109.0, 0), (110.0, 8)])
 def test_what_memory_allows(memory: float, most: int) -> None:
     """At the gradient of layer i wait those of i + 1 to k - 1: 40 + 70 at most, for the first layer and k = 8."""
     tuner = FirstKTuner(8, memory=memory)
     for step in (1, 2, 4, 8):
         assert tuner.wants_memory
-        tuner.observe(step, READY, SLOW_FIRST, 30.0, HELD, WAITING)
+        tuner.observe(step, READY, SLOW_FIRST, 30.0, held_beside(WAITING))
     assert tuner.most == most
     assert tuner.k <= most
     assert (tuner.k > 0) == (most > 0)
@@ -79,12 +83,12 @@ def test_a_large_wait_caps_the_choice() -> None:
     """Each adds 30 where the backward frees 10 a layer: the first layer's gradient is the fullest moment."""
     for most in range(9):
         memory = 110.0 if most < 3 else 40.0 + 30.0 * (most - 1)
-        limit = most_postponed(HELD, [30.0] * 8, memory)
+        limit = most_postponed(held_beside([30.0] * 8), memory)
         peaks = [max(HELD[i] + 30.0 * max(0, k - 1 - i) for i in range(8)) for k in range(9)]
         assert limit == max((k for k in range(9) if peaks[k] <= memory), default=0)
         tuner = FirstKTuner(8, memory=memory)
         for step in (1, 2, 4, 8):
-            tuner.observe(step, READY, SLOW_FIRST, 30.0, HELD, [30.0] * 8)
+            tuner.observe(step, READY, SLOW_FIRST, 30.0, held_beside([30.0] * 8))
         assert tuner.k <= limit
 
 
@@ -92,14 +96,14 @@ def test_a_given_k_waits_for_what_the_first_step_holds() -> None:
     tuner = FirstKTuner(8, fixed=5, memory=129.0)
     assert (tuner.k, tuner.wants_memory) == (0, True)
     less = [size / 2 for size in HELD]  # there is no optimizer's state before the first update
-    assert tuner.observe(1, READY, SLOW_FIRST, 30.0, less, [30.0] * 8) == READY
+    assert tuner.observe(1, READY, SLOW_FIRST, 30.0, held_beside([30.0] * 8, less)) == READY
     assert (tuner.k, tuner.wants_memory) == (0, True)
-    after = tuner.observe(2, READY, SLOW_FIRST, 30.0, HELD, [30.0] * 8)
+    after = tuner.observe(2, READY, SLOW_FIRST, 30.0, held_beside([30.0] * 8))
     assert tuner.k == tuner.most == 3
     assert after == complete_at(layer_costs(READY, SLOW_FIRST), 3)
     assert not tuner.wants_memory
     assert tuner.observe(4, READY, SLOW_FIRST, 30.0) == READY
     assert tuner.k == 3
     free = FirstKTuner(8, fixed=5, memory=1e9)
-    free.observe(2, READY, SLOW_FIRST, 30.0, HELD, WAITING)
+    free.observe(2, READY, SLOW_FIRST, 30.0, held_beside(WAITING))
     assert free.k == 5

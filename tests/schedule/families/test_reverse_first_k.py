@@ -5,7 +5,7 @@ import random
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule.families.reverse_first_k import most_postponed, reverse_first_k
+from raypipe.schedule.families.reverse_first_k import HeldMemory, most_postponed, reverse_first_k
 from raypipe.schedule.verify import verify
 
 
@@ -64,10 +64,12 @@ def test_memory_caps_k():
         waiting = [a + b for a, b in zip(kept, gradients, strict=True)]
         peaks = [max(played(kept, gradients, k)) for k in range(n + 1)]
         cap = rng.choice([*peaks, 0.5 + rng.choice(peaks)])
-        found = most_postponed(usual, waiting, cap)
+        apart = [all_ - own for all_, own in zip(usual, waiting, strict=True)]
+        memory = HeldMemory(0.0, usual, apart, waiting)
+        found = most_postponed(memory, cap)
         assert max(peaks[: found + 1]) <= cap or found == 0
         # With k layers postponed, their own moments come after the backward, when less is left.
         first_above = [usual[i] + sum(waiting[i + 1 : found + 1]) for i in range(min(found + 1, n))]
         assert found == n or max(usual) > cap or max(first_above) > cap
-        assert most_postponed(usual, waiting, 0.0) == 0
-        assert most_postponed(usual, waiting, sum(kept) + sum(gradients)) == n
+        assert most_postponed(memory, 0.0) == 0
+        assert most_postponed(memory, sum(kept) + sum(gradients)) == n
