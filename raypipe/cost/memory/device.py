@@ -317,13 +317,17 @@ class _Moments:
                         del alive[key]
                         activations = activations - size if alive else 0.0
                     continue
+                if level == 1 and kind in WEIGHT_GRADIENTS:
+                    self.grade(s, replica)  # the flat tensor is there before the backward begins
+                    beside = self.beside
                 if key in ran:
                     ran.discard(key)
                     left = 0.0
+                    if level and activations + beside > most:  # with the flat tensor, what W waits for is there still
+                        self.activations = activations
+                        self.moment()
+                        most = self._most
                 else:
-                    if level == 1 and kind in WEIGHT_GRADIENTS:
-                        self.grade(s, replica)  # the flat tensor is there before the backward begins
-                        beside = self.beside
                     if activations + beside + stage.workspace + stage.messages > most:
                         self.activations = activations
                         self.moment(stage.workspace, stage.messages)
