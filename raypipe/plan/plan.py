@@ -98,9 +98,9 @@ class Plan(Spec):
         return self.model_copy(update={"made_for": made})
 
     def _decision(self) -> str:
-        decided = self.model_dump(mode="json", include={"parallel", "cut", "order"})
-        for key in JOBS_OWN:
-            decided["parallel"].pop(key)
+        # Only what differs from its default: a key that a later raypipe adds leaves the digest of older plans alone.
+        decided = self.model_dump(mode="json", include={"cut", "order"})
+        decided["parallel"] = self.parallel.model_dump(mode="json", exclude=set(JOBS_OWN), exclude_defaults=True)
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     def differences(self, job: JobSpec) -> list[tuple[str, str]]:

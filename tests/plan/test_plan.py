@@ -199,3 +199,25 @@ def test_an_order_of_other_devices_or_stages_than_the_plan_is_refused() -> None:
         build_schedule(two, 16)
     with pytest.raises(ScheduleError, match="4 stages, the plan's cut 2"):
         build_schedule(two.model_copy(update={"cut": ((0, 1), (2, 3))}), 16)
+
+
+class LaterParallelSpec(ParallelSpec):
+    """That of a later raypipe."""
+
+    new: int = 3
+
+
+def test_a_plan_from_before_a_key_existed_was_not_edited() -> None:
+    settings = {"schedule": "1f1b", "stages": 2}
+    plan = Plan(parallel=ParallelSpec.model_validate(settings), cut=((0, 1), (2, 3)))
+
+    def digest(**changes: Any) -> str:
+        return plan.model_copy(update=changes)._decision()
+
+    later = LaterParallelSpec.model_validate(settings)
+    assert digest(parallel=later) == digest()
+    assert digest(parallel=later.model_copy(update={"new": 4})) != digest()
+    edits = [digest(parallel=later.model_copy(update=change))
+             for change in ({"innermost": "replicas"}, {"microbatch": 3}, {"alphas": 0.5})]  # fmt: skip
+    edits += [digest(cut=((0,), (1, 2, 3))), digest(order="0F0")]
+    assert len({digest(), *edits}) == 6
