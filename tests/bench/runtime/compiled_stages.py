@@ -88,7 +88,9 @@ def activation_bytes(made: OneDevice) -> int:
 
         stage.track(arrived)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            outputs, _ = executor.computation.run((number, 0), executor._microbatches((number, 0), (0,)), arrived, None)
+            computed = executor._microbatches((number, 0), (0,))
+            outputs, graph = executor.computation.run((number, 0), computed, arrived, None)
+        kept += getattr(graph, "saved", [])  # of a compiled stage, which autograd does not see
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
         total += sum(size for at, size in storages.items() if at not in own | given)
         arrived = tuple(y.detach() for y in outputs)
