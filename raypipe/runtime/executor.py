@@ -262,14 +262,14 @@ class Executor(ProgramRunner):
                 module.track(one)
         recomputed = self.training and (stage, mbs[0]) in self.program.recomputed
         computed = self._microbatches(key, mbs)
-        boundaries = halves = None
+        boundaries = graph = None
         if recomputed and not module.recomputes_whole:
             boundaries = RecomputeBoundaries()
             outputs = self.computation.run_segments(key, computed, arrived[0], weights, boundaries)
             recomputed = module.segments[-1].recomputed
         else:
             with nullcontext() if has_backward and not recomputed else torch.no_grad():
-                outputs, halves = self.computation.run(key, computed, stacked(arrived), weights, remade=recomputed)
+                outputs, graph = self.computation.run(key, computed, stacked(arrived), weights, remade=recomputed)
         if not module.sends_on:
             of_step = self.step + mbs[0] // self.settings.microbatches
             self._losses.setdefault(of_step, []).append(outputs[0].detach())
@@ -282,7 +282,7 @@ class Executor(ProgramRunner):
                     self.p2p_buffers[("act", stage, m.dst_stage, self.base + mb)] = payload
             if has_backward:
                 saved = MicrobatchState(inputs, () if recomputed else made, weights, boundaries=boundaries)
-                saved.halves = None if recomputed else halves
+                saved.graph = None if recomputed else graph
                 self._saved[(stage, self.base + mb)] = saved
 
     def _rows(self, mbs: Sequence[int]) -> int:
@@ -318,7 +318,7 @@ class Executor(ProgramRunner):
                 self.late.before_backward((stage, task.replica))
             if saved.back is None:
                 # With several backwards for one micro-batch, nobody knows which of them is a parameter's last.
-                single = saved.halves is None and saved.boundaries is None
+                single = saved.graph is None and saved.boundaries is None
                 watched = single and (not module.defers or postponed is not None)
                 with early.watch_backward(postponed or ()) if early is not None and watched else nullcontext():
                     back = module.run_backward(

@@ -6,31 +6,16 @@ processes, and so between the stages of a device and the devices of a host, whos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from raypipe.runtime.compiled.program import Compiled
-from raypipe.runtime.compiled.tracing.graphs import is_view, value
+from raypipe.runtime.compiled.tracing.graphs import base_of, is_view, results, value
 from raypipe.runtime.compiled.tracing.lower_precision import register_fallbacks
-
-
-class Views:
-    """A graph that computes nothing."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        self._forward = graph.forward
-        self.source_code = (
-            f"import torch\nfrom torch import device\n{graph.code}\ndef call(args):\n    return forward(None, *args)\n"
-        )
-
-    def __call__(self, values: list[Tensor]) -> Sequence[Tensor]:
-        """Return views of the inputs."""
-        made: Sequence[Tensor] = self._forward(*values)
-        return made
+from raypipe.runtime.compiled.views import View, Views
 
 
 def compile_graph(graph: fx.GraphModule, fake: FakeTensorMode, backward: bool) -> Compiled:
@@ -41,8 +26,9 @@ def compile_graph(graph: fx.GraphModule, fake: FakeTensorMode, backward: bool) -
     Raises:
         Exception: whatever Inductor raises.
     """
-    if not any(node.op == "call_function" and not is_view(node) for node in graph.graph.nodes):
-        return Views(graph)
+    views = views_of(graph.graph)
+    if views is not None:
+        return views
     from torch._inductor.compile_fx import compile_fx_inner
 
     register_fallbacks(graph.graph)
@@ -52,3 +38,21 @@ def compile_graph(graph: fx.GraphModule, fake: FakeTensorMode, backward: bool) -
     with torch._guards.tracing(torch._guards.TracingContext(fake)), torch.no_grad():
         compiled: Any = compile_fx_inner(graph, inputs, is_backward=backward, is_inference=False)
     return compiled  # type: ignore[no-any-return]
+
+
+def views_of(graph: fx.Graph) -> Views | None:
+    """Return what makes the outputs of a graph that computes nothing; None if it computes something."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if any(node.op not in ("placeholder", "output") and not is_view(node) for node in graph.nodes):
+        return None
+    found = []
+    for node in results(graph):
+        assert node is not None
+        base = base_of(node)
+        made, held = value(node), value(base)
+        if made.dtype != held.dtype or made.is_conj() != held.is_conj() or made.is_neg() != held.is_neg():
+            return None
+        offset = int(made.storage_offset() - held.storage_offset())
+        own = node is base
+        found.append(View(inputs.index(base), None if own else tuple(made.shape), () if own else made.stride(), offset))
+    return Views(tuple(found))

@@ -1,9 +1,15 @@
-"""The compiled program of a stage: its pieces as functions, one autograd function around them."""
+"""The compiled program of a stage: its pieces as functions, and what leads from a forward to its backward.
+
+A whole stage needs no autograd: its forward leaves a ``ProgramRun``, whose backward the executor calls. Segments of a
+stage are one autograd function each (``in_graph``), since autograd joins them to the segments that run eagerly.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,11 +17,12 @@ from torch import Tensor
 
 from raypipe.errors import RunError
 from raypipe.models import Inputs
-from raypipe.models.keyed_random import current_keys
-from raypipe.runtime.compiled.accumulate import later_closures, ready_closures
+from raypipe.models.keyed_random import RandomKeys
+from raypipe.runtime.compiled.accumulate import Accumulation
 from raypipe.runtime.compiled.layout import Interface, Layout
 from raypipe.runtime.runner import Payload
-from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.stage.alternate import Alternation
+from raypipe.runtime.stage.stage import OwnGraph, StageModule
 from raypipe.runtime.transport.channel import TensorSpec
 
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -31,9 +38,14 @@ class CompiledPiece:
     piece: Interface
     run: Compiled
 
+    @cached_property
+    def accumulation(self) -> Accumulation:
+        """What adds the piece's weight gradients."""
+        return Accumulation(self.piece.gradients)
+
     def inputs(self, values: Values) -> list[Tensor]:
         """Return the piece's inputs."""
-        return [values[slot.source][slot.number] for slot in self.piece.slots]
+        return [values[source][number] for source, number in self.piece.slots]
 
     def __call__(self, values: Values) -> Sequence[Tensor]:
         """Run the piece."""
@@ -76,6 +88,13 @@ class StageProgram:
         slots = {slot for piece in backward for slot in piece.slots if slot.source == "given"}
         self.read_again = tuple(sorted(slot.number for slot in slots))
         """The forward's inputs that a backward reads, by number."""
+        received = accumulate(module.gives_gradient, initial=0)
+        places = [place if gives else None for place, gives in zip(received, module.gives_gradient, strict=False)]
+        self.tangents = tuple(
+            (n, place) for n, (place, one) in enumerate(zip(places, layout.differentiable, strict=False)) if one
+        )
+        """Of a whole stage, per differentiable output: its number, and the place of its gradient among those that the
+        stage receives; None if it receives none."""
 
     def fits(self, arrived: Payload, inputs: Inputs) -> bool:
         """Return whether the program was compiled for tensors of these shapes."""
@@ -84,33 +103,59 @@ class StageProgram:
             x.shape == spec.shape and x.dtype == spec.dtype for x, spec in zip(given, self.shapes, strict=True)
         )
 
-    def __call__(self, arrived: Payload, inputs: Inputs, weights: dict[str, Tensor] | None) -> Payload:
-        """Run the forward under the current random keys; its outputs carry a graph if gradients are enabled.
+    def __call__(
+        self, keys: Callable[[], RandomKeys], arrived: Payload, inputs: Inputs, weights: dict[str, Tensor] | None
+    ) -> tuple[Payload, OwnGraph | None]:
+        """Run the forward of a whole stage.
 
-        ``weights``: the weight version to run on, by path; None for the stage's own.
+        Args:
+            keys: makes the random keys of the micro-batch.
+            arrived: what the stage received.
+            inputs: the raw inputs.
+            weights: the weight version to run on, by path; None for the stage's own.
+
+        Returns:
+            The outputs, and if gradients are enabled, what runs the backward.
         """
-        parameters: list[Tensor] = list(self._own)
-        if weights is not None:  # frozen parameters have one version
-            parameters = [weights.get(path, own) for path, own in zip(self._paths, self._own, strict=True)]
-        given = self._given(parameters, arrived, inputs)
+        parameters = self._parameters(weights)
+        given = self._given(parameters, keys, arrived, inputs)
         if not torch.is_grad_enabled():
-            only = self.pieces.forward_only
-            made = (self.pieces.forward if only is None else only)({"given": given})
-            return self._taken(made)
+            return self._forward_only(given), None
+        with torch.no_grad():
+            outputs, kept = self.run_forward(given)
+        return outputs, ProgramRun(self, parameters, given, kept, outputs)
+
+    def in_graph(
+        self, keys: Callable[[], RandomKeys], arrived: Payload, inputs: Inputs, weights: dict[str, Tensor] | None
+    ) -> tuple[Payload, OwnGraph | None]:
+        """Run the forward of a segment; its outputs carry a graph if gradients are enabled. See ``__call__``."""
+        parameters = self._parameters(weights)
+        given = self._given(parameters, keys, arrived, inputs)
+        if not torch.is_grad_enabled():
+            return self._forward_only(given), None
         anchor = None if self._anchor is None else parameters[self._anchor]
         outputs: Payload = _Run.apply(self, parameters, given, anchor, *arrived)  # type: ignore[no-untyped-call]
-        return outputs
+        return outputs, None
 
-    def _given(self, parameters: Sequence[Tensor], arrived: Payload, inputs: Inputs) -> list[Tensor]:
-        keys = current_keys()
-        if keys is None:
-            raise RunError("a compiled stage", "no random keys are set", "run it within random_keys(...)")
+    def _parameters(self, weights: dict[str, Tensor] | None) -> Sequence[Tensor]:
+        if weights is None:
+            return self._own
+        return [weights.get(path, own) for path, own in zip(self._paths, self._own, strict=True)]  # or it is frozen
+
+    def _given(
+        self, parameters: Sequence[Tensor], keys: Callable[[], RandomKeys], arrived: Payload, inputs: Inputs
+    ) -> list[Tensor]:
         given = [*parameters, *self._buffers]
         given += [x.contiguous() for x in arrived]
         given += [inputs[name].contiguous() for name in self.inputs]
-        given += self.places.tables(keys, self._device)
+        if self.places.own or self.places.shared:
+            given += self.places.tables(keys(), self._device)
         given += [self.queue.copy_in(parameters[number], dtype) for number, dtype in self.casts]
         return given
+
+    def _forward_only(self, given: Sequence[Tensor]) -> Payload:
+        only = self.pieces.forward_only
+        return self._taken((self.pieces.forward if only is None else only)({"given": given}))
 
     def _taken(self, made: Sequence[Tensor]) -> Payload:
         """Return the outputs of the stage among those of the forward, and note the moments of batch norms."""
@@ -135,14 +180,14 @@ class StageProgram:
             assert pieces.backward is not None
             made = pieces.backward(values)
             piece = pieces.backward.piece
-            queue.current += ready_closures(piece.gradients, made, parameters)
+            queue.current += pieces.backward.accumulation.ready(made, parameters)
         else:
             made = split(values)
             piece = split.piece
             values["handed"] = made[piece.hands :]
-            queue.current += ready_closures(piece.gradients, made, parameters)
+            queue.current += split.accumulation.ready(made, parameters)
             waiting = weights.inputs(values)
-            queue.current += later_closures(weights.piece.gradients, lambda: weights.run(_emptied(waiting)), parameters)
+            queue.current += weights.accumulation.later(lambda: weights.run(_emptied(waiting)), parameters)
         return [None if at is None else made[at] for at in piece.back]
 
 
@@ -153,8 +198,63 @@ def _emptied(values: list[Tensor]) -> list[Tensor]:
     return found
 
 
+class ProgramRun:
+    """What the forward of a whole stage leaves for its backward.
+
+    Args:
+        program: the stage's.
+        parameters: those that the forward ran on.
+        given: the forward's inputs.
+        kept: what it keeps for the backward besides them.
+        outputs: of the stage.
+    """
+
+    __slots__ = ("_again", "_kept", "_parameters", "_program", "_unfed", "_versions")
+
+    def __init__(
+        self, program: StageProgram, parameters: Sequence[Tensor], given: Sequence[Tensor], kept: Sequence[Tensor],
+        outputs: Payload,
+    ) -> None:  # fmt: skip
+        self._program, self._parameters, self._kept = program, parameters, kept
+        self._again = [given[number] for number in program.read_again]
+        self._versions = [x._version for x in self._again]
+        self._unfed = {n: outputs[n] for n, place in program.tangents if place is None}
+
+    @property
+    def saved(self) -> list[Tensor]:
+        """All tensors that it holds on to for the backward."""
+        return [*self._again, *self._kept]
+
+    def backward(
+        self, stage: StageModule, inputs: Payload, gradients: Sequence[Tensor], turns: Alternation | None
+    ) -> Payload:
+        """See OwnGraph.backward.
+
+        Raises:
+            RunError: a tensor that the backward reads has been overwritten since the forward.
+        """
+        program, again = self._program, self._again
+        if [x._version for x in again] != self._versions:
+            raise RunError(
+                "a compiled stage", "weights or inputs of a micro-batch were overwritten between forward and backward",
+                "this is a fault of raypipe: report it with the run's plan.json",
+            )  # fmt: skip
+        unfed = self._unfed
+        with torch.no_grad():
+            values: Values = {
+                "given": dict(zip(program.read_again, again, strict=True)), "kept": self._kept,
+                "tangent": [
+                    torch.zeros_like(unfed[n]) if place is None else gradients[place].contiguous()
+                    for n, place in program.tangents
+                ],
+            }  # fmt: skip
+            back = iter(program.run_backward(values, self._parameters))
+        arrived = (x for x, takes in zip(inputs, program.takes_gradient, strict=True) if takes)
+        return tuple(torch.zeros_like(x) if made is None else made for x, made in zip(arrived, back, strict=True))
+
+
 class _Run(torch.autograd.Function):
-    """The forward and backward of a compiled stage, for autograd.
+    """The forward and backward of a segment of a compiled stage, for autograd.
 
     Parameters are no differentiable arguments: their gradients are accumulated by the stage's queue. One of them, the
     anchor, is an argument so that the outputs require a gradient even where nothing that arrives does.

@@ -10,6 +10,7 @@ from raypipe.runtime.backward.segments import Segment
 from raypipe.runtime.compiled.program import StageProgram
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.runner import Payload
+from raypipe.runtime.stage.computation import Forward
 from raypipe.runtime.update.gradients import StageKey
 
 Span = tuple[int, int] | None
@@ -27,11 +28,11 @@ class CompiledStage:
 
     programs: dict[Span, list[StageProgram]] = field(default_factory=dict)
 
-    def find(self, arrived: Payload, inputs: Inputs, segment: Segment | None) -> StageProgram | None:
+    def find(self, arrived: Payload, inputs: Inputs, segment: Segment | None) -> Forward | None:
         """Return the program for these tensors; None if they have other shapes than any was compiled for."""
         for program in self.programs.get(span_of(segment), ()):
             if program.fits(arrived, inputs):
-                return program
+                return program if segment is None else program.in_graph
         return None
 
 

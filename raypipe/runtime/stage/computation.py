@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from raypipe.models import Inputs, Task, random_keys
+from raypipe.models.keyed_random import RandomKeys
 from raypipe.models.slices.current import Piece, SliceRun, slice_run
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
 from raypipe.runtime.backward.stack import stacked, stacked_inputs
 from raypipe.runtime.backward.weight_casts import Casts
 from raypipe.runtime.runner import Payload
 from raypipe.runtime.stage.alternate import Alternation
-from raypipe.runtime.stage.stage import HalfBatch, MicrobatchState, StageModule
+from raypipe.runtime.stage.stage import HalfBatch, HalfBatches, MicrobatchState, OwnGraph, StageModule
 from raypipe.runtime.step import StepSettings
 from raypipe.runtime.update.weight_versions import Snapshot, run_with
 from raypipe.runtime.validation.predictions import KeepsPredictions, Kept, Preprocess
@@ -34,13 +35,16 @@ class Microbatches:
     """What the data says of each; see ``StageModule.reads``."""
 
 
+Forward = Callable[[Callable[[], RandomKeys], Payload, Inputs, Snapshot | None], tuple[Payload, OwnGraph | None]]
+"""Computes a compiled forward, the loss included, from what makes its random keys, what arrived, the raw inputs and the
+version of the weights; returns the outputs, and what the backward uses if these carry no graph."""
+
+
 class CompiledForward(Protocol):
     """A compiled stage."""
 
-    def find(
-        self, arrived: Payload, inputs: Inputs, segment: Segment | None
-    ) -> Callable[[Payload, Inputs, Snapshot | None], Payload] | None:
-        """Return what computes a forward on these tensors, the loss included; None if it has to run eagerly."""
+    def find(self, arrived: Payload, inputs: Inputs, segment: Segment | None) -> Forward | None:
+        """Return what computes a forward on these tensors; None if it has to run eagerly."""
 
 
 class StageComputation:
@@ -115,7 +119,7 @@ class StageComputation:
         segment: Segment | None = None,
         remade: bool = False,
         again: bool = False,
-    ) -> tuple[Payload, tuple[HalfBatch, HalfBatch] | None]:
+    ) -> tuple[Payload, OwnGraph | None]:
         """Run a stage replica, or a segment of it, forward.
 
         Args:
@@ -128,24 +132,27 @@ class StageComputation:
             again: this is an R.
 
         Returns:
-            The outputs (at the end of the last stage, the sum of the losses); and with ``sub_pipelined``, the two
-            half batches they were computed in.
+            The outputs (at the end of the last stage, the sum of the losses); and what the backward uses if they carry
+            no graph: with ``sub_pipelined``, and where the whole stage ran compiled.
         """
         each = self.settings.samples_per_microbatch
         numbers = [mb // self.settings.slices for mb in microbatches.ids]
         samples = [sample for mb in numbers for sample in range(mb * each, (mb + 1) * each)]
-        sliced = self._slice(key, microbatches, remade, again)
         module = self.modules[key]
         sends_on = module.sends_on
         inputs = stacked_inputs(list(microbatches.inputs)) if module.reads else {}
+        compiled = self.compiled.get(key) if self.training else None
+        program = None if compiled is None else compiled.find(arrived, inputs, segment)
+        if program is not None:  # it has no slices, no halves, and its casts are in its graph
+            return program(
+                lambda: RandomKeys(self.settings.seed, microbatches.step, samples, self.training),
+                arrived, inputs, weights,
+            )  # fmt: skip
+        sliced = self._slice(key, microbatches, remade, again)
 
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
             drawn = random_keys(self.settings.seed, microbatches.step, samples, self.training)
             with drawn, slice_run(sliced), self.casts.forward(), self.building(key, microbatches.ids[-1]):
-                compiled = self.compiled.get(key) if self.training else None
-                program = None if compiled is None else compiled.find(arrived, inputs, segment)
-                if program is not None:
-                    return program(arrived, inputs, weights)
                 outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
                 if not sends_on and (segment is None or not segment.gives):
                     if self.keeps is not None and not self.training:
@@ -168,7 +175,7 @@ class StageComputation:
         )
         values = [tuple(y.detach() for y in outputs) for outputs in made]
         whole = stacked(values) if sends_on else (values[0][0] + values[1][0],)
-        return whole, (HalfBatch(first, made[0]), HalfBatch(second, made[1]))
+        return whole, HalfBatches(HalfBatch(first, made[0]), HalfBatch(second, made[1]))
 
     def run_segments(
         self,
@@ -195,7 +202,7 @@ class StageComputation:
     def recompute(self, key: tuple[int, int], microbatch: Microbatches, saved: MicrobatchState) -> None:
         """Recompute the activations that the forward of a micro-batch did not keep."""
         if saved.boundaries is None:
-            saved.outputs, saved.halves = self.run(key, microbatch, saved.inputs, saved.weights, again=True)
+            saved.outputs, saved.graph = self.run(key, microbatch, saved.inputs, saved.weights, again=True)
             return
         recomputed = [s for s in self.modules[key].segments if s.recomputed]
         for segment, entered in zip(recomputed, saved.boundaries.entries, strict=True):

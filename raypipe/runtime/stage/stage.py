@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,15 @@ from raypipe.runtime.runner import Payload
 from raypipe.runtime.stage.alternate import Alternation
 
 
+class OwnGraph(Protocol):
+    """What a forward leaves for its backward where that is no graph of autograd's that ends in the outputs."""
+
+    def backward(
+        self, stage: StageModule, inputs: Payload, gradients: Sequence[Tensor], turns: Alternation | None
+    ) -> Payload:
+        """See ``StageModule.run_backward``; ``inputs``: the received activations."""
+
+
 @dataclass(slots=True)
 class HalfBatch:
     """One half of a micro-batch whose two halves' forwards alternated."""
@@ -24,6 +34,26 @@ class HalfBatch:
     inputs: Payload
     """This half's rows of the received activations; leaves of the half's graph."""
     outputs: Payload
+
+
+@dataclass(slots=True)
+class HalfBatches:
+    """Both halves of a micro-batch, each with a graph of its own."""
+
+    first: HalfBatch
+    second: HalfBatch
+
+    def backward(
+        self, stage: StageModule, inputs: Payload, gradients: Sequence[Tensor], turns: Alternation | None
+    ) -> Payload:
+        """See OwnGraph.backward."""
+        assert turns is not None
+        a, b, (for_a, for_b) = self.first, self.second, unstacked(tuple(gradients), 2)
+        made = turns.run(
+            lambda: stage.backward(a.inputs, a.outputs, for_a),
+            lambda: stage.backward(b.inputs, b.outputs, for_b),
+        )
+        return stacked(made)
 
 
 @dataclass(slots=True)
@@ -42,8 +72,8 @@ class MicrobatchState:
     """Whether the input gradient has been computed."""
     back: Payload | None = None
     """The input gradient, kept for B where W ran first."""
-    halves: tuple[HalfBatch, HalfBatch] | None = None
-    """If the forward ran in halves, their states, which the backward uses; ``outputs`` then have no graph."""
+    graph: OwnGraph | None = None
+    """What the backward uses where ``outputs`` have no graph: that of two halves, or of a compiled stage."""
     boundaries: RecomputeBoundaries | None = None
     """Tensors between segments, if only some of the layers are recomputed."""
 
@@ -170,27 +200,22 @@ class StageModule(nn.Module):
         """
         self.queue.whole = whole
         with self.queue.collect(saved.closures):
-            if saved.halves is None:
-                back = self._backward(saved.inputs, saved.outputs, gradients, saved.boundaries)
+            if saved.graph is None:
+                back = self.backward(saved.inputs, saved.outputs, gradients, saved.boundaries)
             else:
-                assert turns is not None
-                (a, b), (for_a, for_b) = saved.halves, unstacked(tuple(gradients), 2)
-                made = turns.run(
-                    lambda: self._backward(a.inputs, a.outputs, for_a),
-                    lambda: self._backward(b.inputs, b.outputs, for_b),
-                )
-                back = stacked(made)
+                back = saved.graph.backward(self, saved.inputs, gradients, turns)
         saved.outputs = saved.inputs = ()
-        saved.halves = saved.boundaries = None
+        saved.graph = saved.boundaries = None
         return back
 
-    def _backward(
+    def backward(
         self,
         inputs: Payload,
         outputs: Payload,
         gradients: Sequence[Tensor],
         boundaries: RecomputeBoundaries | None = None,
     ) -> Payload:
+        """Run autograd's backward; arguments and result are those of ``run_backward``."""
         ends = [y for y, wanted in zip(outputs, self.gives_gradient, strict=True) if wanted]
         pairs = [(y, g) for y, g in zip(ends, gradients, strict=True) if y.requires_grad]
         if pairs:  # empty where all parameters so far are frozen

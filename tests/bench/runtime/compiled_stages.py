@@ -1,6 +1,6 @@
 """Compiled stages beside eager ones: step time, B and W beside the joint backward, activations, time to the first step.
 
-    python -m tests.bench.runtime.compiled_stages [--turns 7] [--first-step [--runs ...] | --budgets]
+    python -m tests.bench.runtime.compiled_stages [--turns 7] [--sizes small] [--first-step [--runs ...] | --budgets]
 
 All stages of a small GPT run on one device with one thread, as a worker runs them; eager and compiled steps take turns,
 and a row is the median turn. ``small`` is a model whose operations cost more to launch than to compute, ``large`` one
@@ -88,7 +88,9 @@ def activation_bytes(made: OneDevice) -> int:
 
         stage.track(arrived)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            outputs, _ = executor.computation.run((number, 0), executor._microbatches((number, 0), (0,)), arrived, None)
+            computed = executor._microbatches((number, 0), (0,))
+            outputs, graph = executor.computation.run((number, 0), computed, arrived, None)
+        kept += getattr(graph, "saved", [])  # of a compiled stage, which autograd does not see
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
         total += sum(size for at, size in storages.items() if at not in own | given)
         arrived = tuple(y.detach() for y in outputs)
@@ -219,6 +221,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--first-step", action="store_true")
     parser.add_argument("--budgets", action="store_true")
     parser.add_argument(
@@ -235,7 +238,7 @@ def main() -> None:
             return
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
         torch.set_num_threads(1)
-        for size in SIZES:
+        for size in asked.sizes:
             if asked.budgets:
                 budgets(size, 0.1, asked.turns)
                 continue
