@@ -107,7 +107,7 @@ def test_a_llama_whose_sequences_fit_in_slices_alone(stage_pool, text_folder, tm
     config = {**FAMILIES["llama"], **WIDE, "max_position_embeddings": 2048}
     model, text = {"hf": "llama", "config": config, "sequence": 2048}, {"type": "bytes", "path": str(text_folder)}
     wanted = {"auto": True, "microbatch": 1, "stages": 2, "replicas": 1, "tensor": 1, "shard": "none"}
-    sizes = {"batch": 2, "steps": 2, "eval_batches": 0}
+    sizes = {"batch": 2, "steps": 2}
     job = make_job(model, text, wanted, **sizes)
     described = job_profile(job, load_cluster(Path("cluster/devices/h100.yaml")))
     small = described.model_copy(update={"memory_bytes": 15e6, "base_bytes": 0.0})
