@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import RunError, SpecError
+from raypipe.graph.attention import ATTENTION
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.flops import forward_flops
 from raypipe.graph.liveness import between_spans, inputs_read
@@ -72,6 +73,8 @@ class CapturedModel(LayeredModel):
         self.captured, self.sharding, self.task, self.values = captured, sharding, task, values
         self.build = build
         self.graph = graph = captured.graph
+        self.drops_attention = any(o.random and o.target == ATTENTION for o in graph.operations)
+        """Whether training drops weights of attention."""
         self.shortest_slice = max(graph.at_least.values(), default=1)
         self.fields = {name: fields[name] for name in graph.inputs}
         self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))

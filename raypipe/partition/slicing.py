@@ -8,9 +8,16 @@ from raypipe.cost.profile import Slicing
 from raypipe.errors import CaptureError, SpecError
 from raypipe.job import JobSpec
 from raypipe.models import LayeredModel
+from raypipe.models.captured import CapturedModel
 from raypipe.models.task import Field
 
 VARYING = "its samples differ in length, and slices of a micro-batch are of one length"
+
+DROPPING = (
+    "its attention drops weights, and what slices take then is not computed: switch that off (attn_pdrop, "
+    "attention_dropout: 0), or give the whole plan"
+)
+"""Scores of whole sequences are kept until the backward, those of slices are made again."""
 
 
 def slicing_of(job: JobSpec, model: LayeredModel, fields: Mapping[str, Field] | None) -> Slicing:
@@ -30,4 +37,6 @@ def slicing_of(job: JobSpec, model: LayeredModel, fields: Mapping[str, Field] | 
     except (CaptureError, SpecError) as error:
         where = f"{error.where}: " if isinstance(error, CaptureError) else ""
         return Slicing(positions=positions, refused=where + error.why)
+    if isinstance(model, CapturedModel) and model.drops_attention:
+        return Slicing(positions=positions, refused=DROPPING)
     return Slicing(positions=positions, shortest=model.shortest_slice)

@@ -93,8 +93,8 @@ def test_gpt2_with_split_backward_tied_embeddings_and_dropout(stage_pool, text_f
     ],
 )
 def test_captured_models_in_slices(family, parallel, stage_pool, text_folder, tmp_path) -> None:
-    """Tied embeddings, dropout, positions that count or rotate, and keys and values that heads share."""
-    config = {**FAMILIES[family], **WIDE, **({"attn_pdrop": 0.0} if family == "gpt2" else {})}
+    """Tied embeddings, dropout, also of attention's weights, positions that count or rotate, keys that heads share."""
+    config = {**FAMILIES[family], **WIDE}
     model = {"hf": family, "config": config, "sequence": 16}
     job = make_job(model, {"type": "bytes", "path": str(text_folder)}, parallel)
     done = drive(job, stage_pool, tmp_path / "run")
