@@ -121,10 +121,10 @@ class _SliceAttention(torch.autograd.Function):
             own = Piece(key.detach(), value.detach())
             pieces.append(own)
         earlier = tuple(pieces[: run.number])
-        out, lse = _block(query, own, True, scale, masks and masks(query, run.number))
+        out, lse = _block(query, own, True, scale, _mask(masks, query, run.number))
         total, weights = out, lse
         for number, piece in enumerate(earlier):
-            part, part_lse = _block(query, piece, False, scale, masks and masks(query, number))
+            part, part_lse = _block(query, piece, False, scale, _mask(masks, query, number))
             both = torch.logaddexp(weights, part_lse)
             total = total * _share(weights, both, total) + part * _share(part_lse, both, part)
             weights = both
@@ -138,12 +138,12 @@ class _SliceAttention(torch.autograd.Function):
         (given,) = gradients
         masks: _Masks | None = ctx.masks
         to_query, to_key, to_value = _block_backward(
-            given, query, key, value, total, weights, True, ctx.scale, masks and masks(query, len(ctx.earlier))
+            given, query, key, value, total, weights, True, ctx.scale, _mask(masks, query, len(ctx.earlier))
         )  # fmt: skip
         for number, piece in enumerate(ctx.earlier):
             more, keys, values = _block_backward(
                 given, query, piece.keys, piece.values, total, weights, False, ctx.scale,
-                masks and masks(query, number),
+                _mask(masks, query, number),
             )  # fmt: skip
             to_query.add_(more)
             piece.add(keys, values)
@@ -154,6 +154,10 @@ class _SliceAttention(torch.autograd.Function):
         ctx.own.release()
         ctx.earlier = ctx.own = None
         return to_query, to_key, to_value, None, None, None
+
+
+def _mask(masks: _Masks | None, query: Tensor, number: int) -> Tensor | None:
+    return None if masks is None else masks(query, number)
 
 
 def _share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:
