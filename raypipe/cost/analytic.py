@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from raypipe.cost.gpt_work import SOFTWARE, gpt_work
 from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.memory.parameter import parameter_bytes
-from raypipe.cost.profile import CollectivePath, LayerProfile, LinkFit, Profile, TaskTimes
+from raypipe.cost.profile import CollectivePath, LayerProfile, LinkFit, Profile, Slicing, TaskTimes
 from raypipe.errors import SpecError
 from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, LinkModel
 from raypipe.job.field_types import arithmetic
@@ -31,6 +31,7 @@ def analytic_profile(
     momentum: bool = False,
     tied: int = 0,
     trained_tied: int | None = None,
+    slicing: Slicing | None = None,
 ) -> Profile:
     """Compute the costs of a model's layers on a cluster's devices.
 
@@ -43,6 +44,7 @@ def analytic_profile(
         momentum: whether ``sgd`` uses momentum.
         tied: parameter values that the first and last layer share; ignored for a GPT, which says so itself.
         trained_tied: those of ``tied`` that are trained; None: all.
+        slicing: how the model runs in slices of a sequence; ignored for a GPT, which does.
 
     Raises:
         SpecError: the device has no peak for this dtype, or there are no layers or sizes to profile.
@@ -60,9 +62,12 @@ def analytic_profile(
     if not works:
         raise SpecError("model", "has no layers", "give at least one")
     shares: dict[str, float] = {str(k): v for k, v in device.efficiency_by_dtype.items()}
+    if isinstance(model, GptSpec):
+        slicing = Slicing(positions=model.sequence)
     rate = peaks[products] * 1e12 * shares.get(products, device.efficiency)
     return Profile(
         source="analytic", device=device.name, accelerator_type=device.accelerator_type, dtype=dtype,
+        slicing=slicing,
         devices=cluster.hosts * cluster.devices_per_host, devices_per_host=cluster.devices_per_host,
         host_links=cluster.host_links,
         memory_bytes=device.memory_gib * GIB, base_bytes=(1 - device.usable) * device.memory_gib * GIB,

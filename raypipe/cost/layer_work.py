@@ -43,6 +43,11 @@ class Effort:
         whole = self.seconds(samples, flops_s, bytes_s, overhead_s)
         return min(1.0, self.attention * samples / flops_s / whole) if whole else 0.0
 
+    @property
+    def attention_operations(self) -> float:
+        """The share of the products' operations that is causal attention."""
+        return self.attention / self.flops if self.flops else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:

@@ -108,6 +108,17 @@ class LayerProfile(Spec):
         return self.output_bytes if self.message_bytes is None else self.message_bytes
 
 
+class Slicing(Spec):
+    """How samples can be cut along the sequence (``parallel.slices``)."""
+
+    positions: Count
+    """Positions of a sample."""
+    shortest: Count = 1
+    """Positions of the shortest slice that the model's code allows."""
+    refused: str = ""
+    """Why the model cannot run in slices, as a clause; empty if it can."""
+
+
 class LinkFit(Spec):
     """A link, over which a message of ``n`` bytes takes ``alpha_s + n * beta_s_per_byte`` seconds."""
 
@@ -189,6 +200,8 @@ class Profile(Spec):
     """The job that it was measured for; None if computed."""
     batch_statistics: bool = False
     """Whether a sample's loss depends on the others of its micro-batch (batch norm): copies then divide nothing."""
+    slicing: Slicing | None = None
+    """How the model runs in slices of a sequence; None: not known, and no plan tries them."""
     devices: Devices
     """Devices of the cluster."""
     devices_per_host: Devices

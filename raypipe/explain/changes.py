@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
+from raypipe.cost.profile import Profile
+from raypipe.cost.stages import frozen_stages
 from raypipe.errors import ScheduleError
 from raypipe.explain.causes import Explanation, Lost
 from raypipe.explain.measured import Measured
 from raypipe.explain.mending import Cause
 from raypipe.explain.recut import Cut, better_cut, costs_of_cut, layer_shares
+from raypipe.explain.recut_frozen import RecutFrozen
 from raypipe.explain.replay import Replay
 from raypipe.plan.online.better_order import Running, better_plan, runs_ahead, step_seconds
 from raypipe.plan.online.calibrate import fit_costs
@@ -60,7 +64,7 @@ class Change:
     mends: str
     """The cause it is about."""
     keys: dict[str, Any] = field(default_factory=dict)
-    """Job keys to set, or the plan's ``cut``; empty where it is nothing of either."""
+    """Job keys to set, or the plan's ``cut`` and ``frozen``; empty where it is nothing of either."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of ``best_change``."""
@@ -81,6 +85,8 @@ class Planned:
     """Whether updates need the global norm."""
     layer_s: tuple[float, ...] | None = None
     """Seconds of each layer by the profile, of which only the proportions count; None if there is none."""
+    profile: Profile | None = None
+    """The profile itself, for a model with frozen layers; None if there is none of this model."""
 
 
 def changes(found: Explanation, replay: Replay, planned: Planned | None) -> list[Change]:
@@ -131,9 +137,10 @@ def _plans(found: Explanation, replay: Replay, planned: Planned) -> Iterator[Cha
     if cut is not None and cut[1] < now:
         layers = [len(stage) for stage in cut[0]]
         present = [len(stage) for stage in plan.cut]
+        frozen = () if planned.profile is None else frozen_stages(planned.profile, cut[0])
         yield change(
             f"another cut: stages of {_words(layers)} layers instead of {_words(present)}", cut[1], "imbalance",
-            {"cut": [list(stage) for stage in cut[0]]},
+            {"cut": [list(stage) for stage in cut[0]], **({"frozen": list(frozen)} if frozen != plan.frozen else {})},
         )  # fmt: skip
     try:
         swap = better_plan(Running(plan, of.schedule, ahead), planned.batch, planned.clips, costs)
@@ -166,20 +173,29 @@ def _timeline(of: Measured, k: int) -> Timeline:
 def _other_cut(replay: Replay, planned: Planned, costs: CostTable, ahead: bool) -> tuple[Cut, float] | None:
     """The best cut for the measured times, with its simulated step.
 
-    None where stages are not runs of layers, or some are frozen: no backward of their layers was timed.
+    None where stages are not runs of layers, or some are frozen and there is no profile: no backward of their layers
+    was timed.
     """
     plan, schedule = planned.plan, replay.of.schedule
     cut = tuple(map(tuple, plan.cut))
-    if (
-        len(cut) < 2
-        or schedule.rules.frozen
-        or [layer for stage in cut for layer in stage] != list(range(sum(map(len, cut))))
-    ):
+    if len(cut) < 2 or [layer for stage in cut for layer in stage] != list(range(sum(map(len, cut)))):
         return None
     if planned.layer_s is not None and len(planned.layer_s) != sum(map(len, cut)):
         return None
+    speed, per_copy = _speeds(replay), schedule.replicas // plan.parallel.replicas
+    placement = schedule.placement[:per_copy]
+    if planned.profile is not None and not all(layer.trained for layer in planned.profile.layers):
+        cuts = RecutFrozen(planned.profile, plan, schedule, costs, speed, planned.batch)
+
+        def frozen_step_s(other: Cut) -> float:
+            left = cuts.schedule_of(other)
+            return inf if left is None else step_seconds(left, cuts.costs_of(other), planned.clips, ahead)
+
+        best, seconds = better_cut(cut, cuts.layer_s, placement, frozen_step_s)
+        return None if best == cut else (best, seconds)
+    if schedule.rules.frozen:
+        return None
     shares = layer_shares(cut, planned.layer_s)
-    speed = _speeds(replay)
     undisturbed = [(f + b + w) / v for f, b, w, v in
                    zip(costs.forward, costs.input_grad, costs.weight_grad, speed, strict=True)]  # fmt: skip
     layer_s = [undisturbed[s] * shares[layer] for s, stage in enumerate(cut) for layer in stage]
@@ -187,8 +203,7 @@ def _other_cut(replay: Replay, planned: Planned, costs: CostTable, ahead: bool) 
     def step_s(other: Cut) -> float:
         return step_seconds(schedule, costs_of_cut(costs, cut, other, shares, speed), planned.clips, ahead)
 
-    per_copy = schedule.replicas // plan.parallel.replicas
-    best, seconds = better_cut(cut, layer_s, schedule.placement[:per_copy], step_s)
+    best, seconds = better_cut(cut, layer_s, placement, step_s)
     return None if best == cut else (best, seconds)
 
 

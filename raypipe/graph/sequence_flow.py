@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import prod
 
 from raypipe.errors import CaptureError
-from raypipe.graph.attention import ATTENTION, dropout_of, is_causal, mask_of
+from raypipe.graph.attention import ATTENTION, is_causal, mask_of
 from raypipe.graph.calls import Call, Plain
 from raypipe.graph.dims import Sizes, evaluate, evaluate_all, symbols
 from raypipe.graph.flops import short_name
@@ -144,8 +144,6 @@ class _Reader:
     def attention(self, call: Call, operands: list[TensorType]) -> str | None:
         if mask_of(call) is not None or not is_causal(call):
             return "its attention is not causal, or has a mask of values"
-        if dropout_of(call):
-            return "its attention drops weights: switch that off (attn_pdrop, attention_dropout: 0)"
         rows = all(len(k.shape) == 4 and k.shape[2] == self.length for k in operands)
         return None if rows else "its queries and keys are not [samples, heads, sequence, width]"
 

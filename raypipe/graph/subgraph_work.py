@@ -105,6 +105,12 @@ class _Sums:
 
     forward_flops: float = 0.0
     input_flops: float = 0.0
+    attention: float = 0.0
+    """The part of ``forward_flops`` that is causal attention."""
+    input_attention: float = 0.0
+    """The same of ``input_flops``."""
+    key_values: float = 0.0
+    """Bytes of the keys and values that causal attention reads."""
     weight_flops: float = 0.0
     operands: float = 0.0
     back_operands: float = 0.0
@@ -137,6 +143,7 @@ class _Sums:
     def add_forward(self, other: _Sums) -> None:
         """Add what another's forward does, without its backward and what is kept for that."""
         self.forward_flops += other.forward_flops
+        self.attention += other.attention
         self.operands += other.operands
         self.traffic += other.traffic
         self.kernels += other.kernels
@@ -171,11 +178,13 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRa
         name=f"{number} {sharding.labels[number]}", parameters=sum(graph.parameters[name] for name in names),
         trained_parameters=sum(trained.values()),
         forward=Effort(
-            flops=sums.forward_flops, operands=sums.operands, weights=read, traffic=sums.traffic, overhead=overhead
+            flops=sums.forward_flops, operands=sums.operands, weights=read, traffic=sums.traffic, overhead=overhead,
+            attention=sums.attention,
         ),
         input_grad=Effort(
             flops=sums.input_flops, operands=sums.back_operands, weights=read if sums.input_flops else 0.0,
             traffic=sums.back_traffic, overhead=INPUT_GRAD * overhead if backward or not names else 0.0,
+            attention=sums.input_attention,
         ),
         # The gradient of an embedding is a whole table, mostly zeros, which is accumulated.
         weight_grad=Effort(
@@ -190,7 +199,7 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRa
         output_floats=float(sum(kind.bytes(counted.one) for kind in behind if kind.floating)),
         # The gradient of the head's weight is made after those of the loss have been freed.
         workspace_bytes=max(sums.largest, sums.scores, sums.loss), workspace_fixed_bytes=max(0.0, fixed - sums.loss),
-        split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss),
+        split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss), key_value_bytes=sums.key_values,
     )  # fmt: skip
     return TensorRankWork(work, tuple(sums.forward_all_reduces), tuple(sums.backward_all_reduces), tuple(sums.gathers))
 
@@ -313,6 +322,10 @@ def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
         share = 0.5 if operation.causal else 1.0  # masked scores are not computed
         sums.forward_flops += share * flops
         sums.input_flops += share * FUSED_BACKWARD * flops
+        if operation.causal:
+            sums.attention += share * flops
+            sums.input_attention += share * FUSED_BACKWARD * flops
+            sums.key_values += sum(c.entering(i, o) for o in operation.operands[1:3])
         sums.traffic += moved
         sums.back_traffic += 2 * moved
         sums.aside += prod(batch) * queries * _statistic(c, i)

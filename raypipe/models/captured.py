@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import RunError, SpecError
+from raypipe.graph.attention import ATTENTION
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.flops import forward_flops
 from raypipe.graph.liveness import between_spans, inputs_read
@@ -72,6 +73,9 @@ class CapturedModel(LayeredModel):
         self.captured, self.sharding, self.task, self.values = captured, sharding, task, values
         self.build = build
         self.graph = graph = captured.graph
+        self.drops_attention = any(o.random and o.target == ATTENTION for o in graph.operations)
+        """Whether training drops weights of attention."""
+        self.shortest_slice = max(graph.at_least.values(), default=1)
         self.fields = {name: fields[name] for name in graph.inputs}
         self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
         self.edges = (*sharding.starts, sharding.end)
@@ -132,6 +136,12 @@ class CapturedModel(LayeredModel):
             for number, kind in ((number, _type(self.graph.operations[number])) for number in numbers)
         )
 
+    @property
+    def positions(self) -> int:
+        """Length of the first raw input of one sample; 1 for a number."""
+        _, field = next(iter(self.fields.values()))
+        return field.shape[0] if field.shape else 1
+
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """Return the raw inputs that these sub-graphs need, also for cheap operations that every stage repeats."""
         return frozenset(self.fields[name][0] for name in inputs_read(self.graph, self._operations(layers)))
@@ -181,9 +191,9 @@ class CapturedModel(LayeredModel):
             raise SpecError("parallel.slices", why, "use slices: 1, or a causal language model")
         sequence_flow(self.graph, self.captured.calls)
         names = {name for name, _ in self.fields.values()}
-        length = equal_slices(next(iter(self.fields.values()))[1].shape[0], slices)
-        least = max(self.graph.at_least.values(), default=1)
-        if length < least:
+        length = equal_slices(self.positions, slices)
+        if length < self.shortest_slice:
+            least = self.shortest_slice
             why = f"slices have {length} positions, and below {least} the model's code takes another branch"
             raise SpecError("parallel.slices", why, "use fewer")
         return dict.fromkeys((*names, *self.task.reads), length)

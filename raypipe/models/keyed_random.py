@@ -269,13 +269,20 @@ def keyed_dropout(
     """
     if not p or (_current is not None and not _current.training):
         return x
-    keep = round((1 - p) * _LEVELS)
     halves = halves_at(x.shape, site, batch_dim, divided_dim, longest, x.device, sequence_dim=sequence_dim)
     y = x.movedim(batch_dim, 0) if batch_dim else x
-    # The lowest int16 values are dropped; keep / 65536 is the exact probability, so the mean is exact too. The mask is
-    # numeric: autograd saves more bytes than for a boolean mask, but a step takes a third less time.
-    mask = halves.ge(_LEVELS // 2 - keep).to(x.dtype).mul_(_LEVELS / keep)
+    mask = dropout_mask(halves, p, x.dtype)
     return y.mul(mask).movedim(0, batch_dim) if batch_dim else y * mask
+
+
+def dropout_mask(halves: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    """Return what dropout multiplies values by, from their random numbers (``halves_at``): 0, or 1 / (1 - p).
+
+    The lowest int16 values are dropped; keep / 65536 is the exact probability, so the mean is exact too. The mask is
+    numeric: autograd saves more bytes than for a boolean mask, but a step takes a third less time.
+    """
+    keep = round((1 - p) * _LEVELS)
+    return halves.ge(_LEVELS // 2 - keep).to(dtype).mul_(_LEVELS / keep)
 
 
 def halves_at(

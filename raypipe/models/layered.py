@@ -109,6 +109,8 @@ class LayeredModel(ABC):
     """How each divided parameter is divided, by name."""
     placeholders: tuple[Placeholder, ...] = ()
     """Tokens of which every sample has a fixed number."""
+    shortest_slice: int = 1
+    """Positions of the shortest slice of a sequence that the model's code allows."""
     slices: int = 1
     """Slices along the sequence that stages are built to run on; more than 1 only where ``slice_lengths`` allows it."""
     batch_statistics: bool = False
@@ -178,6 +180,11 @@ class LayeredModel(ABC):
             "parallel.slices", "of this model it is not known that a position depends on no later one",
             "use slices: 1, or a model of type gpt",
         )  # fmt: skip
+
+    @property
+    @abstractmethod
+    def positions(self) -> int:
+        """Length of a sample's first raw input: of its sequence, where it has one."""
 
     @abstractmethod
     def reads(self, layers: Sequence[int]) -> frozenset[str]:

@@ -7,13 +7,13 @@ and what a function builds is known only once it has run.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypipe.atomic_write import write_whole
 from raypipe.cost.layer_work import Effort, LayerWork
+from raypipe.cost.profile import Slicing
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import RequestError
 from raypipe.files import read_json
@@ -22,9 +22,17 @@ from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, tran
 from raypipe.job import HfSpec, JobSpec
 from raypipe.partition.report import Crossing, Piece
 
-KEPT_AS = 2
+KEPT_AS = 3
 """Version of what is kept; increased when it changes, so that older pieces are no longer found."""
-Kept = tuple[tuple[Piece, ...], tuple[TensorRankWork, ...]]
+
+
+class Kept(NamedTuple):
+    """A job's model as the planner knows it."""
+
+    pieces: tuple[Piece, ...]
+    tensor_ranks: tuple[TensorRankWork, ...]
+    """The work of each piece; a tensor rank's share of it where the job divides layers."""
+    slicing: Slicing
 
 
 def pieces_key(job: JobSpec) -> str | None:
@@ -55,8 +63,8 @@ def load_pieces(key: str, notify: Notify = to_stderr) -> Kept | None:
     """The pieces kept under a key, and their work; None if there are none."""
     path = cache_folder() / f"{key}.pieces.json"
     try:
-        pieces, tensor_ranks = read_json(path)
-        return tuple(map(_piece, pieces)), tuple(map(_tensor_rank, tensor_ranks))
+        pieces, tensor_ranks, slicing = read_json(path)
+        return Kept(tuple(map(_piece, pieces)), tuple(map(_tensor_rank, tensor_ranks)), Slicing.model_validate(slicing))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -66,11 +74,10 @@ def load_pieces(key: str, notify: Notify = to_stderr) -> Kept | None:
     return None
 
 
-def save_pieces(
-    key: str, pieces: Sequence[Piece], tensor_ranks: Sequence[TensorRankWork], notify: Notify = to_stderr
-) -> None:
+def save_pieces(key: str, found: Kept, notify: Notify = to_stderr) -> None:
     """Keep them; a folder that can't be written is no error."""
-    content = json.dumps([[asdict(p) for p in pieces], [[asdict(m.work), *m[1:]] for m in tensor_ranks]])
+    works = [[asdict(rank.work), *rank[1:]] for rank in found.tensor_ranks]
+    content = json.dumps([[asdict(p) for p in found.pieces], works, found.slicing.model_dump()])
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
         write_whole(cache_folder() / f"{key}.pieces.json", content.encode())

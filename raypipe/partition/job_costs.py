@@ -23,18 +23,18 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
         SpecError: the device has no peak for the job's arithmetic.
         CaptureError: the model cannot be captured.
     """
-    train, tied, trained_tied = job.train, 0, None
+    train, tied, trained_tied, slicing = job.train, 0, None, None
     model: GptSpec | list[LayerWork]
     if isinstance(job.model, GptSpec):
         model = job.model
     else:
         found = job_pieces(divided(job, 1))
-        model = [tensor_rank.work for tensor_rank in found[1]]
+        model, slicing = [tensor_rank.work for tensor_rank in found.tensor_ranks], found.slicing
         tied, trained_tied = tied_values(found), tied_values(found, trained=True)
     momentum = train.momentum > 0
     return of_kinds([
         analytic_profile(model, kind, train.dtype, optimizer=train.optimizer, momentum=momentum, tied=tied,
-                         trained_tied=trained_tied)
+                         trained_tied=trained_tied, slicing=slicing)
         for kind in cluster.kinds
     ])  # fmt: skip
 
@@ -53,7 +53,7 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
         tensor_ranks = model
     else:
         found = job_pieces(divided(job, size))
-        tensor_ranks, tied, trained_tied = found[1], tied_values(found), tied_values(found, trained=True)
+        tensor_ranks, tied, trained_tied = found.tensor_ranks, tied_values(found), tied_values(found, trained=True)
     return of_kinds([
         tensor_profile(
             tensor_ranks, kind, train.dtype, size, sub_pipelined=sub_pipelined, optimizer=train.optimizer,
@@ -99,7 +99,7 @@ def shared_profiles(
 
 def tied_values(found: Kept, trained: bool = False) -> int:
     """Values of the parameters that the first and the last piece share; ``trained``: only of those that are trained."""
-    first, last = found[0][0], found[0][-1]
+    first, last = found.pieces[0], found.pieces[-1]
     if first is last:
         return 0
     shared = {name for name, _ in last.parameters} - set(first.frozen if trained else ())

@@ -36,7 +36,7 @@ def partition_job(
     measured = None if profile is None else load_profile(profile)
     if measured is not None:
         check_profile(job, measured)
-    pieces, tensor_ranks = job_pieces(divided(job, 1))
+    pieces, tensor_ranks, _ = job_pieces(divided(job, 1))
     if measured is None:
         where = this_machine(job.train.dtype, schedule.devices) if described is None else described
         works = [tensor_rank.work for tensor_rank in tensor_ranks]
@@ -55,8 +55,9 @@ def divided(job: JobSpec, size: int) -> JobSpec:
 
 
 def job_pieces(job: JobSpec) -> Kept:
-    """The model's pieces and their work, a member's share of both where the job divides layers: from the cache, or from
-    the model itself.
+    """The model's pieces, their work and how it runs in slices: from the cache, or from the model itself.
+
+    Where the job divides layers, the first two are a member's share.
 
     Raises:
         SpecError: the model does not divide.
@@ -69,9 +70,12 @@ def job_pieces(job: JobSpec) -> Kept:
     from raypipe.data import declared_fields  # torch from here on
     from raypipe.models import build_model
     from raypipe.partition.pieces import pieces_of, tensor_ranks_of
+    from raypipe.partition.slicing import slicing_of
 
-    model = build_model(job, declared_fields(job.data), tensor_rank=0)
-    found = pieces_of(model, job.parallel.microbatch), tensor_ranks_of(job, model)
+    fields = declared_fields(job.data)
+    model = build_model(job, fields, tensor_rank=0)
+    slicing = slicing_of(job, model, fields)
+    found = Kept(pieces_of(model, job.parallel.microbatch), tensor_ranks_of(job, model), slicing)
     if key is not None:
-        save_pieces(key, *found)
+        save_pieces(key, found)
     return found

@@ -13,8 +13,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
 
+from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError
-from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import GatherKey, Innermost, ParallelSpec, Shard
 from raypipe.job.spec import JobSpec
 from raypipe.plan.cut.layers import Balance
@@ -216,13 +216,25 @@ LEAST_SLICE = 1024
 MOST_SLICES = 32
 
 
-def slice_counts(job: JobSpec) -> tuple[int, ...]:
+def slice_counts(job: JobSpec, profile: Profile) -> tuple[int, ...]:
     """Numbers of slices that the planner may try: powers of two for a model that is known to run in slices."""
-    model, train = job.model, job.train
-    if not isinstance(model, GptSpec) or train.compile != "none":
+    if profile.slicing is None or slices_refused(job, profile) is not None:
         return ()
+    positions, least = profile.slicing.positions, max(LEAST_SLICE, profile.slicing.shortest)
     fit = (2**n for n in range(1, MOST_SLICES.bit_length()))
-    return tuple(k for k in fit if model.sequence % k == 0 and model.sequence // k >= LEAST_SLICE)
+    return tuple(k for k in fit if positions % k == 0 and positions // k >= least)
+
+
+def slices_refused(job: JobSpec, profile: Profile) -> str | None:
+    """Why no plan runs micro-batches in slices, as a clause, of a job whose sequences are long enough to try that."""
+    slicing, train = profile.slicing, job.train
+    if slicing is None or slicing.positions < 2 * LEAST_SLICE:
+        return None
+    if train.compile != "none":
+        return f"compiled stages (compile: {train.compile}) run whole micro-batches"
+    if train.metrics is not None:
+        return "train.metrics wants a micro-batch's predictions whole"
+    return slicing.refused or None
 
 
 def in_slices(c: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:

@@ -18,7 +18,7 @@ from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, SAME_AS, SHARDING
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
-from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids, slice_counts
+from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids, slice_counts, slices_refused
 from raypipe.plan.certificate.of_plan import Certificate, Certifiers
 from raypipe.plan.joint.better_plans import better_plans
 from raypipe.plan.plan import Plan
@@ -321,6 +321,8 @@ def choose(
             "parallel.schedule", "auto is an order that is searched for, and there is no time to search",
             "give --search some seconds, or leave the schedule out",
         )  # fmt: skip
+    if given.get("slices", 1) > 1 and profile.slicing is not None and profile.slicing.refused:
+        raise SpecError("parallel.slices", profile.slicing.refused, "use slices: 1")
     named = SAME_AS.get(str(given.get("schedule")), given.get("schedule"))
     asked = {key: given[key] for key in (*OPTIONS, *SHARDING, INNERMOST) if key in given}
     if named not in (None, "auto"):
@@ -332,7 +334,7 @@ def choose(
         sharing: Predictor(
             as_exchanged(without_noise(own), train, parallel), train, deepest(job, own),
             syncs=syncs, recompute=ways_to_recompute(given.get("recompute"), greedy), asked=asked,
-            slices=slice_counts(job) if sharing == ALONE and "slices" not in asked else (),
+            slices=slice_counts(job, own) if sharing == ALONE and "slices" not in asked else (),
             divides=sharing == ALONE and not profile.batch_statistics
             and not parallel.replan and (not greedy or "shard" in given), _orders=orders_made,
         )
@@ -415,7 +417,7 @@ def choose(
     plan = plan_of(best, job, rows[0].certificate).planned_for(job, profile.device_names, hosts, kinds)
     return Decision(
         plan=plan, rows=tuple(rows), searched=found.searched, timed=found.timed, seconds=time.monotonic() - began,
-        notes=tuple(_notes(rows, profile, shared, count, given, greedy)),
+        notes=tuple(_notes(rows, profile, shared, count, given, greedy, slices_refused(job, profile))),
     )  # fmt: skip
 
 
@@ -436,7 +438,7 @@ def ways_to_recompute(wish: object, greedy: bool) -> Ways:
 
 def _notes(
     rows: Sequence[Row], profile: Profile, shared: Mapping[Sharing, Profile], count: int, given: Mapping[str, object],
-    greedy: bool,
+    greedy: bool, unsliced: str | None,
 ) -> Iterator[str]:  # fmt: skip
     """What a reader of the rows has to know."""
     if profile.other_kinds:
@@ -459,6 +461,8 @@ def _notes(
         elif shared and greedy:
             yield "T = 1 throughout: the rule of the largest micro-batch says nothing of devices that share a layer."
     best, certificate = rows[0].prediction, rows[0].certificate
+    if unsliced is not None and count > 1 and "slices" not in given:
+        yield f"No plan cuts micro-batches into slices along the sequence: {unsliced}."
     if best.candidate.devices == 1 and best.candidate.stages == 1:
         yield (
             "On one device, weight gradients may run on a second stream beside other layers: raypipe regions measures "

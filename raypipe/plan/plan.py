@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -26,6 +27,7 @@ from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import (
     add_recompute,
     add_updates,
+    closed_up,
     forwards_alone,
     keep_activations,
     place_gradient_sync,
@@ -169,7 +171,7 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
 def one_copy(plan: Plan, batch: int) -> Schedule:
     """Build the compute tasks of one data-parallel copy, without all-reduces and updates.
 
-    The gradients that frozen stages need not are left out.
+    The gradients that frozen stages need not are left out, and named schedules closed up.
 
     An order with gathers of its own (``gather: order``) has them, and its recomputation, already.
 
@@ -177,7 +179,8 @@ def one_copy(plan: Plan, batch: int) -> Schedule:
         ScheduleError: as for ``build_schedule``.
     """
     schedule = base_schedule(plan.parallel, batch) if plan.order is None else _stored(plan, plan.order, batch)
-    schedule = without_frozen(schedule, plan.frozen)
+    named = plan.order is None and not is_file(plan.parallel.schedule)
+    schedule = left_by_frozen(schedule, plan.frozen, named and plan.parallel.shard == "none")
     if schedule.sharding is None:
         return with_recompute(schedule, plan.parallel, plan.cut)
     written = is_file(plan.parallel.schedule) or not any(task.kind == "R" for task in schedule.tasks())
@@ -187,6 +190,15 @@ def one_copy(plan: Plan, batch: int) -> Schedule:
             "write them into the order, and use recompute: none",
         )  # fmt: skip
     return schedule
+
+
+def left_by_frozen(schedule: Schedule, frozen: Collection[int], close: bool) -> Schedule:
+    """Leave out the gradients that frozen stages need not; ``close``: and the gaps that they leave.
+
+    Orders that somebody wrote or searched for stay as they are, and so do those whose gathers go by their order.
+    """
+    less = without_frozen(schedule, frozen)
+    return closed_up(less) if close and less is not schedule else less
 
 
 class HasShards(Protocol):

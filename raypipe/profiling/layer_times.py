@@ -10,6 +10,7 @@ from statistics import median
 
 import ray
 
+from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.memory import parameter_bytes
 from raypipe.cost.noise import LIMIT
 from raypipe.cost.profile import LayerProfile, Profile, TaskTimes
@@ -17,6 +18,7 @@ from raypipe.data import declared_fields, known_fields
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
+from raypipe.partition.pieces import tensor_ranks_of
 from raypipe.profiling.disturbances import charge, drift, stolen
 from raypipe.profiling.effort import Effort
 from raypipe.profiling.profiled_steps import (
@@ -281,7 +283,11 @@ class LayerBench:
     def profiles(self) -> tuple[LayerProfile, ...]:
         """Return the profiles of all layers of the model; layers of one kind share their figures."""
         taken, longer = {size: self._taken(size) for size in self.passes}, self._charge()
-        return tuple(self._profile(i, kind, taken, longer) for i, kind in enumerate(self.groups))
+        works = [tensor_rank.work for tensor_rank in tensor_ranks_of(self.job, self.model)]
+        return tuple(
+            self._profile(i, kind, taken, longer).model_copy(update=_attention(works[i]))
+            for i, kind in enumerate(self.groups)
+        )
 
     def _charge(self) -> float:
         """Return ``charge`` over all used passes."""
@@ -361,6 +367,15 @@ class LayerBench:
         groups = [group for group in self.model.tied if not trained or self.model.is_trained(group.name)]
         holders = [(group, {layer for layer, _ in group.parameters}) for group in groups]
         return sum((len(layers) - 1) * self.sizes.get(group.name, 0) for group, layers in holders)
+
+
+def _attention(work: LayerWork) -> dict[str, float]:
+    """Return what slices of a sequence make of a layer: attention by its share of the operations, not of the time."""
+    return {
+        "attention_share": work.forward.attention_operations,
+        "attention_grad_share": work.input_grad.attention_operations,
+        "key_value_bytes": work.key_value_bytes,
+    }
 
 
 def _gib(size: float) -> str:

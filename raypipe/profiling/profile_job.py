@@ -26,6 +26,7 @@ from raypipe.data import declared_fields, prepare_data
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
+from raypipe.partition.slicing import slicing_of
 from raypipe.profiling.disturbances import to_repeat
 from raypipe.profiling.effort import QUICK, THOROUGH, Effort
 from raypipe.profiling.kept_profiles import keep, profile_path, read_kept
@@ -203,7 +204,8 @@ def at_present(
         say(f"the profile kept {age} ago is {abs(change):.0%} {'too fast' if change > 0 else 'too slow'} now")
         return None
     say(f"took the profile kept {age} ago: micro-batches of {size} take {change:+.0%} now")
-    return known.at_speed(factor)
+    slicing = slicing_of(bench.job, bench.model, declared_fields(bench.job.data))  # other data may differ in lengths
+    return known.at_speed(factor).model_copy(update={"slicing": slicing})
 
 
 def _hosts(facts: Sequence[DeviceFacts]) -> tuple[int, ...]:
@@ -289,6 +291,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         dtype=bench.job.train.dtype,
         taken_for=TakenFor.job(bench.job),
         batch_statistics=bench.model.batch_statistics,
+        slicing=slicing_of(bench.job, bench.model, declared_fields(bench.job.data)),
         devices=len(facts),
         devices_per_host=sharing,
         hosts=() if hosts == Hosts(sharing).of_first(len(facts)) else hosts,

@@ -14,8 +14,10 @@ from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
 from raypipe.job.cluster import cluster_from
+from raypipe.job.load import job_from
 from raypipe.job.train_spec import TrainSpec
-from raypipe.models import DTYPES, GptLayers
+from raypipe.models import DTYPES, GptLayers, build_model
+from raypipe.partition.pieces import tensor_ranks_of
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.stage.inputs import Feed
@@ -32,6 +34,7 @@ from raypipe.schedule.lowering.asynchronous import WHOLE, parts
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_recompute, add_updates
 from raypipe.schedule.verify import verify
+from tests.exhaustive import exhaustive
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +61,11 @@ MACHINE = cluster_from(
 class Noise:
     """Random tokens."""
 
-    def __init__(self, spec):
-        self.spec = spec
+    def __init__(self, vocabulary, sequence):
+        self.vocabulary, self.sequence = vocabulary, sequence
 
     def batch(self, split, seed, step, batch):
-        tokens = torch.randint(self.spec.vocabulary, (batch, self.spec.sequence))
+        tokens = torch.randint(self.vocabulary, (batch, self.sequence))
         return {"input_ids": tokens, "shift_labels": tokens}
 
     def lengths(self, split, seed, step, batch):
@@ -70,10 +73,12 @@ class Noise:
 
 
 def executor(spec, schedule, cut, microbatch, dtype, recomputed=None, groups=None):
-    """The runtime's own executor over all stages, as a stage actor would make it; ``groups`` divide the stages."""
+    """The runtime's own executor over all stages of a GPT, or of a model of bytes, as a stage actor would make it;
+    ``groups`` divide the stages."""
     cpu, weights = torch.device("cpu"), DTYPES[dtype]
-    model, samples = GptLayers(spec, weights), int(microbatch * schedule.share_of_samples)
-    slices = schedule.rules.slices
+    gpt = isinstance(spec, GptSpec)
+    model, samples = GptLayers(spec, weights) if gpt else spec, int(microbatch * schedule.share_of_samples)
+    model.slices = slices = schedule.rules.slices
     train = TrainSpec(steps=3, batch=samples * schedule.microbatches // slices, dtype=dtype)
     split = any(task.kind == "W" for task in schedule.tasks())
     modules = {(s, 0): StageModule(model, list(part), 0, cpu, split, recomputed) for s, part in enumerate(cut)}
@@ -90,7 +95,8 @@ def executor(spec, schedule, cut, microbatch, dtype, recomputed=None, groups=Non
     sync = GradientSync(0, modules, schedule.placement, tuple(tied), {}, sharded=shards.stages)
     updated = {k: shards.stages[k].pieces if k in shards.stages else m.named.values() for k, m in modules.items()}
     reads = {name for module in modules.values() for name in module.reads}
-    feed = Feed(Noise(spec), model.task, reads, 0, train.batch, samples, cpu, weights)
+    tokens = Noise(spec.vocabulary if gpt else 256, model.positions)
+    feed = Feed(tokens, model.task, reads, 0, train.batch, samples, cpu, weights)
     if slices > 1:
         feed.cut(slices, model.slice_lengths(slices))
     return Executor(
@@ -125,6 +131,15 @@ def most_at_once(runner, program):
     return most
 
 
+CAPTURED = {
+    "gpt2": {
+        "n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 256, "attn_pdrop": 0.0, "activation_function": "gelu",
+    },
+    "llama": {
+        "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 256, "vocab_size": 256,
+    },
+}  # fmt: skip
 ONE, TWO = [range(6)], [range(3), range(3, 6)]
 CASES = [
     ("gpipe", ONE, "float32", None, {}),
@@ -185,6 +200,36 @@ def test_slices_keep_their_share_of_a_sequence(name, dtype, slices, chunks, reco
     (predicted,) = device_memory(analytic_profile(spec, MACHINE, dtype, [2]), cut, schedule, 2)
     found = measured(executor(spec, schedule, cut, 2, dtype), schedule)
     assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype", "recompute"), [
+    ("gpt2", "float32", False),
+    *exhaustive(("gpt2", "bfloat16", False), ("llama", "float32", False), ("llama", "float64", True)),
+])  # fmt: skip
+def test_slices_of_captured_models_keep_their_share_of_a_sequence(family, dtype, recompute):
+    job = job_from({
+        "name": "captured", "model": {"hf": family, "config": CAPTURED[family], "sequence": 256},
+        "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4, "dtype": dtype},
+        "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 2},
+    })  # fmt: skip
+    model = build_model(job, None)
+    cut = [range(model.count)]
+    works = [rank.work for rank in tensor_ranks_of(job, model)]
+    profile = analytic_profile(works, MACHINE, dtype, [2])
+    found, activations = {}, {}
+    for slices in (1, 4):
+        whole = generate("1f1b", Shape(devices=4, microbatches=6, slices=slices))
+        chain = replace(whole, placement=((0,),), orders=whole.orders[:1], graph=StageGraph.chain(1))
+        if recompute:
+            chain = add_recompute(chain, "early")
+        (predicted,) = device_memory(profile, cut, chain, 2)
+        found[slices] = measured(executor(model, chain, cut, 2, dtype), chain)
+        activations[slices] = predicted.activations
+        assert predicted.total == pytest.approx(found[slices], rel=0.04), predicted.terms()
+    if not recompute:
+        assert activations[4] / activations[1] == pytest.approx(7 / 16, rel=0.05)
+        assert found[1] - found[4] == pytest.approx(activations[1] - activations[4], rel=0.1)
 
 
 @pytest.mark.slow

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise
+
 import pytest
 
+from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
+from raypipe.cost.stages import frozen_stages, stage_costs
 from raypipe.explain.causes import explain
 from raypipe.explain.changes import Change, Planned, changes
 from raypipe.explain.measured import Measured
@@ -45,6 +51,59 @@ def test_an_even_pipeline_is_given_smaller_micro_batches_or_a_split_backward() -
     }
     assert every["micro-batches"].predicted_step_s == pytest.approx(28.5)
     assert every["schedule"].predicted_step_s == pytest.approx(27.0)
+
+
+def adapters(first: int, layers: int, backward: float = 1.0) -> Profile:
+    """Layers of a second for each task, the first ones of them frozen, which need forwards alone."""
+
+    def layer(i: int) -> LayerProfile:
+        back = backward if i >= first else 0.0
+        times = TaskTimes(forward=1.0, input_grad=back, weight_grad=back, joint=2 * back, recompute=1.0)
+        trained = 1 if i >= first else 0
+        return LayerProfile(name=str(i), parameters=1, trained_parameters=trained, times={4: times}, kept_bytes=0,
+                            output_bytes=0)  # fmt: skip
+
+    free = LinkFit(alpha_s=0, beta_s_per_byte=0)
+    return Profile(
+        source="analytic", device="any", dtype="float32", devices=4, devices_per_host=4, memory_bytes=1e9,
+        layers=tuple(map(layer, range(layers))), update_s_per_parameter=0, inside=free, between=free,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "shortest"), [("1f1b", 1.0), ("zb-h1", 1.0), ("interleaved-1f1b", 1.06)])
+def test_a_model_with_frozen_layers_is_cut_by_what_is_left_of_them(name: str, shortest: float) -> None:
+    """Five of nine layers have forwards alone: the best of all cuts, each with its own schedule. The profile says half
+    of what a backward takes, and no more of the first stage's than that it has none."""
+    first, layers, stages, chunks = 5, 9, 4, 2 if name == "interleaved-1f1b" else 1
+    truth, stages = adapters(first, layers), 4 // chunks * chunks
+    keys = {"schedule": name, "stages": stages // chunks, "chunks": chunks}
+
+    def made(cut: Sequence[Sequence[int]]) -> tuple[Plan, CostTable]:
+        of = plan(tuple(map(tuple, cut)), **keys).model_copy(update={"frozen": frozen_stages(truth, tuple(cut))})
+        row = tuple(s % (stages // chunks) for s in range(stages))
+        return of, stage_costs(truth, tuple(cut), 4, (row,), split=name == "zb-h1")
+
+    def seconds(cut: Sequence[Sequence[int]]) -> float:
+        of, costs = made(cut)
+        return simulate(build_schedule(of, 32), costs).makespan
+
+    present = [range(2), range(2, 4), range(4, 6), range(6, 9)]
+    of, costs = made(present)
+    replay = Replay(Measured(schedule=as_run(build_schedule(of, 32)), norm="wait",
+                             steps=run_steps(as_run(build_schedule(of, 32)), costs)))  # fmt: skip
+    planned = Planned(plan=of, batch=32, clips=True, layer_s=(1.0,) * layers, profile=adapters(first, layers, 0.5))
+    found = {change.mends: change for change in changes(explain(replay), replay, planned) if "cut" in change.keys}
+    every = {
+        edges: seconds([range(a, b) for a, b in pairwise((0, *edges, layers))])
+        for edges in combinations(range(1, layers), stages - 1)
+    }
+    best = found["imbalance"]
+    assert best.predicted_step_s == pytest.approx(seconds(best.keys["cut"]))
+    assert best.predicted_step_s <= shortest * min(every.values())  # borders are moved one by one
+    assert best.keys.get("frozen", list(of.frozen)) == list(frozen_stages(truth, best.keys["cut"]))
+    assert best.predicted_step_s < seconds(present) == every[2, 4, 6]
+    without = changes(explain(replay), replay, replace(planned, profile=None))
+    assert not [change for change in without if "cut" in change.keys]
 
 
 def test_late_data_are_the_first_thing_to_change_where_they_cost_most() -> None:

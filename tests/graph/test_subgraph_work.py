@@ -11,16 +11,23 @@ import torch
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.gpt_work import gpt_work
+from raypipe.cost.profile import Slicing
+from raypipe.cost.stages import costs_of
 from raypipe.cost.tensor import divided_gpt, tensor_profile
 from raypipe.data import declared_fields
 from raypipe.graph.liveness import replicated
-from raypipe.job import GptSpec, JobSpec, job_from
+from raypipe.job import DataSpec, GptSpec, JobSpec, job_from
 from raypipe.job.cluster import load_cluster
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models import build_model
 from raypipe.models.captured import CapturedModel
 from raypipe.models.keyed_random import random_keys
 from raypipe.partition.job_costs import divided_profile, job_profile
 from raypipe.partition.pieces import tensor_ranks_of
+from raypipe.partition.slicing import VARYING, slicing_of
+from raypipe.plan.candidate import slice_counts
+from raypipe.plan.choose import choose
+from raypipe.schedule import Shape, generate
 from raypipe.tensor import Alone, group_of_thread
 from tests.exhaustive import exhaustive
 
@@ -205,3 +212,40 @@ def test_a_member_of_a_group_computes_holds_and_sums_what_the_formulas_say() -> 
         for what in ("forward", "input_grad", "weight_grad"):
             block_s = sum(getattr(layer.times[64], what) for layer in ours.layers[3:5])  # the second block's
             assert block_s == pytest.approx(getattr(theirs.layers[2].times[64], what), rel=0.08), what
+
+
+def test_slices_of_a_captured_gpt2_take_what_those_of_the_gpt_take() -> None:
+    """Attention grows along the sequence, in the forward and in the input gradient; keys and values are as large."""
+    length, cluster = 8192, load_cluster(ROOT / "cluster" / "devices" / "h100.yaml")
+    config = {"n_layer": 2, "n_embd": 1024, "n_head": 8, "vocab_size": 256, "n_positions": length,
+              "activation_function": "gelu", **NO_DROPOUT}  # fmt: skip
+    captured = job_profile(job_of("gpt2", config, length), cluster)
+    shape = GptSpec(layers=2, hidden=1024, heads=8, sequence=length, vocabulary=256)
+    whole = analytic_profile(shape, cluster, "float32")
+    assert captured.slicing == whole.slicing == Slicing(positions=length)
+    schedule = generate("1f1b", Shape(devices=1, microbatches=1, slices=4))
+    found = []
+    for profile in (captured, whole):
+        cut = [range(len(profile.layers))]
+        tasks = [task for task in schedule.tasks() if task.kind in ("F", "BW")]
+        found.append(costs_of(profile, cut, 1, schedule).durations(schedule, tasks))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours / sum(found[0]) == pytest.approx(theirs / sum(found[1]), rel=0.03)
+    assert min(found[1]) < 0.6 * max(found[1])
+    sizes = [sum(layer.key_value_bytes for layer in profile.layers) for profile in (captured, whole)]
+    assert sizes[0] == sizes[1] == 2 * 2 * 4 * length * 1024
+
+
+def test_profiles_say_why_a_model_does_not_run_in_slices(tmp_path) -> None:
+    cluster = load_cluster(ROOT / "cluster" / "devices" / "h100.yaml")
+    job = job_of("gpt2", {**GPT2, "n_positions": 2048}, 2048)
+    dropping = job_profile(job, cluster)
+    assert dropping.slicing is not None
+    assert "its attention drops weights" in dropping.slicing.refused
+    assert slice_counts(job, dropping) == ()
+    decision = choose(job.model_copy(update={"parallel": ParallelSpec(auto=True)}), dropping, 2, search_s=0)
+    assert sum("its attention drops weights" in note for note in decision.notes) == 1
+    (tmp_path / "few.txt").write_text("one\ntwo\n" * 40)
+    lines = job.model_copy(update={"data": DataSpec(type="lines", path=str(tmp_path / "few.txt"))})
+    model = build_model(lines, declared_fields(lines.data), tensor_rank=0)
+    assert slicing_of(lines, model, None) == Slicing(positions=2048, refused=VARYING)

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.profile import LayerProfile, TaskTimes
+from raypipe.cost.profile import LayerProfile, Slicing, TaskTimes
 from raypipe.cost.sizes import slice_times
 from raypipe.errors import SpecError
 from raypipe.job.cluster import load_cluster
 from raypipe.job.load import job_from, load_job
 from raypipe.job.spec import JobSpec
-from raypipe.plan.candidate import Candidate, slice_counts
+from raypipe.plan.candidate import Candidate, slice_counts, slices_refused
 from raypipe.plan.choose import choose
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
@@ -40,7 +40,7 @@ def test_a_long_sequence_fits_in_slices_alone() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b"])
 def test_no_step_is_shorter_than_its_bound(schedule: str) -> None:
     roomy = PROFILE.model_copy(update={"memory_bytes": 1e15})  # else a bound says that weights alone do not fit
-    judge = Predictor(roomy, JOB.train, 24, slices=slice_counts(JOB))
+    judge = Predictor(roomy, JOB.train, 24, slices=slice_counts(JOB, PROFILE))
     for stages, slices in ((2, 4), (8, 2), (4, 32)):
         for recompute in ("none", "full"):
             c = Candidate.on(Grid(stages, 1, 1, 4), schedule, slices=slices, recompute=recompute)
@@ -50,10 +50,28 @@ def test_no_step_is_shorter_than_its_bound(schedule: str) -> None:
 
 
 def test_slices_are_tried_where_they_are_known_to_run() -> None:
-    assert slice_counts(JOB) == (2, 4, 8, 16, 32)
-    for change in ({"train": {**JOB.train.model_dump(), "compile": "inductor"}}, {"model": {"sequence": 1024}}):
-        changed = {key: {**getattr(JOB, key).model_dump(mode="json"), **value} for key, value in change.items()}
-        assert slice_counts(job_from({**JOB.model_dump(mode="json"), **changed})) == ()
+    assert slice_counts(JOB, PROFILE) == (2, 4, 8, 16, 32)
+    assert slices_refused(JOB, PROFILE) is None
+    for key in ({"compile": "inductor"}, {"metrics": "a.module:figures"}):
+        job = job_from({**JOB.model_dump(mode="json"), "train": {**JOB.train.model_dump(mode="json"), **key}})
+        assert slice_counts(job, PROFILE) == ()
+        assert slices_refused(job, PROFILE)
+
+
+@pytest.mark.parametrize(
+    ("slicing", "counts"),
+    [
+        (None, ()), (Slicing(positions=2047), ()), (Slicing(positions=6144), (2, 4)),
+        (Slicing(positions=8192, shortest=4096), (2,)), (Slicing(positions=8192, refused="it looks back"), ()),
+    ],
+)  # fmt: skip
+def test_slices_are_no_shorter_than_the_model_allows(slicing: Slicing | None, counts: tuple[int, ...]) -> None:
+    profile = PROFILE.model_copy(update={"slicing": slicing})
+    assert slice_counts(JOB, profile) == counts
+    if slicing is not None and slicing.refused:
+        assert slices_refused(JOB, profile) == "it looks back"
+        with pytest.raises(SpecError, match="it looks back"):
+            choose(asking(slices=4), profile, 8, search_s=0)
 
 
 def test_a_slice_below_the_smallest_size_keeps_the_overhead() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import permutations, product
 
 import pytest
 
@@ -12,7 +15,7 @@ from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.json_form import from_json, to_json
 from raypipe.schedule.forms.text import from_text, to_text
-from raypipe.schedule.ir import Rules, Schedule, StageGraph, backwards
+from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.lowering.counted import check_counted
 from raypipe.schedule.lowering.gpu_programs import gpu_programs
@@ -21,6 +24,7 @@ from raypipe.schedule.lowering.programs import programs, step_programs
 from raypipe.schedule.passes import (
     add_recompute,
     add_updates,
+    closed_up,
     forwards_alone,
     place_gradient_sync,
     replicate,
@@ -76,6 +80,67 @@ def test_every_family(name: str, frozen: str) -> None:
     sent = {(m.src_stage, m.dst_stage) for rows in train.values() for p in rows for a in p.actions for m in a.sends
             if m.direction == "grad"}  # fmt: skip
     assert sent == {(s, s - 1) for s in range(1, less.stages) if any(trains[:s])}
+
+
+CLOSED = {
+    ("zb-h1", "first half"): 27.3, ("zb-h1", "second"): 28.2, ("zb-h1", "all but the last"): 27.3,
+    ("1f1b", "first half"): 30.0, ("interleaved-1f1b", "all but the last"): 35.3,
+}  # fmt: skip
+"""Shortest steps within the schedules' memory, by search, whose lower bound they meet."""
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_gaps_are_closed_in_no_more_memory(name: str, frozen: str) -> None:
+    _, less = made(name, frozen)
+    closed = closed_up(less)
+    verify(closed)
+    assert all(a <= b for a, b in zip(peak_activations(closed), peak_activations(less), strict=True))
+    assert sorted(closed.tasks()) == sorted(less.tasks())
+    for weight, message in ((1.0, 0.0), (1.0, 0.1), (0.2, 0.1)):
+        costs = CostTable.even(less.stages, weight_grad=weight, comm=message)
+        assert simulate(closed, costs).makespan <= simulate(less, costs).makespan + 1e-9
+    step = simulate(closed, CostTable.even(less.stages, comm=0.1)).makespan
+    assert step == pytest.approx(CLOSED.get((name, frozen), step))
+    full = closed
+    if closed.versions == "flush":
+        full = add_updates(place_gradient_sync(replicate(closed, 2), "eager"))
+        verify(full)
+    train, evaluate = step_programs(full), programs(forwards_alone(full))
+    check_counted(train, evaluate, full)
+    gpu_programs(train, evaluate, full.microbatches, full.versions)
+
+
+def orders_of(tasks: tuple[tuple[Task, ...], ...]) -> Iterator[tuple[tuple[Task, ...], ...]]:
+    """Every order of each device's tasks."""
+    yield from product(*(permutations(own) for own in tasks))
+
+
+@pytest.mark.parametrize(("name", "frozen"), [("zb-h1", (0,)), ("chimera", (0,)), ("gems", (0,))])
+def test_no_order_in_this_memory_is_shorter(name: str, frozen: tuple[int, ...]) -> None:
+    """By trying all orders of two devices' tasks."""
+    less = without_frozen(generate(name, Shape(devices=2, microbatches=2)), frozen)
+    closed, costs, peaks = closed_up(less), CostTable.even(less.stages, comm=0.1), peak_activations(less)
+    shortest = float("inf")
+    for orders in orders_of(less.orders):
+        tried = less.with_orders(orders)
+        if all(a <= b for a, b in zip(peak_activations(tried), peaks, strict=True)):
+            with suppress(ScheduleError):  # devices that wait for one another
+                shortest = min(shortest, simulate(tried, costs).makespan)
+    assert simulate(closed, costs).makespan == pytest.approx(shortest)
+
+
+def test_what_is_not_plain_stays_as_it_is() -> None:
+    """Recomputed, sharded, asynchronous, forwards of several micro-batches, or too long to be ordered often."""
+    _, less = made("1f1b", "first half")
+    pairs = generate("chimera", Shape(devices=4, microbatches=8, concat="doubling"))
+    long = without_frozen(generate("interleaved-1f1b", Shape(devices=4, microbatches=512, chunks=2)), range(4))
+    for schedule in (
+        add_recompute(made("1f1b", "second")[1], "early"), made("pipedream", "second")[1], long,
+        shard(replicate(made("zeropp", "first half")[1], 2), 3, copies=2), without_frozen(pairs, [0, 1]),
+    ):  # fmt: skip
+        assert closed_up(schedule) is schedule
+    assert closed_up(less).stages == 4
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])

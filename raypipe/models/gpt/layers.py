@@ -69,6 +69,11 @@ class GptLayers(LayeredModel):
         length = equal_slices(self.model.sequence, slices)
         return dict.fromkeys(("input_ids", *self.task.reads), length)
 
+    @property
+    def positions(self) -> int:
+        """Tokens of a sample."""
+        return self.model.sequence
+
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """Return ``input_ids`` if the embedding is among these layers."""
         return frozenset({"input_ids"} if 0 in layers else ())

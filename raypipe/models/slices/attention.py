@@ -5,6 +5,10 @@ causally. Each piece is one call of a fused kernel that also returns the log of 
 with these, partial results add up to exactly the attention over all pieces. No mask is made, nothing is concatenated,
 and a slice keeps no more for its backward than it would alone.
 
+Dropped weights are those that the whole sequence drops: a mask is a function of the sample and of the positions of
+query and key (``keyed_random``). No kernel takes such a mask, so a piece's scores are made; the backward makes them and
+the mask again. Dropping follows the softmax, so that what is dropped does not change the sums of exponentials.
+
 Backwards run from the last slice to the first (``schedule.deps``). Each gives gradients to the pieces before, where
 they add up, and takes those that later slices have left for its own.
 
@@ -17,20 +21,68 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raypipe.models.slices.current import Piece, SliceRun, current_slice
+from raypipe.errors import RunError
+from raypipe.models.keyed_draws import Site
+from raypipe.models.keyed_random import RandomKeys, current_keys, dropout_mask, halves_at, in_training, with_keys
+from raypipe.models.slices.current import Piece, SliceRun, current_slice, slice_run
 
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What attention drops of its weights."""
+
+    p: float
+    """Probability of dropping one."""
+    site: Site
+    """The place in the model; its shape is that of the weights, ``[samples, heads, queries, keys]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """The masks of a slice's weights, which forward and backward draw alike."""
+
+    of: Dropped
+    keys: RandomKeys
+    run: SliceRun
+    """The slice, without its pieces."""
+
+    @staticmethod
+    def of_slice(dropped: Dropped | None, run: SliceRun) -> _Masks | None:
+        """Return the masks of the slice that runs; None in evaluation, and where nothing is dropped."""
+        keys = current_keys()
+        if dropped is None or not dropped.p or not in_training():
+            return None
+        if keys is None:
+            raise RunError(
+                f"random site {dropped.site.number}", "no random keys are set", "run it within random_keys(...)"
+            )
+        return _Masks(dropped, keys, SliceRun(run.number, run.count, []))
+
+    def __call__(self, query: Tensor, number: int) -> Tensor:
+        """Return the mask for the weights of these queries and the keys of slice ``number``."""
+        (batch, heads, length, _), site = query.shape, self.of.site
+        size = (batch, heads, length, (number + 1) * length)  # a part of random numbers begins with the first key
+        with with_keys(self.keys), slice_run(self.run):
+            halves = halves_at(
+                size, site.number, site.batch_dim, site.divided_dim, site.longest, query.device, sequence_dim=2
+            )
+        dtype = query.dtype if query.dtype == torch.float64 else torch.float32
+        return dropout_mask(halves[..., number * length :], self.of.p, dtype)
+
+
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, enable_gqa: bool = False
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, enable_gqa: bool = False,
+    dropped: Dropped | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``F.scaled_dot_product_attention(..., is_causal=True)`` for the slice that runs, or for whole sequences.
 
     Args:
@@ -38,16 +90,19 @@ def causal_attention(
         key, value: ``[batch, heads, positions, width]``; with ``enable_gqa``, of fewer heads.
         scale: of the scores; by default 1 / sqrt(width).
         enable_gqa: whether several heads of queries share one of keys.
+        dropped: what a slice drops of its weights in training; None: nothing.
     """
     run = current_slice()
     if run is None:
+        assert dropped is None, "whole sequences have keyed_operations.keyed_attention"
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled(query.device.type):  # as it would for the kernel of the whole
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if not torch.is_grad_enabled():  # they outlive this forward, and the tensor that they may be views of should not
         key, value = key.clone(), value.clone()
-    made: Tensor = _SliceAttention.apply(query, key, value, scale, run)  # type: ignore[no-untyped-call]
+    masks = _Masks.of_slice(dropped, run)
+    made: Tensor = _SliceAttention.apply(query, key, value, scale, run, masks)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -56,7 +111,7 @@ class _SliceAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None, run: SliceRun
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None, run: SliceRun, masks: _Masks | None
     ) -> Tensor:  # fmt: skip
         pieces = run.next_attention()
         if run.again:
@@ -66,27 +121,29 @@ class _SliceAttention(torch.autograd.Function):
             own = Piece(key.detach(), value.detach())
             pieces.append(own)
         earlier = tuple(pieces[: run.number])
-        out, lse = _block(query, own, True, scale)
+        out, lse = _block(query, own, True, scale, _mask(masks, query, run.number))
         total, weights = out, lse
-        for piece in earlier:
-            part, part_lse = _block(query, piece, False, scale)
+        for number, piece in enumerate(earlier):
+            part, part_lse = _block(query, piece, False, scale, _mask(masks, query, number))
             both = torch.logaddexp(weights, part_lse)
             total = total * _share(weights, both, total) + part * _share(part_lse, both, part)
             weights = both
         ctx.save_for_backward(query, key, value, total, weights)
-        ctx.earlier, ctx.own, ctx.scale = earlier, own, scale
+        ctx.earlier, ctx.own, ctx.scale, ctx.masks = earlier, own, scale, masks
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, total, weights = ctx.saved_tensors
         (given,) = gradients
+        masks: _Masks | None = ctx.masks
         to_query, to_key, to_value = _block_backward(
-            given, query, key, value, total, weights, True, ctx.scale
+            given, query, key, value, total, weights, True, ctx.scale, _mask(masks, query, len(ctx.earlier))
         )  # fmt: skip
-        for piece in ctx.earlier:
+        for number, piece in enumerate(ctx.earlier):
             more, keys, values = _block_backward(
-                given, query, piece.keys, piece.values, total, weights, False, ctx.scale
+                given, query, piece.keys, piece.values, total, weights, False, ctx.scale,
+                _mask(masks, query, number),
             )  # fmt: skip
             to_query.add_(more)
             piece.add(keys, values)
@@ -96,7 +153,11 @@ class _SliceAttention(torch.autograd.Function):
                 own.add_(late)
         ctx.own.release()
         ctx.earlier = ctx.own = None
-        return to_query, to_key, to_value, None, None
+        return to_query, to_key, to_value, None, None, None
+
+
+def _mask(masks: _Masks | None, query: Tensor, number: int) -> Tensor | None:
+    return None if masks is None else masks(query, number)
 
 
 def _share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:
@@ -109,38 +170,50 @@ def _fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1] == key.shape[-1]
 
 
-def _block(query: Tensor, piece: Piece, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return the queries' attention over one piece, and the log-sum-exp of its scores: ``[batch, heads, queries]``."""
+def _block(
+    query: Tensor, piece: Piece, causal: bool, scale: float | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the queries' attention over one piece, and the log-sum-exp of its scores: ``[batch, heads, queries]``.
+
+    ``mask``: what its weights are multiplied by, ``[batch, heads, queries, keys]``.
+    """
     key, value = (_all_heads(x, query) for x in (piece.keys, piece.values))
-    if _fused(query, key, value):
+    if mask is None and _fused(query, key, value):
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
         return out, lse
     scores = _scores(query, key, causal, scale)
     lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp().to(value.dtype) @ value, lse
+    weights = (scores - lse.unsqueeze(-1)).exp_()
+    if mask is not None:
+        weights.mul_(mask)
+    return weights.to(value.dtype) @ value, lse
 
 
 def _block_backward(
     given: Tensor, query: Tensor, key: Tensor, value: Tensor, total: Tensor, lse: Tensor, causal: bool,
-    scale: float | None,
+    scale: float | None, mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what one piece gives to the gradients of queries, keys and values.
 
     ``total`` and ``lse`` are those over all pieces: with them, the weights of the block are those in the whole.
+    ``mask`` is the forward's.
     """
     heads = key.shape[1]
     key, value = (_all_heads(x, query) for x in (key, value))
-    if _fused(query, key, value):
+    if mask is None and _fused(query, key, value):
         found: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             given.contiguous(), query, key, value, total, lse, 0.0, causal, scale=scale
         )
     else:
         weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
         by_weight = given.to(weights.dtype) @ value.transpose(-2, -1).to(weights.dtype)
+        kept = weights
+        if mask is not None:
+            by_weight, kept = by_weight * mask, weights * mask
         back = weights * (by_weight - (given * total).sum(-1, keepdim=True)) * _scale(query, scale)
         found = (
             back.to(key.dtype) @ key, back.transpose(-2, -1).to(query.dtype) @ query,
-            weights.transpose(-2, -1).to(given.dtype) @ given,
+            kept.transpose(-2, -1).to(given.dtype) @ given,
         )  # fmt: skip
     to_query, to_key, to_value = found
     return to_query, _own_heads(to_key, heads), _own_heads(to_value, heads)

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from raypipe.models.keyed_draws import Site
+from raypipe.models.keyed_operations import keyed_attention
 from raypipe.models.keyed_random import keyed_dropout
-from raypipe.models.slices.attention import causal_attention
+from raypipe.models.slices.attention import Dropped, causal_attention
 from raypipe.models.slices.current import current_slice
 
 aten = torch.ops.aten
@@ -26,6 +28,8 @@ def run_on_slices(module: fx.GraphModule, along: dict[str, int | None]) -> None:
             continue
         if node.target is aten.scaled_dot_product_attention.default:
             node.target = _attention
+        elif node.target is keyed_attention:
+            node.target = _dropping_attention
         elif node.target in (aten.arange.default, aten.arange.start):
             node.target = _positions
         elif node.target is keyed_dropout:
@@ -38,6 +42,15 @@ def _attention(
     *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     return causal_attention(query, key, value, scale, enable_gqa)
+
+
+def _dropping_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = True,
+    *, scale: float | None = None, enable_gqa: bool = False, site: Site,
+) -> Tensor:  # fmt: skip
+    if current_slice() is None:
+        return keyed_attention(query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa, site=site)
+    return causal_attention(query, key, value, scale, enable_gqa, Dropped(dropout_p, site))
 
 
 def _positions(*args: Any, **kwargs: Any) -> Tensor:

@@ -11,11 +11,11 @@ from typing import Any
 
 from raypipe.cost.profile import Profile, load_profile
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import stage_costs
 from raypipe.errors import RaypipeError, SpecError
 from raypipe.explain.causes import Explanation, explain
 from raypipe.explain.changes import Change, Planned, changes
 from raypipe.explain.measured import Measured, TaskTimes, task_times
+from raypipe.explain.recut_frozen import profiled_costs
 from raypipe.explain.replay import Replay
 from raypipe.observe.run_dir import PROFILE
 from raypipe.observe.run_view.run_record import PLAN, RunRecord
@@ -154,13 +154,7 @@ def _planned_times(plan: Plan, profile: Profile, schedule: Schedule) -> TaskTime
     Raises:
         RaypipeError: it is of another model.
     """
-    per_copy = schedule.replicas // plan.parallel.replicas
-    split = any(task.kind == "W" for task in schedule.tasks())
-    costs = stage_costs(
-        profile, plan.cut, plan.parallel.microbatch, schedule.placement[:per_copy], copies=plan.parallel.replicas,
-        innermost=plan.parallel.innermost, size=float(schedule.size), slices=schedule.rules.slices, split=split,
-    )  # fmt: skip
-    return task_times(schedule, costs)
+    return task_times(schedule, profiled_costs(profile, plan, schedule))
 
 
 def _planned(run: RunRecord, plan: Plan | None, profile: Profile | None, of: Measured) -> Planned | None:
@@ -169,10 +163,12 @@ def _planned(run: RunRecord, plan: Plan | None, profile: Profile | None, of: Mea
     if plan is None or not isinstance(batch, int):
         return None
     layer_s = None
-    if profile is not None and len(profile.layers) == sum(map(len, plan.cut)):
+    if profile is not None and len(profile.layers) != sum(map(len, plan.cut)):
+        profile = None
+    if profile is not None:
         times = [times_at(layer, plan.parallel.microbatch) for layer in profile.layers]
         layer_s = tuple(t.forward + t.joint for t in times)
-    return Planned(plan=plan, batch=batch, clips=of.norm != "none", layer_s=layer_s)
+    return Planned(plan=plan, batch=batch, clips=of.norm != "none", layer_s=layer_s, profile=profile)
 
 
 def _earlier(step: Any) -> TaskTimes:

@@ -15,14 +15,14 @@ from raypipe.errors import ScheduleError
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.requested_schedule import is_file
 from raypipe.plan.online.measured_steps import as_run
-from raypipe.plan.plan import Plan, build_schedule
+from raypipe.plan.plan import Plan, build_schedule, left_by_frozen
 from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Rules, Schedule
 from raypipe.schedule.live_activations import in_flight, peak_activations, recomputed_pairs
 from raypipe.schedule.lowering.norm_policy import resolve
-from raypipe.schedule.passes import insert_weights, without_frozen
+from raypipe.schedule.passes import insert_weights
 from raypipe.schedule.passes.sync import BY_BUCKET, Sync
 from raypipe.search import Objective, search
 from raypipe.simulate.engine import simulate
@@ -170,7 +170,8 @@ def _orders(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Schedule
     shape = parallel.shape(batch)
     text = plan.order
     present = from_text(text, "plan: order") if text is not None else generate(parallel.schedule, shape)
-    present = without_frozen(present, plan.frozen)
+    close = not is_file(parallel.schedule) and parallel.shard == "none"
+    present = left_by_frozen(present, plan.frozen, close and text is None)
     split = any(task.kind == "W" for task in present.tasks())
     if parallel.schedule == "auto":
         for objective in OBJECTIVES:
@@ -184,7 +185,7 @@ def _orders(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Schedule
         return
     bases = [present]
     if not is_file(parallel.schedule):
-        fresh = without_frozen(generate(parallel.schedule, shape, costs), plan.frozen)
+        fresh = left_by_frozen(generate(parallel.schedule, shape, costs), plan.frozen, close)
         if fresh.orders != present.orders:
             yield fresh, f"{parallel.schedule} generated for the measured times"
             bases.append(fresh)

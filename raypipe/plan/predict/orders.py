@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from raypipe.plan.candidate import Candidate
-from raypipe.plan.plan import sharded
+from raypipe.plan.plan import left_by_frozen, sharded
 from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import JOINT
-from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync, without_frozen
+from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync
+from raypipe.schedule.passes.closed_up import MOST
 from raypipe.schedule.passes.sync import Sync, last_gradients, sync_order
 from raypipe.schedule.shape import pipeline_shape
 from raypipe.schedule.walk import walk
@@ -106,33 +107,37 @@ class Orders:
 
     def of(
         self, c: Candidate, count: int, keep: Keep | None = None, remade: frozenset[int] | None = None,
-        frozen: tuple[int, ...] = (),
+        frozen: tuple[int, ...] = (), close: bool = True,
     ) -> Order:  # fmt: skip
         """What one data-parallel copy runs with ``count`` micro-batches, as the runtime will make it.
 
         Where the candidate recomputes: all but what ``keep`` says, on the stages ``remade`` (None: on all). ``frozen``:
-        stages without a trained parameter.
+        stages without a trained parameter; ``close``: see ``plan.left_by_frozen``.
 
         Raises:
             ScheduleError: the family has no such shape.
         """
         shape = pipeline_shape(c, count)
         divided = (c.shard, c.gather, c.shard_replicas) if c.shard != "none" else None
-        key = (c.schedule, shape, c.recompute != "none", keep, remade, divided, frozen)
+        whole = c.form.stages * c.microbatches  # of which ``count`` micro-batches may be the beginning
+        close = close and divided is None and bool(frozen) and whole <= MOST
+        key = (c.schedule, shape, c.recompute != "none", keep, remade, divided, frozen, close)
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
             return found
         if divided is not None:
-            schedule = sharded(self.of(replace(c, shard="none"), count, keep, remade, frozen).schedule, c, 1)
+            plain = self.of(replace(c, shard="none"), count, keep, remade, frozen, close=False)
+            schedule = sharded(plain.schedule, c, 1)
         elif c.recompute == "none":
             named = self.of(c, count).schedule if frozen else generate(c.schedule, shape)
-            schedule = without_frozen(named, frozen)
+            schedule = left_by_frozen(named, frozen, close)
         elif keep is not None:  # a search for shares asks for several
-            schedule = keep_activations(self.of(c, count, remade=remade, frozen=frozen).schedule, keep)
+            all_of_it = self.of(c, count, remade=remade, frozen=frozen, close=close)
+            schedule = keep_activations(all_of_it.schedule, keep)
         else:
-            plain = self.of(replace(c, recompute="none"), count, frozen=frozen).schedule
-            schedule = add_recompute(plain, "early", remade) if remade is None or remade else plain
+            bare = self.of(replace(c, recompute="none"), count, frozen=frozen, close=close).schedule
+            schedule = add_recompute(bare, "early", remade) if remade is None or remade else bare
         order = self._kept[key] = Order(schedule)
         self._tasks += order.tasks
         while self._tasks > MOST_TASKS and len(self._kept) > 1:

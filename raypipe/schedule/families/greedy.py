@@ -7,7 +7,7 @@ linked task graph, so it has no dependency rule of its own.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
-from raypipe.schedule.kinds import Kind
+from raypipe.schedule.kinds import BACKWARD, Kind
 from raypipe.schedule.latency import delays
 from raypipe.schedule.shape import Shape
 
@@ -32,8 +32,8 @@ class Policy:
     """Priority among ready tasks of one kind; the smallest key runs first."""
     patience: float = 0.0
     """Stay idle rather than start a W if another kind of task arrives within this share of the W's time."""
-    limit: float = float("inf")
-    """A forward may start only while its device holds fewer activations than this."""
+    limit: float | Sequence[float] = float("inf")
+    """A forward may start only while its device holds fewer activations than this; of each device, where a list."""
     ahead: Callable[[int], int] | None = None
     """Stage -> how many forwards it may run ahead of its input gradients; None for no such limit."""
 
@@ -70,7 +70,7 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
     """Order the tasks by a policy, in time O(n log r) for n tasks of which r are ready at once.
 
     Args:
-        schedule: tasks of kinds F, B and W, and their placement; their order is ignored.
+        schedule: tasks of the policy's kinds, of one id each, and their placement; their order is ignored.
         costs: time of each task, and the latency between devices.
         policy: how a free device chooses.
 
@@ -94,6 +94,7 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
     last = len(policy.kinds) - 1
 
     n = schedule.devices
+    limits = [policy.limit] * n if isinstance(policy.limit, int | float) else policy.limit
     coming: list[list[tuple[float, int]]] = [[] for _ in range(n)]
     """Per device, (time, task): the task becomes ready at that time."""
     ready: list[list[list[tuple[int, int]]]] = [[[] for _ in policy.kinds] for _ in range(n)]
@@ -101,8 +102,7 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
     lead, allowed = [0] * schedule.stages, [len(tasks)] * schedule.stages
     if policy.ahead is not None:
         allowed = [policy.ahead(s) for s in range(schedule.stages)]
-    alone = [not backward.input_grad for backward in schedule.backwards]
-    """Per stage, whether its W runs the whole backward."""
+    backwards_of = schedule.backwards
     orders: list[list[Task]] = [[] for _ in range(n)]
     arrival = [0.0] * len(tasks)
     for i, open_needs in enumerate(needs):
@@ -112,7 +112,7 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
         heapq.heapify(queue)
 
     def admitted(i: int) -> bool:
-        return live[device[i]] < policy.limit and lead[tasks[i].stage] < allowed[tasks[i].stage]
+        return live[device[i]] < limits[device[i]] and lead[tasks[i].stage] < allowed[tasks[i].stage]
 
     def choose(d: int, now: float) -> int:
         """The task to start, or -1 to stay idle."""
@@ -125,9 +125,9 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
                 continue
             if kind == "F":
                 refused = []
-                while heap and not admitted(heap[0][1]) and live[d] < policy.limit:  # try a forward of another stage
+                while heap and not admitted(heap[0][1]) and live[d] < limits[d]:  # try a forward of another stage
                     refused.append(heapq.heappop(heap))
-                i = heapq.heappop(heap)[1] if heap and live[d] < policy.limit else -1
+                i = heapq.heappop(heap)[1] if heap and live[d] < limits[d] else -1
                 for entry in refused:
                     heapq.heappush(heap, entry)
                 if i < 0:
@@ -158,15 +158,14 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
             begun[d] = now
         orders[d].append(task)
         left -= 1
+        here = backwards_of[stage]
         if kind == "F":
             live[d] += 1
             lead[stage] += 1
-        elif kind == "B":
-            lead[stage] -= 1
-        else:
+        if kind in here.last:
             live[d] -= 1
-            if alone[stage]:
-                lead[stage] -= 1
+        if kind != "F" and (kind in BACKWARD or not here.input_grad):
+            lead[stage] -= 1
         heapq.heappush(events, (end, d))
         wait = latency[replica][stage] if latency else None
         for j in after[i]:

@@ -1,6 +1,7 @@
 """Passes are functions ``Schedule -> Schedule`` that keep a valid schedule valid."""
 
 from raypipe.schedule.passes.backward import fuse_backward, split_backward
+from raypipe.schedule.passes.closed_up import closed_up
 from raypipe.schedule.passes.frozen import without_frozen
 from raypipe.schedule.passes.recompute import add_recompute, keep_activations
 from raypipe.schedule.passes.replicate import replicate
@@ -11,6 +12,7 @@ from raypipe.schedule.passes.weights import insert_weights
 __all__ = [
     "add_recompute",
     "add_updates",
+    "closed_up",
     "forwards_alone",
     "fuse_backward",
     "insert_weights",

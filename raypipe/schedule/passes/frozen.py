@@ -13,7 +13,7 @@ from raypipe.schedule.kinds import BACKWARD, JOINT, SHARDED, WEIGHT_GRADIENTS
 
 @no_collection()
 def without_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
-    """Remove the tasks that frozen stages do not need; what is left keeps its order.
+    """Remove the tasks that frozen stages do not need; what is left keeps its order (but see ``closed_up``).
 
     A frozen stage has no weight gradient, so its joint backwards become B. Where no stage up to it is trained, either,
     it has no backward at all: no R, and no gradient is sent to it. Shards divide none of its weights. Its AR and U

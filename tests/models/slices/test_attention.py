@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from raypipe.models.keyed_draws import Site
+from raypipe.models.keyed_operations import keyed_attention
+from raypipe.models.keyed_random import random_keys
 from raypipe.models.slices import attention
-from raypipe.models.slices.attention import causal_attention
+from raypipe.models.slices.attention import Dropped, causal_attention
 from raypipe.models.slices.current import SliceRun, current_slice, slice_run
 
 
@@ -35,6 +38,38 @@ def test_slices_add_up_to_the_whole(fused, heads, keys, scale, slices, monkeypat
         made[i].backward(gradient.chunk(slices, 2)[i])
     for k, x in enumerate(whole):
         assert torch.allclose(torch.cat([own[k].grad for own in parts], 2), x.grad, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("heads", "keys", "scale"), [(4, 4, None), (4, 2, 0.2)])
+@pytest.mark.parametrize("slices", [1, 3, 8])
+def test_slices_drop_what_the_whole_drops(heads, keys, scale, slices) -> None:
+    """Weights by (sample, query position, key position); the backward draws them again, outside of any context."""
+    *inputs, gradient = tensors(heads, keys)
+    site = Site(3, 0, None, (1, heads, 24, 24))
+    whole = [x.clone().requires_grad_() for x in inputs]
+    with random_keys(1, 2, [4, 7], True):
+        expected = keyed_attention(*whole, None, 0.3, True, scale=scale, enable_gqa=heads != keys, site=site)
+    expected.backward(gradient)
+    pieces, parts, made = [], [], []
+    for i in range(slices):
+        own = [x.chunk(slices, 2)[i].clone().requires_grad_() for x in inputs]
+        with random_keys(1, 2, [4, 7], True), slice_run(SliceRun(i, slices, pieces)):
+            made.append(causal_attention(*own, scale, heads != keys, Dropped(0.3, site)))
+        parts.append(own)
+    assert torch.allclose(torch.cat(made, 2), expected, rtol=0, atol=1e-13)
+    plain = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=scale, enable_gqa=heads != keys)
+    assert not torch.allclose(expected, plain, atol=1e-3)
+    for i in reversed(range(slices)):
+        made[i].backward(gradient.chunk(slices, 2)[i])
+    for k, x in enumerate(whole):
+        assert torch.allclose(torch.cat([own[k].grad for own in parts], 2), x.grad, rtol=0, atol=1e-13)
+
+
+def test_slices_drop_nothing_in_evaluation() -> None:
+    query, key, value, _ = tensors(4, 4)
+    with random_keys(1, 2, [4, 7], False), slice_run(SliceRun(0, 1, [])):
+        found = causal_attention(query, key, value, dropped=Dropped(0.3, Site(3, 0, None, (1, 4, 24, 24))))
+    assert torch.allclose(found, F.scaled_dot_product_attention(query, key, value, is_causal=True), atol=1e-13)
 
 
 def test_whole_sequences_run_in_torchs_kernel() -> None:

@@ -17,7 +17,7 @@ from raypipe.plan.predict.step_time import StepOverheads, step_time
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
-from raypipe.schedule.passes import without_frozen
+from raypipe.schedule.passes import closed_up, without_frozen
 from raypipe.schedule.shape import Concat, Shape
 from tests.plan.conftest import form_on
 
@@ -60,7 +60,7 @@ def test_no_step_is_faster_than_its_bound(name: str) -> None:
         overheads = StepOverheads(copies=copies, norm=norm, norm_s=0.1 if norm == "wait" else 0.0)
         frozen = tuple(sorted(rng.sample(range(schedule.stages), rng.randint(1, schedule.stages - 1))))
         for some in ((), frozen, tuple(range(schedule.stages // 2))):
-            order = Order(without_frozen(schedule, some))
+            order = Order(closed_up(without_frozen(schedule, some)))
             assert replace(Form.of(order.schedule, form.alias), recomputes=form.recomputes) == form
             for sync in SYNCS:
                 step = step_time(order, costs, sync, overheads).step

@@ -104,6 +104,29 @@ def test_no_step_is_faster_than_predicted(local_ray, name, shape, links, steps, 
 
 
 @pytest.mark.runs
+def test_slices_take_longer_along_the_sequence(local_ray) -> None:
+    """Of k slices, slice i has (2i + 1) / k^2 of a micro-batch's attention and 1 / k of everything else."""
+    k, attends = 2, 4 * MS
+    costs = replace(CostTable.even(2, 6 * MS, 6 * MS, 2 * MS), attention=(attends,) * 2, attention_grad=(attends,) * 2)
+    found = emulate(generate("1f1b", Shape(devices=2, microbatches=2, slices=k)), costs, Links(), 2, 1)
+    assert sum(found.measured_s) >= sum(found.predicted_steps_s) * EXACT
+    whole = {"F": 6 * MS, "BW": 8 * MS}
+    seen = set()
+    for spans in found.timeline.spans:
+        for task, start, end in spans:
+            if task.kind not in whole:
+                continue
+            i = task.mbs[0] % k
+            least = (whole[task.kind] - attends) / k + attends * (2 * i + 1) / k**2
+            assert end - start >= least * EXACT
+            seen.add((task.kind, i))
+    assert seen == {(kind, i) for kind in whole for i in range(k)}
+    # F of 2 and 4 ms, BW of 3 and 5: to the last device and back 15, its next two and the device's own F 24, there and
+    # back again 38, and the BW of the first slice last.
+    assert found.predicted_s == pytest.approx(41 * MS)
+
+
+@pytest.mark.runs
 def test_layers_wait_for_their_own_sums_alone(local_ray) -> None:
     """F0 F1 W1 B1 W0 take 1 each, the sum of layer 0 takes 2, that of layer 1 takes 5 (tests/simulate/test_layer_sync).
 

@@ -12,9 +12,12 @@ import torch.nn.functional as F
 
 from raypipe.checkpoint import open_checkpoint
 from raypipe.data import known_fields, open_data
-from raypipe.job import JobSpec
+from raypipe.errors import SpecError
+from raypipe.job import JobSpec, load_cluster
 from raypipe.job.load import job_from
 from raypipe.models import build_model
+from raypipe.partition.job_costs import job_profile
+from raypipe.plan.choose import choose
 from tests.capture.models import FAMILIES
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.eager_reference import keyed, with_values
@@ -90,11 +93,30 @@ def test_gpt2_with_split_backward_tied_embeddings_and_dropout(stage_pool, text_f
     ],
 )
 def test_captured_models_in_slices(family, parallel, stage_pool, text_folder, tmp_path) -> None:
-    """Tied embeddings, dropout, positions that count or rotate, and keys and values that heads share."""
-    config = {**FAMILIES[family], **WIDE, **({"attn_pdrop": 0.0} if family == "gpt2" else {})}
+    """Tied embeddings, dropout, also of attention's weights, positions that count or rotate, keys that heads share."""
+    config = {**FAMILIES[family], **WIDE}
     model = {"hf": family, "config": config, "sequence": 16}
     job = make_job(model, {"type": "bytes", "path": str(text_folder)}, parallel)
     done = drive(job, stage_pool, tmp_path / "run")
+    losses, _ = eager_losses(job, tmp_path / "run" / "data")
+    assert done.losses == pytest.approx(losses, abs=1e-9, rel=0)
+
+
+def test_a_llama_whose_sequences_fit_in_slices_alone(stage_pool, text_folder, tmp_path) -> None:
+    """No plan of whole micro-batches fits; the one that the planner finds instead trains as the eager model does."""
+    config = {**FAMILIES["llama"], **WIDE, "max_position_embeddings": 2048}
+    model, text = {"hf": "llama", "config": config, "sequence": 2048}, {"type": "bytes", "path": str(text_folder)}
+    wanted = {"auto": True, "microbatch": 1, "stages": 2, "replicas": 1, "tensor": 1, "shard": "none"}
+    sizes = {"batch": 2, "steps": 2}
+    job = make_job(model, text, wanted, **sizes)
+    described = job_profile(job, load_cluster(Path("cluster/devices/h100.yaml")))
+    small = described.model_copy(update={"memory_bytes": 15e6, "base_bytes": 0.0})
+    with pytest.raises(SpecError, match="no plan fits"):
+        choose(make_job(model, text, {**wanted, "slices": 1}, **sizes), small, 2, search_s=0)
+    plan = choose(job, small, 2, search_s=0).plan
+    assert plan.parallel.slices == 2
+    job = job.model_copy(update={"parallel": plan.parallel})
+    done = drive(job, stage_pool, tmp_path / "run", plan=plan)
     losses, _ = eager_losses(job, tmp_path / "run" / "data")
     assert done.losses == pytest.approx(losses, abs=1e-9, rel=0)
 
