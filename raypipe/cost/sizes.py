@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from raypipe.cost.profile import LayerProfile, TaskTimes
 
@@ -63,3 +65,64 @@ def stage_times(layers: Sequence[LayerProfile], samples: float, share: float = 1
         weight_grad=share * sum([t.weight_grad for t in each]), joint=share * sum([t.joint for t in each]),
         recompute=share * sum([t.recompute for t in each]),
     )  # fmt: skip
+
+
+@dataclass(eq=False)
+class StageTimes:
+    """Times of stages of one model; of stages whose layers are alike, and a search asks for many of these, once."""
+
+    layers: tuple[LayerProfile, ...]
+    kinds: list[int] = field(init=False)
+    """Of each layer: the first one that is alike but for its name."""
+    _times: dict[tuple[tuple[int, ...], float, float, int], TaskTimes] = field(default_factory=dict)
+    _attention: dict[tuple[tuple[int, ...], float, float, int], tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        first: dict[str, int] = {}
+        looks = (layer.model_dump_json(exclude={"name"}) for layer in self.layers)
+        self.kinds = [first.setdefault(look, n) for n, look in enumerate(looks)]
+
+    def times(self, stage: Sequence[int], samples: float, share: float = 1.0, slices: int = 1) -> TaskTimes:
+        """Return ``stage_times`` of these layers."""
+        key = (tuple([self.kinds[i] for i in stage]), samples, share, slices)
+        if key not in self._times:
+            self._times[key] = stage_times([self.layers[i] for i in key[0]], samples, share, slices)
+        return self._times[key]
+
+    def attention(self, stage: Sequence[int], samples: float, share: float, slices: int) -> tuple[float, float]:
+        """Return the seconds of causal attention in a stage's forward and input gradient, of a mean slice."""
+        key = (tuple([self.kinds[i] for i in stage]), samples, share, slices)
+        if key not in self._attention:
+            own = [self.layers[i] for i in key[0]]
+            own = [layer for layer in own if layer.attention_share or layer.attention_grad_share]
+            times = [stage_times([layer], samples, share, slices) for layer in own]
+            self._attention[key] = (
+                sum(t.forward * layer.attention_share for t, layer in zip(times, own, strict=True)),
+                sum(t.input_grad * layer.attention_grad_share for t, layer in zip(times, own, strict=True)),
+            )
+        return self._attention[key]
+
+
+class _Model:
+    """Layers as a key: those that are the same objects, as comparing them takes longer than all else."""
+
+    __slots__ = ("layers",)
+
+    def __init__(self, layers: tuple[LayerProfile, ...]) -> None:
+        self.layers = layers
+
+    def __hash__(self) -> int:
+        return id(self.layers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Model) and self.layers is other.layers
+
+
+def times_of_stages(layers: tuple[LayerProfile, ...]) -> StageTimes:
+    """Return the times of a model's stages, the same ones for the same layers."""
+    return _of_model(_Model(layers))
+
+
+@lru_cache(maxsize=64)
+def _of_model(model: _Model) -> StageTimes:
+    return StageTimes(model.layers)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.hosts import Hosts, Numbering
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile
-from raypipe.cost.sizes import stage_times
+from raypipe.cost.sizes import times_of_stages
 from raypipe.errors import SpecError
 from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH, ReduceDtype, WireDtype
 from raypipe.job.parallel_spec import Innermost, ParallelSpec
@@ -130,12 +130,12 @@ def _slowest(tables: Mapping[int, CostTable], holders: Sequence[Collection[int]]
 def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
     """Return the costs of stages on devices of one kind, without the all-reduce of tied gradients."""
     samples, size, slices, split, together, recomputed = way
-    stages = [[profile.layers[i] for i in layers] for layers in cut]
+    stages = times_of_stages(profile.layers)
     frozen = frozen_stages(profile, cut)
     share = crowding(profile, placed.busy)
-    times = [stage_times(layers, samples, share, slices) for layers in stages]
+    times = [stages.times(layers, samples, share, slices) for layers in cut]
     extra = profile.task_overhead_s
-    ahead = times if together == 1 else [stage_times(layers, samples * together, share) for layers in stages]
+    ahead = times if together == 1 else [stages.times(layers, samples * together, share) for layers in cut]
     forward = [(t.forward + extra) / together for t in ahead]
     weight = [0.0 if s in frozen else t.weight_grad + extra for s, t in enumerate(times)]  # no such task there
     inputs = [t.input_grad + extra for t in times]
@@ -145,13 +145,10 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
         inputs = [b * k for b, k in zip(inputs, scale, strict=True)]
         weight = [w * k for w, k in zip(weight, scale, strict=True)]
     first = next((s for s in range(len(cut)) if s not in frozen), 0)
-    growing = [_attention(layers, samples, share, slices) for layers in stages]
+    growing = [stages.attention(layers, samples, share, slices) for layers in cut]
     recompute = times
     if recomputed is not None:
-        recompute = [
-            stage_times([profile.layers[i] for i in layers if i in recomputed], samples, share, slices)
-            for layers in cut
-        ]
+        recompute = [stages.times([i for i in layers if i in recomputed], samples, share, slices) for layers in cut]
     return CostTable(
         forward=tuple(t / size for t in forward),
         input_grad=tuple(0.0 if s < first else t / size for s, t in enumerate(inputs)),
@@ -165,16 +162,6 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
         all_reduce=_all_reduces(profile, cut, placed),
         update=tuple(profile.update_s_per_parameter * trained_parameters(profile, layers) for layers in cut),
         comm=_messages(profile, cut, placed, samples / slices) if len(cut) > 1 else 0.0,
-    )
-
-
-def _attention(layers: Sequence[LayerProfile], samples: float, share: float, slices: int) -> tuple[float, float]:
-    """Seconds of causal attention in a stage's forward and input gradient, of a mean slice."""
-    own = [layer for layer in layers if layer.attention_share or layer.attention_grad_share]
-    times = [stage_times([layer], samples, share, slices) for layer in own]
-    return (
-        sum(t.forward * layer.attention_share for t, layer in zip(times, own, strict=True)),
-        sum(t.input_grad * layer.attention_grad_share for t, layer in zip(times, own, strict=True)),
     )
 
 

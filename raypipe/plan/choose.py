@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from types import MappingProxyType
@@ -223,18 +223,23 @@ class _Chooser:
         less = [replace(way, update="wait") for way in ways]
         return [c, *(replace(way, recompute="full") if self.judge.of(c).recompute else way for way in less)]
 
+    def _predicted(self, ways: Iterable[Candidate]) -> Iterator[Prediction]:
+        """The predictions of those that exist."""
+        for way in ways:
+            try:
+                yield self.judge.predict(way)
+            except ScheduleError:
+                continue
+
     def nothing_fits(self, found: Ranking) -> SpecError:
         """Say what the smallest plan lacks."""
         deepest = max(g.stages for g in self.grids)
-        tried = list(found.too_large)
+        tried = [*found.too_large, *self._predicted(c for c in found.unmade if c.shard != "none")]
         for grid in self.grids:
             if grid.stages in (1, deepest) and grid.microbatch == 1 + grid.sub_pipelined:
                 c = self.pick(Candidate.on(grid, "1f1b"))
                 for made in [c] if c is not None else list(filter(None, map(self.pick, self.judge.on(grid)))):
-                    try:
-                        tried += [self.judge.predict(way) for way in self._ways(made)]
-                    except ScheduleError:
-                        continue
+                    tried += self._predicted(self._ways(made))
         if not tried:
             wanted = (c for grid in self.grids for c in self.judge.on(grid) if self.wished(c))
             refused = next(filter(None, map(self.refusal, wanted)), None)
@@ -478,7 +483,7 @@ def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -
     tried = 0
     bounds = [(p.step_s, p.candidate) for p in found.too_large]
     bounds += [(chooser.judge.least(c), c) for c in found.unmade]
-    for bound, c in sorted(bounds, key=lambda pair: pair[0]):
+    for bound, c in sorted(bounds, key=lambda pair: (pair[0], pair[1].simplicity)):
         if bound >= best.step_s or len(seen) == TOO_LARGE or tried == 3 * TOO_LARGE:
             return
         if label(c) in seen or c.recompute != "none":

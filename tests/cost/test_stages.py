@@ -10,8 +10,9 @@ import pytest
 from raypipe.cost.collectives import Layout
 from raypipe.cost.hosts import Hosts
 from raypipe.cost.memory import device_memory
+from raypipe.cost.profile import LayerProfile, TaskTimes
 from raypipe.cost.sharded_stages import with_sharding
-from raypipe.cost.sizes import times_at
+from raypipe.cost.sizes import stage_times, times_at, times_of_stages
 from raypipe.cost.stages import Placed, costs_of, parameters, stage_costs, with_cast_messages
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import Innermost
@@ -254,3 +255,19 @@ def test_which_links_are_used_depends_on_which_devices_are_neighbours(profile):
     assert near.gather[0] == near.reduce_scatter[0] == pytest.approx(1 + 0.01 * own / 2 + 0.01 * 4 * 50 / 2)
     far = with_sharding(inside, hosts, cut, line, sharding, 2)
     assert far.gather[0] == pytest.approx(5 + 0.1 * (own + 4 * 50) / 2 * 2)
+
+
+def test_times_of_stages_are_those_of_their_layers() -> None:
+    """Each kind of stage once: stages alike but for names, with attention, of a slice, and none alike."""
+    block = {"parameters": 10, "kept_bytes": 1.0, "output_bytes": 1.0, "attention_share": 0.25}
+    times = {1: TaskTimes(forward=1.0, input_grad=1.1, weight_grad=0.9, joint=1.7, recompute=1.2)}
+    alike = [LayerProfile(name=f"block.{n}", times=times, **block) for n in range(3)]
+    other = alike[0].model_copy(update={"name": "other", "attention_share": 0.5})
+    layers = (*alike, other)
+    found = times_of_stages(layers)
+    assert found is times_of_stages(layers)
+    assert found.kinds == [0, 0, 0, 3]
+    for stage in ((0, 1), (1, 2), (2, 3), (3,)):
+        assert found.times(stage, 2.0, 0.9, 2) == stage_times([layers[i] for i in stage], 2.0, 0.9, 2)
+        shares = sum(layers[i].attention_share for i in stage)
+        assert found.attention(stage, 1.0, 1.0, 1)[0] == pytest.approx(shares)

@@ -14,6 +14,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe.plan.candidate import Candidate
+
+DIRECT = 30_000
+"""Tasks of a step up to which it is measured whole."""
+LONGEST = 120_000
+"""Tasks of a step above which it is measured by shorter ones in any case: half a second."""
 Figures = NDArray[np.float64]
 """Figures of one step; the first is its time."""
 TURNS = (2, 4)
@@ -57,3 +63,26 @@ def at_scale(
     turns = max(room // turn // 2, TURNS[0] + 1)
     a, c = measure(rest + turns // 2 * turn), measure(rest + turns * turn)
     return c + (count - rest - turns * turn) / turn * (c - a) / (turns - turns // 2)
+
+
+def of_candidate(
+    c: Candidate, measure: Callable[[int, int | None], Figures], whole: int | None = None,
+    known: Callable[[Figures], bool] = lambda figures: False,
+) -> Figures:  # fmt: skip
+    """Figures of a candidate's step, ``measure(micro-batches, unit)``: itself if it has at most ``whole`` tasks.
+
+    ``whole`` is ``DIRECT`` by default; ``known`` as for ``at_scale``.
+    """
+    count, unit, each = c.microbatches, c.unit, 3 * c.form.stages
+    if each * count <= (DIRECT if whole is None else whole):
+        return measure(count, unit)
+    most, turn = LONGEST // each, 2 * c.stages
+    if unit is None or unit == count:
+        return at_scale(lambda n: measure(n, None if unit is None else n), count, turn, most, known)
+    if count <= most or 5 * unit <= most or count % unit:
+        return at_scale(lambda n: measure(n, unit), count, unit, most, known)
+
+    def shorter(size: int) -> Figures:  # as many units, of so many micro-batches each
+        return at_scale(lambda n: measure(n, size), count // unit * size, size, most, known)
+
+    return at_scale(shorter, unit, turn, max(1, most // min(count // unit, 5)), known)

@@ -11,14 +11,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.cost.kinds import room_bytes
-from raypipe.cost.memory import StageMemory, kept_bytes, parameter_bytes, shares_input, stage_memory
+from raypipe.cost.kinds import capacities, room_bytes
+from raypipe.cost.memory import DeviceMemory, StageMemory, kept_bytes, parameter_bytes, shares_input, stage_memory
 from raypipe.cost.profile import Profile
 from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate, Ways, in_slices
 from raypipe.plan.predict.at_scale import Figures
 from raypipe.plan.predict.form import Form
+from raypipe.plan.predict.least_memory import least_divided
 from raypipe.plan.predict.orders import Keep
 from raypipe.plan.predict.prediction import Cut, Prediction, stages_of
 from raypipe.plan.predict.step_bound import least_step_seconds
@@ -63,6 +64,12 @@ class Costs(Protocol):
     def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
         """What its copies may divide."""
 
+    def undivided(self, c: Candidate) -> tuple[DeviceMemory, ...] | None:
+        """Memory of the same order if copies divide nothing; None where that takes long to find."""
+
+    def unfit(self, c: Candidate, memory: tuple[DeviceMemory, ...]) -> Prediction:
+        """The prediction of a candidate that does not fit, which needs this memory at least."""
+
 
 @dataclass(slots=True)
 class OOMFallback:
@@ -76,7 +83,7 @@ class OOMFallback:
         their steps; else None.
 
         Two moments need no order to be bounded: when a device has all its gradients, and, in a family that runs its
-        forwards first, when all activations of a unit are alive.
+        forwards first, when all activations of a unit are alive. What copies divide needs no order of its own.
         """
         form, profile = c.form, self.judge.profile
         place, stage = np.array(form.placement), self._stage_terms(c)
@@ -92,7 +99,7 @@ class OOMFallback:
             return divided + self._within_memory(c)
         plain = c.recompute == "none" and c.memory_limit is None and not form.recomputes
         if not (SCHEDULES[c.schedule].fills and plain):
-            return None
+            return self._divided_outright(c, place, stage)
         own = stage["kept"] - np.where(shares_input(form.placement), stage["input"], 0.0)
         each = own if form.joint else np.minimum(own, stage["kept_for_w"])
         frozen = list(self.judge.frozen(self.judge.cut(c)))  # whose activations may end before any weight gradient
@@ -100,7 +107,7 @@ class OOMFallback:
         alive = (c.microbatches if c.unit is None else min(c.unit, c.microbatches)) * _by_device(place, each)
         left = room - _by_device(place, static)
         if (alive * (1 - 1e-9) <= left).all():
-            return None
+            return self._divided_outright(c, place, stage)
         oom_fallbacks = divided
         if self.judge.train.needs_norm and c.update == "auto":
             waiting = replace(c, update="wait")
@@ -108,6 +115,21 @@ class OOMFallback:
         most = np.clip((left + _by_device(place, stage["kept"])) / np.maximum(alive, 1.0), 0.0, 1.0)
         layers = np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0)
         return oom_fallbacks + self._recomputing(c, most.tolist(), layers.tolist())
+
+    def _divided_outright(
+        self, c: Candidate, place: NDArray[np.int64], stage: dict[str, Figures]
+    ) -> list[tuple[float, Candidate]] | None:
+        """The same for a candidate whose copies divide state, from what its order takes where they do not."""
+        if c.shard == "none" or (c.recompute == "none" and _takes_limits(c)):  # limits follow from the very memory
+            return None
+        whole = self.judge.undivided(c)
+        if whole is None:
+            return None
+        memory = least_divided(whole, place, c.level, stage)
+        most = capacities(self.judge.profile, c.stages, c.replicas)
+        if all(one.total * (1 - 1e-9) <= room for one, room in zip(memory, most, strict=True)):
+            return None
+        return self.of(self.judge.unfit(c, memory))
 
     def _sharing(self, c: Candidate) -> list[tuple[float, Candidate]]:
         """The candidate with more of its state divided: per size of the shard groups, the next ZeRO level whose shares
@@ -165,8 +187,7 @@ class OOMFallback:
         if c.update == "auto" and any(memory.undo for memory in p.memory):
             waiting = replace(c, update="wait")
             found.append((self.judge.least(waiting), waiting))
-        options = SCHEDULES[c.schedule].options
-        if "memory_limit" in options and "unit" not in options and c.memory_limit is None and c.slices == 1:
+        if _takes_limits(c):
             for limit in self._limits(p):
                 limited = replace(c, memory_limit=float(limit))
                 found.append((self.judge.least(limited), limited))
@@ -289,6 +310,12 @@ class OOMFallback:
             for capacity, memory, one in zip(p.capacities, p.memory, self._largest(p), strict=True)
         ]
         return max(0, floor(min(most)))
+
+
+def _takes_limits(c: Candidate) -> bool:
+    """Whether the candidate's family also runs with fewer activations in flight."""
+    options = SCHEDULES[c.schedule].options
+    return "memory_limit" in options and "unit" not in options and c.memory_limit is None and c.slices == 1
 
 
 def shares_kept(form: Form, level: Sequence[int], levels: int) -> Keep:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
 from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.kinds import capacities, least_times
-from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
+from raypipe.cost.memory import DeviceMemory, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import crowding, frozen_stages, parameters, stage_costs, trained_parameters
 from raypipe.errors import ScheduleError
 from raypipe.job.parallel_spec import INNERMOST, Innermost
-from raypipe.job.recompute_layers import recomputed_after
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import PARTLY, SYNCS, Asked, Candidate, Ways, candidates, in_slices
 from raypipe.plan.cut.layers import NOISE, LayerCut, Placement, cut_layers, line_of
 from raypipe.plan.cut.line import bottlenecks
-from raypipe.plan.predict.at_scale import Figures, at_scale
+from raypipe.plan.predict.at_scale import DIRECT, Figures, of_candidate
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.kinds_cut import KindsCut
-from raypipe.plan.predict.oom_fallback import OOMFallback, shares_kept
-from raypipe.plan.predict.orders import Keep, Order, Orders
-from raypipe.plan.predict.prediction import Cut, Prediction, stages_of
+from raypipe.plan.predict.memories import Memories
+from raypipe.plan.predict.oom_fallback import OOMFallback
+from raypipe.plan.predict.orders import Order, Orders
+from raypipe.plan.predict.prediction import Cut, Prediction
 from raypipe.plan.predict.step_bound import NO_COLLECTIVES, least_collectives, least_step_seconds
 from raypipe.plan.predict.step_time import StepOverheads, StepTime, step_time
 from raypipe.plan.shard_ways import shard_ways
@@ -36,19 +36,12 @@ from raypipe.schedule.ir import Schedule, Sharding
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import Grid
 
-DIRECT = 30_000
-"""Tasks of a step up to which it is timed whole."""
-TERMS = tuple(DeviceMemory().terms())
 FINAL = 60_000
-"""The same for what is shown in the end."""
-LONGEST = 120_000
-"""Tasks of a step above which it is timed from shorter ones in any case: half a second."""
+"""Tasks of a step up to which it is timed whole for what is shown in the end (else ``DIRECT``)."""
 FEW_MICROBATCHES = 4
 """Micro-batches per stage below which slices are tried where memory does not ask for them."""
 NEAR = 5e-3
 """Share of a step by which shards have to shorten it where memory does not ask for them."""
-LEVELS = 16
-"""Shares of micro-batches kept are multiples of one in so many."""
 
 
 def without_noise(profile: Profile) -> Profile:
@@ -101,16 +94,17 @@ class Predictor:
     _bottlenecks: dict[int, list[float]] = field(default_factory=dict)
     _whole: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], CostTable] = field(default_factory=dict)
-    _memories: dict[object, tuple[DeviceMemory, ...]] = field(default_factory=dict)
     _frozen: dict[Cut, tuple[int, ...]] = field(default_factory=dict)
     _trains_all: bool = field(init=False, repr=False, compare=False)
     """Every layer has a trained parameter, so no stage is frozen."""
+    _memory: Memories = field(init=False, repr=False, compare=False)
     _oom_fallback: OOMFallback = field(init=False, repr=False, compare=False)
     _kinds_cut: KindsCut = field(init=False, repr=False, compare=False)
     _fastest: Profile = field(init=False, repr=False, compare=False)
     """Every layer on the kind of device that is fastest for it; ``profile`` where there is one kind."""
 
     def __post_init__(self) -> None:
+        self._memory = Memories(self, self._orders)
         self._oom_fallback = OOMFallback(self)
         self._kinds_cut = KindsCut(self)
         self._fastest = least_times(self.profile)
@@ -368,12 +362,12 @@ class Predictor:
         Raises:
             ScheduleError: the family has no such shape.
         """
-        keep = self._keep(c) if c.recompute in ("full", "microbatches") else None
-        recomputed = self._recompute(c) if c.recompute == "layers" else None
+        keep = self._memory.keep(c) if c.recompute in ("full", "microbatches") else None
+        recomputed = self._memory.recomputed(c) if c.recompute == "layers" else None
         found = Prediction(
             candidate=c, batch=self.train.batch, cut=self.cut(c),
             costs=self.costs(c) if recomputed is None else self.costs_with_recompute(c, c.form, recomputed),
-            step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory(c, keep, recomputed),
+            step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory.of(c, keep, recomputed),
             capacities=capacities(self.profile, c.stages, c.replicas), keep=keep, recomputed=recomputed,
             frozen=self.frozen(self.cut(c)),
         )  # fmt: skip
@@ -394,7 +388,7 @@ class Predictor:
         cut = self.cut(c, form) if cut is None else cut
         found = Prediction(
             candidate=c, batch=self.train.batch, cut=cut, costs=costs,
-            step_s=0.0, compute_s=0.0, busy_s=0.0, memory=self._order_memory(c, order, cut),
+            step_s=0.0, compute_s=0.0, busy_s=0.0, memory=self._memory.of_order(c, order, cut),
             capacities=capacities(self.profile, c.stages, c.replicas), order=schedule, frozen=self.frozen(cut),
         )  # fmt: skip
         return self.time(found, final=True)
@@ -403,12 +397,12 @@ class Predictor:
         """Judge a plan of level 3 with gathers of its order's own: tasks of one data-parallel copy, AG, FREE and RS
         among them."""
         c = replace(p.candidate, gather="order")
-        memory = self._order_memory(c, Order(schedule), p.cut, p.recomputed)
+        memory = self._memory.of_order(c, Order(schedule), p.cut, p.recomputed)
         return self.time(replace(p, candidate=c, memory=memory, order=schedule), final=True)
 
     def beside_shards(self, p: Prediction, schedule: Schedule) -> list[float]:
         """What each device holds at most without gathered weights and full gradients."""
-        memory = self._order_memory(p.candidate, Order(schedule), p.cut, p.recomputed, beside_shards=True)
+        memory = self._memory.of_order(p.candidate, Order(schedule), p.cut, p.recomputed, beside_shards=True)
         return [device.total for device in memory]
 
     def bare(self, p: Prediction) -> Schedule:
@@ -434,7 +428,7 @@ class Predictor:
                 order = self._orders.of(replace(c, unit=unit), count, p.keep, p.remade, frozen)
                 return np.array(step_time(order, costs, sync, overheads, parts=final))
 
-            return StepTime(*map(float, self._at_scale(c, figures, FINAL if final else None)))
+            return StepTime(*map(float, of_candidate(c, figures, FINAL if final else None)))
 
         sync = self.syncs[-1] if shared else self.syncs[0]
         best = timed(sync)
@@ -455,112 +449,12 @@ class Predictor:
             )  # fmt: skip
             if order.tasks <= DIRECT:  # sums under way beside activations
                 whole = order.whole(sync, c.replicas)
-                held = replace(timed_p, memory=self._order_memory(c, whole, p.cut, p.recomputed))
+                held = replace(timed_p, memory=self._memory.of_order(c, whole, p.cut, p.recomputed))
                 if not held.fits and "lazy" in self.syncs:
                     lazy = timed("lazy")
                     return replace(p, step_s=lazy.step, compute_s=lazy.compute, busy_s=lazy.busy)
                 return held
         return timed_p
-
-    def _at_scale(
-        self, c: Candidate, measure: Callable[[int, int | None], Figures], whole: int | None = None,
-        known: Callable[[Figures], bool] = lambda figures: False,
-    ) -> Figures:  # fmt: skip
-        """Figures of the candidate's step, ``measure(micro-batches, unit)``; ``known`` as for ``at_scale``."""
-        count, unit, each = c.microbatches, c.unit, 3 * c.form.stages
-        if each * count <= (DIRECT if whole is None else whole):
-            return measure(count, unit)
-        most, turn = LONGEST // each, 2 * c.stages
-        if unit is None or unit == count:
-            return at_scale(lambda n: measure(n, None if unit is None else n), count, turn, most, known)
-        if count <= most or 5 * unit <= most or count % unit:
-            return at_scale(lambda n: measure(n, unit), count, unit, most, known)
-
-        def shorter(size: int) -> Figures:  # as many units, of so many micro-batches each
-            return at_scale(lambda n: measure(n, size), count // unit * size, size, most, known)
-
-        return at_scale(shorter, unit, turn, max(1, most // min(count // unit, 5)), known)
-
-    def _order_memory(
-        self, c: Candidate, order: Order, cut: Cut, recomputed: frozenset[int] | None = None,
-        beside_shards: bool = False,
-    ) -> tuple[DeviceMemory, ...]:  # fmt: skip
-        ahead = self.train.needs_norm and not self.overheads(c).waits(order)
-        return device_memory(
-            self.profile, cut, order.schedule, c.microbatch,
-            copies=c.replicas, optimizer=self.train.optimizer, momentum=self.train.momentum, ahead=ahead,
-            recomputed=recomputed, beside_shards=beside_shards,
-        )  # fmt: skip
-
-    def memory_with(self, c: Candidate, cut: Cut) -> tuple[DeviceMemory, ...]:
-        """Memory of each device with another cut than the candidate's."""
-        return self._memory(c, None, cut=cut)
-
-    def _memory(
-        self, c: Candidate, keep: Keep | None, recomputed: frozenset[int] | None = None, cut: Cut | None = None
-    ) -> tuple[DeviceMemory, ...]:  # fmt: skip
-        cut = self.cut(c) if cut is None else cut
-        # Ways of recomputation that keep nothing are one, and each asks for it: to try whether that fits, and after.
-        keep = keep if keep is None or any(keep) else None
-        recomputed = recomputed if recomputed is None or len(recomputed) < len(self.profile.layers) else None
-        way: Literal["none", "full"] = "none" if c.recompute == "none" else "full"
-        key = (replace(c, recompute=way, sync="lazy"), keep, recomputed, cut)
-        if key not in self._memories:
-            self._memories[key] = self._played(c, keep, recomputed, cut)
-        return self._memories[key]
-
-    def _played(
-        self, c: Candidate, keep: Keep | None, recomputed: frozenset[int] | None, cut: Cut
-    ) -> tuple[DeviceMemory, ...]:  # fmt: skip
-        most = capacities(self.profile, c.stages, c.replicas)
-        remade, frozen = None if recomputed is None else stages_of(cut, recomputed), self.frozen(cut)
-
-        def measure(count: int, unit: int | None) -> Figures:
-            order = self._orders.of(replace(c, unit=unit), count, keep, remade, frozen)
-            devices = self._order_memory(c, order, cut, recomputed)
-            return np.array([value for device in devices for value in device.terms().values()])
-
-        def too_large(found: Figures) -> bool:
-            return bool((found.reshape(c.stages, -1).sum(axis=1) > most).any())
-
-        rows = self._at_scale(c, measure, known=too_large).reshape(c.stages, -1)
-        return tuple(DeviceMemory(**dict(zip(TERMS, map(float, row), strict=True))) for row in rows)
-
-    def _keep(self, c: Candidate) -> Keep:
-        """Per stage, the largest share of micro-batches that memory holds without recomputation.
-
-        Source: Lai et al. 2022 (Merak), section 3.4, whose formula is this for even stages and 1F1B.
-        """
-        if c.recompute == "full" or not self.holds(c):
-            return (0.0,) * c.form.stages
-        return self._most_kept(c, LEVELS, lambda shares: self._memory(c, shares))
-
-    def _recompute(self, c: Candidate) -> frozenset[int]:
-        """Layers that are recomputed if each stage keeps as many of its first ones as its device's memory holds."""
-        cut = self.cut(c)
-        if not self.holds(c):
-            return recomputed_after(cut, (0.0,) * len(cut))
-
-        def memory(shares: Keep) -> tuple[DeviceMemory, ...]:
-            return self._memory(c, None, recomputed_after(cut, shares))
-
-        return recomputed_after(cut, self._most_kept(c, max(map(len, cut)), memory))
-
-    def _most_kept(self, c: Candidate, levels: int, memory: Callable[[Keep], tuple[DeviceMemory, ...]]) -> Keep:
-        """Per stage, the largest share that memory holds, a multiple of one in ``levels``; nothing kept fits.
-
-        Devices fill up independently of one another, so one bisection serves all of them.
-        """
-        most = capacities(self.profile, c.stages, c.replicas)
-        low, high = [0] * c.stages, [levels + 1] * c.stages  # holds, holds not
-        while any(h - k > 1 for k, h in zip(low, high, strict=True)):
-            level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
-            for d, row in enumerate(memory(shares_kept(c.form, level, levels))):
-                if row.total <= most[d]:
-                    low[d] = level[d]
-                else:
-                    high[d] = level[d]
-        return shares_kept(c.form, low, levels)
 
     def schedule_of(self, p: Prediction) -> Schedule:
         """Compute tasks of one data-parallel copy."""
@@ -570,10 +464,28 @@ class Predictor:
             p.candidate, p.candidate.microbatches, p.keep, p.remade, self.frozen(p.cut)
         ).schedule  # fmt: skip
 
+    def memory_with(self, c: Candidate, cut: Cut) -> tuple[DeviceMemory, ...]:
+        """Memory of each device with another cut than the candidate's."""
+        return self._memory.of(c, cut=cut)
+
     def holds(self, c: Candidate) -> bool:
         """Whether the candidate fits, all recomputed if it recomputes; False for one that does not exist."""
+        return self._memory.holds(c)
+
+    def undivided(self, c: Candidate) -> tuple[DeviceMemory, ...] | None:
+        """See ``oom_fallback.Costs``; a long step's memory is an estimate, and bounds nothing."""
+        if 3 * c.form.stages * c.microbatches > DIRECT:
+            return None
         try:
-            most = capacities(self.profile, c.stages, c.replicas)
-            return all(device.total <= limit for device, limit in zip(self._memory(c, None), most, strict=True))
+            return self._memory.of(replace(c, shard="none", gather="unit", shard_replicas=None))
         except ScheduleError:
-            return False
+            return None
+
+    def unfit(self, c: Candidate, memory: tuple[DeviceMemory, ...]) -> Prediction:
+        """See ``oom_fallback.Costs``."""
+        cut = self.cut(c)
+        return Prediction(
+            candidate=c, batch=self.train.batch, cut=cut, costs=self.costs(c), step_s=self.least(c), compute_s=0.0,
+            busy_s=0.0, memory=memory, capacities=capacities(self.profile, c.stages, c.replicas),
+            frozen=self.frozen(cut),
+        )  # fmt: skip

@@ -66,30 +66,57 @@ def whole_step(name: str, placement: tuple[int, ...], count: int, rules: Rules |
     )  # fmt: skip
 
 
+class Unordered:
+    """A step whose tasks several policies order, linked once."""
+
+    def __init__(self, schedule: Schedule, costs: CostTable) -> None:
+        """Take tasks of kinds F, B and W and their placement; their order is ignored.
+
+        ``costs`` are the time of each task, and the latency between devices.
+        """
+        self.schedule = schedule
+        self.graph = link(schedule)
+        self.durations = costs.durations(schedule, self.graph.tasks)
+        self.latency = delays(schedule.placement, schedule.graph, costs.comm)
+        self.after: list[list[int]] = [[] for _ in self.graph.tasks]
+        """Per task, those that wait for it."""
+        for i, before in enumerate(self.graph.preds):
+            for p in before:
+                self.after[p].append(i)
+        self._ranks: dict[Callable[[Task], tuple[int, ...]], list[int]] = {}
+
+    def ranks(self, key: Callable[[Task], tuple[int, ...]]) -> list[int]:
+        """Return each task's place by this key."""
+        if key not in self._ranks:
+            rank = [0] * len(self.graph.tasks)
+            keys = [key(t) for t in self.graph.tasks]
+            for place, i in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
+                rank[i] = place
+            self._ranks[key] = rank
+        return self._ranks[key]
+
+
 def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Ordered | None:
+    """Order the tasks by a policy: ``ordered`` of a step that only one policy orders."""
+    return ordered(Unordered(schedule, costs), policy)
+
+
+def ordered(step: Unordered, policy: Policy, shorter_than: float = float("inf")) -> Ordered | None:
     """Order the tasks by a policy, in time O(n log r) for n tasks of which r are ready at once.
 
     Args:
-        schedule: tasks of the policy's kinds, of one id each, and their placement; their order is ignored.
-        costs: time of each task, and the latency between devices.
+        step: the tasks, of the policy's kinds and of one id each, and what they take.
         policy: how a free device chooses.
+        shorter_than: an order whose span is not is of no use.
 
     Returns:
-        The ordered schedule, or None on a deadlock: the limits leave every device waiting.
+        The ordered schedule; None on a deadlock, as the limits leave every device waiting, or once it is clear that its
+        span is no shorter than asked.
     """
-    graph = link(schedule)
-    tasks, device = graph.tasks, graph.device
-    durations = costs.durations(schedule, tasks)
-    latency = delays(schedule.placement, schedule.graph, costs.comm)
-    after: list[list[int]] = [[] for _ in tasks]
-    needs = [len(p) for p in graph.preds]
-    for i, before in enumerate(graph.preds):
-        for p in before:
-            after[p].append(i)
-    rank = [0] * len(tasks)
-    keys = [policy.key(t) for t in tasks]
-    for place, i in enumerate(sorted(range(len(tasks)), key=keys.__getitem__)):
-        rank[i] = place
+    schedule, durations, latency, after = step.schedule, step.durations, step.latency, step.after
+    tasks, device = step.graph.tasks, step.graph.device
+    needs = [len(p) for p in step.graph.preds]
+    rank = step.ranks(policy.key)
     wish = [policy.kinds.index(t.kind) for t in tasks]
     last = len(policy.kinds) - 1
 
@@ -141,6 +168,10 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
             return heapq.heappop(heap)[1]
         return -1
 
+    # A device's span is its work and what it idles in between; it may idle so much.
+    spare = [shorter_than * (1 + 1e-9)] * n
+    for i, d in enumerate(device):
+        spare[d] -= durations[i]
     left = len(tasks)
     events = [(0.0, d) for d in range(n)]
     while events:
@@ -153,9 +184,13 @@ def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Orde
                 heapq.heappush(events, (coming[d][0][0], d))
             continue
         kind, stage, _, replica = task = tasks[i]
-        end = free[d] = now + durations[i]
         if begun[d] < 0:
             begun[d] = now
+        else:
+            spare[d] -= now - free[d]
+            if spare[d] < 0:
+                return None
+        end = free[d] = now + durations[i]
         orders[d].append(task)
         left -= 1
         here = backwards_of[stage]

@@ -7,7 +7,7 @@ import math
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
-from raypipe.schedule.families.greedy import KINDS, Policy, order_greedily, whole_step
+from raypipe.schedule.families.greedy import KINDS, Policy, Unordered, ordered, whole_step
 from raypipe.schedule.ir import Schedule, StageGraph, Task
 from raypipe.schedule.kinds import Kind
 from raypipe.schedule.shape import Shape
@@ -38,11 +38,13 @@ def zb_v(shape: Shape, costs: CostTable) -> Schedule:
         for d in range(depth)
     )
     if span > work * (1 + 1e-12) and (span == math.inf or depth * count <= _SEARCHED):
-        step = whole_step("zb-v", placement, count)
+        step = Unordered(whole_step("zb-v", placement, count), costs)
         for policy in _policies(depth, cap):
-            found = order_greedily(step, costs, policy)
+            found = ordered(step, policy, shorter_than=span)
             if found is not None and found.span < span:
                 best, span = found.schedule, found.span
+            if span <= work:  # no order is shorter
+                break
     if span == math.inf:
         raise ScheduleError(
             "memory_limit", f"no order found within {cap} activations", f"use {2 * depth}, or a smaller problem"
@@ -63,11 +65,16 @@ def _policies(depth: int, cap: int) -> list[Policy]:
     kinds: tuple[tuple[Kind, ...], ...] = (("B", "F", "W"), ("F", "B", "W"))
     ahead = (lambda s: max(1, cap - 1) if s < depth else cap, lambda s: max(1, cap // 2) if s < depth else cap)
     return [
-        Policy(kinds=order, patience=patience, limit=cap, ahead=lead, key=lambda t: (t.mbs[0], -t.stage))
+        Policy(kinds=order, patience=patience, limit=cap, ahead=lead, key=_oldest)
         for order in kinds
         for patience in (0.0, 0.5)
         for lead in ahead
     ]
+
+
+def _oldest(task: Task) -> tuple[int, ...]:
+    """Older micro-batches first; of one, the later stage."""
+    return task.mbs[0], -task.stage
 
 
 def _span(schedule: Schedule, costs: CostTable) -> float:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
-from raypipe.schedule.families.greedy import Ordered, Policy, order_greedily, whole_step
+from raypipe.schedule.families.greedy import Ordered, Policy, Unordered, order_greedily, ordered, whole_step
 from raypipe.schedule.families.one_f_one_b import one_f_one_b
 from raypipe.schedule.families.repeat_steady_state import repeat_steady_state
 from raypipe.schedule.ir import Rules, Schedule
@@ -107,10 +107,10 @@ def _search(
     rounds = warm_up + 2 * depth + 8
     if shape.slices > 1:  # backwards do not run in ascending order, so there is no turn that repeats
         count = rounds = count * shape.slices
-    step = whole_step(name, placement, min(count, rounds), Rules(slices=shape.slices))
+    step = Unordered(whole_step(name, placement, min(count, rounds), Rules(slices=shape.slices)), costs)
     best: tuple[Ordered, Policy] | None = None
     for policy in policies:
-        found = order_greedily(step, costs, policy)
+        found = ordered(step, policy)
         if found is not None and (best is None or score(found) < score(best[0])):
             best = found, policy
             if done(found):

@@ -9,9 +9,10 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
-from tests.bench.search import against_bounds, against_others, emulated, gathers, joint, lora, speed
+from tests.bench.search import against_bounds, against_others, emulated, gathers, joint, joint_emulated, lora, speed
 from tests.bench.search.line import Effort, Line
 
 
@@ -58,6 +59,11 @@ CASES = {
         "a geometric mean of 1.42 times interleaved 1F1B's speed on the even cut; none takes more memory",
         Effort(0, 12.0),
     ),
+    "joint-emulated": Case(
+        joint_emulated.emulated, "the same plans, or those kept in --plans, on emulated devices; wants a quiet machine",
+        "3 % between a step and its prediction; none takes more memory",
+        Effort(0, 12.0),
+    ),
     "ceilings": Case(
         joint.ceilings, "what no plan can exceed on AdaPtis' kinds of models, by certificates alone", "none",
         Effort(0, 1.0),
@@ -97,6 +103,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="of a search, or of a proof; default: the case's own")
     parser.add_argument("--first", type=int, help="seed of the first instance")
     parser.add_argument("--emulate", type=int, help="gathers: so many of the instances run on emulated devices too")
+    parser.add_argument(
+        "--plans", type=Path, metavar="DIR", help="joint, joint-emulated: keep the plans in this folder"
+    )
     args = parser.parse_args()
     if unknown := set(args.names) - set(CASES):
         parser.error(f"unknown case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
@@ -105,9 +114,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    wanted = {
-        key: getattr(args, key) for key in ("count", "seconds", "first", "emulate") if getattr(args, key) is not None
-    }
+    keys = ("count", "seconds", "first", "emulate", "plans")
+    wanted = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
     failed = []
     for name in args.names or CASES:
         case = CASES[name]

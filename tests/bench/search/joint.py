@@ -7,13 +7,16 @@ takes on its fullest device.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
+from pathlib import Path
 from statistics import median
 
+from raypipe.atomic_write import write_whole
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.job.load import job_from
 from raypipe.plan.candidate import Candidate
@@ -49,6 +52,8 @@ class Found:
     room: float
     seconds: float
     plan: Prediction
+    order: str
+    """Of the plan, as text."""
     today: float
     """The best that the planner finds without searching the three together."""
 
@@ -103,6 +108,8 @@ class Asked:
 
     base: Timed
     """Interleaved 1F1B with two chunks (one, where there are too few layers) on the even cut."""
+    base_order: str
+    base_cut: list[list[int]]
     room: float
     """Bytes of its fullest device, which plans may take on each."""
     judge: Predictor
@@ -116,7 +123,8 @@ def asked(profile: Profile, devices: int, count: int) -> Asked:
     layers, messages = layers_of(profile)
     chunks = 2 if len(layers) - 2 >= 2 * devices else 1
     base_cut = even_cut(len(layers), devices * chunks)
-    base = time_of(interleaved_text(devices, chunks, count), base_cut, layers, messages)
+    base_order = interleaved_text(devices, chunks, count)
+    base = time_of(base_order, base_cut, layers, messages)
     # The planner counts buffers and the outputs that stages keep, which the clock does not: room for these.
     beside = 6 * max(x.output_bytes for x in profile.layers)
     room = max(base.peaks)
@@ -128,7 +136,7 @@ def asked(profile: Profile, devices: int, count: int) -> Asked:
         "parallel": "auto",
     })  # fmt: skip
     judge = Predictor(profile, job.train, len(layers), divides=False)
-    return Asked(base, room, judge, Grid(devices, 1, 1, count), layers, messages)
+    return Asked(base, base_order, base_cut, room, judge, Grid(devices, 1, 1, count), layers, messages)
 
 
 def solve(profile: Profile, devices: int, count: int, seconds: float) -> Found:
@@ -148,8 +156,20 @@ def solve(profile: Profile, devices: int, count: int, seconds: float) -> Found:
     found = better_plan(judge, today, 2 * seconds / 3, certifiers.of(today))
     best = min([p for p in (found, today) if p is not None and p.fits], key=lambda p: p.step_s)
     bound = _makespan_bound(certifiers, best, 3.0)
-    timed = time_of(to_text(judge.schedule_of(best)), [list(own) for own in best.cut], layers, messages)
-    return Found(base.makespan, timed, bound, room, time.monotonic() - began, best, today.step_s)
+    order = to_text(judge.schedule_of(best))
+    timed = time_of(order, [list(own) for own in best.cut], layers, messages)
+    return Found(base.makespan, timed, bound, room, time.monotonic() - began, best, order, today.step_s)
+
+
+def plan_name(model: str, devices: int, per: int) -> str:
+    """Of a case's plan file, without its suffix."""
+    return f"{model}-{devices}-{per * devices}"
+
+
+def write_plan(path: Path, f: Found) -> None:
+    """Keep the order and the cut that were found (``joint_emulated`` runs them)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({"cut": [list(own) for own in f.plan.cut], "order": f.order}))
 
 
 def _makespan_bound(certifiers: Certifiers, p: Prediction, seconds: float) -> float:
@@ -223,6 +243,8 @@ def joint(effort: Effort) -> Iterator[Line]:
         f = solve(profile, devices, per * devices, effort.seconds)
         ratios.append(f.base / f.best.makespan)
         most.append(f.base / f.bound)
+        if effort.plans is not None:
+            write_plan(effort.plans / f"{plan_name(name, devices, per)}.json", f)
         yield Line(
             f"{name:16} P={devices:<2} N={per * devices:<2} interleaved {f.base:7.3f} s, found "
             f"{f.best.makespan:7.3f} s ({ratios[-1]:.3f}x; before {f.base / f.today:.3f}x), certificate "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -18,6 +19,8 @@ class Effort:
     """Seed of the first instance; the others follow."""
     emulate: int = 0
     """Instances that run on emulated devices too, where a case can."""
+    plans: Path | None = None
+    """Folder that a case keeps its plans in, for another that runs them."""
 
 
 class Line(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raypipe.plan.candidate import Candidate, candidates
-from raypipe.plan.predict import predictor as predict
+from raypipe.plan.predict import at_scale as scale
 from raypipe.plan.predict.at_scale import at_scale
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule import SCHEDULES
@@ -59,8 +59,8 @@ def test_units_too_long_to_be_timed(count: int, unit: int, monkeypatch: pytest.M
     c = Candidate.on(Grid(4, 1, 1, count), "zeropp", chunks=2, unit=unit)
     figures = []
     for direct, longest in ((100_000_000, 100_000_000), (0, 3 * 8 * 50)):
-        monkeypatch.setattr(predict, "DIRECT", direct)
-        monkeypatch.setattr(predict, "LONGEST", longest)
+        monkeypatch.setattr(scale, "DIRECT", direct)
+        monkeypatch.setattr(scale, "LONGEST", longest)
         p = Predictor(profile, make_job(8, count).train, 8).predict(c, timed=True)
         figures.append([p.step_s, p.busy_s, *p.memory_bytes])
     assert figures[1] == pytest.approx(figures[0], rel=1e-9)
@@ -77,7 +77,7 @@ def test_figures_of_long_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         figures = []
         clip = rng.choice([None, 1.0])
         for direct in (100_000_000, 0):
-            monkeypatch.setattr(predict, "DIRECT", direct)
+            monkeypatch.setattr(scale, "DIRECT", direct)
             judge = Predictor(profile, make_job(8, 180, clip=clip).train, 8)
             p = judge.predict(c, timed=True)
             figures.append([p.step_s, p.busy_s, *p.memory_bytes])
