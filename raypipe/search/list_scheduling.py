@@ -40,8 +40,20 @@ class Listed(NamedTuple):
     """An order that list scheduling built."""
 
     orders: DeviceOrders
-    makespan: float
-    span: float
+    ends: list[float]
+    """Per device, when its last task ends."""
+    spans: list[float]
+    """Per device, from its first start to that end."""
+
+    @property
+    def makespan(self) -> float:
+        """When the last task of all ends."""
+        return max(self.ends)
+
+    @property
+    def span(self) -> float:
+        """The longest of the devices' spans."""
+        return max(self.spans)
 
 
 @dataclass(slots=True)
@@ -203,4 +215,4 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
                     push(events, (arrival, o))
     if nxt != count:
         return None
-    return Listed(orders, max(free), max(f - b for f, b in zip(free, begun, strict=True)))
+    return Listed(orders, free, [f - b for f, b in zip(free, begun, strict=True)])

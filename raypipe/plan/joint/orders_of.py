@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
 from raypipe.errors import ScheduleError
 from raypipe.plan.joint.arrangement import Arrangement
+from raypipe.plan.joint.least_step import smooth
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
 from raypipe.search.budget import Budget
@@ -17,7 +18,6 @@ from raypipe.search.objective import Measure, Objective
 from raypipe.search.priorities import portfolio
 from raypipe.search.problem import DeviceOrders, Problem, build
 from raypipe.search.tabu import improve
-from raypipe.search.timed_order import Timed
 
 FIRST = 60
 """Settings of the portfolio that are tried on the first arrangements; of later ones those that did best there."""
@@ -56,6 +56,8 @@ class Ordered:
     orders: DeviceOrders
     value: float
     """The objective, in seconds."""
+    mean: float = float("inf")
+    """The same of a quick order with all devices together, the slowest counting most (``smooth``)."""
 
 
 @dataclass(slots=True)
@@ -84,14 +86,14 @@ class OrdersOf:
         except ScheduleError:  # not even one micro-batch fits
             return None
 
-    def of(self, a: Arrangement, first: bool = False) -> Ordered | None:
-        """A quick order; None if nothing fits."""
+    def of(self, a: Arrangement, first: bool = False, few: int = FEW) -> Ordered | None:
+        """A quick order; None if nothing fits. Of later arrangements, the best ``few`` ways are tried."""
         p = self.problem(a)
         if p is None:
             return None
         layout = Layout.of(p)
-        best: tuple[float, int, DeviceOrders] | None = None
-        wanted = self._settings(first)
+        best: tuple[float, int, DeviceOrders, list[float]] | None = None
+        wanted = self._settings(first, few)
         began, most = self.budget.left, OPENING * self.budget.seconds
         for number, setting in enumerate(islice(portfolio(p), max(wanted) + 1)):
             if number not in wanted:
@@ -99,16 +101,17 @@ class OrdersOf:
             listed = list_schedule(layout, setting)
             self.tried += 1
             if listed is not None:
-                value = listed.makespan if self.objective == "makespan" else listed.span
+                each = listed.ends if self.objective == "makespan" else listed.spans
+                value = max(each)
                 if best is None or value < best[0]:
-                    best = value, number, listed.orders
+                    best = value, number, listed.orders, each
             if best is not None and (self.budget.left <= 0 or began - self.budget.left > most):
                 break
         if best is None:
             return None
         self.wins = {number: 0.98 * weight for number, weight in self.wins.items()}
         self.wins[best[1]] = self.wins.get(best[1], 0.0) + 1.0
-        return Ordered(a, p, best[2], best[0])
+        return Ordered(a, p, best[2], best[0], smooth(best[3]))
 
     def shorter(self, found: Ordered, moves: int, goal: float = 0.0) -> Ordered:
         """The same arrangement after some moves of tabu search along the critical path."""
@@ -116,30 +119,11 @@ class OrdersOf:
         frame = measure.frame(found.orders)
         orders, _ = improve(found.problem, found.orders, goal, self.budget, self.rng, moves, frame)
         value = measure.value(orders)
-        return Ordered(found.arrangement, found.problem, orders, value) if value < found.value else found
+        return replace(found, orders=orders, value=value) if value < found.value else found
 
-    def _settings(self, first: bool) -> set[int]:
+    def _settings(self, first: bool, few: int) -> set[int]:
         if first or not self.wins:
             return set(range(FIRST))
-        ranked = sorted(self.wins, key=lambda number: -self.wins[number])[:FEW]
+        ranked = sorted(self.wins, key=lambda number: -self.wins[number])[:few]
         other = [self.rng.randrange(SETTINGS)] if self.rng.random() < NEW else []
         return {*ranked, *other}
-
-
-def critical_share(found: Ordered, devices: int) -> list[float]:
-    """Per device, the share of its work that lies on a critical path: where less work would shorten the step.
-
-    A task is critical where the longest paths to it and from it make up the whole step.
-    """
-    p = found.problem
-    state = Timed(p)
-    state.load(found.orders)
-    end = state.makespan
-    critical, busy = [0.0] * devices, [0.0] * devices
-    for t in range(p.tasks):
-        time = state.time[t]
-        d = p.device[p.lane[t]]
-        busy[d] += time
-        if state.end[t] + state.rest[t] - time >= end * (1 - 1e-9):
-            critical[d] += time
-    return [c / b if b else 0.0 for c, b in zip(critical, busy, strict=True)]
