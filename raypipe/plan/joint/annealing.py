@@ -24,10 +24,12 @@ KEPT = 5
 """Arrangements that are handed on: the best, and the most promising by their steps and their bounds together."""
 OPENING = 0.3
 """Share of the budget for the first arrangements."""
-HOT, COLD = 0.004, 2e-4
+HOT, COLD = 0.008, 2e-4
 """First and last temperature, as shares of the step."""
 BORDERS = 0.4
 """Share of the moves that move borders; the others put stages elsewhere, or divide or join them."""
+SLOWEST = 0.25
+"""Share of the moves that are of a stage of the device that is last."""
 FEW = 2
 """Ways of list scheduling that a move is measured by."""
 SHORTEN = 100
@@ -106,10 +108,11 @@ def arranged(
         while not done() and budget.left > until:
             spent = 1 - (budget.left - until) / most
             limit = here.mean * (1 - HOT * (COLD / HOT) ** spent * log(1 - rng.random()))
-            a = random_move(here.arrangement, hints.devices, hints.most_stages, rng, BORDERS)
+            device = here.slowest if rng.random() < SLOWEST else None
+            a = random_move(here.arrangement, hints.devices, hints.most_stages, rng, BORDERS, device)
             if a is None or least.of(a) >= limit:
                 continue
-            one = orders.of(a, few=FEW)
+            one = orders.of(a, few=FEW, limit=limit)
             if one is not None and one.mean < limit:
                 here = one
                 best.keep(one)

@@ -55,12 +55,18 @@ def of_layers(devices: Sequence[int]) -> Arrangement:
     return Arrangement(tuple(starts), tuple(devices[i] for i in starts), len(devices))
 
 
-def random_border(a: Arrangement, rng: random.Random) -> Arrangement | None:
-    """A border, or several in a row, moved by one layer; None where there is no room."""
+def _stage(a: Arrangement, rng: random.Random, device: int | None) -> int:
+    """Any stage, or one of a device that has one."""
+    return rng.choice([s for s, d in enumerate(a.row) if device is None or d == device])
+
+
+def random_border(a: Arrangement, rng: random.Random, device: int | None = None) -> Arrangement | None:
+    """A border of any stage, or of one of a device's, moved by one layer, or several in a row; None where there is no
+    room."""
     count = len(a.row)
     if count < 2:
         return None
-    s = rng.randrange(1, count)
+    s = min(count - 1, max(1, _stage(a, rng, device) + rng.randrange(2)))
     until = min(count, s + rng.choice((1, 1, 1, 2, 3, 5)))
     by = rng.choice((-1, 1))
     starts = (*a.starts[:s], *(x + by for x in a.starts[s:until]), *a.starts[until:])
@@ -71,7 +77,8 @@ def random_border(a: Arrangement, rng: random.Random) -> Arrangement | None:
 
 
 def random_move(
-    a: Arrangement, devices: int, most_stages: int, rng: random.Random, borders: float = 0.5
+    a: Arrangement, devices: int, most_stages: int, rng: random.Random, borders: float = 0.5,
+    device: int | None = None,
 ) -> Arrangement | None:  # fmt: skip
     """An arrangement one move away that leaves no device without a layer; None where what is drawn is none.
 
@@ -84,12 +91,13 @@ def random_move(
         most_stages: deepest cut.
         rng: draws the move.
         borders: share of the moves that move borders.
+        device: whose stages move; by default any.
     """
     if rng.random() < borders:
-        return random_border(a, rng)
+        return random_border(a, rng, device)
     starts, row, count = a.starts, a.row, len(a.row)
     ends = (*starts[1:], a.layers)
-    s, draw = rng.randrange(count), rng.random()
+    s, draw = _stage(a, rng, device), rng.random()
     found: Arrangement | None = None
     if draw < 0.3:
         t = rng.randrange(count)

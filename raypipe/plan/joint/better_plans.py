@@ -24,6 +24,7 @@ from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import Judges
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Rules
 from raypipe.search import search
 from raypipe.search.budget import Budget
@@ -90,6 +91,7 @@ def _targets(ranked: Sequence[Prediction]) -> Iterator[Prediction]:
         yield p
 
 
+@no_collection()
 def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: Certifier) -> Prediction | None:
     """The best plan found for one shape, whether or not it is faster than ``like``; None if nothing fits."""
     budget = Budget(seconds)
@@ -108,10 +110,11 @@ def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: C
     hints = Hints(c.stages, judge.most_stages, LeastStep(instance))
     firsts = list(dict.fromkeys(_firsts(judge, like, assigned.devices, work)))
     walks: list[Arrangement] = []
+    part = budget.part(WALKING)
     for a in sorted(firsts, key=hints.least.smooth):
-        if budget.left > (1 - WALKING) * seconds:
+        if part.left > 0:
             walks += annealed(hints.least, a, judge.most_stages, int(WALK * seconds), rng, BORDERS)[:AFTER_WALK]
-    firsts = walks + firsts
+    firsts = sorted(walks + firsts, key=hints.least.of)
     best: dict[Arrangement, Prediction] = {}
     found: list[Ordered] = []
 

@@ -21,7 +21,7 @@ from raypipe.plan.joint.arrangement import Arrangement, random_move
 
 WARM, COLD = 0.01, 2e-4
 """First and last temperature, as shares of the step."""
-SMOOTH = 24
+SMOOTH = 80
 """Power of the mean over devices: the slowest counts most, and the others a little."""
 
 

@@ -15,7 +15,7 @@ from raypipe.schedule.ir import Rules
 from raypipe.search.budget import Budget
 from raypipe.search.list_scheduling import Layout, list_schedule
 from raypipe.search.objective import Measure, Objective
-from raypipe.search.priorities import portfolio
+from raypipe.search.priorities import PACES, portfolio
 from raypipe.search.problem import DeviceOrders, Problem, build
 from raypipe.search.tabu import improve
 
@@ -25,8 +25,11 @@ OPENING = 0.1
 """Share of the budget that one arrangement may take."""
 FEW = 4
 SETTINGS = 160
+HOPELESS = 1.02
+"""Times the limit above which a list schedule says that another one is not worth making."""
 NEW = 0.4
-"""How often a setting is tried that may not have been before."""
+SELDOM = 0.15
+"""How often a setting is tried that may not have been before: of all where many are tried, else of the paced ones."""
 
 
 class Model(Protocol):
@@ -58,6 +61,8 @@ class Ordered:
     """The objective, in seconds."""
     mean: float = float("inf")
     """The same of a quick order with all devices together, the slowest counting most (``smooth``)."""
+    slowest: int | None = None
+    """The device that is last in that order."""
 
 
 @dataclass(slots=True)
@@ -86,8 +91,17 @@ class OrdersOf:
         except ScheduleError:  # not even one micro-batch fits
             return None
 
-    def of(self, a: Arrangement, first: bool = False, few: int = FEW) -> Ordered | None:
-        """A quick order; None if nothing fits. Of later arrangements, the best ``few`` ways are tried."""
+    def of(
+        self, a: Arrangement, first: bool = False, few: int = FEW, limit: float = float("inf")
+    ) -> Ordered | None:  # fmt: skip
+        """A quick order; None if nothing fits.
+
+        Args:
+            a: the arrangement.
+            first: try many ways; else those that did best so far.
+            few: how many of these.
+            limit: the mean of interest: where one way comes out far above, no other is tried.
+        """
         p = self.problem(a)
         if p is None:
             return None
@@ -105,13 +119,15 @@ class OrdersOf:
                 value = max(each)
                 if best is None or value < best[0]:
                     best = value, number, listed.orders, each
+                if smooth(each) > HOPELESS * limit:
+                    break
             if best is not None and (self.budget.left <= 0 or began - self.budget.left > most):
                 break
         if best is None:
             return None
         self.wins = {number: 0.98 * weight for number, weight in self.wins.items()}
         self.wins[best[1]] = self.wins.get(best[1], 0.0) + 1.0
-        return Ordered(a, p, best[2], best[0], smooth(best[3]))
+        return Ordered(a, p, best[2], best[0], smooth(best[3]), max(range(len(best[3])), key=best[3].__getitem__))
 
     def shorter(self, found: Ordered, moves: int, goal: float = 0.0) -> Ordered:
         """The same arrangement after some moves of tabu search along the critical path."""
@@ -125,5 +141,6 @@ class OrdersOf:
         if first or not self.wins:
             return set(range(FIRST))
         ranked = sorted(self.wins, key=lambda number: -self.wins[number])[:few]
-        other = [self.rng.randrange(SETTINGS)] if self.rng.random() < NEW else []
-        return {*ranked, *other}
+        if few < FEW:  # the first settings are quickly made; the others cost as much as an order
+            return {*ranked, self.rng.randrange(len(PACES))} if self.rng.random() < SELDOM else set(ranked)
+        return {*ranked, self.rng.randrange(SETTINGS)} if self.rng.random() < NEW else set(ranked)
