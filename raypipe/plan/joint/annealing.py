@@ -109,10 +109,10 @@ def arranged(
             spent = 1 - (budget.left - until) / most
             limit = here.mean * (1 - HOT * (COLD / HOT) ** spent * log(1 - rng.random()))
             device = here.slowest if rng.random() < SLOWEST else None
-            a = random_move(here.arrangement, hints.devices, hints.most_stages, rng, BORDERS, device)
-            if a is None or least.of(a) >= limit:
+            moved = random_move(here.arrangement, hints.devices, hints.most_stages, rng, BORDERS, device)
+            if moved is None or least.of(moved) >= limit:
                 continue
-            one = orders.of(a, few=FEW, limit=limit)
+            one = orders.of(moved, few=FEW, limit=limit)
             if one is not None and one.mean < limit:
                 here = one
                 best.keep(one)
