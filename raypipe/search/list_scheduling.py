@@ -7,6 +7,7 @@ device's lanes are its only queue, because the tasks of a lane run in turn.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -40,8 +41,20 @@ class Listed(NamedTuple):
     """An order that list scheduling built."""
 
     orders: DeviceOrders
-    makespan: float
-    span: float
+    ends: list[float]
+    """Per device, when its last task ends."""
+    spans: list[float]
+    """Per device, from its first start to that end."""
+
+    @property
+    def makespan(self) -> float:
+        """When the last task of all ends."""
+        return max(self.ends)
+
+    @property
+    def span(self) -> float:
+        """The longest of the devices' spans."""
+        return max(self.spans)
 
 
 @dataclass(slots=True)
@@ -114,6 +127,8 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
     orders: DeviceOrders = [[] for _ in range(p.devices)]
     wake = [0.0] * p.devices
     events = [(0.0, d) for d in range(p.devices)]
+    ready = [[c for c in own if count[c] and not need[base[c]]] for own in lanes_of]
+    """Per device, the lanes whose next task waits for no other to run."""
     push, pop = heapq.heappush, heapq.heappop
     never = float("inf")
     while events:
@@ -121,13 +136,8 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
         if wake[d] != now or free[d] > now:
             continue
         best, best_value, soon, coming = -1, never, never, None
-        for c in lanes_of[d]:
+        for c in ready[d]:
             m = nxt[c]
-            if m == count[c]:
-                continue
-            t = base[c] + m
-            if need[t]:
-                continue
             taken = takes[c]
             if taken:
                 room = cap[d] - live[d] - taken + 1e-9
@@ -153,7 +163,7 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
                     if room < 0:
                         continue
             value = key[c] + pace * m
-            arrival = at[t]
+            arrival = at[base[c] + m]
             if arrival <= now:
                 if value < best_value:
                     best, best_value = c, value
@@ -179,7 +189,10 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
         c = best
         m = nxt[c]
         nxt[c] = m + 1
-        orders[d].append(base[c] + m)
+        t = base[c] + m
+        orders[d].append(t)
+        if m + 1 == count[c] or need[t + 1]:
+            ready[d].remove(c)
         end = now + time[c]
         if begun[d] < 0:
             begun[d] = now
@@ -197,10 +210,12 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
             need[t] -= 1
             if not need[t]:
                 o = device[e]
+                if nxt[e] == m:
+                    insort(ready[o], e)
                 arrival = at[t]
                 if o != d and free[o] <= arrival < wake[o]:
                     wake[o] = arrival
                     push(events, (arrival, o))
     if nxt != count:
         return None
-    return Listed(orders, max(free), max(f - b for f, b in zip(free, begun, strict=True)))
+    return Listed(orders, free, [f - b for f, b in zip(free, begun, strict=True)])

@@ -7,9 +7,8 @@ along the model. A line, a ring, a V and a W are arrangements, and so is everyth
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +44,6 @@ class Arrangement:
             found[device] += before[b] - before[a]
         return found
 
-    def messages(self) -> int:
-        """Borders that a message crosses."""
-        return sum(a != b for a, b in pairwise(self.row))
-
 
 def of_layers(devices: Sequence[int]) -> Arrangement:
     """The arrangement with the fewest stages in which each layer is on its device.
@@ -60,58 +55,18 @@ def of_layers(devices: Sequence[int]) -> Arrangement:
     return Arrangement(tuple(starts), tuple(devices[i] for i in starts), len(devices))
 
 
-def moves(a: Arrangement, devices: int, most_stages: int) -> Iterator[Arrangement]:
-    """Yield the arrangements one move away, each of which leaves no device without a layer.
-
-    A border moves by one layer or two; the layers at one end of a stage become a stage of their own on another device;
-    a stage changes its device, or two swap theirs; a stage joins the one before or behind it.
-    """
-    for found in _moves(a, devices, most_stages):
-        if found != a and len(set(found.row)) == devices:
-            yield found
+def _stage(a: Arrangement, rng: random.Random, device: int | None) -> int:
+    """Any stage, or one of a device that has one."""
+    return rng.choice([s for s, d in enumerate(a.row) if device is None or d == device])
 
 
-def _moves(a: Arrangement, devices: int, most_stages: int) -> Iterator[Arrangement]:
-    starts, row, layers = a.starts, a.row, a.layers
-    ends = (*starts[1:], layers)
-    count = len(row)
-    for s in range(1, count):
-        for by in (-2, -1, 1, 2):
-            if starts[s - 1] < starts[s] + by < ends[s]:
-                yield Arrangement((*starts[:s], starts[s] + by, *starts[s + 1 :]), row, layers)
-    for s in range(count):
-        size = ends[s] - starts[s]
-        for d in range(devices):
-            if d == row[s]:
-                continue
-            yield Arrangement(starts, (*row[:s], d, *row[s + 1 :]), layers)
-            if count < most_stages:
-                for k in {1, 2, size // 2} if size > 1 else ():
-                    if 0 < k < size:
-                        at = starts[s] + k
-                        more = (*starts[: s + 1], at, *starts[s + 1 :])
-                        yield Arrangement(more, (*row[:s], d, *row[s:]), layers)
-                        at = ends[s] - k
-                        more = (*starts[: s + 1], at, *starts[s + 1 :])
-                        yield Arrangement(more, (*row[: s + 1], d, *row[s + 1 :]), layers)
-        for t in range(s + 1, count):
-            if row[t] != row[s]:
-                swapped = list(row)
-                swapped[s], swapped[t] = row[t], row[s]
-                yield Arrangement(starts, tuple(swapped), layers)
-    for s in range(1, count):
-        fewer = (*starts[:s], *starts[s + 1 :])
-        yield Arrangement(fewer, (*row[:s], *row[s + 1 :]), layers)
-        if row[s] != row[s - 1]:
-            yield Arrangement(fewer, (*row[: s - 1], *row[s:]), layers)
-
-
-def random_border(a: Arrangement, rng: random.Random) -> Arrangement | None:
-    """A border, or several in a row, moved by one layer; None where there is no room."""
+def random_border(a: Arrangement, rng: random.Random, device: int | None = None) -> Arrangement | None:
+    """A border of any stage, or of one of a device's, moved by one layer, or several in a row; None where there is no
+    room."""
     count = len(a.row)
     if count < 2:
         return None
-    s = rng.randrange(1, count)
+    s = min(count - 1, max(1, _stage(a, rng, device) + rng.randrange(2)))
     until = min(count, s + rng.choice((1, 1, 1, 2, 3, 5)))
     by = rng.choice((-1, 1))
     starts = (*a.starts[:s], *(x + by for x in a.starts[s:until]), *a.starts[until:])
@@ -122,17 +77,27 @@ def random_border(a: Arrangement, rng: random.Random) -> Arrangement | None:
 
 
 def random_move(
-    a: Arrangement, devices: int, most_stages: int, rng: random.Random, borders: float = 0.5
+    a: Arrangement, devices: int, most_stages: int, rng: random.Random, borders: float = 0.5,
+    device: int | None = None,
 ) -> Arrangement | None:  # fmt: skip
-    """One of the moves of ``moves``, drawn without making the others; None where what is drawn is none.
+    """An arrangement one move away that leaves no device without a layer; None where what is drawn is none.
 
-    A share of them, ``borders``, moves borders.
+    A border moves, or several in a row do; a stage changes its device, or two swap theirs; a stage is divided, and one
+    part of it goes elsewhere; a stage joins the one before or behind it.
+
+    Args:
+        a: where to move from.
+        devices: D.
+        most_stages: deepest cut.
+        rng: draws the move.
+        borders: share of the moves that move borders.
+        device: whose stages move; by default any.
     """
     if rng.random() < borders:
-        return random_border(a, rng)
+        return random_border(a, rng, device)
     starts, row, count = a.starts, a.row, len(a.row)
     ends = (*starts[1:], a.layers)
-    s, draw = rng.randrange(count), rng.random()
+    s, draw = _stage(a, rng, device), rng.random()
     found: Arrangement | None = None
     if draw < 0.3:
         t = rng.randrange(count)

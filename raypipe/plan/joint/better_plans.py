@@ -8,14 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from raypipe.cost.kinds import room_bytes
 from raypipe.cost.memory import StageMemory, parameter_bytes, stage_memory
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifier, Certifiers, waits_for_all
-from raypipe.plan.joint.alternate import OPENING, SHORTEN, Hints, alternate
+from raypipe.plan.joint.annealing import BORDERS, SHORTEN, Hints, arranged
 from raypipe.plan.joint.arrangement import Arrangement, of_layers
 from raypipe.plan.joint.least_step import LeastStep, annealed
 from raypipe.plan.joint.moved import moved
@@ -25,6 +24,7 @@ from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import Judges
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Rules
 from raypipe.search import search
 from raypipe.search.budget import Budget
@@ -42,8 +42,12 @@ LAST = 0.35
 """Share of the time for the orders of the last few arrangements alone."""
 FINAL = 2
 """How many these are: an order that is quickly made says which arrangement is best to a few per cent."""
-WALK, AFTER_WALK = 2000, 2
-"""Moves that improve the bound of each first arrangement, and how many arrangements of such a walk get an order."""
+PROOF = 2.0
+"""Most of CP-SAT's deterministic seconds for the certificate that says when to stop."""
+WALKING = 0.15
+"""Share of the time for walks that improve first arrangements by their bounds alone."""
+WALK, AFTER_WALK = 2500, 2
+"""Moves of such a walk per second of the search, and how many of its arrangements get an order."""
 ROUNDS = (0.3, 1.0)
 """Shares of the time that is left, a round each: after each, plans are judged whole, and what they were found to need
 beside activations is left free in the next."""
@@ -87,13 +91,14 @@ def _targets(ranked: Sequence[Prediction]) -> Iterator[Prediction]:
         yield p
 
 
+@no_collection()
 def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: Certifier) -> Prediction | None:
     """The best plan found for one shape, whether or not it is faster than ``like``; None if nothing fits."""
     budget = Budget(seconds)
     rng = random.Random(0)
     own = like.candidate
     c = replace(Candidate.on(own.grid, "auto", placement="free", innermost=own.innermost), update=own.update)
-    assigned = certifier.assigned(like, 0.15 * seconds)
+    assigned = certifier.assigned(like, min(PROOF, 0.15 * seconds))
     if like.step_s <= assigned.bound_s * (1 + ENOUGH):
         return None
     barrier = waits_for_all(judge, like)
@@ -102,13 +107,16 @@ def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: C
     model = PlanModel(judge, c)
     work = judge.layer_times(c.microbatch)
     instance = certifier.instance(like)
-    hints = Hints([0.0, *accumulate(work)], instance.message, c.stages, judge.most_stages, LeastStep(instance))
+    hints = Hints(c.stages, judge.most_stages, LeastStep(instance))
     firsts = list(dict.fromkeys(_firsts(judge, like, assigned.devices, work)))
+    walks: list[Arrangement] = []
+    part = budget.part(WALKING)
     for a in sorted(firsts, key=hints.least.smooth):
-        if budget.left > (1 - OPENING / 3) * seconds:
-            firsts += annealed(hints.least, a, judge.most_stages, WALK, rng)[:AFTER_WALK]
+        if part.left > 0:
+            walks += annealed(hints.least, a, judge.most_stages, int(WALK * seconds), rng, BORDERS)[:AFTER_WALK]
+    firsts = sorted(walks + firsts, key=hints.least.of)
     best: dict[Arrangement, Prediction] = {}
-    arranged: list[Ordered] = []
+    found: list[Ordered] = []
 
     def keep(one: Ordered) -> None:
         p = _fitting(judge, c, model, one, OrdersOf(model, objective, budget.part(0.05), rng))
@@ -120,13 +128,13 @@ def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: C
 
     for share in ROUNDS:
         orders = OrdersOf(model, objective, budget.part(share * (1 - LAST)), rng)
-        arranged = alternate(orders, firsts, hints, goal, rng)
-        for one in arranged[:2]:
+        found = arranged(orders, firsts, hints, goal, rng)
+        for one in found[:2]:
             keep(one)
-        firsts = [one.arrangement for one in arranged] + firsts
+        firsts = [one.arrangement for one in found] + firsts
         if budget.left <= 0 or reached():
             break
-    for one in sorted(arranged[1:], key=lambda one: one.value + hints.least.of(one.arrangement))[: FINAL - 1]:
+    for one in sorted(found[1:], key=lambda one: one.value + hints.least.of(one.arrangement))[: FINAL - 1]:
         if one.arrangement not in best and not reached():
             keep(one)
     last = sorted(best.items(), key=lambda item: item[1].step_s + hints.least.of(item[0]))[:FINAL]
@@ -136,8 +144,8 @@ def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: C
             best[a] = _searched(judge, c, model, p, part, objective, goal)
     if not best:
         return None
-    found = min(best.values(), key=lambda p: p.step_s)
-    return replace(found, moved=moved(found, like))
+    shortest = min(best.values(), key=lambda p: p.step_s)
+    return replace(shortest, moved=moved(shortest, like))
 
 
 def _firsts(

@@ -19,9 +19,9 @@ from math import exp, inf
 from raypipe.plan.certificate.instance import Instance
 from raypipe.plan.joint.arrangement import Arrangement, random_move
 
-WARM, COLD = 0.02, 2e-4
+WARM, COLD = 0.01, 2e-4
 """First and last temperature, as shares of the step."""
-SMOOTH = 24
+SMOOTH = 80
 """Power of the mean over devices: the slowest counts most, and the others a little."""
 
 
@@ -32,6 +32,15 @@ class _Sums:
     forward: Sequence[float]
     input_grad: Sequence[float]
     weight_grad: Sequence[float]
+
+
+def smooth(times: Sequence[float]) -> float:
+    """A mean of devices' times that is close to the largest, and falls with the others, too."""
+    most = max(times)
+    if most == inf or not most:
+        return most
+    mean: float = sum((x / most) ** SMOOTH for x in times) / len(times)
+    return most * float(mean ** (1 / SMOOTH))
 
 
 class LeastStep:
@@ -58,12 +67,7 @@ class LeastStep:
 
     def smooth(self, a: Arrangement) -> float:
         """The bounds of all devices together, the largest counting most."""
-        found = self.devices(a)
-        most = max(found)
-        if most == inf or not most:
-            return most
-        mean: float = sum((x / most) ** SMOOTH for x in found) / len(found)
-        return most * float(mean ** (1 / SMOOTH))
+        return smooth(self.devices(a))
 
     def devices(self, a: Arrangement) -> list[float]:
         """The bound of each device."""
@@ -71,6 +75,11 @@ class LeastStep:
         count = len(row)
         forward, back, weight, kept = ([0.0] * count for _ in range(4))
         start = [0.0] * count
+        there, round_trip, longest = forward, back, 0.0
+        """The longest task of a micro-batch on its way to each stage's F, and to its B. Without a barrier the devices
+        before it may have begun long before, so that only the stage's own count."""
+        if i.barrier:
+            there, round_trip = [0.0] * count, [0.0] * count
         own: list[list[int]] = [[] for _ in range(i.devices)]
         state = [0.0] * i.devices
         ends = (*a.starts[1:], a.layers)
@@ -87,14 +96,23 @@ class LeastStep:
                 at += i.message
             start[s] = at
             at += forward[s]
+            if i.barrier:
+                there[s] = longest = max(longest, forward[s])
         returns = [0.0] * count
         """When each stage's B can begin."""
         for s in range(count - 1, -1, -1):
             if s + 1 < count and row[s + 1] != row[s]:
                 at += i.message
             returns[s] = at
+            if i.barrier:
+                round_trip[s] = longest = max(longest, back[s])
             at += back[s]
         whole = at + weight[0]
+
+        def supply(task: float, t: float, longest: float) -> float:
+            """Seconds of a stage's tasks that may have run in the time since the first of them could begin."""
+            return min(n * task, task * (1 + t / longest)) if longest else n * task
+
         found = []
         for d, held in enumerate(own):
             if not held:
@@ -108,13 +126,19 @@ class LeastStep:
             begin = start[first] if i.barrier else 0.0
             shift = begin - start[first]
             least = begin + work
-            early = ratio = 0.0
-            for s, behind in zip(held, (*(start[e] for e in held[1:]), returns[last]), strict=True):
+            ratio, until = 0.0, [*(start[s] for s in held[1:]), returns[last]]
+            for k, (s, t) in enumerate(zip(held, until, strict=True)):
                 # Until the next stage's first F, or the first backward, forwards up to stage s run alone.
-                early += n * forward[s]
+                early = sum(supply(forward[e], t - start[e], there[e]) for e in held[: k + 1])
                 ratio = max(ratio, forward[s] / kept[s] if kept[s] else inf)
                 fits = min(early, room * ratio) if self.limited else early
-                least = max(least, shift + behind + work - fits)
+                least = max(least, shift + t + work - fits)
+            for k, s in enumerate(held[:-1]):
+                # Until stage s's first backward, forwards and later stages' backwards run alone.
+                t = returns[s]
+                early = sum(supply(forward[e], t - start[e], there[e]) for e in held)
+                early += sum(supply(back[e] + weight[e], t - returns[e], round_trip[e]) for e in held[k + 1 :])
+                least = max(least, shift + t + work - early)
             if i.barrier:
                 late = n * sum(weight[s] for s in held)
                 if self.limited:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
 from raypipe.errors import ScheduleError
 from raypipe.plan.joint.arrangement import Arrangement
+from raypipe.plan.joint.least_step import smooth
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
 from raypipe.search.budget import Budget
 from raypipe.search.list_scheduling import Layout, list_schedule
 from raypipe.search.objective import Measure, Objective
-from raypipe.search.priorities import portfolio
+from raypipe.search.priorities import PACES, portfolio
 from raypipe.search.problem import DeviceOrders, Problem, build
 from raypipe.search.tabu import improve
-from raypipe.search.timed_order import Timed
 
 FIRST = 60
 """Settings of the portfolio that are tried on the first arrangements; of later ones those that did best there."""
@@ -25,8 +25,11 @@ OPENING = 0.1
 """Share of the budget that one arrangement may take."""
 FEW = 4
 SETTINGS = 160
+HOPELESS = 1.02
+"""Times the limit above which a list schedule says that another one is not worth making."""
 NEW = 0.4
-"""How often a setting is tried that may not have been before."""
+SELDOM = 0.15
+"""How often a setting is tried that may not have been before: of all where many are tried, else of the paced ones."""
 
 
 class Model(Protocol):
@@ -56,6 +59,10 @@ class Ordered:
     orders: DeviceOrders
     value: float
     """The objective, in seconds."""
+    mean: float = float("inf")
+    """The same of a quick order with all devices together, the slowest counting most (``smooth``)."""
+    slowest: int | None = None
+    """The device that is last in that order."""
 
 
 @dataclass(slots=True)
@@ -84,14 +91,23 @@ class OrdersOf:
         except ScheduleError:  # not even one micro-batch fits
             return None
 
-    def of(self, a: Arrangement, first: bool = False) -> Ordered | None:
-        """A quick order; None if nothing fits."""
+    def of(
+        self, a: Arrangement, first: bool = False, few: int = FEW, limit: float = float("inf")
+    ) -> Ordered | None:  # fmt: skip
+        """A quick order; None if nothing fits.
+
+        Args:
+            a: the arrangement.
+            first: try many ways; else those that did best so far.
+            few: how many of these.
+            limit: the mean of interest: where one way comes out far above, no other is tried.
+        """
         p = self.problem(a)
         if p is None:
             return None
         layout = Layout.of(p)
-        best: tuple[float, int, DeviceOrders] | None = None
-        wanted = self._settings(first)
+        best: tuple[float, int, DeviceOrders, list[float]] | None = None
+        wanted = self._settings(first, few)
         began, most = self.budget.left, OPENING * self.budget.seconds
         for number, setting in enumerate(islice(portfolio(p), max(wanted) + 1)):
             if number not in wanted:
@@ -99,16 +115,19 @@ class OrdersOf:
             listed = list_schedule(layout, setting)
             self.tried += 1
             if listed is not None:
-                value = listed.makespan if self.objective == "makespan" else listed.span
+                each = listed.ends if self.objective == "makespan" else listed.spans
+                value = max(each)
                 if best is None or value < best[0]:
-                    best = value, number, listed.orders
+                    best = value, number, listed.orders, each
+                if smooth(each) > HOPELESS * limit:
+                    break
             if best is not None and (self.budget.left <= 0 or began - self.budget.left > most):
                 break
         if best is None:
             return None
         self.wins = {number: 0.98 * weight for number, weight in self.wins.items()}
         self.wins[best[1]] = self.wins.get(best[1], 0.0) + 1.0
-        return Ordered(a, p, best[2], best[0])
+        return Ordered(a, p, best[2], best[0], smooth(best[3]), max(range(len(best[3])), key=best[3].__getitem__))
 
     def shorter(self, found: Ordered, moves: int, goal: float = 0.0) -> Ordered:
         """The same arrangement after some moves of tabu search along the critical path."""
@@ -116,30 +135,12 @@ class OrdersOf:
         frame = measure.frame(found.orders)
         orders, _ = improve(found.problem, found.orders, goal, self.budget, self.rng, moves, frame)
         value = measure.value(orders)
-        return Ordered(found.arrangement, found.problem, orders, value) if value < found.value else found
+        return replace(found, orders=orders, value=value) if value < found.value else found
 
-    def _settings(self, first: bool) -> set[int]:
+    def _settings(self, first: bool, few: int) -> set[int]:
         if first or not self.wins:
             return set(range(FIRST))
-        ranked = sorted(self.wins, key=lambda number: -self.wins[number])[:FEW]
-        other = [self.rng.randrange(SETTINGS)] if self.rng.random() < NEW else []
-        return {*ranked, *other}
-
-
-def critical_share(found: Ordered, devices: int) -> list[float]:
-    """Per device, the share of its work that lies on a critical path: where less work would shorten the step.
-
-    A task is critical where the longest paths to it and from it make up the whole step.
-    """
-    p = found.problem
-    state = Timed(p)
-    state.load(found.orders)
-    end = state.makespan
-    critical, busy = [0.0] * devices, [0.0] * devices
-    for t in range(p.tasks):
-        time = state.time[t]
-        d = p.device[p.lane[t]]
-        busy[d] += time
-        if state.end[t] + state.rest[t] - time >= end * (1 - 1e-9):
-            critical[d] += time
-    return [c / b if b else 0.0 for c, b in zip(critical, busy, strict=True)]
+        ranked = sorted(self.wins, key=lambda number: -self.wins[number])[:few]
+        if few < FEW:  # the first settings are quickly made; the others cost as much as an order
+            return {*ranked, self.rng.randrange(len(PACES))} if self.rng.random() < SELDOM else set(ranked)
+        return {*ranked, self.rng.randrange(SETTINGS)} if self.rng.random() < NEW else set(ranked)

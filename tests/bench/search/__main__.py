@@ -71,7 +71,7 @@ CASES = {
     "certificates": Case(
         joint.certificates, "the gap to the certificate on random uneven models, 2 to 16 devices, in the same memory",
         "2 % on nine of ten, 5 % on all of up to 8 devices; none takes more memory",
-        Effort(100, 6.0),
+        Effort(100, 20.0),
     ),
     "lora": Case(
         lora.lora, "adapters on a medium GPT-2: plans that know of frozen weights beside those that do not",

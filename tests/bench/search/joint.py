@@ -20,6 +20,7 @@ from raypipe.atomic_write import write_whole
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.job.load import job_from
 from raypipe.plan.candidate import Candidate
+from raypipe.plan.certificate.instance import Resource
 from raypipe.plan.certificate.of_plan import Certifiers
 from raypipe.plan.joint.better_plans import better_plan
 from raypipe.plan.predict.prediction import Prediction
@@ -39,6 +40,8 @@ CLOSE, MOST_CLOSE, FAR = 0.02, 0.9, 0.05
 STATE = 16.0
 """Bytes of a parameter with its gradient and optimizer state: float32 and two values of Adam."""
 PIPELINES = (4, 8, 16)
+ORDERS_ALONE = 2.0
+"""Most of the seconds that are for the orders of named schedules, before the three are searched together."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Found:
     """Interleaved 1F1B on the even cut."""
     best: Timed
     bound: float
+    binds: Resource
     room: float
     seconds: float
     plan: Prediction
@@ -146,19 +150,18 @@ def solve(profile: Profile, devices: int, count: int, seconds: float) -> Found:
     judges = Judges({ALONE: judge})
     began = time.monotonic()
     ranked = _fitting(of)
-    if ranked:
-        for p in searched_orders(judges, ranked[:6], seconds / 3, better=False):
-            assert p.order is not None
-            ranked.append(judge.predict_order(replace(p.candidate, update="wait"), p.order))
-        ranked = sorted((p for p in ranked if p.fits), key=lambda p: p.step_s)
-    today = ranked[0]
+    alone = min(ORDERS_ALONE, seconds / 3)
+    for p in searched_orders(judges, ranked[:6], alone, better=False):
+        assert p.order is not None
+        ranked.append(judge.predict_order(replace(p.candidate, update="wait"), p.order))
+    today = min((p for p in ranked if p.fits), key=lambda p: p.step_s)
     certifiers = Certifiers(judges)
-    found = better_plan(judge, today, 2 * seconds / 3, certifiers.of(today))
+    found = better_plan(judge, today, seconds - alone, certifiers.of(today))
     best = min([p for p in (found, today) if p is not None and p.fits], key=lambda p: p.step_s)
-    bound = _makespan_bound(certifiers, best, 3.0)
+    bound, binds = _makespan_bound(certifiers, best, 3.0), certifiers.certificate(best).binds
     order = to_text(judge.schedule_of(best))
     timed = time_of(order, [list(own) for own in best.cut], layers, messages)
-    return Found(base.makespan, timed, bound, room, time.monotonic() - began, best, order, today.step_s)
+    return Found(base.makespan, timed, bound, binds, room, time.monotonic() - began, best, order, today.step_s)
 
 
 def plan_name(model: str, devices: int, per: int) -> str:
@@ -268,7 +271,7 @@ def certificates(effort: Effort) -> Iterator[Line]:
         yield Line(
             f"seed {seed:<3} D={devices:<2} N={count:<2} L={len(profile.layers):<2} gap {gap:6.2%} (before "
             f"{f.today / f.bound - 1:6.2%}), {f.plan.candidate.schedule} "
-            f"{f.plan.candidate.placement}, {f.seconds:.0f} s",
+            f"{f.plan.candidate.placement}, {f.plan.form.stages} stages, {f.binds} binds, {f.seconds:.0f} s",
             max(f.best.peaks), f.room * 1.0005,
         )  # fmt: skip
     close = sum(gap <= CLOSE for _, gap in rows) / len(rows)

@@ -28,11 +28,15 @@ def optimum(
     """The least makespan; ``kept`` per layer lies in a device's memory, ``room``, from its stage's F to its W."""
     best = 10**9
     for starts, row in arrangements(len(forward), devices):
-        best = min(best, _least(starts, row, forward, input_grad, weight_grad, count, message, kept, room, best))
+        best = min(best, least_order(starts, row, forward, input_grad, weight_grad, count, message, kept, room, best))
     return best
 
 
-def _least(starts, row, forward, input_grad, weight_grad, count, message, kept, room, known):
+def least_order(
+    starts: Sequence[int], row: Sequence[int], forward: Sequence[int], input_grad: Sequence[int],
+    weight_grad: Sequence[int], count: int, message: int, kept: Sequence[int] | None, room: int | None, known: int,
+) -> int:  # fmt: skip
+    """The least makespan of one arrangement, if it is below ``known``; else that."""
     ends = (*starts[1:], len(forward))
     stages = range(len(starts))
     f, b, w = ([sum(x[a:e]) for a, e in zip(starts, ends, strict=True)] for x in (forward, input_grad, weight_grad))

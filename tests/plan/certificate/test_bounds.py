@@ -31,7 +31,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.search import search
 from raypipe.simulate.period import period
 from tests.exhaustive import exhaustive
-from tests.plan.certificate.exact import arrangements, optimum
+from tests.plan.certificate.exact import arrangements, least_order, optimum
 from tests.plan.conftest import make_job, make_profile
 
 
@@ -94,6 +94,27 @@ def test_no_order_is_shorter_where_memory_is_tight(first) -> None:
         assert min(map(LeastStep(i).of, every)) <= best * (1 + 1e-9), seed
         seen += 1
     assert seen > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [400, *exhaustive(*range(410, 500, 10))])
+def test_no_order_of_an_arrangement_is_shorter_than_its_own_bound(first) -> None:
+    """Four arrangements of each instance, with little memory and without a limit; half of the bounds are close."""
+    gaps = []
+    for seed in range(first, first + 10):
+        times, devices, count, message, kept, _ = tiny(seed)
+        rng = random.Random(seed)
+        for starts, row in rng.sample(list(arrangements(len(kept), devices)), 4):
+            used = 1 + max(row)
+            held = [sum(kept[starts[s] : e]) for s, e in enumerate((*starts[1:], len(kept)))]
+            room = max(sum(h for h, d in zip(held, row, strict=True) if d == own) for own in range(used))
+            for limit in (None, room + seed % 5):
+                best = least_order(starts, row, *times, count, message, kept, limit, 10**5)
+                i = alike(*times, used, count, message, float("inf") if limit is None else float(limit), kept)
+                bound = LeastStep(i).of(Arrangement(starts, row, len(kept)))
+                assert bound <= best * (1 + 1e-9), (seed, starts, row, limit)
+                gaps.append(best / bound - 1)
+    assert sorted(gaps)[len(gaps) // 2] < 0.05
 
 
 def test_whole_layers() -> None:
