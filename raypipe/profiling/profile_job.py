@@ -21,7 +21,7 @@ from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
 from raypipe.cost.hosts import Hosts, devices_on_hosts
 from raypipe.cost.kinds import of_kinds
 from raypipe.cost.noise import LIMIT, Noise
-from raypipe.cost.profile import LinkFit, Profile, TakenFor
+from raypipe.cost.profile import LinkFit, Profile, Slicing, TakenFor
 from raypipe.data import declared_fields, prepare_data
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
@@ -162,7 +162,7 @@ class _Measuring:
             path = profile_path(job, model, sizes, count) if cached else None
             known = read_kept(path) if path is not None else None
             if known is not None and (found := at_present(bench, bench.facts(), *known, effort, say)) is not None:
-                return found
+                return found.model_copy(update={"slicing": _slicing(bench)})  # other data may differ in lengths
             profile = profile_by(bench, sizes, effort, say)
             if path is not None and profile.noise.warning() is None:
                 keep(path, profile)
@@ -204,13 +204,16 @@ def at_present(
         say(f"the profile kept {age} ago is {abs(change):.0%} {'too fast' if change > 0 else 'too slow'} now")
         return None
     say(f"took the profile kept {age} ago: micro-batches of {size} take {change:+.0%} now")
-    slicing = slicing_of(bench.job, bench.model, declared_fields(bench.job.data))  # other data may differ in lengths
-    return known.at_speed(factor).model_copy(update={"slicing": slicing})
+    return known.at_speed(factor)
 
 
 def _hosts(facts: Sequence[DeviceFacts]) -> tuple[int, ...]:
     """Return the devices of each host, in the order of ranks."""
     return devices_on_hosts([one.node for one in facts])
+
+
+def _slicing(bench: LayerBench) -> Slicing:
+    return slicing_of(bench.job, bench.model, declared_fields(bench.job.data))
 
 
 def _middle(sizes: Sequence[int]) -> int:
@@ -291,7 +294,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         dtype=bench.job.train.dtype,
         taken_for=TakenFor.job(bench.job),
         batch_statistics=bench.model.batch_statistics,
-        slicing=slicing_of(bench.job, bench.model, declared_fields(bench.job.data)),
+        slicing=_slicing(bench),
         devices=len(facts),
         devices_per_host=sharing,
         hosts=() if hosts == Hosts(sharing).of_first(len(facts)) else hosts,

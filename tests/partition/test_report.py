@@ -7,11 +7,12 @@ import json
 import pytest
 
 from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.profile import Slicing
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import SpecError
 from raypipe.job import job_from
 from raypipe.job.cluster import load_cluster
-from raypipe.partition.cached_pieces import load_pieces, pieces_key, save_pieces
+from raypipe.partition.cached_pieces import Kept, load_pieces, pieces_key, save_pieces
 from raypipe.partition.partition_job import partition_job
 from raypipe.partition.report import Crossing, Piece, even_starts, live_per_stage, make_partition, report
 from raypipe.partition.this_machine import this_machine
@@ -135,11 +136,12 @@ def test_pieces_are_kept_and_damage_is_noticed(tmp_path, monkeypatch):
     pieces, _ = model([1e9, 1e12, 1e9])
     works = tuple(plain_layer(p.label, flops=p.flops, parameters=1, kept_bytes=1, output_bytes=1) for p in pieces)
     tensor_ranks = tuple(TensorRankWork(work, (8.0,) * i, (), (4.0,)) for i, work in enumerate(works))
-    save_pieces("key", pieces, tensor_ranks)
-    assert load_pieces("key") == (pieces, tensor_ranks)
+    found = Kept(pieces, tensor_ranks, Slicing(positions=4, refused="it looks back"))
+    save_pieces("key", found)
+    assert load_pieces("key") == found
     assert load_pieces("other") is None
     (path,) = (tmp_path / "captured").iterdir()
-    path.write_text('[[{"label": 1}], []]')
+    path.write_text('[[{"label": 1}], [], {"positions": 4}]')
     said: list[str] = []
     assert load_pieces("key", said.append) is None
     assert len(said) == 1
