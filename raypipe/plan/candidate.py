@@ -160,6 +160,15 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(n // k for k in low)}))
 
 
+def ways_to_recompute(wish: object, greedy: bool) -> Ways:
+    """How plans may recompute: as the job says, and by the greedy rule all or nothing."""
+    if wish == "none":
+        return ()
+    if greedy or wish == "full":
+        return ("full",)
+    return tuple(way for way in PARTLY if wish in (None, "auto", way))
+
+
 def grids(
     devices: int, batch: int, most_stages: int, smallest: int, largest: int, tensor: int = 1,
     sub_pipelined: bool = False,

@@ -18,7 +18,7 @@ from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, SAME_AS, SHARDING
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
-from raypipe.plan.candidate import PARTLY, SYNCS, Candidate, Ways, grids, slice_counts, slices_refused
+from raypipe.plan.candidate import SYNCS, Candidate, grids, slice_counts, slices_refused, ways_to_recompute
 from raypipe.plan.certificate.of_plan import Certificate, Certifiers
 from raypipe.plan.joint.better_plans import better_plans
 from raypipe.plan.plan import Plan
@@ -430,15 +430,6 @@ def may_be_arranged(given: Mapping[str, object]) -> bool:
     """Whether the keys that a job gives leave cut, placement and order to be searched together."""
     free = given.get("schedule", "auto") == "auto" and given.get("shard", "none") == "none"
     return free and given.get("recompute") != "full" and not any(key in given for key in (*OPTIONS, "placement"))
-
-
-def ways_to_recompute(wish: object, greedy: bool) -> Ways:
-    """How plans may recompute: as the job says, and by the greedy rule all or nothing."""
-    if wish == "none":
-        return ()
-    if greedy or wish == "full":
-        return ("full",)
-    return tuple(way for way in PARTLY if wish in (None, "auto", way))
 
 
 def _notes(
