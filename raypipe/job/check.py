@@ -59,6 +59,7 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
     if parallel.activation_memory_budget < 1 and train.compile == "none":
         why = "has no effect without compiled stages"
         yield Problem(f"parallel.{BUDGET}", why, "set train.compile to inductor, or use parallel.recompute")
+    yield from _graphs(train, parallel)
     if train.on_nonfinite == "rewind" and parallel.transport == "ray-collective":
         why = "rewind sets all workers up again, and ray-collective can be set up only once in a process"
         yield Problem("train.on_nonfinite", why, "use skip or stop, or another transport")
@@ -224,6 +225,24 @@ def _side_stream(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def _graphs(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
+    """Keys that cannot be combined with CUDA graphs; ``auto`` captures nothing where one of them stands."""
+    wanted, key = train.cuda_graphs, "train.cuda_graphs"
+    if wanted == "tasks":
+        if train.compile == "none":
+            yield Problem(key, "tasks captures compiled stages, and compile is none", "set train.compile to inductor")
+        if parallel.shard != "none":
+            why = f"shard: {parallel.shard} moves gradients or weights in memory, and graphs read fixed addresses"
+            yield Problem(key, why, "use none, or shard: none")
+    if wanted == "step" and (parallel.auto or parallel.devices > 1):
+        fix = "use tasks with train.compile: inductor, or one device with schedule, stages: 1 and microbatch given"
+        have = "the planner chooses the devices" if parallel.auto else f"the job has {parallel.devices} devices"
+        yield Problem(key, f"step is for one device without a pipeline, and {have}", fix)
+    elif wanted == "step" and parallel.side_stream:
+        why = "the graph of a step ends with it, and parallel.side_stream holds weight gradients back for the next one"
+        yield Problem(key, why, "use parallel.side_stream: {}, or none")
+
+
 def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     """Keys that cannot be combined with tensor parallelism."""
     if parallel.tensor == 1:
@@ -347,6 +366,9 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
     if schedule.versions != "flush" and parallel.sync in BY_LAYER:
         why = f"{parallel.sync} needs a synchronous schedule, and {parallel.schedule} never flushes"
         yield Problem("parallel.sync", why, "use sync: lazy")
+    if schedule.versions != "flush" and train.cuda_graphs in ("tasks", "step"):
+        why = f"{parallel.schedule} keeps several versions of the weights, and graphs read fixed addresses"
+        yield Problem("train.cuda_graphs", why, "use none, or another schedule")
     if schedule.versions != "flush" and parallel.side_stream is not None:
         why = f"a second stream needs a synchronous schedule, and {parallel.schedule} never flushes"
         yield Problem("parallel.side_stream", why, "leave it out, or use another schedule")

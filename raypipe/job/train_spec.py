@@ -115,6 +115,12 @@ class TrainSpec(Spec):
     large."""
     compile_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """What the compilation of a device's stages may take; a stage that is not compiled by then stays eager."""
+    cuda_graphs: Literal["none", "tasks", "step", "auto"] = "none"
+    """On GPUs, replay kernels that were captured once instead of launching them one by one; on CPU devices it is an
+    error. ``tasks``: a graph for each compiled stage's forward, input gradient and weight gradients, for every
+    micro-batch in flight (needs ``compile``). ``step``: one graph for all of a step, on one device. ``auto``: ``step``
+    on one device, ``tasks`` where several run compiled stages, on CPUs none. What cannot be captured runs as without,
+    with a note. Written against recorded operations on a CPU and never run on a GPU; so the default is ``none``."""
     eval_every: Count = 0
     """Steps between validations; 0 to validate only at the end."""
     eval_batches: Annotated[int, Field(ge=1, le=100_000)] = 8

@@ -175,9 +175,36 @@ def _fold_(h: Tensor, bits: int) -> Tensor:
     return h.bitwise_xor_((h >> bits).bitwise_and_((1 << (32 - bits)) - 1))
 
 
-@lru_cache(maxsize=64)
+_holding: list[Tensor] | None = None
+
+
+@contextmanager
+def holding_counters(into: list[Tensor]) -> Iterator[None]:
+    """Append to ``into`` the counters that are read inside the block, which a captured graph reads again and again.
+
+    Those that a failed capture has made have no values; they are forgotten.
+    """
+    global _holding
+    before, _holding = _holding, into
+    try:
+        yield
+    except Exception:
+        _finalised.cache_clear()
+        raise
+    finally:
+        _holding = before
+
+
 def _counters(count: int, device: torch.device) -> Tensor:
     """Return murmur3's finaliser of the counters, int32 ``[count]``: the part of every hash that needs no key."""
+    found = _finalised(count, device)
+    if _holding is not None:
+        _holding.append(found)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _finalised(count: int, device: torch.device) -> Tensor:
     h = torch.arange(1, count + 1, dtype=torch.int32, device=device)
     return _fold_(_fold_(_fold_(h, 16).mul_(_FIRST), 13).mul_(_SECOND), 16)
 

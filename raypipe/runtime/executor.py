@@ -136,6 +136,14 @@ class Executor(ProgramRunner):
         Raises:
             TransportError: a message did not arrive in time; it names task, peer and micro-batch.
         """
+        self.begin(program, step, lr, split)
+        meter = PeakMeter(self.settings.device) if self.measures and self.training else None
+        with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
+            marks = self.issue(program, step)
+        return self.end(marks, StepMemory(meter.peak if meter is not None else 0, self._recomputed_bytes))
+
+    def begin(self, program: Program, step: int, lr: float, split: Split = "train") -> None:
+        """Get ready for the tasks of a step; ``start`` does so."""
         self.split, self.training, self.lr = split, split == "train", lr
         self.computation.training = self.training
         self._squares: list[Tensor] = []
@@ -150,10 +158,6 @@ class Executor(ProgramRunner):
             self.postponed.begin_step(program, self._completes, self.sync.first_k)
             if self.late is not None:
                 self.late.begin_step(program, step, lr)
-        meter = PeakMeter(self.settings.device) if self.measures and self.training else None
-        with torch.enable_grad() if self.training else torch.no_grad(), meter or nullcontext(), self.casts.step():
-            marks = self.issue(program, step)
-        return self._end(marks, StepMemory(meter.peak if meter is not None else 0, self._recomputed_bytes))
 
     def run_task(self, action: Action) -> None:
         """Run one task on tensors."""
@@ -489,6 +493,10 @@ class Executor(ProgramRunner):
         self._counted.clear()
         self._gather_waits.clear()
 
+    def notices(self) -> tuple[str, ...]:
+        """Return what there is to say of how steps run, once."""
+        return ()
+
     def close(self) -> None:
         """Let go of what refers back to this, so that it ends when nobody uses it any more."""
         if self.late is not None:
@@ -504,7 +512,8 @@ class Executor(ProgramRunner):
             FirstK(key[0], *new, tuple(tuners[key].peaks)) for key, new in now.items() if new != before.get(key)
         )
 
-    def _end(self, marks: NDArray[np.float64], memory: StepMemory) -> StartedStep:
+    def end(self, marks: NDArray[np.float64], memory: StepMemory) -> StartedStep:
+        """Return the result of a step whose last task has been issued."""
         losses = self._losses.pop(self.step, [])
         targets = self.feed.targets(self.split, self.step) if losses else 1
         samples = self._counted.pop(self.step, 0)

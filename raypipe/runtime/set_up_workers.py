@@ -19,6 +19,7 @@ from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.sent_files import files_of_nodes
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.communicators import Topology, rendezvous_of
+from raypipe.runtime.graphs.check import check_graphs
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shard.device_shards import shard_groups
 from raypipe.runtime.tensor_ranks import tensor_rank_edges, tensor_rank_groups, tensor_rank_of
@@ -76,6 +77,7 @@ def setups_of(
     if job.train.on_nonfinite == "skip" and model.batch_statistics and _on_gpus(workers):
         why = "on GPUs, a batch norm's statistics are moved before the host knows the norm of the gradients"
         raise SpecError("train.on_nonfinite", why, "use rewind or stop")
+    check_graphs(job.train.cuda_graphs, _on_gpus(workers))
     if wrong := set(schedule.rules.frozen) - set(model.frozen_stages(plan.cut)):
         raise SpecError(
             "plan: frozen", f"stage {min(wrong)} has parameters to train, and the schedule would not train them",

@@ -82,6 +82,8 @@ class StepResult:
     """Stages that were compiled beside the steps before, or are not run compiled any more."""
     compile_state: CompileState = "settled"
     """How far this device's compiled programs are."""
+    notices: tuple[str, ...] = ()
+    """Tasks that could not be captured as graphs since the step before, each with the reason."""
     figures: tuple[tuple[str, float], ...] = ()
     """In a validation: (name, sum) of each figure of the loss function, divided as ``loss_sum`` is; on the devices that
     have a share of it."""

@@ -33,6 +33,7 @@ from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report
 from raypipe.runtime.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.executor import Executor
+from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.late.side_stream import prefer_main_stream
 from raypipe.runtime.process import choose_precision, first_backward, heap_bytes, set_up_cuda, set_up_process
 from raypipe.runtime.recovery.ledger import Ledger
@@ -223,11 +224,10 @@ class StageWorker:
                 send_stage(world, one.receiver, self.modules[one.source], self.optimizers[one.source])
             elif one.receiver == self.rank:
                 receive_stage(world, one.sender, self.modules[one.target], self.optimizers[one.target])
-        compiled = self.executor.computation.compiled if survives else {}
         self._assemble(setup)
-        self.executor.computation.compiled = compiled
         if compilation is not None:  # it goes on, for the same modules
-            compilation.executor, self.compilation = self.executor, compilation
+            compilation.go_on(self.executor)
+            self.compilation = compilation
         if not survives and setup.job.train.compile != "none":
             self.compiled_since += self.compile_stages()
 
@@ -310,7 +310,7 @@ class StageWorker:
             tuner=self._first_k(setup) if job.parallel.postpones else None,
             dtype=self._reduce_dtype(job),
         )
-        self.executor = self.executor_class(
+        self.executor = executor_for(setup, self.device, self.executor_class)(
             settings, self.modules, self.optimizers, plan.task, feed, sync, self._shares(sync.complete, setup),
             senders, receivers, self.io_specs, versions, shards,
         )  # fmt: skip
@@ -435,6 +435,7 @@ class StageWorker:
             result, times=times, device_memory=self.memory_reports.due(), written=self.shard_writer.ended(),
             compiled=compiled,
             compile_state="settled" if self.compilation is None else self.compilation.state,
+            notices=self.executor.notices() + (() if self.compilation is None else self.compilation.notices()),
         )  # fmt: skip
 
     @raises_device_errors

@@ -64,6 +64,30 @@ def test_what_a_second_stream_cannot_be_combined_with(job_file, sets, why):
     assert refused.value.fix
 
 
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        (["train.cuda_graphs=tasks"], "captures compiled stages, and compile is none"),
+        (["train.cuda_graphs=tasks", "train.compile=inductor", "parallel.replicas=2", "parallel.shard=zero1"],
+         "graphs read fixed addresses"),
+        (["train.cuda_graphs=tasks", "train.compile=inductor", "parallel.schedule=pipedream-2bw"],
+         "keeps several versions of the weights"),
+        (["train.cuda_graphs=step"], "step is for one device without a pipeline, and the job has 2 devices"),
+        (["train.cuda_graphs=step", "parallel={auto: true}"], "the planner chooses the devices"),
+        (["train.cuda_graphs=step", "train.clip=null", "parallel.stages=1", "parallel.schedule=zeropp",
+          "parallel.chunks=4", "model.layers=4", "parallel.side_stream={3: 1}"], "holds weight gradients back"),
+    ],
+)  # fmt: skip
+def test_what_cuda_graphs_cannot_be_combined_with(job_file, sets, why):
+    usual = ["parallel.schedule=1f1b", "parallel.stages=2", "parallel.microbatch=2"]
+    assert load_job(job_file, [*usual, "train.cuda_graphs=auto"]).train.cuda_graphs == "auto"
+    with pytest.raises(SpecError) as refused:
+        load_job(job_file, [*usual, *sets])
+    assert refused.value.where.endswith("train.cuda_graphs")
+    assert why in str(refused.value)
+    assert refused.value.fix
+
+
 def test_what_is_recorded_reads_back_the_same(job_file, tmp_path):
     job = load_job(job_file, ["train.betas=[0.8, 0.9]", "train.clip=1"])
     again = tmp_path / "again.yaml"

@@ -22,6 +22,7 @@ from raypipe.runtime.compiled.stage import CompiledStage, swap_in
 from raypipe.runtime.compiled.stored.stored_stages import Outcome, StoredStages
 from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.runtime.executor import Executor
+from raypipe.runtime.graphs.tasks import TaskGraphs, task_graphs
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.update.gradients import StageKey
 from raypipe.schedule.passes.sync import BY_LAYER
@@ -51,10 +52,15 @@ class Compilation:
         executor: of the device, set up.
         source: where compiled stages come from; None: the store on a CPU, this process on a GPU.
         waits: whether to compile before the first step.
+        graphs: captures what is compiled; None: as the job says.
     """
 
-    def __init__(self, setup: Setup, executor: Executor, source: Source | None = None, waits: bool = False) -> None:
+    def __init__(
+        self, setup: Setup, executor: Executor, source: Source | None = None, waits: bool = False,
+        graphs: TaskGraphs | None = None,
+    ) -> None:  # fmt: skip
         self.executor = executor
+        self._graphs = graphs if graphs is not None else task_graphs(setup, executor.settings.device)
         self.waits = waits or compiles_first(setup.job.train, setup.job.parallel)
         self._compares = setup.job.train.compile == "auto"
         self._refused = refusal(setup.job.parallel)
@@ -112,9 +118,24 @@ class Compilation:
         if not self._due:
             return
         self._due = False
-        swap_in(self.executor, self._ready)
+        self._swap_in()
         if self._compares:
             self._timing, self._first = True, step + 1  # the first compiled step warms up
+
+    def _swap_in(self) -> None:
+        captures = self._graphs
+        swap_in(self.executor, self._ready if captures is None else captures.captured(self.executor, self._ready))
+
+    def go_on(self, executor: Executor) -> None:
+        """Go on with another executor of the same stages."""
+        runs = bool(self.executor.computation.compiled)
+        self.executor = executor
+        if runs:
+            self._swap_in()
+
+    def notices(self) -> tuple[str, ...]:
+        """Return what there is to say of tasks that are not captured, once."""
+        return () if self._graphs is None else self._graphs.take_notes()
 
     def after_step(self, step: int, seconds: float) -> None:
         """Note how long the tasks of a step took on this device."""

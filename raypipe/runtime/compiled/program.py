@@ -75,15 +75,16 @@ class StageProgram:
 
     def __init__(self, module: StageModule, layout: Layout, pieces: Pieces, shapes: Sequence[TensorSpec]) -> None:
         self.pieces, self.queue, self.shapes = pieces, module.queue, tuple(shapes)
+        self.copy_in = module.queue.copy_in
         self.inputs, self.places, self.casts = layout.inputs, layout.places, layout.casts
         self.differentiable, self.takes_gradient = layout.differentiable, layout.takes_gradient
         self.statistics = [module.statistics[i] for i in layout.statistics]
         self._paths = layout.parameters
         held, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        self._own = [held[path] for path in layout.parameters]
-        self._buffers = [buffers[name] for name in layout.buffers]
-        self._device = self._own[0].device if self._own else torch.device("cpu")
-        self._anchor = layout.trained[0] if layout.trained else None
+        self.own = [held[path] for path in layout.parameters]
+        self.buffers = [buffers[name] for name in layout.buffers]
+        self._device = self.own[0].device if self.own else torch.device("cpu")
+        self.anchor = layout.trained[0] if layout.trained else None
         backward = [p.piece for p in (pieces.backward, pieces.input_grad, pieces.weight_grad) if p is not None]
         slots = {slot for piece in backward for slot in piece.slots if slot.source == "given"}
         self.read_again = tuple(sorted(slot.number for slot in slots))
@@ -118,7 +119,7 @@ class StageProgram:
             The outputs, and if gradients are enabled, what runs the backward.
         """
         parameters = self._parameters(weights)
-        given = self._given(parameters, keys, arrived, inputs)
+        given = self.given(parameters, keys, arrived, inputs)
         if not torch.is_grad_enabled():
             return self._forward_only(given), None
         with torch.no_grad():
@@ -130,44 +131,61 @@ class StageProgram:
     ) -> tuple[Payload, OwnGraph | None]:
         """Run the forward of a segment; its outputs carry a graph if gradients are enabled. See ``__call__``."""
         parameters = self._parameters(weights)
-        given = self._given(parameters, keys, arrived, inputs)
+        given = self.given(parameters, keys, arrived, inputs)
         if not torch.is_grad_enabled():
             return self._forward_only(given), None
-        anchor = None if self._anchor is None else parameters[self._anchor]
+        anchor = None if self.anchor is None else parameters[self.anchor]
         outputs: Payload = _Run.apply(self, parameters, given, anchor, *arrived)  # type: ignore[no-untyped-call]
         return outputs, None
 
     def _parameters(self, weights: dict[str, Tensor] | None) -> Sequence[Tensor]:
         if weights is None:
-            return self._own
-        return [weights.get(path, own) for path, own in zip(self._paths, self._own, strict=True)]  # or it is frozen
+            return self.own
+        return [weights.get(path, own) for path, own in zip(self._paths, self.own, strict=True)]  # or it is frozen
 
-    def _given(
+    def given(
         self, parameters: Sequence[Tensor], keys: Callable[[], RandomKeys], arrived: Payload, inputs: Inputs
     ) -> list[Tensor]:
-        given = [*parameters, *self._buffers]
+        """Return the inputs of the forward: parameters, buffers, what arrives, the raw inputs, the keys, and casts of
+        parameters."""
+        given = [*parameters, *self.buffers]
         given += [x.contiguous() for x in arrived]
         given += [inputs[name].contiguous() for name in self.inputs]
         if self.places.own or self.places.shared:
             given += self.places.tables(keys(), self._device)
-        given += [self.queue.copy_in(parameters[number], dtype) for number, dtype in self.casts]
+        given += [self.copy_in(parameters[number], dtype) for number, dtype in self.casts]
         return given
 
     def _forward_only(self, given: Sequence[Tensor]) -> Payload:
         only = self.pieces.forward_only
-        return self._taken((self.pieces.forward if only is None else only)({"given": given}))
+        return self.taken((self.pieces.forward if only is None else only)({"given": given}))
 
-    def _taken(self, made: Sequence[Tensor]) -> Payload:
+    def taken(self, made: Sequence[Tensor]) -> Payload:
         """Return the outputs of the stage among those of the forward, and note the moments of batch norms."""
         count = len(self.differentiable)
         for one, moments in zip(self.statistics, made[count:], strict=False):
             one.note(moments)
         return tuple(made[:count])
 
+    def wanted(self, unfed: Mapping[int, Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of a whole stage's differentiable outputs from those received; zeros of ``unfed``."""
+        return [
+            torch.zeros_like(unfed[n]) if place is None else gradients[place].contiguous() for n, place in self.tangents
+        ]
+
+    def unfed(self, outputs: Payload) -> dict[int, Tensor]:
+        """Return the differentiable outputs of a whole stage that receive no gradient, by number."""
+        return {n: outputs[n] for n, place in self.tangents if place is None}
+
+    def sent_back(self, inputs: Payload, back: Sequence[Tensor | None]) -> Payload:
+        """Return the gradients that a whole stage sends back, from those of ``run_backward``."""
+        arrived = (x for x, takes in zip(inputs, self.takes_gradient, strict=True) if takes)
+        return tuple(torch.zeros_like(x) if made is None else made for x, made in zip(arrived, back, strict=True))
+
     def run_forward(self, given: Sequence[Tensor]) -> tuple[Payload, Sequence[Tensor]]:
         """Run the forward; return its outputs and what it keeps."""
         made = self.pieces.forward({"given": given})
-        return self._taken(made), made[len(self.differentiable) + len(self.statistics) :]
+        return self.taken(made), made[len(self.differentiable) + len(self.statistics) :]
 
     def run_backward(self, values: Values, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Run the backward of a micro-batch; return the gradients of the arrived tensors that get one.
@@ -218,7 +236,7 @@ class ProgramRun:
         self._program, self._parameters, self._kept = program, parameters, kept
         self._again = [given[number] for number in program.read_again]
         self._versions = [x._version for x in self._again]
-        self._unfed = {n: outputs[n] for n, place in program.tangents if place is None}
+        self._unfed = program.unfed(outputs)
 
     @property
     def saved(self) -> list[Tensor]:
@@ -239,18 +257,12 @@ class ProgramRun:
                 "a compiled stage", "weights or inputs of a micro-batch were overwritten between forward and backward",
                 "this is a fault of raypipe: report it with the run's plan.json",
             )  # fmt: skip
-        unfed = self._unfed
         with torch.no_grad():
             values: Values = {
                 "given": dict(zip(program.read_again, again, strict=True)), "kept": self._kept,
-                "tangent": [
-                    torch.zeros_like(unfed[n]) if place is None else gradients[place].contiguous()
-                    for n, place in program.tangents
-                ],
+                "tangent": program.wanted(self._unfed, gradients),
             }  # fmt: skip
-            back = iter(program.run_backward(values, self._parameters))
-        arrived = (x for x, takes in zip(inputs, program.takes_gradient, strict=True) if takes)
-        return tuple(torch.zeros_like(x) if made is None else made for x, made in zip(arrived, back, strict=True))
+            return program.sent_back(inputs, program.run_backward(values, self._parameters))
 
 
 class _Run(torch.autograd.Function):

@@ -10,7 +10,7 @@ from raypipe.runtime.backward.segments import Segment
 from raypipe.runtime.compiled.program import StageProgram
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.runner import Payload
-from raypipe.runtime.stage.computation import Forward
+from raypipe.runtime.stage.computation import CompiledForward, Forward
 from raypipe.runtime.update.gradients import StageKey
 
 Span = tuple[int, int] | None
@@ -36,7 +36,7 @@ class CompiledStage:
         return None
 
 
-def swap_in(executor: Executor, ready: Mapping[StageKey, CompiledStage]) -> None:
+def swap_in(executor: Executor, ready: Mapping[StageKey, CompiledForward]) -> None:
     """Run these stages compiled from the next step on, and all others eagerly."""
     for key, module in executor.modules.items():
         was, now = key in executor.computation.compiled, key in ready

@@ -49,6 +49,8 @@ class CompiledSwap:
     def heard(self, step: int, results: Sequence[StepResult]) -> None:
         """Take in what the devices say of the step that is the ``step``-th."""
         self._report(report for result in results for report in result.compiled)
+        for notice in (notice for result in results for notice in result.notices):
+            self._log.event("notice", message=notice)
         states = {result.compile_state for result in results}
         self._due = step > self._swapped and "ready" in states and "compiling" not in states
 

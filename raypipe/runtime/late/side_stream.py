@@ -125,6 +125,9 @@ class DeviceStream:
         """See SideStream.run."""
         while self._kept and self._kept[0][0].query():
             self._kept.popleft()
+        return self._launch(work, keep)
+
+    def _launch(self, work: Work, keep: Sequence[object]) -> Done:
         begin, end = make_event(), make_event()
         begin.record(current_stream(self._device))
         self._stream.wait_event(begin)
@@ -138,6 +141,18 @@ class DeviceStream:
         """See SideStream.close."""
         if self._kept:
             self._kept[-1][0].synchronize()
+        self._kept.clear()
+
+
+class ForkedStream(DeviceStream):
+    """A second stream inside a capture, where the host cannot ask how far the device is: all is kept to the end."""
+
+    def run(self, work: Work, keep: Sequence[object] = ()) -> Done:
+        """See SideStream.run."""
+        return self._launch(work, keep)
+
+    def close(self) -> None:
+        """See SideStream.close."""
         self._kept.clear()
 
 

@@ -77,6 +77,8 @@ class SideUpdates:
         )  # fmt: skip
         self._group = {key: tied if key in tied else frozenset({key}) for key in modules}
         self._first = min(modules)
+        self.reads = True
+        """Whether the host reads the norms of steps."""
         self._open: dict[int, _Step] = {}
         """By number; the newest is the last."""
         self._held = defaultdict[int, list[tuple[_Step, StageKey, MicrobatchState]]](list)
@@ -143,9 +145,25 @@ class SideUpdates:
             optimizer.step()
             self.sync.drop(key)
 
-    @staticmethod
-    def _add_up(step: _Step) -> None:
-        step.total = to_host(torch.stack(step.squares).sum())
+    def _add_up(self, step: _Step) -> None:
+        total = torch.stack(step.squares).sum()
+        step.total = to_host(total) if self.reads else total
+
+    def join(self, step: int) -> Tensor:
+        """Let the main stream wait for all of a step, and forget it; return its squared norm, on the device."""
+        self.complete_all()
+        one = self._open.pop(step)
+        assert one.known is not None, "every weight gradient of the step has been issued"
+        one.known.wait()
+        self._weights.clear()
+        assert one.total is not None
+        return one.total
+
+    def abandon(self, step: int) -> None:
+        """Forget a step that is begun again; nothing of those before it is left to do."""
+        self._open.pop(step, None)
+        for left in (self._weights, self._updates, self._held):
+            left.clear()
 
     def before_forward(self, key: StageKey) -> None:
         """See LateUpdates.before_forward."""

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raypipe.models import Inputs, Task, random_keys
-from raypipe.models.keyed_random import RandomKeys
+from raypipe.models import Inputs, Task
+from raypipe.models.keyed_random import RandomKeys, with_keys
 from raypipe.models.slices.current import Piece, SliceRun, slice_run
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
 from raypipe.runtime.backward.stack import stacked, stacked_inputs
@@ -78,6 +78,8 @@ class StageComputation:
         """The stage replicas that are compiled for training (``runtime.compiled``)."""
         self.pieces: dict[tuple[tuple[int, int], int, int], list[list[Piece]]] = {}
         """Keys and values of micro-batches whose slices have not all run forward, by stage replica, step, number."""
+        self.draws: Callable[[int, int, Sequence[int], bool], RandomKeys] = RandomKeys
+        """Makes the random keys of a forward."""
         self.turns = Alternation() if settings.sub_pipelined else None
 
     def _slice(self, key: tuple[int, int], microbatches: Microbatches, remade: bool, again: bool) -> SliceRun | None:
@@ -145,14 +147,14 @@ class StageComputation:
         program = None if compiled is None else compiled.find(arrived, inputs, segment)
         if program is not None:  # it has no slices, no halves, and its casts are in its graph
             return program(
-                lambda: RandomKeys(self.settings.seed, microbatches.step, samples, self.training),
+                lambda: self.draws(self.settings.seed, microbatches.step, samples, self.training),
                 arrived, inputs, weights,
             )  # fmt: skip
         sliced = self._slice(key, microbatches, remade, again)
 
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
-            drawn = random_keys(self.settings.seed, microbatches.step, samples, self.training)
-            with drawn, slice_run(sliced), self.casts.forward(), self.building(key, microbatches.ids[-1]):
+            drawn = self.draws(self.settings.seed, microbatches.step, samples, self.training)
+            with with_keys(drawn), slice_run(sliced), self.casts.forward(), self.building(key, microbatches.ids[-1]):
                 outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
                 if not sends_on and (segment is None or not segment.gives):
                     if self.keeps is not None and not self.training:

@@ -90,6 +90,12 @@ class BucketedAllReduce:
     def begin_step(self) -> None:
         """Note that a step begins."""
 
+    def keep_memory(self) -> list[Tensor]:
+        """Let the buckets have the same memory in every step from now on; return the parameters."""
+        for bucket in self.buckets:
+            bucket.lasting = True
+        return list(self._bucket_of)
+
     def open(self) -> None:
         """Let gradients accumulate in the buckets from now on; does nothing if they do already."""
         if not self._open:

@@ -22,6 +22,9 @@ class FlatGradients:
         self._size = sum(self._sizes) if size is None else size
         self._views: list[Tensor] = []
         self.flat = torch.empty(0)
+        self.lasting = False
+        """Whether every step has the same memory; else it is allocated anew."""
+        self._kept: tuple[Tensor, list[Tensor]] | None = None
 
     @property
     def size(self) -> int:
@@ -35,7 +38,10 @@ class FlatGradients:
 
     def open(self) -> None:
         """Let gradients accumulate in the flat tensor; those that were computed elsewhere are copied into it."""
-        if not self._views:
+        if not self._views and self._kept is not None:
+            self.flat, self._views = self._kept
+            self.flat.zero_()
+        elif not self._views:
             first = self.parameters[0]
             self.flat = torch.zeros(self._size, dtype=first.dtype, device=first.device)
             parts = torch.split(self.flat[: sum(self._sizes)], self._sizes)
@@ -50,5 +56,7 @@ class FlatGradients:
         """Drop the gradients; returns the flat tensor, which is freed unless somebody keeps it."""
         for p in self.parameters:
             p.grad = None
+        if self.lasting and self._views:
+            self._kept = self.flat, self._views
         flat, self._views, self.flat = self.flat, [], torch.empty(0)
         return flat

@@ -329,6 +329,13 @@ class GradientSync:
         if key in self._sums:
             self._sums[key].open()
 
+    def keep_memory(self, key: StageKey) -> list[Tensor]:
+        """Let the gradients of a stage replica that are summed have the same memory in every step from now on.
+
+        Returns their parameters.
+        """
+        return self._sums[key].keep_memory() if key in self._sums else []
+
     def drop(self, key: StageKey) -> None:
         """Drop a stage replica's gradients, after the update."""
         for p in self._trained[key]:

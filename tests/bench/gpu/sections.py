@@ -24,6 +24,7 @@ from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.passes import add_updates
+from tests.bench.gpu.graphs import cuda_graphs
 from tests.cost.test_memory_of_a_step import MACHINE
 from tests.runtime.host_waits import MICROBATCH, Noise, executor
 from tests.runtime.runs.one_device import order
@@ -278,6 +279,6 @@ def _pipeline(transport: str, environment: dict[str, str]) -> Found:
 SECTIONS: dict[str, Callable[[torch.device], Found]] = {
     section.__name__: section
     for section in (
-        tests, losses, bfloat16, host_waits, memory, clocks, step_time, train, inside_one_gpu, between_gpus
+        tests, losses, bfloat16, host_waits, memory, clocks, step_time, cuda_graphs, train, inside_one_gpu, between_gpus
     )
 }  # fmt: skip

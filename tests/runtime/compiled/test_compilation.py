@@ -40,7 +40,7 @@ def parallel(**keys: Any) -> ParallelSpec:
 @pytest.mark.parametrize("compiled_s", [0.5, 2.0], ids=["faster", "slower"])
 def test_the_faster_way_is_kept_and_losses_do_not_change(compiled_s: float) -> None:
     made, plain = device(), device()
-    train = SimpleNamespace(compile="auto", compile_first=False, deterministic=False)
+    train = SimpleNamespace(compile="auto", compile_first=False, deterministic=False, cuda_graphs="none")
     job = SimpleNamespace(train=train, parallel=parallel())
     setup = cast(Any, SimpleNamespace(job=job, train={0: made.program}, done=0))
     compilation = Compilation(setup, made.executor, InProcess(setup, made.executor, interpreted))

@@ -27,7 +27,8 @@ class Workers:
 
 
 def heard(swap: CompiledSwap, step: int, *states: str) -> None:
-    swap.heard(step, [cast(Any, SimpleNamespace(compiled=(), compile_state=state)) for state in states])
+    results = [SimpleNamespace(compiled=(), compile_state=state, notices=(f"said in {step}",)) for state in states]
+    swap.heard(step, cast(Any, results))
 
 
 def test_all_devices_swap_before_the_same_step(tmp_path: Path) -> None:
@@ -53,4 +54,6 @@ def test_all_devices_swap_before_the_same_step(tmp_path: Path) -> None:
     queue(8)
     assert workers.calls == [("swap_compiled", 4), ("swap_compiled", 8)]
     log.close()
+    told = [row["message"] for row in read_rows(tmp_path / EVENTS) if row["event"] == "notice"]
+    assert told == [f"said in {step}" for step in range(1, 7) for _ in range(3)]
     assert [row["step"] for row in read_rows(tmp_path / EVENTS) if row["event"] == "swapped"] == [5, 9]

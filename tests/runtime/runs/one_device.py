@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raypipe.job.train_spec import TrainSpec
 from raypipe.models import LayeredModel
 from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.online.tune_first_k import FirstKTuner
@@ -21,8 +22,10 @@ from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.step import StepSettings
+from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders
 from raypipe.runtime.update.norm import Shares
+from raypipe.runtime.update.optimizer import make_optimizer
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import StageGraph
 from raypipe.schedule.lowering.programs import Program, programs
@@ -98,15 +101,16 @@ def one_device(
     autocast: torch.dtype | None = None, recomputed: set[int] | None = None, finest: bool = False,
     lengths: Mapping[str, NDArray[np.int64]] | None = None, groups: Mapping[str, Any] | None = None,
     by_layer: bool = False, first_k: int | None = None, graph: StageGraph | None = None, text: str | None = None,
-    side_stream: Mapping[int, int] | None = None,
+    side_stream: Mapping[int, int] | None = None, make: Callable[..., Executor] = Executor,
+    data: Any = None, train: TrainSpec | None = None, device: torch.device | None = None,
 ) -> OneDevice:  # fmt: skip
-    """An executor for steps over all rows, with plain SGD.
+    """An executor for steps over all rows, with plain SGD, or as ``train`` says; ``data``: other than always the same.
 
     ``groups``: process groups over which stages all-reduce their gradients, as in a data-parallel copy; ``by_layer``:
     each layer is updated when its own sum is in; ``first_k``: layers whose weight gradients are postponed; ``graph``:
     which stages talk, where they are no chain. ``text``: the order, if not ``order``'s; ``side_stream``: as in a job.
     """
-    device = torch.device("cpu")
+    device = device or torch.device("cpu")
     batch = len(next(iter(rows.values())))
     count = batch // microbatch
     schedule = from_text(order(len(cut), count, split, recompute, pairs) if text is None else text)
@@ -123,17 +127,21 @@ def one_device(
     ]
     modules = {(s, 0): stage for s, stage in enumerate(stages)}
     optimizers: dict[Any, torch.optim.Optimizer] = {
-        key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR) for key, m in modules.items()
+        key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR)
+        if train is None
+        else make_optimizer(train, m.trained.values())
+        for key, m in modules.items()
     }
     tied = tuple(
         TiedHolders(g.name, tuple(dict.fromkeys(name for _, name in g.parameters)), (0,), g.parameters[0][0])
         for g in model.tied
     )
     fields = {name for stage in stages for name in stage.reads}
-    feed = Feed(Fixed(rows, lengths or {}), model.task, fields, seed, batch, microbatch, device, dtype)
-    executor = Executor(
+    feed = Feed(data or Fixed(rows, lengths or {}), model.task, fields, seed, batch, microbatch, device, dtype)
+    executor = make(
         StepSettings(
-            seed=seed, microbatches=count, samples_per_microbatch=microbatch, clip=None, update="wait", timeout_s=10.0,
+            seed=seed, microbatches=count, samples_per_microbatch=microbatch,
+            clip=None if train is None else train.clip, update="wait", timeout_s=10.0,
             autocast=autocast, device=device, by_layer=by_layer, side_stream=side_stream,
         ),
         modules, optimizers, model.task, feed,
@@ -141,7 +149,7 @@ def one_device(
             0, modules, schedule.placement, tied, groups or {}, by_layer=by_layer,
             tuner=None if first_k is None else partial(FirstKTuner, fixed=first_k),
         ),
-        Shares(None),
+        Shares(None) if train is None else DeviceShares(None),
         {}, {}, specs, {},
     )  # fmt: skip
     (program,) = programs(schedule)

@@ -1,7 +1,7 @@
 """The reference: the same mini-batch SGD as a plain PyTorch loop in one process, without any of raypipe's runtime.
 
-It shares with the runtime only the definition of the task (model layers, samples, dropout keys); forward, loss
-scaling, accumulation, clipping, optimizer and tying are written here with PyTorch's own functions.
+It shares with the runtime only the definition of the task (model layers, samples, dropout keys, learning rates);
+forward, loss scaling, accumulation, clipping, optimizer and tying are written here with PyTorch's own functions.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from raypipe.data import Corpus
 from raypipe.job.spec import JobSpec
 from raypipe.models import GptLayers, random_keys
+from raypipe.runtime.update.optimizer import learning_rate
 
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -34,6 +35,8 @@ def plain_losses(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = N
         loss.backward()
         if job.train.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(job.train, step)
         optimizer.step()
         losses.append(loss.item())
     return losses

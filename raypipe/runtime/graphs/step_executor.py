@@ -1,0 +1,279 @@
+"""A whole training step of one device without a pipeline as one graph: all tasks on both streams, and the updates.
+
+The first steps run uncaptured, which makes the optimizers' state and shows where dropout draws. The next one is
+captured, and all from then on are replays. Before each, the host fills what changes from step to step: samples, random
+keys, the gradient of the loss, the learning rate. After it, loss and norm are copied to the host as ever.
+
+On a GPU the learning rate of a captured update is float32, as its fused kernels want it; elsewhere float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raypipe.data.corpus import Split
+from raypipe.models.keyed_random import holding_counters
+from raypipe.plan.online.controller import StepMemory
+from raypipe.runtime.clocks.clock import Mark, Spans
+from raypipe.runtime.executor import Executor
+from raypipe.runtime.graphs.device_graphs import CaptureError, CudaGraphs, DeviceGraphs, Graph
+from raypipe.runtime.graphs.step_keys import StepKeys
+from raypipe.runtime.late.side_updates import SideUpdates
+from raypipe.runtime.setup import Setup
+from raypipe.runtime.started_step import StartedStep
+from raypipe.schedule.lowering.programs import Program
+
+UNCAPTURED = 2
+"""Steps that run before the capture."""
+
+
+class _NoClock:
+    """The times of tasks in a graph are not known."""
+
+    def mark(self) -> Mark:
+        """See Clock.mark."""
+        return 0.0
+
+    def end(self, marks: NDArray[np.float64]) -> Spans:
+        """See Clock.end."""
+        raise AssertionError("a capture has no times")
+
+
+@dataclass
+class _Captured:
+    """A captured step."""
+
+    graph: Graph
+    where: list[int]
+    """Addresses of what it reads and writes beside its inputs."""
+    losses: list[Tensor]
+    squares: list[Tensor]
+    counted: int
+    read: list[Tensor]
+    """What it reads beside all that, and so must live."""
+
+
+class StepExecutor(Executor):
+    """Runs the training steps of the only device, without messages, as graphs as soon as it can.
+
+    Args:
+        graphs: captures.
+        given: the arguments of ``Executor``.
+    """
+
+    def __init__(self, graphs: DeviceGraphs, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._graphs, self._pool = graphs, graphs.new_pool()
+        device = self.settings.device
+        self._keys = StepKeys(device)
+        self._fixed_scale = torch.zeros((), dtype=torch.float64, device=device)
+        self._fixed_lr = torch.zeros((), dtype=torch.float32 if device.type == "cuda" else torch.float64, device=device)
+        self._fixed_inputs: list[dict[str, Tensor]] = []
+        self._captured: _Captured | None = None
+        self._of: tuple[Program, object] | None = None
+        """The program that is to be captured, and the compiled stages that it runs."""
+        self._ran = 0
+        """Steps of these that ran uncaptured."""
+        self._parts: NDArray[np.float64] | None = None
+        """Which parts of the last such step its tasks took."""
+        self._notes: list[str] = []
+        self._refused = self._refusal()
+        if self._refused is not None:
+            self._note(self._refused)
+
+    def _refusal(self) -> str | None:
+        """Return why no step can be captured."""
+        if self.versions or self.shards.stages:
+            return "weights move in memory"
+        if any(module.statistics for module in self.modules.values()):
+            return "running statistics (batch norm) are moved by the host"
+        if isinstance(self.late, SideUpdates) and self.settings.side_stream:
+            return "parallel.side_stream holds gradients back for the next step"
+        if self.senders or self.settings.slices > 1:
+            return "they exchange messages, or run slices of micro-batches"
+        if self.late is not None and not isinstance(self.late, SideUpdates):
+            return "layers are updated one by one, as their sums come in"
+        return None
+
+    def start(self, program: Program, step: int, lr: float, split: Split = "train") -> StartedStep:
+        """See Executor.start."""
+        if split != "train" or self._refused is not None or self.measures or self.ledger is not None:
+            return super().start(program, step, lr, split)
+        of = program, self.computation.compiled
+        if self._of is None or any(a is not b for a, b in zip(of, self._of, strict=True)):
+            self._of, self._captured, self._ran = of, None, 0
+        if self._ran < UNCAPTURED:
+            return self._uncaptured(program, step, lr)
+        try:
+            self._fill(step, lr)
+            if not self._still_fits():
+                self._captured = self._capture(program, step)
+        except CaptureError as error:
+            self._refused = str(error).strip().partition("\n")[0] or type(error.__cause__).__name__
+            self._note(self._refused)
+            return super().start(program, step, lr, split)
+        return self._replay(program, step, lr)
+
+    def notices(self) -> tuple[str, ...]:
+        """See Executor.notices."""
+        notes, self._notes = tuple(self._notes), []
+        return notes
+
+    def _note(self, why: str) -> None:
+        self._notes.append(f"steps do not run as a CUDA graph: {why}")
+
+    def _uncaptured(self, program: Program, step: int, lr: float) -> StartedStep:
+        """Run a step uncaptured, as it will be captured."""
+        self._ran += 1
+        found: list[StartedStep] = []
+
+        def run() -> None:
+            with self._drawing(self._keys.noting):
+                found.append(super(StepExecutor, self).start(program, step, lr))
+
+        self._graphs.warm_up(run)
+        return replace(found[0], times_of=self._seen)
+
+    def _seen(self, spans: Spans) -> NDArray[np.float64]:
+        """Note which parts of a step its tasks take."""
+        times = self.times_of(spans)
+        begin, end = float(times.min()), float(times.max())
+        self._parts = (times - begin) / max(end - begin, 1e-12)
+        return times
+
+    def _estimated(self, spans: Spans) -> NDArray[np.float64]:
+        """Return times of the tasks of a replay: its own, divided as those of the last step that was not captured."""
+        times = self.times_of(spans)
+        begin, end = float(times[0, 0]), float(times[0, 1])
+        return times if self._parts is None else begin + (end - begin) * self._parts
+
+    @contextmanager
+    def _drawing(self, draws: Any) -> Iterator[None]:
+        before, self.computation.draws = self.computation.draws, draws
+        try:
+            yield
+        finally:
+            self.computation.draws = before
+
+    def _fill(self, step: int, lr: float) -> None:
+        """Fill what changes from step to step.
+
+        Raises:
+            CaptureError: the samples have another shape than those of the capture.
+        """
+        targets = self.feed.targets("train", step)
+        found = [self.feed.inputs("train", step, mb) for mb in range(self.microbatches)]
+        if not self._fixed_inputs:
+            self._fixed_inputs = [{name: torch.empty_like(x) for name, x in one.items()} for one in found]
+        for fixed, one in zip(self._fixed_inputs, found, strict=True):
+            if {name: x.shape for name, x in fixed.items()} != {name: x.shape for name, x in one.items()}:
+                raise CaptureError("samples differ in length")
+            for name, x in one.items():
+                fixed[name].copy_(x)
+        self._keys.fill(self.settings.seed, step)
+        self._fixed_scale.fill_(1.0 / targets)
+        self._fixed_lr.fill_(lr)
+
+    def _still_fits(self) -> bool:
+        known = self._captured
+        return known is not None and known.where == self._where()
+
+    def _where(self) -> list[int]:
+        """Return the addresses of parameters, buffers and optimizer state."""
+        held: list[Tensor] = []
+        for key, module in self.modules.items():
+            held += [*module.parameters(), *module.buffers()]
+            for state in self.updates.optimizers[key].state.values():
+                held += [x for x in state.values() if isinstance(x, Tensor)]
+        return [x.data_ptr() for x in held]
+
+    def _capture(self, program: Program, step: int) -> _Captured:
+        read: list[Tensor] = []
+        self.commit()
+
+        def work() -> tuple[list[Tensor], list[Tensor]]:
+            self.begin(program, step, self._fixed_lr)  # type: ignore[arg-type]
+            self._fed = {step * self.microbatches + mb: one for mb, one in enumerate(self._fixed_inputs)}
+            self._scales = {step: self._fixed_scale}
+            with torch.enable_grad(), self.casts.step():
+                self.issue(program, step)
+            if isinstance(self.late, SideUpdates):
+                self._squares = [self.late.join(step)]
+            return self._losses.pop(step), self._squares
+
+        clock, self.clock = self.clock, _NoClock()
+        try:
+            with self._drawing(self._keys.fixed), holding_counters(read), self._second_stream(), self._capturable():
+                graph, (losses, squares) = self._graphs.capture(work, self._pool)
+            counted = self._counted.pop(step)
+        except CaptureError:
+            self.forget()
+            self.p2p_buffers.clear()
+            if isinstance(self.late, SideUpdates):
+                self.late.abandon(step)
+            for key in self.modules:
+                self.sync.drop(key)
+            raise
+        finally:
+            self.clock = clock
+            self._fed, self._scales = {}, {}
+        return _Captured(graph, self._where(), losses, squares, counted, read)
+
+    @contextmanager
+    def _second_stream(self) -> Iterator[None]:
+        """Let weight gradients and updates run on a second stream that can be captured."""
+        late = self.late
+        if not isinstance(late, SideUpdates):
+            yield
+            return
+        before, late.stream, late.reads = late.stream, self._graphs.side_stream(), False
+        try:
+            yield
+        finally:
+            late.stream, late.reads = before, True
+
+    @contextmanager
+    def _capturable(self) -> Iterator[None]:
+        """Let torch's optimizers know that their state may be captured: their fused kernels keep it on the device."""
+        groups = [group for one in self.updates.optimizers.values() for group in one.param_groups]
+        groups = [group for group in groups if "capturable" in group]
+        for group in groups:
+            group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group in groups:
+                group["capturable"] = False
+
+    def _replay(self, program: Program, step: int, lr: float) -> StartedStep:
+        known = self._captured
+        assert known is not None
+        self.split, self.training, self.lr = "train", True, lr
+        self.step, self.base, self.program = step, step * self.microbatches, program
+        for optimizer in self.updates.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = lr  # what a checkpoint, or a step without a graph, reads
+        marks = np.empty((len(program.actions), 2))
+        marks[:, 0] = self.clock.mark()
+        known.graph.replay()
+        marks[:, 1] = self.clock.mark()
+        self._losses[step], self._squares, self._counted[step] = list(known.losses), known.squares, known.counted
+        started = self.end(marks, StepMemory(0, {}))
+        return replace(started, times_of=self._estimated, late=None)
+
+
+def executor_for(setup: Setup, device: torch.device, plain: type[Executor]) -> Callable[..., Executor]:
+    """Return what makes the executor of a device: one that captures steps where ``train.cuda_graphs`` wants that."""
+    wanted = setup.job.train.cuda_graphs in ("step", "auto") and setup.job.parallel.devices == 1
+    return (
+        partial(StepExecutor, CudaGraphs(device)) if wanted and device.type == "cuda" and plain is Executor else plain
+    )

@@ -1,0 +1,282 @@
+"""Compiled stages whose tasks are graphs: F, B, W, the joint backward and R are one replay each.
+
+Inputs are copied into a slot's memory before a replay, and what leaves the stage is copied out of it after one: the
+slot's memory belongs to the next micro-batch before the message is sent, or the next stage of this device has read it.
+Weight gradients accumulate inside the graphs. Slots are captured when as many micro-batches are first in flight.
+
+A task that cannot be captured runs uncaptured from then on, with a note. Where that is W, B does too, which hands W its
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypipe.models import Inputs
+from raypipe.models.keyed_random import RandomKeys
+from raypipe.runtime.backward.segments import Segment
+from raypipe.runtime.backward.split_backward import Closure
+from raypipe.runtime.compiled.program import StageProgram
+from raypipe.runtime.compiled.stage import CompiledStage, span_of
+from raypipe.runtime.executor import Executor
+from raypipe.runtime.graphs.device_graphs import CaptureError, CudaGraphs, DeviceGraphs
+from raypipe.runtime.graphs.fixed_gradients import FixedGradients
+from raypipe.runtime.graphs.slot import Slot
+from raypipe.runtime.runner import Payload
+from raypipe.runtime.setup import Setup
+from raypipe.runtime.stage.alternate import Alternation
+from raypipe.runtime.stage.computation import CompiledForward, Forward
+from raypipe.runtime.stage.stage import OwnGraph, StageModule
+from raypipe.runtime.update.gradients import StageKey
+
+Note = Callable[[str, str], None]
+"""Told of a task that is not captured: which, and why."""
+
+
+class CastCopies:
+    """Copies of parameters in another dtype, which are refreshed in place when the parameter has changed."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
+
+    @torch.no_grad()
+    def copy_in(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """See ``WeightQueue.copy_in``."""
+        at = id(parameter), dtype
+        _, version, copy = self._copies.get(at, (parameter, -1, None))
+        if copy is None:
+            copy = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+        if version != parameter._version:
+            copy.copy_(parameter)
+            self._copies[at] = parameter, parameter._version, copy
+        return copy
+
+
+class Lease:
+    """The use of a slot; it ends when nobody holds it, and so also when a step is broken off."""
+
+    def __init__(self, slot: Slot, free: list[Slot]) -> None:
+        self.slot, self._free = slot, free
+
+    def hold(self) -> None:
+        """Do nothing; whoever may call this holds the lease."""
+
+    def __del__(self) -> None:
+        self._free.append(self.slot)
+
+
+class CapturedProgram:
+    """A stage program that runs as graphs.
+
+    Args:
+        program: the compiled stage, or a segment of it, on micro-batches of one shape.
+        graphs: captures.
+        gradients: of the stage replica.
+        note: see ``Note``.
+    """
+
+    def __init__(self, program: StageProgram, graphs: DeviceGraphs, gradients: FixedGradients, note: Note) -> None:
+        self.program = program
+        self._graphs, self._gradients, self._note = graphs, gradients, note
+        self._free: dict[bool, list[Slot]] = {True: [], False: []}
+        """Slots that nobody uses, of forwards that keep what a backward needs, and of others."""
+        self._where: list[int] = []
+        self._uncaptured: set[str] = set()
+        self._trained = tuple(p for p in program.own if p.requires_grad)
+        program.copy_in = CastCopies().copy_in
+
+    def __call__(
+        self, keys: Callable[[], RandomKeys], arrived: Payload, inputs: Inputs, weights: dict[str, Tensor] | None
+    ) -> tuple[Payload, OwnGraph | None]:
+        """Run the forward of a whole stage; see ``StageProgram``."""
+        found = self._run(keys, arrived, inputs, weights)
+        if found is None:
+            return self.program(keys, arrived, inputs, weights)
+        lease, outputs = found
+        return outputs, None if lease is None else CapturedRun(self, lease, outputs)
+
+    def in_graph(
+        self, keys: Callable[[], RandomKeys], arrived: Payload, inputs: Inputs, weights: dict[str, Tensor] | None
+    ) -> tuple[Payload, OwnGraph | None]:
+        """Run the forward of a segment; see ``StageProgram``."""
+        found = self._run(keys, arrived, inputs, weights)
+        if found is None:
+            return self.program.in_graph(keys, arrived, inputs, weights)
+        lease, outputs = found
+        if lease is None:
+            return outputs, None
+        anchor = None if self.program.anchor is None else self.program.own[self.program.anchor]
+        anchored: Payload = _Run.apply(self, lease, outputs, anchor, *arrived)  # type: ignore[no-untyped-call]
+        return anchored, None
+
+    def _run(
+        self, keys: Callable[[], RandomKeys], arrived: Payload, inputs: Inputs, weights: dict[str, Tensor] | None
+    ) -> tuple[Lease | None, Payload] | None:
+        """Run a forward; return its outputs with the slot's lease if it keeps what a backward needs.
+
+        None where it has to run uncaptured.
+        """
+        if weights is not None or "F" in self._uncaptured:
+            return None
+        program, keeps = self.program, torch.is_grad_enabled()
+        with torch.no_grad():
+            given = program.given(program.own, keys, arrived, inputs)
+            try:
+                lease, made = self._forward(given, keeps)
+            except CaptureError as error:
+                self._give_up("F", error)
+                return None
+        return lease if keeps else None, program.taken(made)
+
+    def _forward(self, given: Sequence[Tensor], keeps: bool) -> tuple[Lease, list[Tensor]]:
+        program = self.program
+        held = len(program.own) + len(program.buffers)
+        where = [x.data_ptr() for x in given[:held]]
+        if where != self._where:  # a slot that is in use is dropped when its micro-batch is done
+            self._where, self._free = where, {True: [], False: []}
+        free = self._free[keeps]
+        slot = free.pop() if free else None
+        if slot is None:
+            copied = range(held, len(given) - len(program.casts))
+            slot = Slot(program, self._graphs, self._gradients, given, copied)
+        lease = Lease(slot, free)
+        return lease, slot.forward(given, keeps)
+
+    def run_backward(self, lease: Lease, tangents: Sequence[Tensor]) -> list[Tensor | None]:
+        """Run a backward; see ``StageProgram.run_backward``."""
+        slot, queue, whole = lease.slot, self.program.queue, self.program.queue.whole
+        slot.take(tangents)
+        kind = "BW" if whole else "B"
+        if kind not in self._uncaptured:
+            try:
+                back = slot.backward(whole)
+            except CaptureError as error:
+                self._give_up(kind, error)
+            else:
+                queue.current.append(Closure(lease.hold if whole else partial(self._weights, lease), self._trained))
+                return back
+        back, waiting = slot.eager_backward()
+        queue.current += [*waiting, Closure(lease.hold, ())]
+        return back
+
+    def _weights(self, lease: Lease) -> None:
+        if "W" not in self._uncaptured:
+            try:
+                lease.slot.weights()
+            except CaptureError as error:
+                self._give_up("W", error)
+                self._uncaptured.add("B")
+            else:
+                return
+        for closure in lease.slot.eager_backward()[1]:
+            closure.compute()
+
+    def _give_up(self, kind: str, error: CaptureError) -> None:
+        self._uncaptured.add(kind)
+        self._note(kind, str(error).strip().partition("\n")[0] or type(error.__cause__).__name__)
+
+
+class CapturedRun:
+    """What the captured forward of a whole stage leaves for its backward."""
+
+    __slots__ = ("_captured", "_lease", "_unfed")
+
+    def __init__(self, captured: CapturedProgram, lease: Lease, outputs: Payload) -> None:
+        self._captured, self._lease = captured, lease
+        self._unfed = captured.program.unfed(outputs)
+
+    def backward(
+        self, stage: StageModule, inputs: Payload, gradients: Sequence[Tensor], turns: Alternation | None
+    ) -> Payload:
+        """See OwnGraph.backward."""
+        program = self._captured.program
+        with torch.no_grad():
+            back = self._captured.run_backward(self._lease, program.wanted(self._unfed, gradients))
+            return program.sent_back(inputs, back)
+
+
+class _Run(torch.autograd.Function):
+    """Gives the outputs of a captured segment their backward; see ``compiled.program``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, captured: CapturedProgram, lease: Lease, outputs: Payload, _: Tensor | None, *arrived: Tensor
+    ) -> Payload:
+        ctx.captured, ctx.lease = captured, lease
+        differentiable = captured.program.differentiable
+        ctx.mark_non_differentiable(*(y for y, one in zip(outputs, differentiable, strict=True) if not one))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        program = ctx.captured.program
+        wanted = [g.contiguous() for g, one in zip(gradients, program.differentiable, strict=True) if one]
+        back = iter(ctx.captured.run_backward(ctx.lease, wanted))
+        ctx.lease = None
+        return None, None, None, None, *(next(back) if takes else None for takes in program.takes_gradient)
+
+
+class CapturedStage:
+    """A compiled stage whose programs run as graphs."""
+
+    def __init__(self, stage: CompiledStage, graphs: DeviceGraphs, gradients: FixedGradients, note: Note) -> None:
+        self.stage = stage
+        self._captured = {
+            id(program): CapturedProgram(program, graphs, gradients, note)
+            for programs in stage.programs.values()
+            for program in programs
+        }
+
+    def find(self, arrived: Payload, inputs: Inputs, segment: Segment | None) -> Forward | None:
+        """See ``CompiledStage.find``."""
+        for program in self.stage.programs.get(span_of(segment), ()):
+            if program.fits(arrived, inputs):
+                captured = self._captured[id(program)]
+                return captured if segment is None else captured.in_graph
+        return None
+
+
+class TaskGraphs:
+    """Captures the compiled stages of one device; with ``refused``, which says why, it leaves them as they are."""
+
+    def __init__(self, graphs: DeviceGraphs, refused: str | None = None) -> None:
+        self._graphs, self._refused = graphs, refused
+        self._notes = [] if refused is None else [f"stages run compiled, and not as CUDA graphs: {refused}"]
+
+    def captured(self, executor: Executor, ready: Mapping[StageKey, CompiledStage]) -> dict[StageKey, CompiledForward]:
+        """Return the stages of an executor as such that run as graphs."""
+        if self._refused is not None:
+            return dict(ready)
+        return {
+            key: CapturedStage(
+                stage, self._graphs, FixedGradients(executor.sync.keep_memory(key)), partial(self._note, key)
+            )
+            for key, stage in ready.items()
+        }
+
+    def _note(self, key: StageKey, kind: str, why: str) -> None:
+        copy = f" of copy {key[1]}" if key[1] else ""
+        self._notes.append(f"{kind} of stage {key[0]}{copy} runs compiled, and not as a CUDA graph: {why}")
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return what there is to say of tasks that are not captured, once."""
+        notes, self._notes = tuple(self._notes), []
+        return notes
+
+
+def task_graphs(setup: Setup, device: torch.device) -> TaskGraphs | None:
+    """Return what captures the compiled stages of a device; None where ``train.cuda_graphs`` does not want it."""
+    wanted = setup.job.train.cuda_graphs
+    if device.type != "cuda" or not (wanted == "tasks" or (wanted == "auto" and setup.job.parallel.devices > 1)):
+        return None
+    refused = None
+    if setup.sharding is not None:
+        refused = "what its copies divide moves in memory"
+    elif setup.versions != "flush":
+        refused = "its schedule keeps several versions of the weights"
+    return TaskGraphs(CudaGraphs(device), refused)
