@@ -5,6 +5,7 @@ import pytest
 from raypipe.schedule.verify import verify
 from raypipe.search.budget import Budget
 from raypipe.simulate.engine import simulate
+from tests.exhaustive import exhaustive
 from tests.search import judge
 
 
@@ -20,10 +21,11 @@ def test_the_judge_keeps_the_memory():
 
 
 @pytest.mark.slow
-def test_within_one_per_cent_on_average(make_case):
-    """24 random instances; ``python -m tests.bench.search exact`` does the same with hundreds."""
+@pytest.mark.parametrize("cases", [10, *exhaustive(24)])
+def test_within_one_per_cent_on_average(make_case, cases):
+    """Random instances; ``python -m tests.bench.search exact`` does the same with hundreds."""
     gaps = []
-    for seed in range(24):
+    for seed in range(cases):
         case = make_case(seed)
         found = case.search(budget=Budget(0.7))
         verify(found.schedule, case.memory)

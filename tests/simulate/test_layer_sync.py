@@ -10,6 +10,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.reverse_first_k import reverse_first_k
 from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.layer_sync import layer_step_time
+from tests.exhaustive import exhaustive
 
 
 def table(forward, sums, backward=None):
@@ -47,9 +48,10 @@ def test_sums_of_no_time_leave_the_compute():
 
 
 @pytest.mark.slow
-def test_never_shorter_than_compute_or_link_and_prioritised_between():
+@pytest.mark.parametrize("cases", [8, *exhaustive(60)])
+def test_never_shorter_than_compute_or_link_and_prioritised_between(cases):
     rng = random.Random(8)
-    for _ in range(60):
+    for _ in range(cases):
         n = rng.randint(2, 30)
         forward = [rng.lognormvariate(0, 0.7) for _ in range(n)]
         sums = [rng.lognormvariate(0, 1.2) for _ in range(n)]

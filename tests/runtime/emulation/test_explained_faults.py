@@ -22,7 +22,7 @@ def workers(local_ray: None) -> Iterator[WorkerGroup]:
 @pytest.mark.runs
 @pytest.mark.parametrize(
     "kind",
-    ["uneven_cut", "slow_link", "late_data", *exhaustive("noisy_neighbour", "exposed_sync", "host_delay")],
+    ["slow_link", *exhaustive("uneven_cut", "late_data", "noisy_neighbour", "exposed_sync", "host_delay")],
 )
 def test_the_fault_is_the_first_cause_and_mending_it_gains_what_is_predicted(workers: WorkerGroup, kind: str) -> None:
     """The benchmark (``tests/bench/runtime/explain_faults.py``) runs all kinds, with narrower limits."""
