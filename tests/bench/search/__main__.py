@@ -93,7 +93,7 @@ CASES = {
 
 
 def arguments() -> argparse.Namespace:
-    cases = "\n".join(f"  {name:10}{case.about}\n{'':12}limit: {case.limit}" for name, case in CASES.items())
+    cases = "\n".join(f"  {name:16}{case.about}\n{'':18}limit: {case.limit}" for name, case in CASES.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.search", description=__doc__, epilog=f"cases:\n{cases}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
