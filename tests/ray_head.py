@@ -60,10 +60,18 @@ class Head:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens at now."""
+    """Ports that nobody listens at now.
+
+    They are none that Linux gives to who asks for any port (from 32768 on), nor those of Ray's workers (to 19999). Else
+    another process may have one before the head has, whose agent then goes on without the server that jobs need.
+    """
     with contextlib.ExitStack() as stack:
-        doors = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [door.getsockname()[1] for door in doors]
+        found: list[int] = []
+        while len(found) < count:
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server(("", port := 20_000 + secrets.randbelow(12_000))))
+                found.append(port)
+        return found
 
 
 @contextlib.contextmanager
