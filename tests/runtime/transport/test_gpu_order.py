@@ -40,12 +40,13 @@ def content(step: int, m: Message) -> torch.Tensor:
 
 
 class Recording(NcclSender):
-    """Remembers how many messages were unreceived at once."""
+    """Remembers how many messages it sent, and how many were unreceived at once: none, if all were taken at once."""
 
-    most = 0
+    most = sent = 0
 
     def send(self, label: Label, tensors: Sequence[torch.Tensor]) -> None:
         super().send(label, tensors)
+        self.sent += 1
         self.most = max(self.most, len(self._flying))
 
 
@@ -155,7 +156,8 @@ def run(schedule: Schedule, rows: Sequence[Program], queues: int, timeout_s: flo
             for dst, limit in program.unreceived.items():
                 sender = senders[program.device][dst]
                 assert isinstance(sender, Recording)
-                assert 0 < sender.most <= limit
+                assert sender.sent
+                assert sender.most <= limit
     return failed
 
 
