@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from raypipe.graph.flops import short_name
 from raypipe.graph.operations import ITEM_BYTES, Operation, OperationGraph
 
 AUTOCAST_BYTES = 2
 """Bytes per value of products under autocast."""
-PRODUCTS = {
+PRODUCTS = frozenset({
     "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "addbmm", "mv", "addmv", "einsum", "convolution",
     "_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
     "scaled_dot_product_attention", "_scaled_dot_product_attention_math",
-}  # fmt: skip
-"""Operations that autocast runs in 16 bits."""
-IN_FLOAT32 = {
+})  # fmt: skip
+IN_FLOAT32 = frozenset({
     "layer_norm", "group_norm", "batch_norm", "softmax", "_softmax", "_safe_softmax", "log_softmax", "pow", "rsqrt",
     "exp", "log", "sum", "prod", "cumsum", "norm", "reciprocal", "softplus", "tan", "erfinv", "cosh", "sinh",
-}  # fmt: skip
-"""Operations that autocast runs in float32; all other operations run in the widest dtype of their operands."""
+})  # fmt: skip
 
 
-def is_product(operation: Operation) -> bool:
+@dataclass(frozen=True)
+class Autocast:
+    """What 16-bit autocast does on a kind of device. Operations of neither set run in their operands' widest dtype."""
+
+    products: frozenset[str]
+    """Operations that run in 16 bits."""
+    in_float32: frozenset[str]
+    """Operations that run in float32."""
+
+
+ON_GPU = Autocast(PRODUCTS, IN_FLOAT32)
+ON_CPU = Autocast(
+    PRODUCTS - {"mv", "addmv", "convolution", "_convolution", "_scaled_dot_product_attention_math"},
+    frozenset({"prod"}),
+)
+"""The two lists are torch's own (``aten/src/ATen/autocast_mode.h``). A CPU's norms, softmax and powers run in the dtype
+that arrives: GELU written out (``gelu_new``) takes half the bytes there."""
+
+
+def is_product(operation: Operation, autocast: Autocast) -> bool:
     """Return whether autocast runs an operation in 16 bits."""
-    return short_name(operation.target) in PRODUCTS
+    return short_name(operation.target) in autocast.products
 
 
-def widths(graph: OperationGraph, autocast: bool) -> tuple[int, ...]:
+def widths(graph: OperationGraph, autocast: Autocast | None) -> tuple[int, ...]:
     """Return, per operation, the bytes per value of its result; 0 if it is not a tensor.
 
-    ``autocast`` says whether the model runs under 16-bit autocast. An operation with several results, such as a split,
+    ``autocast`` is that of the device, if the model runs under it. An operation with several results, such as a split,
     has the item size of its operands.
     """
     found: list[int] = []
     for operation in graph.operations:
         kind = operation.type
         own = 0 if kind is None else ITEM_BYTES[kind.dtype]
-        if kind is not None and (not autocast or not kind.floating or short_name(operation.target) in IN_FLOAT32):
+        name = short_name(operation.target)
+        as_captured = autocast is None or name in autocast.in_float32 or (kind is not None and not kind.floating)
+        if kind is not None and as_captured:
             found.append(own)
-        elif is_product(operation):
-            found.append(AUTOCAST_BYTES if autocast else own)
+        elif autocast is not None and name in autocast.products:
+            found.append(AUTOCAST_BYTES)
         else:
             read = [operand_width(graph, found, operand) for operand in operation.operands]
             found.append(max((w for w in read if w), default=own))

@@ -19,7 +19,7 @@ from raypipe.graph.dims import Sizes, count, evaluate_all
 from raypipe.graph.flops import matrix_flops, operand_types, short_name
 from raypipe.graph.liveness import replicated
 from raypipe.graph.operations import ITEM_BYTES, OperationGraph
-from raypipe.graph.precision import AUTOCAST_BYTES, is_product, operand_width, widths
+from raypipe.graph.precision import AUTOCAST_BYTES, Autocast, is_product, operand_width, widths
 from raypipe.graph.saved_tensors import is_view, keeps_result, kept_operands, passes_on, root
 from raypipe.graph.subgraphs import Sharding
 
@@ -34,7 +34,7 @@ LABEL = 8
 
 
 def captured_work(
-    graph: OperationGraph, sharding: Sharding, one: Sizes, autocast: bool = False
+    graph: OperationGraph, sharding: Sharding, one: Sizes, autocast: Autocast | None = None
 ) -> tuple[TensorRankWork, ...]:
     """Count the work of every sub-graph, with the collectives of tensor parallelism inside it.
 
@@ -42,7 +42,7 @@ def captured_work(
         graph: the model, or a tensor rank's share of it.
         sharding: its sub-graphs.
         one: sizes for inputs of one sample.
-        autocast: whether it runs under 16-bit autocast.
+        autocast: that of the device, if it runs under 16-bit autocast.
     """
     counted = _Counted(graph, one, autocast)
     return tuple(_tensor_rank(counted, sharding, i) for i in range(sharding.count))
@@ -54,7 +54,7 @@ class _Counted:
 
     graph: OperationGraph
     one: Sizes
-    autocast: bool
+    autocast: Autocast | None
     _values: dict[int | str, int] = field(default_factory=dict)
 
     @cached_property
@@ -87,7 +87,7 @@ class _Counted:
     def casts(self, number: int) -> list[int | str]:
         """Return the operands of a product that autocast casts to 16 bits."""
         operation = self.graph.operations[number]
-        if not self.autocast or not is_product(operation):
+        if self.autocast is None or not is_product(operation, self.autocast):
             return []
         return [o for o in operation.operands if operand_width(self.graph, self.widths, o) > AUTOCAST_BYTES]
 
@@ -166,7 +166,7 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRa
     gradients = {name: values for name, values in sums.matrices.items() if name in trained}
     tables = {name: size for name, size in sums.tables.items() if name in trained}
     backward = any(graph.requires_grad[i] for i in span)
-    cast = counted.autocast and matrices > 0
+    cast = counted.autocast is not None and matrices > 0
     # A cast is charged to every micro-batch (cost.gpt_work). A gradient is written, then read and accumulated.
     read = matrices * (AUTOCAST_BYTES + wide + AUTOCAST_BYTES if cast else wide)
     overhead = sums.kernels / BLOCK
@@ -294,7 +294,7 @@ def _product(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
         sums.waiting += moved
     if any(graph.sources[name].requires_grad for name in vectors):
         sums.weight_traffic += c.bytes(i)
-    _keep(c, i, kept_operands(graph, i), sums, autocast=c.autocast and is_product(operation))
+    _keep(c, i, kept_operands(graph, i), sums, c.autocast is not None and is_product(operation, c.autocast))
 
 
 def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
@@ -330,7 +330,7 @@ def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
         sums.back_traffic += 2 * moved
         sums.aside += prod(batch) * queries * _statistic(c, i)
         _keep(c, i, [i], sums)
-    _keep(c, i, kept_operands(graph, i), sums, autocast=c.autocast)
+    _keep(c, i, kept_operands(graph, i), sums, c.autocast is not None)
 
 
 def _look_up(c: _Counted, i: int, sums: _Sums) -> None:

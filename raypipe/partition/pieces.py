@@ -9,6 +9,7 @@ import torch
 from raypipe.capture.weight_gradients import split_flops
 from raypipe.cost.gpt_work import gpt_work
 from raypipe.cost.tensor import TensorRankWork
+from raypipe.graph.precision import ON_GPU, Autocast
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.job import GptSpec, JobSpec
 from raypipe.models import CutTensor, GptLayers, LayeredModel
@@ -53,11 +54,14 @@ def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
     return tuple(made)
 
 
-def tensor_ranks_of(job: JobSpec, model: LayeredModel) -> tuple[TensorRankWork, ...]:
-    """The work of the same layers for the cost model; of a divided model, a member's share of it."""
+def tensor_ranks_of(job: JobSpec, model: LayeredModel, autocast: Autocast = ON_GPU) -> tuple[TensorRankWork, ...]:
+    """The work of the same layers for the cost model; of a divided model, a member's share of it.
+
+    ``autocast``: that of the devices, which a job in bfloat16 runs under.
+    """
     if isinstance(model, CapturedModel):
-        autocast = job.train.dtype == "bfloat16"
-        return captured_work(model.graph, model.sharding, model.sizes(1), autocast)
+        under = autocast if job.train.dtype == "bfloat16" else None
+        return captured_work(model.graph, model.sharding, model.sizes(1), under)
     assert isinstance(job.model, GptSpec)
     return tuple(TensorRankWork(work, (), ()) for work in gpt_work(job.model, job.train.dtype))
 

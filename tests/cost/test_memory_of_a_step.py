@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
+from raypipe.graph.precision import ON_CPU
 from raypipe.job import GptSpec
 from raypipe.job.cluster import cluster_from
 from raypipe.job.load import job_from
@@ -133,7 +134,7 @@ def most_at_once(runner, program):
 
 CAPTURED = {
     "gpt2": {
-        "n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 256, "attn_pdrop": 0.0, "activation_function": "gelu",
+        "n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 256, "attn_pdrop": 0.0,
     },
     "llama": {
         "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -215,7 +216,7 @@ def test_slices_of_captured_models_keep_their_share_of_a_sequence(family, dtype,
     })  # fmt: skip
     model = build_model(job, None)
     cut = [range(model.count)]
-    works = [rank.work for rank in tensor_ranks_of(job, model)]
+    works = [rank.work for rank in tensor_ranks_of(job, model, ON_CPU)]
     profile = analytic_profile(works, MACHINE, dtype, [2])
     found, activations = {}, {}
     for slices in (1, 4):

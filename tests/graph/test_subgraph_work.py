@@ -16,6 +16,7 @@ from raypipe.cost.stages import costs_of
 from raypipe.cost.tensor import divided_gpt, tensor_profile
 from raypipe.data import declared_fields
 from raypipe.graph.liveness import replicated
+from raypipe.graph.precision import ON_CPU
 from raypipe.job import DataSpec, GptSpec, JobSpec, job_from
 from raypipe.job.cluster import load_cluster
 from raypipe.job.parallel_spec import ParallelSpec
@@ -109,17 +110,25 @@ class Two(Alone):
     [
         ("gpt2", {**GPT2, "activation_function": "gelu"}, "bfloat16", 1),
         ("gpt2", {**GPT2, "n_head": 4}, "float32", 2),
+        ("gpt2", {**GPT2, **NO_DROPOUT}, "bfloat16", 1),
         *exhaustive(("gpt2", {**GPT2, **NO_DROPOUT}, "float32", 1), ("llama", LLAMA, "float32", 1)),
         ("llama", {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}, "bfloat16", 1),
     ],
-    ids=["dropout", "divided", "elementary GELU", "one key for all queries", "grouped queries"],
+    ids=[
+        "dropout",
+        "divided",
+        "elementary GELU in bfloat16",
+        "elementary GELU",
+        "one key for all queries",
+        "grouped queries",
+    ],
 )
 def test_kept_bytes_are_the_tensors_that_autograd_saves(kind, config, dtype, tensor) -> None:
     """But for place numbers and what a query sees, once a micro-batch, and the loss itself."""
     job = job_of(kind, config, dtype=dtype, tensor=tensor)
     model = build_model(job, declared_fields(job.data), tensor_rank=0)
     assert isinstance(model, CapturedModel)
-    works = [tensor_rank.work for tensor_rank in tensor_ranks_of(job, model)]
+    works = [tensor_rank.work for tensor_rank in tensor_ranks_of(job, model, ON_CPU)]
     for i in (0, 1, 2, model.count - 1):
         with group_of_thread(Two()) if tensor > 1 else nullcontext():
             saved = saved_bytes(model, i, dtype == "bfloat16") - table_bytes(model, i)

@@ -142,6 +142,7 @@ CASES = (
     Case("1f1b", {"microbatch": 1}, {"dtype": "bfloat16", "batch": 8}),
     Case("zb-h1", {}, {"dtype": "bfloat16", "batch": 16}),
     Case("zb-h1", {"recompute": ["block.1", "block.2", "block.5"]}, {"dtype": "bfloat16", "batch": 16}),
+    Case("1f1b", {}, {"dtype": "bfloat16"}, GPT2),
 )
 
 

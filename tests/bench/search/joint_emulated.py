@@ -83,8 +83,7 @@ def emulated(effort: Effort) -> Iterator[Line]:
 
 def _run(of: Asked, order: str, cut: list[list[int]]) -> Run:
     """A plan with its costs, as the runtime and as the clock have them."""
-    words = "\n".join(line for line in order.splitlines() if not line.startswith("stages "))
-    schedule = from_text(words + "\n", "plan")
+    schedule = from_text(order, "plan")
     split = any(task.kind == "W" for task in schedule.tasks())
     layers = tuple(map(tuple, cut))
     costs = of.judge.costs_of(Candidate.on(of.grid, "auto"), layers, schedule.placement, split)
