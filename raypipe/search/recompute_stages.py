@@ -17,7 +17,7 @@ from raypipe.schedule.ir import StageGraph
 from raypipe.search.budget import Budget
 from raypipe.search.objective import Measure, Objective
 from raypipe.search.problem import build
-from raypipe.search.search import Found, default_budget, search
+from raypipe.search.search import Found, default_budget, load_machine_code, search
 
 _ALL_UP_TO = 6
 """Up to this many stages, all subsets of them are candidates."""
@@ -50,6 +50,7 @@ def search_recompute(
     Raises:
         ScheduleError: as ``search``; or no order fits the memory limit even if every stage recomputes.
     """
+    load_machine_code()
     budget = Budget(0.0, wall=budget_s is not None)
     stages = len(placement[0])
     everything = frozenset(range(stages))

@@ -13,10 +13,10 @@ import random
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.search.budget import Budget
-from raypipe.search.decode import decode, disturbed
-from raypipe.search.list_scheduling import Layout, Listed, Setting, list_schedule
+from raypipe.search.lists.decode import decode, disturbed
+from raypipe.search.lists.list_scheduling import Layout, Listed, Setting, list_schedule
+from raypipe.search.lists.priorities import portfolio, shaken
 from raypipe.search.objective import Measure, Objective
-from raypipe.search.priorities import portfolio, shaken
 from raypipe.search.problem import DeviceOrders, Problem
 from raypipe.search.published_orders import published
 from raypipe.search.tabu import improve

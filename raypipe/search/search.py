@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import get_args
 
 from raypipe.errors import ScheduleError, nearest
@@ -15,6 +16,8 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Rules, Schedule, StageGraph
 from raypipe.search.budget import Budget
+from raypipe.search.lists.decode import decode
+from raypipe.search.lists.list_scheduling import Layout, Setting, list_schedule
 from raypipe.search.objective import Objective
 from raypipe.search.problem import build
 from raypipe.search.rounds import Rounds
@@ -46,6 +49,14 @@ class Found:
 def default_budget(tasks: int) -> float:
     """Seconds for a search of this many tasks: 2.5 up to 5000 tasks, about 11 at 64 stages x 256 micro-batches."""
     return 2.5 + max(0, tasks - 5000) / 5000
+
+
+@cache
+def load_machine_code() -> None:
+    """Load the kernels before a budget begins: half a second in a process's first search, ten on a machine's first."""
+    layout = Layout.of(build(((0,),), 1, CostTable.even(1)))
+    list_schedule(layout, Setting((0.0,) * len(layout.problem.kind)))
+    decode(layout, [0.0] * layout.problem.tasks, 0.0)
 
 
 @no_collection()
@@ -87,6 +98,7 @@ def search(
     """
     if objective not in get_args(Objective):
         raise ScheduleError("objective", f'"{objective}" is unknown', nearest(objective, get_args(Objective)))
+    load_machine_code()
     given = budget
     budget = given or Budget(budget_s or 0.0, wall=budget_s is not None)
     p = build(

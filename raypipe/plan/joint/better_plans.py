@@ -29,6 +29,7 @@ from raypipe.schedule.ir import Rules
 from raypipe.search import search
 from raypipe.search.budget import Budget
 from raypipe.search.objective import Objective
+from raypipe.search.search import load_machine_code
 
 SHAPES = 2
 """Divisions of the devices that are searched."""
@@ -94,6 +95,7 @@ def _targets(ranked: Sequence[Prediction]) -> Iterator[Prediction]:
 @no_collection()
 def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: Certifier) -> Prediction | None:
     """The best plan found for one shape, whether or not it is faster than ``like``; None if nothing fits."""
+    load_machine_code()
     budget = Budget(seconds)
     rng = random.Random(0)
     own = like.candidate

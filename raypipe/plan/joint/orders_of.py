@@ -13,9 +13,9 @@ from raypipe.plan.joint.least_step import smooth
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
 from raypipe.search.budget import Budget
-from raypipe.search.list_scheduling import Layout, list_schedule
+from raypipe.search.lists.list_scheduling import Layout, list_schedule
+from raypipe.search.lists.priorities import PACES, portfolio
 from raypipe.search.objective import Measure, Objective
-from raypipe.search.priorities import PACES, portfolio
 from raypipe.search.problem import DeviceOrders, Problem, build
 from raypipe.search.tabu import improve
 

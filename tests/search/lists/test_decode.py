@@ -2,13 +2,14 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from raypipe.schedule.verify import verify
-from raypipe.search.decode import decode, disturbed
-from raypipe.search.list_scheduling import Layout, list_schedule
-from raypipe.search.memory_safety import Safety
-from raypipe.search.priorities import portfolio
+from raypipe.search.lists.decode import decode, disturbed
+from raypipe.search.lists.kernel import safe
+from raypipe.search.lists.list_scheduling import Layout, list_schedule
+from raypipe.search.lists.priorities import portfolio
 from raypipe.search.problem import build
 from raypipe.search.timed_order import Timed
 
@@ -73,7 +74,7 @@ def test_safe_states_are_those_from_which_all_can_end(make_case, placement, memo
     if memory < max(placement[0].count(d) for d in placement[0]):
         memory = 3
     p = build(placement, 5, costs, memory_limit=memory, recompute=recompute)
-    safety, rng = Safety(p), random.Random(memory)
+    flat, rng = Layout.of(p).flat, random.Random(memory)
     told = {True: 0, False: 0}
     for _ in range(60):
         done, live = [0] * len(p.kind), [0.0] * p.devices
@@ -90,7 +91,7 @@ def test_safe_states_are_those_from_which_all_can_end(make_case, placement, memo
         begun = [
             max(k for c, k in enumerate(done) if p.replica[c] == r and p.kind[c] == "F") for r in range(len(placement))
         ]  # fmt: skip
-        said = safety.safe(done, live)
+        said = safe(flat, np.array(done), np.array(live))
         told[said] += 1
         if said:
             assert can_end(p, done, begun)

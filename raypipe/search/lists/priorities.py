@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from raypipe.schedule.kinds import BACKWARD, GRADIENTS
-from raypipe.search.list_scheduling import Reserve, Setting
+from raypipe.search.lists.list_scheduling import Layout, Reserve, Setting, floats, ints
 from raypipe.search.problem import Problem
 
 ORDERS = (("F", "B", "W"), ("B", "F", "W"), ("B", "W", "F"), ("W", "B", "F"))
@@ -17,11 +18,27 @@ _PATIENCE_AND_KINDS = tuple(
 )
 """Pairs of patience and kinds, those that win most often first."""
 
-PACES: tuple[tuple[float, float, float, float, float], ...] = (
+
+class Pace(NamedTuple):
+    """What due dates are made by; see ``paced``."""
+
+    ahead: float
+    """Times the way to the end, by which a forward is due earlier: how far forwards run ahead."""
+    back: float
+    """The same for input gradients."""
+    lead: float
+    """Paces by which input gradients are due earlier still."""
+    wait: float
+    """Paces after which weight gradients are due."""
+    patience: float
+    """Share of a weight gradient's time to stay idle for a better task."""
+
+
+PACES = tuple(Pace(*numbers) for numbers in (
     (3.0, 3.0, 1.0, 4.0, 0.0), (3.0, 1.5, 4.0, 16.0, 0.0), (4.0, 4.0, 0.0, 16.0, 0.0), (3.0, 0.0, 0.0, 1.0, 0.0),
     (2.0, 0.0, 0.0, 8.0, 0.0), (2.0, 1.0, 4.0, 1000.0, 0.5), (4.0, 2.0, 8.0, 2.0, 0.0), (4.0, 1.0, 8.0, 4.0, 0.0),
-)  # fmt: skip
-"""``_paced``'s numbers that did best on random models whose devices hold several unequal stages."""
+))  # fmt: skip
+"""Those that did best on random models whose devices hold several unequal stages."""
 
 _SAFE_UP_TO = 1500
 """Up to this many tasks there is time for ``reserve="safe"``."""
@@ -34,8 +51,9 @@ def portfolio(p: Problem) -> Iterator[Setting]:
     ahead at each stage, and in which of several stages of a device goes first.
     """
     if _several(p):
+        layout = Layout.of(p)
         for numbers in PACES:
-            yield _paced(p, *numbers)
+            yield paced(layout, numbers)
     leads = list(_leads(p))
     for patience, kinds in _PATIENCE_AND_KINDS:
         for lead in leads:
@@ -85,31 +103,18 @@ def _keys(p: Problem, kinds: tuple[str, str, str]) -> Iterator[tuple[tuple[float
         yield tuple((0.0 if rank(c) < big else 0.5) + to_end[c] / (2 * stages) for c in lanes), 1.0
 
 
-def _paced(p: Problem, ahead: float, back: float, lead: float, wait: float, patience: float) -> Setting:
+def paced(layout: Layout, numbers: Pace) -> Setting:
     """Every task has a due date: micro-batches follow one another at the pace of the busiest device, and each is due
     the earlier, the longer the way that it still has to go.
 
     Where micro-batches run at a steady pace, the task of micro-batch m may start ``m * pace - (its way to the end)``
     after a fixed moment and be in time. What is farthest from its end thus runs first, be it the oldest micro-batch or
     a new one's forward; no fixed number says how far forwards run ahead.
-
-    Args:
-        p: the problem.
-        ahead: times the way to the end, by which a forward is due earlier: how far forwards run ahead.
-        back: the same for input gradients.
-        lead: paces by which input gradients are due earlier still.
-        wait: paces after which weight gradients are due.
-        patience: share of a weight gradient's time to stay idle for a better task.
     """
-    trips = _round_trips(p)
-    pace = max(sum(p.time[c] for c in own if p.count[c]) for own in p.lanes_of)
+    from raypipe.search.lists.kernel import due_dates
 
-    def due(c: int) -> float:
-        if p.kind[c] in ("F", "R"):
-            return -ahead * trips[c]
-        return wait * pace if p.kind[c] == "W" else -back * trips[c] - lead * pace
-
-    return Setting(tuple(map(due, range(len(p.kind)))), pace, _patience(p, patience))
+    key, pace, patience = due_dates(layout.flat, layout.kind, ints(layout.in_turn), floats(numbers))
+    return Setting(tuple(key.tolist()), pace, tuple(patience.tolist()) if numbers.patience else ())
 
 
 def _leads(p: Problem) -> Iterator[tuple[float, ...]]:

@@ -1,0 +1,152 @@
+"""List scheduling under a memory limit: a free device starts the ready task with the highest priority.
+
+This is the inner loop of the search, in machine code (``kernel``). It works on flat arrays of numbers, without
+task objects; the next tasks of a device's lanes are its only queue, because the tasks of a lane run in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from raypipe.schedule.ir import backwards
+from raypipe.schedule.kinds import BACKWARD
+from raypipe.search.problem import DeviceOrders, Problem, lane_order
+
+if TYPE_CHECKING:  # imported where a search begins, as it takes 0.2 seconds
+    from numpy.typing import NDArray
+
+    from raypipe.search.lists.kernel import Flat
+
+Reserve = Literal["stages", "safe", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a free device chooses its next task."""
+
+    key: tuple[float, ...]
+    """Per lane; the ready task with the smallest ``key + pace * m`` runs first (m: its number in the lane)."""
+    pace: float = 0.0
+    """Weight of m: a small one prefers lanes, a large one prefers old micro-batches."""
+    patience: tuple[float, ...] = ()
+    """Per lane, seconds: stay idle rather than start its task if a task of higher priority arrives within them."""
+    ahead: tuple[float, ...] = ()
+    """Per lane that allocates memory, how many forwards it may run ahead of its stage's input gradients."""
+    reserve: Reserve = "stages"
+    """How deadlock is avoided. ``stages`` keeps one activation free for every later stage of the device that will need
+    one and holds none. ``safe`` keeps one free only for the stages that a micro-batch in flight has yet to reach, and
+    runs the slower check that all micro-batches in flight can finish. ``none`` does nothing."""
+
+
+class Listed(NamedTuple):
+    """An order that list scheduling built."""
+
+    orders: DeviceOrders
+    ends: list[float]
+    """Per device, when its last task ends."""
+    spans: list[float]
+    """Per device, from its first start to that end."""
+
+    @property
+    def makespan(self) -> float:
+        """When the last task of all ends."""
+        return max(self.ends)
+
+    @property
+    def span(self) -> float:
+        """The longest of the devices' spans."""
+        return max(self.spans)
+
+
+@dataclass(slots=True)
+class Layout:
+    """A problem as the flat arrays that list scheduling reads, derived once."""
+
+    problem: Problem
+    in_turn: list[int]
+    """All lanes in topological order."""
+    kind: NDArray[Any]
+    """Per lane, whether it is a forward, an input gradient or a weight gradient, as the kernels number them."""
+    flat: Flat
+
+    @staticmethod
+    def of(p: Problem) -> Layout:
+        """Derive the arrays from a problem."""
+        from raypipe.search.lists.kernel import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Flat
+
+        lanes, rows = range(len(p.kind)), range(len(p.placement))
+        names = sorted({(p.replica[c], p.stage[c]) for c in lanes})
+        index = {name: g for g, name in enumerate(names)}
+        group = [index[p.replica[c], p.stage[c]] for c in lanes]
+        of_stage = backwards(p.graph, p.rules)
+        lead = []
+        for c in lanes:
+            back = of_stage[p.stage[c]]
+            ends = p.kind[c] in BACKWARD or (p.kind[c] == "W" and not back.input_grad)
+            lead.append(1 if p.kind[c] == "F" and back.exists else -1 if ends else 0)
+        later: list[list[int]] = [[] for _ in lanes]
+        others: list[list[int]] = [[] for _ in lanes]
+        for c, g in enumerate(group):
+            if p.takes[c]:
+                others[c] = [e for e in p.lanes_of[p.device[c]] if p.takes[e] and group[e] != g]
+                later[c] = [e for e in others[c] if group[e] > g]
+        begins = {p.replica[c]: c for c in reversed(lanes) if p.kind[c] == "F"}
+        near = [[e for e, _ in p.before[c] if p.device[e] == p.device[c]] for c in lanes]
+        firsts = [[c for c in lanes if p.replica[c] == r and p.kind[c] == "F"] for r in rows]
+        lasts = [[c for c in lanes if p.replica[c] == r and p.kind[c] in of_stage[p.stage[c]].last] for r in rows]
+        claims = [[c for c in lanes if p.replica[c] == r and p.takes[c]] for r in rows]
+        brief = [p.kind[c] == "R" or p.frees[c] > 0 for own in claims for c in own]
+        returns = [[c for c in lanes if p.replica[c] == r and p.frees[c]] for r in rows]
+        flat = Flat(
+            floats(p.time), ints(p.count), ints(p.base), ints(p.device), floats(p.takes), floats(p.frees),
+            floats(p.cap), ints(group), ints(lead), ints([begins[r] for r in p.replica]),
+            ints(map(len, p.before)), *_joined([[e for e, _ in own] for own in p.after]),
+            floats([lag for own in p.after for _, lag in own]), *_joined(near), *_joined(later), *_joined(others),
+            *_joined(p.lanes_of), *_joined(firsts), *_joined(lasts), *_joined(claims), ints(brief), *_joined(returns),
+        )  # fmt: skip
+        kind = ints(FORWARD if k in ("F", "R") else WEIGHT_GRAD if k == "W" else INPUT_GRAD for k in p.kind)
+        return Layout(p, lane_order(p), kind, flat)
+
+    def orders(self, tasks: NDArray[Any], places: NDArray[Any]) -> DeviceOrders:
+        """Split all tasks, device by device, where ``places`` says that each device's begin."""
+        whole, at = tasks.tolist(), places.tolist()
+        return [whole[a:b] for a, b in pairwise(at)]
+
+
+def floats(values: Sequence[float]) -> NDArray[Any]:
+    """The values as the kernels take them."""
+    import numpy as np
+
+    return np.array(values, np.float64)
+
+
+def ints(values: Iterable[int]) -> NDArray[Any]:
+    """The values as the kernels take them."""
+    import numpy as np
+
+    return np.array(list(values), np.int64)
+
+
+def _joined(rows: Sequence[Sequence[int]]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Where each row begins in all rows one after another, and these."""
+    return ints(accumulate(map(len, rows), initial=0)), ints(x for row in rows for x in row)
+
+
+def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
+    """Order all tasks, in time proportional to tasks times lanes per device.
+
+    Returns:
+        The order, or None on a deadlock: the limits leave every device waiting.
+    """
+    from raypipe.search.lists import kernel
+
+    lanes = len(setting.key)
+    way = {"stages": kernel.STAGES, "safe": kernel.SAFE, "none": kernel.NONE}[setting.reserve]
+    whole, tasks, places, ends, spans = kernel.list_schedule(
+        layout.flat, floats(setting.key), float(setting.pace), floats(setting.patience or (0.0,) * lanes),
+        floats(setting.ahead or (float("inf"),) * lanes), way,
+    )  # fmt: skip
+    return Listed(layout.orders(tasks, places), ends.tolist(), spans.tolist()) if whole else None
