@@ -66,8 +66,15 @@ def message_dtype(train: TrainSpec, parallel: ParallelSpec) -> WireDtype | None:
 def compiles_first(train: TrainSpec, parallel: ParallelSpec) -> bool:
     """Return whether stages are compiled before the first step rather than beside the first steps.
 
+    So it is where the job asks for it, and where no step may run eagerly.
+    """
+    return train.compile != "none" and (train.compile_first or needs_compiled(train, parallel))
+
+
+def needs_compiled(train: TrainSpec, parallel: ParallelSpec) -> bool:
+    """Return whether no step may run eagerly where stages can be compiled.
+
     So it is where the bits of a run must not depend on when compilation ends, and where memory is planned for less than
     eager stages keep.
     """
-    wants = train.compile_first or train.deterministic or parallel.activation_memory_budget < 1
-    return train.compile != "none" and wants
+    return train.deterministic or parallel.activation_memory_budget < 1

@@ -154,13 +154,16 @@ class StageWorker:
         return sum(p.numel() for m in self.modules.values() for p in m.named.values()), joint
 
     @raises_device_errors
-    def compile_stages(self, waits: bool = False) -> list[StageReport]:
-        """Begin to compile this device's stages, or with ``waits`` compile them; return what became of those done."""
+    def compile_stages(self, waits: bool = False, replaces: bool = False) -> list[StageReport]:
+        """Begin to compile this device's stages, or with ``waits`` compile them; return what became of those done.
+
+        A device that ``replaces`` another does not keep those that go on with it waiting, where it may begin eagerly.
+        """
         if self.executor_class is not Executor:  # it runs no kernels
             return []
         from raypipe.runtime.compiled.compilation import Compilation  # it imports the compiler
 
-        self.compilation = Compilation(self.setup_data, self.executor, waits=waits)
+        self.compilation = Compilation(self.setup_data, self.executor, waits=waits, replaces=replaces)
         return self.compilation.begin()
 
     def swap_compiled(self, step: int) -> None:
@@ -229,7 +232,7 @@ class StageWorker:
             compilation.go_on(self.executor)
             self.compilation = compilation
         if not survives and setup.job.train.compile != "none":
-            self.compiled_since += self.compile_stages()
+            self.compiled_since += self.compile_stages(replaces=True)
 
     @staticmethod
     def _by_layer(setup: Setup) -> bool:

@@ -80,7 +80,9 @@ def _sentences(row: dict[str, Any]) -> list[str]:
         rest = (
             f" for {row['lengths']} lengths of samples; {eager:.0%} of its micro-batches run eagerly" if eager else ""
         )
-        return [f"compiled stage {row['stage']}{copy} in {row['seconds']:.1f} s{rest}"]
+        said = [f"compiled stage {row['stage']}{copy} in {row['seconds']:.1f} s{rest}"]
+        why = row.get("eager_validation")
+        return said if why is None else [*said, f"note: stage {row['stage']}{copy} validates eagerly: {why}"]
     if kind == "swapped":
         return [f"{step}compiled stages run from here on"]
     if kind == "notice":

@@ -2,7 +2,8 @@
 
 A run starts eagerly. A thread waits for the compiled programs, which other processes make (``stored``), loads them and
 says so; when all devices have theirs, the driver has them swap between two steps, all before the same one. Some runs
-wait for the programs before the first step instead (``job.spec.compiles_first``).
+wait for the programs before the first step instead (``job.spec.compiles_first``). A device that replaces one that died
+keeps the others waiting, so there it waits for what is stored already, and compiles the rest beside the next steps.
 
 With ``auto``, a device times some eager steps before it swaps and some compiled ones after, and keeps what is faster.
 It decides that by itself, because its results are the same either way.
@@ -16,7 +17,7 @@ from statistics import median
 from typing import Protocol
 
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.spec import compiles_first
+from raypipe.job.spec import compiles_first, needs_compiled
 from raypipe.runtime.compiled.report import CompileState, StageReport
 from raypipe.runtime.compiled.stage import CompiledStage, swap_in
 from raypipe.runtime.compiled.stored.stored_stages import Outcome, StoredStages
@@ -40,6 +41,10 @@ class Source(Protocol):
     def find(self) -> Outcome:
         """Wait for the compiled stages."""
 
+    @property
+    def compiles(self) -> bool:
+        """Whether some of the stages that were begun are not stored."""
+
     def close(self) -> None:
         """Give up what is under way."""
 
@@ -52,16 +57,18 @@ class Compilation:
         executor: of the device, set up.
         source: where compiled stages come from; None: the store on a CPU, this process on a GPU.
         waits: whether to compile before the first step.
+        replaces: whether the device takes the place of one that died.
         graphs: captures what is compiled; None: as the job says.
     """
 
     def __init__(
         self, setup: Setup, executor: Executor, source: Source | None = None, waits: bool = False,
-        graphs: TaskGraphs | None = None,
+        graphs: TaskGraphs | None = None, replaces: bool = False,
     ) -> None:  # fmt: skip
         self.executor = executor
         self._graphs = graphs if graphs is not None else task_graphs(setup, executor.settings.device)
         self.waits = waits or compiles_first(setup.job.train, setup.job.parallel)
+        self._may_begin_eagerly = replaces and not needs_compiled(setup.job.train, setup.job.parallel)
         self._compares = setup.job.train.compile == "auto"
         self._refused = refusal(setup.job.parallel)
         self._source = source if source is not None else _source(setup, executor)
@@ -87,7 +94,7 @@ class Compilation:
         refused = self._source.begin(list(self.executor.modules))
         if len(refused) == len(self.executor.modules):
             return refused
-        if self.waits:
+        if self.waits and not (self._may_begin_eagerly and self._source.compiles):
             reports = self._take(self._source.find())
             if self._ready and not self._compares:
                 self.swap(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -16,13 +16,13 @@ from raypipe.runtime.compiled.needs import Example, Needed, Needs, StageNeeds, o
 from raypipe.runtime.compiled.program import Compiled, CompiledPiece, Pieces, StageProgram
 from raypipe.runtime.compiled.report import Kept, StageReport, first_line
 from raypipe.runtime.compiled.stage import CompiledStage, span_of
-from raypipe.runtime.compiled.tracing.cut import Cut, Piece, cut
-from raypipe.runtime.compiled.tracing.joint import Joint, trace
+from raypipe.runtime.compiled.tracing.cut import Cut, Piece, cut, forward_alone
+from raypipe.runtime.compiled.tracing.joint import Joint, trace, trace_validation
 from raypipe.runtime.compiled.tracing.rewrite import prepare
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.runtime.update.gradients import StageKey
-from raypipe.schedule.lowering.programs import Program
 
 Build = Callable[[fx.GraphModule, FakeTensorMode, bool], Compiled]
 """Compiles a graph; the last argument says whether it is of a backward."""
@@ -35,6 +35,10 @@ class TracedStage:
     module: StageModule
     needs: StageNeeds
     parts: list[tuple[Example, Joint, Cut]]
+    validation: list[tuple[Example, Joint, Piece]]
+    """Its forwards in validations."""
+    eager_validation: str | None = None
+    """Why it runs eagerly in validations; None unless something failed."""
 
     @property
     def needed(self) -> Needed:
@@ -57,6 +61,7 @@ class TracedStage:
             tuple(dict.fromkeys(inside)),
             max(sum(pieces.kept_bytes for pieces in some) for some in cuts),
             max(sum(pieces.handed_bytes for pieces in some) for some in cuts),
+            self.eager_validation,
         )
 
 
@@ -71,7 +76,15 @@ def trace_stage(module: StageModule, needs: StageNeeds) -> TracedStage:
         joint = trace(module, example)
         prepare(joint)
         parts.append((example, joint, cut(joint, needs.budget)))
-    return TracedStage(module, needs, parts)
+    validation, reason = [], None
+    try:
+        for example in needs.validation:
+            joint = trace_validation(module, example)
+            prepare(joint)
+            validation.append((example, joint, forward_alone(joint)))
+    except Exception as error:  # the stage trains compiled all the same
+        validation, reason = [], first_line(error)
+    return TracedStage(module, needs, parts, validation, reason)
 
 
 def compile_stage(traced: TracedStage, build: Build = compile_graph) -> CompiledStage:
@@ -84,10 +97,20 @@ def compile_stage(traced: TracedStage, build: Build = compile_graph) -> Compiled
     compiled = CompiledStage()
     for example, joint, pieces in traced.parts:
         built = _built(joint, pieces, traced.needed, build)
-        specs = (*example.arrived, *(example.inputs[name] for name in joint.inputs))
-        program = StageProgram(traced.module, joint, built, specs)
+        program = StageProgram(traced.module, joint, built, shapes_of(example, joint))
         compiled.programs.setdefault(span_of(example.segment), []).append(program)
+    try:
+        for example, joint, piece in traced.validation:
+            only = Pieces(CompiledPiece(piece, build(piece.graph, joint.fake, False)))
+            compiled.validation.append(StageProgram(traced.module, joint, only, shapes_of(example, joint)))
+    except Exception as error:
+        compiled.validation, traced.eager_validation = [], first_line(error)
     return compiled
+
+
+def shapes_of(example: Example, joint: Joint) -> tuple[TensorSpec, ...]:
+    """Return the shapes of the tensors that arrive and of the raw inputs."""
+    return (*example.arrived, *(example.inputs[name] for name in joint.inputs))
 
 
 def wanted_pieces(pieces: Cut, needed: Needed) -> dict[str, Piece]:
@@ -111,14 +134,10 @@ def _built(joint: Joint, pieces: Cut, needed: Needed, build: Build) -> Pieces:
 
 
 class StageCompiler:
-    """Compiles the stages of a device in its own process; the arguments are those of ``Needs`` and a ``Build``."""
+    """Compiles the stages of a device in its own process, for what they need; ``build`` compiles a graph."""
 
-    def __init__(
-        self, executor: Executor, programs: Collection[Program], done: int = 0, budget: float = 1.0,
-        build: Build = compile_graph,
-    ) -> None:  # fmt: skip
-        self.executor, self.build = executor, build
-        self.needs = Needs(executor, programs, done, budget)
+    def __init__(self, executor: Executor, needs: Needs, build: Build = compile_graph) -> None:
+        self.executor, self.needs, self.build = executor, needs, build
         self._began: dict[StageKey, float] = {}
 
     def trace(self, key: StageKey) -> TracedStage | StageReport:
@@ -140,4 +159,6 @@ class StageCompiler:
         except Exception as error:  # as above
             return None, StageReport(*key, time.monotonic() - self._began[key], first_line(error))
         seconds = time.monotonic() - self._began[key]
-        return compiled, StageReport.of(key, seconds, traced.kept, traced.needs.lengths, traced.needs.eager_share)
+        needs = traced.needs
+        counts = needs.lengths, needs.eager_share, len(needs.validation)
+        return compiled, StageReport.of(key, seconds, traced.kept, *counts)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from raypipe.runtime.compiled.compiler import Build, StageCompiler, TracedStage
 from raypipe.runtime.compiled.inductor import compile_graph
+from raypipe.runtime.compiled.needs import Needs
 from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.compiled.stored.stored_stages import Outcome
 from raypipe.runtime.executor import Executor
@@ -21,8 +22,7 @@ class InProcess:
     """Compiles stages here; ``build`` compiles one graph."""
 
     def __init__(self, setup: Setup, executor: Executor, build: Build = compile_graph) -> None:
-        budget = setup.job.parallel.activation_memory_budget
-        self._compiler = StageCompiler(executor, tuple(setup.train.values()), setup.done, budget, build)
+        self._compiler = StageCompiler(executor, Needs.of_run(setup, executor), build)
         self._traced: dict[StageKey, TracedStage] = {}
 
     def begin(self, keys: Sequence[StageKey]) -> list[StageReport]:
@@ -34,6 +34,11 @@ class InProcess:
     def find(self) -> Outcome:
         """Compile the stages."""
         return [(key, *self._compiler.compile(key, traced)) for key, traced in self._traced.items()]
+
+    @property
+    def compiles(self) -> bool:
+        """Whether there are stages to compile: none is stored."""
+        return bool(self._traced)
 
     def close(self) -> None:
         """Nothing can be given up: a thread compiles to the end."""

@@ -12,12 +12,14 @@ CompileState = Literal["settled", "compiling", "ready"]
 
 @dataclass(frozen=True)
 class Kept:
-    """What the cut of a stage means for memory, and for what W can put off."""
+    """What the cut of a stage means for memory and for what W can put off, and what is left eager."""
 
     in_input_grad: tuple[str, ...]
     """Matrices whose gradients are computed in B."""
     kept_bytes: int
     handed_bytes: int
+    eager_validation: str | None = None
+    """Why the stage runs eagerly in validations, where it was to be compiled for them."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,19 @@ class StageReport:
     """For how many lengths of samples it is compiled."""
     eager_share: float = 0.0
     """Share of the micro-batches looked at that run eagerly, since they are padded to another length."""
+    validation_lengths: int = 0
+    """For how many lengths of samples it is compiled for validations; where it is for none, these run eagerly."""
+    eager_validation: str | None = None
+    """Why so, where it was to be compiled for them."""
 
     @classmethod
     def of(
-        cls, key: tuple[int, int], seconds: float, kept: Kept, lengths: int = 1, eager_share: float = 0.0
+        cls, key: tuple[int, int], seconds: float, kept: Kept, lengths: int, eager_share: float, validation: int
     ) -> StageReport:
-        """Return the report of a stage replica that is compiled."""
-        return cls(*key, seconds, None, kept.in_input_grad, kept.kept_bytes, kept.handed_bytes, lengths, eager_share)
+        """Return the report of a stage replica that is compiled; ``validation``: lengths wanted for validations."""
+        why, sizes = kept.eager_validation, (kept.kept_bytes, kept.handed_bytes)
+        found = (validation if why is None else 0), why
+        return cls(*key, seconds, None, kept.in_input_grad, *sizes, lengths, eager_share, *found)
 
 
 def first_line(error: BaseException) -> str:

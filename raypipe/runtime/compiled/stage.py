@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from raypipe.models import Inputs
@@ -27,13 +27,22 @@ class CompiledStage:
     """The programs of one stage replica. Whatever they do not fit runs eagerly."""
 
     programs: dict[Span, list[StageProgram]] = field(default_factory=dict)
+    validation: list[StageProgram] = field(default_factory=list)
+    """Whole forwards in which nothing is dropped; see ``tracing.joint.trace_validation``."""
 
     def find(self, arrived: Payload, inputs: Inputs, segment: Segment | None) -> Forward | None:
         """Return the program for these tensors; None if they have other shapes than any was compiled for."""
-        for program in self.programs.get(span_of(segment), ()):
-            if program.fits(arrived, inputs):
-                return program if segment is None else program.in_graph
-        return None
+        program = fitting(self.programs.get(span_of(segment), ()), arrived, inputs)
+        return program if program is None or segment is None else program.in_graph
+
+    def find_validation(self, arrived: Payload, inputs: Inputs) -> Forward | None:
+        """Return the program of a validation for these tensors; None if there is none."""
+        return fitting(self.validation, arrived, inputs)
+
+
+def fitting(programs: Iterable[StageProgram], arrived: Payload, inputs: Inputs) -> StageProgram | None:
+    """Return the program that was compiled for tensors of these shapes."""
+    return next((program for program in programs if program.fits(arrived, inputs)), None)
 
 
 def swap_in(executor: Executor, ready: Mapping[StageKey, CompiledForward]) -> None:

@@ -58,11 +58,14 @@ class TracedKeys(RandomKeys):
     Args:
         samples: number of samples of the micro-batch.
         places: the stage's random places; without ``tables``, they are noted here.
+        training: whether anything is drawn; see ``random_keys``.
         tables: what ``Places.tables`` returns, as tensors of the trace; None to note the places only.
     """
 
-    def __init__(self, samples: int, places: Places, tables: Sequence[Tensor] | None) -> None:
-        super().__init__(0, TRACED_STEP, [], True)
+    def __init__(
+        self, samples: int, places: Places, tables: Sequence[Tensor] | None, training: bool = True
+    ) -> None:  # fmt: skip
+        super().__init__(0, TRACED_STEP, [], training)
         self.samples, self.first = [0] * samples, 0
         self._places = places
         self._tables = None if tables is None else list(tables)

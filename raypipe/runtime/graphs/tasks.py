@@ -240,6 +240,10 @@ class CapturedStage:
                 return captured if segment is None else captured.in_graph
         return None
 
+    def find_validation(self, arrived: Payload, inputs: Inputs) -> Forward | None:
+        """Return the program of a validation, which is not captured: too few run to pay for slots of their own."""
+        return self.stage.find_validation(arrived, inputs)
+
 
 class TaskGraphs:
     """Captures the compiled stages of one device; with ``refused``, which says why, it leaves them as they are."""

@@ -46,6 +46,10 @@ class CompiledForward(Protocol):
     def find(self, arrived: Payload, inputs: Inputs, segment: Segment | None) -> Forward | None:
         """Return what computes a forward on these tensors; None if it has to run eagerly."""
 
+    def find_validation(self, arrived: Payload, inputs: Inputs) -> Forward | None:
+        """Return what computes it in a validation: on the last stage the prediction, the loss and the task's figures,
+        where it has some."""
+
 
 class StageComputation:
     """Runs the stages of a device forward.
@@ -75,7 +79,7 @@ class StageComputation:
         self.figures: list[Tensor] = []
         """Of each micro-batch that was validated, its sums of the loss function's figures."""
         self.compiled: dict[tuple[int, int], CompiledForward] = {}
-        """The stage replicas that are compiled for training (``runtime.compiled``)."""
+        """The stage replicas that are compiled (``runtime.compiled``)."""
         self.pieces: dict[tuple[tuple[int, int], int, int], list[list[Piece]]] = {}
         """Keys and values of micro-batches whose slices have not all run forward, by stage replica, step, number."""
         self.draws: Callable[[int, int, Sequence[int], bool], RandomKeys] = RandomKeys
@@ -143,13 +147,15 @@ class StageComputation:
         module = self.modules[key]
         sends_on = module.sends_on
         inputs = stacked_inputs(list(microbatches.inputs)) if module.reads else {}
-        compiled = self.compiled.get(key) if self.training else None
-        program = None if compiled is None else compiled.find(arrived, inputs, segment)
+        program = self._compiled(key, arrived, inputs, segment)
         if program is not None:  # it has no slices, no halves, and its casts are in its graph
-            return program(
+            made, graph = program(
                 lambda: self.draws(self.settings.seed, microbatches.step, samples, self.training),
                 arrived, inputs, weights,
             )  # fmt: skip
+            if not self.training and not sends_on:
+                made = self._scored(samples, inputs, *made)
+            return made, graph
         sliced = self._slice(key, microbatches, remade, again)
 
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
@@ -157,11 +163,11 @@ class StageComputation:
             with with_keys(drawn), slice_run(sliced), self.casts.forward(), self.building(key, microbatches.ids[-1]):
                 outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
                 if not sends_on and (segment is None or not segment.gives):
-                    if self.keeps is not None and not self.training:
-                        self.keeps.add(samples, outputs[0], inputs)
-                    if self.task.figures and not self.training:
-                        self.figures.append(self.task.sums_of_figures(outputs[0], inputs))
-                    outputs = (self.task.loss(outputs[0], inputs),)
+                    loss = self.task.loss(outputs[0], inputs)
+                    if self.training:
+                        return (loss,)
+                    figures = [self.task.sums_of_figures(outputs[0], inputs)] if self.task.figures else []
+                    outputs = self._scored(samples, inputs, outputs[0], loss, *figures)
             return outputs
 
         if self.turns is None or not module.stacks or segment is not None:
@@ -178,6 +184,24 @@ class StageComputation:
         values = [tuple(y.detach() for y in outputs) for outputs in made]
         whole = stacked(values) if sends_on else (values[0][0] + values[1][0],)
         return whole, HalfBatches(HalfBatch(first, made[0]), HalfBatch(second, made[1]))
+
+    def _compiled(
+        self, key: tuple[int, int], arrived: Payload, inputs: Inputs, segment: Segment | None
+    ) -> Forward | None:
+        """Return what computes a forward compiled; None if it runs eagerly."""
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            return None
+        return compiled.find(arrived, inputs, segment) if self.training else compiled.find_validation(arrived, inputs)
+
+    def _scored(
+        self, samples: Sequence[int], inputs: Inputs, prediction: Tensor, loss: Tensor, *figures: Tensor
+    ) -> Payload:
+        """Keep what is asked of a validation on the last stage; return its output, the loss."""
+        if self.keeps is not None:
+            self.keeps.add(samples, prediction, inputs)
+        self.figures += figures
+        return (loss,)
 
     def run_segments(
         self,

@@ -1,4 +1,4 @@
-"""Compiled stages beside eager ones: step time, B and W beside the joint backward, activations, time to the first step.
+"""Compiled stages beside eager ones: steps, validations, B and W beside the joint backward, activations, first steps.
 
     python -m tests.bench.runtime.compiled_stages [--turns 7] [--sizes small] [--first-step [--runs ...] | --budgets]
 
@@ -72,15 +72,24 @@ def step_s(made: OneDevice, step: int) -> float:
     return time.perf_counter() - began
 
 
+def validation_s(made: OneDevice, batch: int) -> float:
+    """Seconds of one validation batch."""
+    began = time.perf_counter()
+    made.executor.run(made.evaluate, batch, 0.0, split="val")
+    return time.perf_counter() - began
+
+
 def activation_bytes(made: OneDevice) -> int:
     """Bytes that the forward of a micro-batch saves, over all stages; of each storage once."""
     executor = made.executor
     own = {p.untyped_storage().data_ptr() for stage in made.stages for p in stage.parameters()}
     total, arrived = 0, ()
-    executor.split, executor.step = "train", 0
+    executor.split, executor.step, executor.base, executor.computation.training = "train", 0, 0, True
     for number, stage in enumerate(made.stages):
         kept: list[Tensor] = []
-        given = {x.untyped_storage().data_ptr() for x in arrived}
+        computed = executor._microbatches((number, 0), (0,))
+        raw = [x for inputs in computed.inputs for x in inputs.values()]
+        given = {x.untyped_storage().data_ptr() for x in (*arrived, *raw)}
 
         def pack(x: Tensor, kept: list[Tensor] = kept) -> Tensor:
             kept.append(x)
@@ -88,7 +97,6 @@ def activation_bytes(made: OneDevice) -> int:
 
         stage.track(arrived)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            computed = executor._microbatches((number, 0), (0,))
             outputs, graph = executor.computation.run((number, 0), computed, arrived, None)
         kept += getattr(graph, "saved", [])  # of a compiled stage, which autograd does not see
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
@@ -105,16 +113,20 @@ def compare(name: str, dropout: float, turns: int) -> None:
     for split in (False, True):
         made[f"eager {split}"] = one_device(model, cut, rows, torch.float32, microbatch, split=split)
         made[f"compiled {split}"], _, reports = compiled_device(
-            model, cut, rows, torch.float32, microbatch, build=compile_graph, split=split
+            model, cut, rows, torch.float32, microbatch, build=compile_graph, split=split, validates=not split
         )
         assert all(report.reason is None for report in reports), reports
     for device in made.values():
         for step in range(2):
             step_s(device, step)
-    taken: dict[str, list[float]] = {kind: [] for kind in made}
+            validation_s(device, step)
+    validates = ("eager", "compiled")
+    taken: dict[str, list[float]] = {kind: [] for kind in (*made, *validates)}
     for turn in range(turns):
         for kind, device in made.items():
             taken[kind].append(step_s(device, turn + 2))
+        for kind in validates:
+            taken[kind].append(validation_s(made[f"{kind} False"], turn))
     ms = {kind: median(times) * 1e3 for kind, times in taken.items()}
     for split, what in ((False, "joint backward"), (True, "B and W")):
         eager, compiled = ms[f"eager {split}"], ms[f"compiled {split}"]
@@ -122,6 +134,8 @@ def compare(name: str, dropout: float, turns: int) -> None:
               f"{compiled / eager:.2f}")  # fmt: skip
     print(f"{name:5} dropout {dropout:3}  compiled B + W over compiled joint: "
           f"{ms['compiled True'] / ms['compiled False']:.3f}")  # fmt: skip
+    print(f"{name:5} dropout {dropout:3}  validation      eager {ms['eager']:8.2f} ms  "
+          f"compiled {ms['compiled']:8.2f} ms  {ms['compiled'] / ms['eager']:.2f}")  # fmt: skip
     eager, compiled = (activation_bytes(made[f"{kind} False"]) for kind in ("eager", "compiled"))
     print(f"{name:5} dropout {dropout:3}  activations a micro-batch: eager {eager / 2**20:.2f} MiB, "
           f"compiled {compiled / 2**20:.2f} MiB, {compiled / eager:.2f}", flush=True)  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from raypipe.models import LayeredModel
 from raypipe.runtime.compiled.compiler import StageCompiler, TracedStage
+from raypipe.runtime.compiled.needs import Needs
 from raypipe.runtime.compiled.program import Compiled
 from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.compiled.stage import swap_in
@@ -23,11 +24,12 @@ def interpreted(graph: fx.GraphModule, fake: object, backward: bool) -> Compiled
 
 def compiled_device(
     model: LayeredModel, cut: list[range], rows: Mapping[str, Tensor], dtype: torch.dtype, microbatch: int,
-    build: Any = interpreted, budget: float = 1.0, **variant: Any,
+    build: Any = interpreted, budget: float = 1.0, validates: bool = False, **variant: Any,
 ) -> tuple[OneDevice, list[TracedStage], list[StageReport]]:  # fmt: skip
     """A device whose stages are compiled where they can be; ``variant``: as ``one_device``'s."""
     made = one_device(model, cut, rows, dtype, microbatch, **variant)
-    compiler = StageCompiler(made.executor, [made.program], budget=budget, build=build)
+    needs = Needs(made.executor, [made.program], 0, budget, (made.evaluate, 1) if validates else None)
+    compiler = StageCompiler(made.executor, needs, build)
     found = {key: compiler.trace(key) for key in made.executor.modules}
     traced = {key: one for key, one in found.items() if isinstance(one, TracedStage)}
     reports = [one for one in found.values() if isinstance(one, StageReport)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +18,10 @@ from raypipe.models import GptLayers
 from raypipe.runtime.compiled.compilation import MEASURED, Compilation, refusal
 from raypipe.runtime.compiled.in_process import InProcess
 from raypipe.runtime.compiled.inductor import compile_graph
+from raypipe.runtime.compiled.report import StageReport
+from raypipe.runtime.compiled.stored.stored_stages import Outcome
 from raypipe.runtime.compiled.toolchain import missing_toolchain
+from raypipe.runtime.update.gradients import StageKey
 from tests.runtime.compiled.pieces import compiled_device, interpreted
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
 from tests.runtime.runs.test_any_model import CASES, model_of
@@ -40,7 +45,7 @@ def parallel(**keys: Any) -> ParallelSpec:
 @pytest.mark.parametrize("compiled_s", [0.5, 2.0], ids=["faster", "slower"])
 def test_the_faster_way_is_kept_and_losses_do_not_change(compiled_s: float) -> None:
     made, plain = device(), device()
-    train = SimpleNamespace(compile="auto", compile_first=False, deterministic=False, cuda_graphs="none")
+    train = SimpleNamespace(compile="auto", compile_first=False, deterministic=False, cuda_graphs="none", eval_every=0)
     job = SimpleNamespace(train=train, parallel=parallel())
     setup = cast(Any, SimpleNamespace(job=job, train={0: made.program}, done=0))
     compilation = Compilation(setup, made.executor, InProcess(setup, made.executor, interpreted))
@@ -78,6 +83,41 @@ def test_a_second_compilation_finds_every_graph(tmp_path: Path, monkeypatch: pyt
     graphs = found[0]["miss"]
     assert graphs
     assert found == [{"miss": graphs, "hit": 0, "bypass": 0}, {"miss": 0, "hit": graphs, "bypass": 0}]
+
+
+class Begun:
+    """A source whose stages are stored, or are compiled by somebody."""
+
+    def __init__(self, compiles: bool) -> None:
+        self.compiles, self.waited = compiles, threading.Event()
+
+    def begin(self, keys: Sequence[StageKey]) -> list[StageReport]:
+        return []
+
+    def find(self) -> Outcome:
+        self.waited.set()
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("stored", "replaces", "bits_matter", "beside"),
+    [(False, True, False, True), (True, True, False, False), (False, True, True, False), (False, False, False, False)],
+    ids=["begins eagerly", "loads what is stored", "must not run eagerly", "a fresh start"],
+)
+def test_others_do_not_wait_for_a_replacement_to_compile(
+    stored: bool, replaces: bool, bits_matter: bool, beside: bool
+) -> None:
+    made, source = device(), Begun(not stored)
+    train = SimpleNamespace(compile="inductor", compile_first=True, deterministic=bits_matter, cuda_graphs="none")
+    setup = cast(Any, SimpleNamespace(job=SimpleNamespace(train=train, parallel=parallel())))
+    compilation = Compilation(setup, made.executor, source, replaces=replaces)
+    compilation._refused = None  # whatever this host has of a compiler
+    compilation.begin()
+    assert (compilation.state == "compiling") == beside
+    assert source.waited.wait(10.0)
 
 
 def test_what_no_stage_can_be_compiled_for() -> None:

@@ -13,7 +13,7 @@ from raypipe.observe.run_dir import ask_to_stop
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.train import prepare_run
-from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.plain_training import plain_losses, plain_val_loss
 from tests.runtime.runs.small_runs import drive, small_job
 
 compiles = pytest.mark.skipif(missing_toolchain() is not None, reason=str(missing_toolchain()))
@@ -28,10 +28,13 @@ def compiled_rows(directory: Path) -> list[dict]:
 @compiles
 def test_split_backward_with_dropout_and_tied_embeddings(stage_pool, text_folder, tmp_path) -> None:
     job = small_job(text_folder, {"schedule": "zb-h1", "stages": 2}, {"layers": 2}, lr=0.001, clip=0.5,
-                    compile="inductor", compile_first=True)  # fmt: skip
+                    compile="inductor", compile_first=True, eval_every=2)  # fmt: skip
     done = drive(job, stage_pool, tmp_path)
-    assert [row["reason"] for row in compiled_rows(tmp_path)] == [None, None]
-    assert done.losses == pytest.approx(plain_losses(job, tmp_path / "data", 4), abs=1e-9, rel=0)
+    rows = compiled_rows(tmp_path)
+    assert [(row["reason"], row["validation_lengths"]) for row in rows] == [(None, 1)] * 2
+    data = tmp_path / "data"
+    assert done.losses == pytest.approx(plain_losses(job, data, 4), abs=1e-9, rel=0)
+    assert done.val_losses == pytest.approx([plain_val_loss(job, data, steps) for steps in (2, 4)], abs=1e-9, rel=0)
 
 
 @pytest.mark.slow
@@ -43,7 +46,7 @@ def test_stages_are_swapped_in_beside_training(stage_pool, text_folder, tmp_path
     The stages are those of the run above, so that they are found compiled where both tests run.
     """
     job = small_job(text_folder, {"schedule": "zb-h1", "stages": 2}, {"layers": 2}, lr=0.0001, steps=100_000,
-                    compile="inductor")  # fmt: skip
+                    compile="inductor", eval_every=1000)  # fmt: skip
     log = tmp_path / EVENTS
 
     def stop_after_swap() -> None:

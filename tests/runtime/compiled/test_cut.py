@@ -111,3 +111,19 @@ def test_samples_of_their_own_lengths(most: int, monkeypatch: pytest.MonkeyPatch
     (programs,) = made.executor.computation.compiled[0, 0].programs.values()
     assert {program.shapes[0].shape[1] for program in programs} == {length for length, _ in compiled}
     assert_same(step_of(made), run_step(model, cut, rows, torch.float64, MICROBATCH, split=True, lengths=own))
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_convolution_with_a_bias_waits_for_w() -> None:
+    """On the first stage B is what several weight gradients share; weight and bias share no kernel."""
+    model = model_of("cnn")
+    rows = model.task.complete(CASES["cnn"][1])
+    _, traced, _ = compiled_device(model, even_cut(model, 2), rows, torch.float64, 2, split=True)
+    convolves = torch.ops.aten.convolution_backward.default
+    for stage in traced:
+        for _, _, pieces in stage.parts:
+            graphs = {"B": pieces.input_grad.graph.graph, "W": pieces.weight_grad.graph.graph}
+            masks = {name: [n.args[-1] for n in graph.nodes if n.target is convolves] for name, graph in graphs.items()}
+            assert not any(mask[1] or mask[2] for mask in masks["B"])
+            assert masks["W"]
+            assert all(mask == [False, True, False] for mask in masks["W"])

@@ -17,6 +17,7 @@ from raypipe.job.train_spec import TrainSpec
 from raypipe.models import LayeredModel
 from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.online.tune_first_k import FirstKTuner
+from raypipe.plan.plan import forward_only
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
@@ -88,11 +89,12 @@ def order(stages: int, microbatches: int, split: bool, recompute: bool = False, 
 
 @dataclass
 class OneDevice:
-    """An executor with all stages, its program, and the stages."""
+    """An executor with all stages, its program, the stages, and the program of a validation."""
 
     executor: Executor
     program: Program
     stages: list[StageModule]
+    evaluate: Program
 
 
 def one_device(
@@ -152,8 +154,8 @@ def one_device(
         Shares(None) if train is None else DeviceShares(None),
         {}, {}, specs, {},
     )  # fmt: skip
-    (program,) = programs(schedule)
-    return OneDevice(executor, program, stages)
+    (program,), (evaluate,) = programs(schedule), programs(forward_only(schedule))
+    return OneDevice(executor, program, stages, evaluate)
 
 
 def run_step(

@@ -21,6 +21,18 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 def plain_losses(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = None) -> list[float]:
     """Mean token loss of each mini-batch, before its update; of other samples where ``corpus`` has them."""
+    return _trained(job, data, steps, corpus)[0]
+
+
+def plain_val_loss(job: JobSpec, data: Path, steps: int) -> float:
+    """Mean token loss of the first validation batch after so many steps, without dropout."""
+    _, model = _trained(job, data, steps)
+    tokens, targets = Corpus.open(data).samples("val", job.train.seed, 0, 0, job.train.batch, job.train.batch)
+    with torch.no_grad(), random_keys(job.train.seed, 0, range(job.train.batch), training=False):
+        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
+
+
+def _trained(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = None) -> tuple[list[float], torch.nn.Module]:
     model, _ = _model(job)
     kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     bare = [p for p in model.parameters() if p.dim() == 1 and job.train.decay == "matrices"]
@@ -39,7 +51,7 @@ def plain_losses(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = N
             group["lr"] = learning_rate(job.train, step)
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return losses, model
 
 
 def two_buffered_losses(job: JobSpec, data: Path, steps: int) -> list[float]:

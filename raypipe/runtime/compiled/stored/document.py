@@ -47,6 +47,8 @@ class Part:
     shapes: tuple[TensorSpec, ...]
     pieces: dict[str, Source]
     """By the names of ``Pieces``; those that the schedule has no use for are missing."""
+    validates: bool = False
+    """Whether it is the stage's forward in validations."""
 
 
 def write_stage(folder: Path, parts: Sequence[Part], kept: Kept) -> None:
@@ -61,7 +63,8 @@ def write_stage(folder: Path, parts: Sequence[Part], kept: Kept) -> None:
                 write_whole(made / f"{digest}.py", source.code)
                 pieces[name] = {**_interface(source.piece), "code": digest}
             shapes = [[list(spec.shape), _name(spec.dtype)] for spec in part.shapes]
-            rows.append({"span": part.span, "layout": _layout(part.layout), "shapes": shapes, "pieces": pieces})
+            what = {"span": part.span, "validates": part.validates}
+            rows.append({**what, "layout": _layout(part.layout), "shapes": shapes, "pieces": pieces})
         write_whole(made / DOCUMENT, json.dumps({"parts": rows, "kept": asdict(kept)}))
 
 
@@ -94,10 +97,15 @@ def read_stage(folder: Path, module: StageModule) -> tuple[CompiledStage, Kept] 
                 for name, piece in row["pieces"].items()
             }
             pieces = Pieces(**loaded)
+            program = StageProgram(module, layout, pieces, shapes)
+            if row["validates"]:
+                compiled.validation.append(program)
+                continue
             span = None if row["span"] is None else (int(row["span"][0]), int(row["span"][1]))
-            compiled.programs.setdefault(span, []).append(StageProgram(module, layout, pieces, shapes))
+            compiled.programs.setdefault(span, []).append(program)
         kept = document["kept"]
-        return compiled, Kept(tuple(kept["in_input_grad"]), int(kept["kept_bytes"]), int(kept["handed_bytes"]))
+        sizes = int(kept["kept_bytes"]), int(kept["handed_bytes"])
+        return compiled, Kept(tuple(kept["in_input_grad"]), *sizes, kept["eager_validation"])
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError):
         return None
 

@@ -71,8 +71,8 @@ def _compile(request: Request) -> None:
         module = build_stage(setup, plan, io_specs_of(setup, plan), request.stage, torch.device("cpu"))
         traced = trace_stage(module, request.needs)
         module.release()  # only shapes are needed from here on
-        kept = traced.kept
-        write_stage(request.folder, compiled_parts(traced), kept)
+        parts = compiled_parts(traced)
+        write_stage(request.folder, parts, traced.kept)
     keep_within(request.folder.parent)
 
 

@@ -39,10 +39,10 @@ def stage_key(setup: Setup, stage: int, module: StageModule, needs: StageNeeds) 
     model = json.dumps(setup.job.model.model_dump(mode="json"), sort_keys=True)
     for one in (*_host(), _sources(), model, str(setup.job.train.dtype), str(setup.cut[stage]), *_modules(module)):
         digest.update(one.encode() + b"\0")
-    for example in needs.examples:
+    for example in (*needs.examples, *needs.validation):
         loss = _described(example.loss)
         said = (example.samples, example.arrived, sorted(example.inputs.items()), example.segment, example.autocast)
-        digest.update(repr((said, loss, example.lengths)).encode() + b"\0")
+        digest.update(repr((said, loss, example.lengths, example.training)).encode() + b"\0")
     needed = needs.needed
     wanted = (needed.joint, needed.split, needed.recomputes, needed.keeps, needs.budget)
     digest.update(repr((wanted, module.segments, module.takes_gradient, module.gives_gradient)).encode())

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from raypipe.runtime.compiled.compiler import TracedStage, wanted_pieces
+from raypipe.runtime.compiled.compiler import TracedStage, shapes_of, wanted_pieces
 from raypipe.runtime.compiled.inductor import compile_graph
 from raypipe.runtime.compiled.layout import Interface, Layout
+from raypipe.runtime.compiled.needs import Example
+from raypipe.runtime.compiled.report import first_line
 from raypipe.runtime.compiled.stage import span_of
 from raypipe.runtime.compiled.stored.document import Part, Source
 from raypipe.runtime.compiled.tracing.cut import Piece
@@ -15,7 +17,7 @@ from raypipe.runtime.compiled.tracing.joint import Joint
 
 
 def compiled_parts(traced: TracedStage) -> list[Part]:
-    """Compile the pieces that a stage's programs run.
+    """Compile the pieces that a stage's programs run, and its forwards in validations as far as they can be.
 
     Raises:
         ValueError: a piece holds constants that are no part of its source.
@@ -27,9 +29,18 @@ def compiled_parts(traced: TracedStage) -> list[Part]:
             name: Source(_interface(piece), _source(joint, piece, name not in ("forward", "forward_only")))
             for name, piece in wanted_pieces(cut, traced.needed).items()
         }
-        specs = (*example.arrived, *(example.inputs[name] for name in joint.inputs))
-        found.append(Part(span_of(example.segment), _layout(joint), specs, pieces))
-    return found
+        found.append(Part(span_of(example.segment), _layout(joint), shapes_of(example, joint), pieces))
+    try:
+        return [*found, *map(_validation, traced.validation)]
+    except Exception as error:  # the stage trains compiled all the same
+        traced.eager_validation = first_line(error)
+        return found
+
+
+def _validation(part: tuple[Example, Joint, Piece]) -> Part:
+    example, joint, piece = part
+    only = {"forward": Source(_interface(piece), _source(joint, piece, False))}
+    return Part(None, _layout(joint), shapes_of(example, joint), only, validates=True)
 
 
 def _source(joint: Joint, piece: Piece, backward: bool) -> str:

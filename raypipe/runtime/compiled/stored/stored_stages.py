@@ -33,8 +33,7 @@ class StoredStages:
     def __init__(self, setup: Setup, executor: Executor) -> None:
         self.setup, self.executor = setup, executor
         self.cache = use_cache()
-        budget = setup.job.parallel.activation_memory_budget
-        self._needs = Needs(executor, tuple(setup.train.values()), setup.done, budget)
+        self._needs = Needs.of_run(setup, executor)
         self._limit_s = setup.job.train.compile_timeout_s
         self._began = time.monotonic()
         self._wanted: dict[StageKey, tuple[StageNeeds, Path, HelperProcess | None]] = {}
@@ -68,6 +67,11 @@ class StoredStages:
         return [(key, *self._load(key, needs, folder, reasons.get(folder)))
                 for key, (needs, folder, _) in self._wanted.items()]  # fmt: skip
 
+    @property
+    def compiles(self) -> bool:
+        """Whether processes compile some of the stages."""
+        return any(process is not None for _, _, process in self._wanted.values())
+
     def close(self) -> None:
         """End the processes that still compile."""
         for _, _, process in self._wanted.values():
@@ -92,7 +96,7 @@ class StoredStages:
             return None, StageReport(*key, seconds, reason or f"{folder} was damaged meanwhile")
         compiled, kept = found
         note_use(folder)
-        return compiled, StageReport.of(key, seconds, kept, needs.lengths, needs.eager_share)
+        return compiled, StageReport.of(key, seconds, kept, needs.lengths, needs.eager_share, len(needs.validation))
 
 
 @contextmanager

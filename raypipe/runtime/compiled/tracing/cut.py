@@ -95,6 +95,14 @@ def cut(joint: Joint, budget: float = 1.0) -> Cut:
     )  # fmt: skip
 
 
+def forward_alone(joint: Joint) -> Piece:
+    """Return the piece of a stage that is traced without a backward (``trace_validation``)."""
+    graph = joint.graph.graph
+    given = [node.name for node in graph.nodes if node.op == "placeholder"]
+    outputs = [node for node in results(graph) if node is not None]
+    return _piece(joint.graph, outputs, {name: Slot("given", i) for i, name in enumerate(given)})
+
+
 BISECTIONS = 6
 """How often torch's budget is halved to find the one that keeps as many bytes as are wanted."""
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from raypipe.models import Inputs, Task
 from raypipe.models.keyed_random import with_keys
 from raypipe.runtime.compiled.layout import Layout
 from raypipe.runtime.compiled.needs import Example
@@ -74,19 +75,26 @@ class _Stage:
         arrived = tuple(rest[: len(example.arrived)])
         inputs = dict(zip(self.inputs, rest[len(example.arrived) :], strict=True))
         given = (arrived, inputs) if example.segment is None else (arrived, inputs, example.segment)
-        keys = TracedKeys(example.samples, self.places, tables)
+        keys = TracedKeys(example.samples, self.places, tables, example.training)
         queue = module.queue
         before, queue.only = queue.only, frozenset()  # no weight gradient is deferred by hand
         try:
             with with_keys(keys), self._autocast(values[0].device if values else torch.device("cpu")):
                 outputs = list(torch.func.functional_call(module, held, given))
                 if example.loss is not None:
-                    outputs = [example.loss.loss(outputs[0], inputs)]
+                    outputs = self._scored(example.loss, outputs[0], inputs)
         finally:
             queue.only = before
         taken = [one.take(TRACED_STEP, 0) for one in module.statistics]
         self.statistics = [i for i, moments in enumerate(taken) if moments is not None]
         return outputs, [moments for moments in taken if moments is not None]
+
+    def _scored(self, task: Task, made: Tensor, inputs: Inputs) -> list[Tensor]:
+        """Return the loss of what the last stage makes; in a validation with what else is asked of it."""
+        loss = task.loss(made, inputs)
+        if self.example.training:
+            return [loss]
+        return [made, loss, *([task.sums_of_figures(made, inputs)] if task.figures else ())]
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if self.example.autocast is None:
@@ -133,8 +141,6 @@ def trace(module: StageModule, example: Example) -> Joint:
     rounds = keeps_rounding(module.parameters())
     with fake:
         graph = _traced(joint, [*values, *tables], tangents, rounds)
-    if rounds:
-        fall_back(graph.graph)
     n = len(stage.parameters)
     takes = tuple(wants[n + len(stage.buffers) : n + len(stage.buffers) + len(example.arrived)])
     return Joint(
@@ -142,6 +148,35 @@ def trace(module: StageModule, example: Example) -> Joint:
         parameters=stage.parameters, buffers=stage.buffers, inputs=stage.inputs, places=places,
         trained=[i for i in range(n) if wants[i]], takes_gradient=takes, differentiable=differentiable,
         statistics=list(stage.statistics), casts=[],
+    )  # fmt: skip
+
+
+def trace_validation(module: StageModule, example: Example) -> Joint:
+    """Trace the forward of a stage in a validation: nothing is dropped, and there is no backward.
+
+    On the last stage its outputs are the prediction, the loss, and the task's figures where it has some.
+
+    Raises:
+        Exception: whatever torch raises for operations that it cannot trace.
+        ValueError: it draws random numbers all the same.
+    """
+    fake, places = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True), Places()
+    stage = _Stage(module, example, places)
+    rounds = keeps_rounding(module.parameters())
+
+    def forward(primals: list[Tensor], _: list[Tensor]) -> list[Tensor]:
+        return [y.detach() for y in stage(primals, None)[0]]
+
+    with fake, torch.no_grad():
+        values = stage.values()
+        graph = _traced(forward, values, [], rounds)
+    if places.own or places.shared:
+        raise ValueError("it draws random numbers in a validation")
+    outputs = len(next(iter(reversed(graph.graph.nodes))).args[0])
+    return Joint(
+        graph=graph, fake=fake, given=len(values), parameters=stage.parameters, buffers=stage.buffers,
+        inputs=stage.inputs, places=places, trained=[], takes_gradient=(False,) * len(example.arrived),
+        differentiable=(False,) * outputs, statistics=[], casts=[],
     )  # fmt: skip
 
 
@@ -162,6 +197,8 @@ def _traced(function: Any, primals: list[Tensor], tangents: list[Tensor], rounds
         graph = make_fx(functional, decomposition_table=table)(primals, tangents)
     graph.graph.set_codegen(fx.graph.CodeGen())
     graph.recompile()
+    if rounds:
+        fall_back(graph.graph)
     return graph
 
 

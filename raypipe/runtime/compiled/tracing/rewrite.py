@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from raypipe.runtime.compiled.tracing.joint import Joint
+from raypipe.runtime.compiled.tracing.lower_precision import FALLS_BACK
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
@@ -50,10 +51,12 @@ def _lift_casts(joint: Joint) -> None:
 
 
 def _split_convolutions(graph: fx.Graph) -> None:
-    """Compute a convolution's input gradient apart from its weight gradients, which may wait."""
+    """Compute a convolution's gradients one by one: that of its weight may wait, whoever needs the others."""
     for node in list(graph.nodes):
         if node.target is not aten.convolution_backward.default:
             continue
+        if FALLS_BACK not in node.meta:  # else its sum has to round as PyTorch's kernel does
+            _sum_bias(graph, node)
         *args, mask = node.args
         if not (mask[0] and any(mask[1:])):
             continue
@@ -66,3 +69,21 @@ def _split_convolutions(graph: fx.Graph) -> None:
                 user.args = (weights, user.args[1])
         node.args = (*args, [True, False, False])
         node.meta = {**node.meta, "val": (values[0], None, None)}
+
+
+def _sum_bias(graph: fx.Graph, node: fx.Node) -> None:
+    """Compute the gradient of a convolution's bias as the sum that it is, rather than with that of the weight."""
+    *args, mask = node.args
+    if not mask[2]:
+        return
+    gradient, values = args[0], node.meta["val"]
+    with graph.inserting_before(node):
+        dims = [0, *range(2, gradient.meta["val"].dim())]
+        made = graph.call_function(aten.sum.dim_IntList, (gradient, dims))
+    made.meta = {**node.meta, "val": values[2]}
+    for user in list(node.users):
+        if user.target is operator.getitem and user.args[1] == 2:
+            user.replace_all_uses_with(made)
+            graph.erase_node(user)
+    node.args = (*args, [*mask[:2], False])
+    node.meta = {**node.meta, "val": (*values[:2], None)}
