@@ -1,22 +1,22 @@
 """The driver queues steps, validations and saves with all workers, and collects their results in the same order.
 
 Devices never wait for the driver inside a step: each of them has its whole step as a program, and at least
-``QUEUED_STEPS`` steps are queued ahead.
+``QUEUED_CALLS`` calls, of one step or of several short ones (``calls.steps_per_call``), are queued ahead.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 
 from raypipe.data import tokens_per_sample
 from raypipe.errors import SampleCountError
 from raypipe.job.spec import JobSpec
-from raypipe.observe.run_dir import Stop, asked_to_save, asked_to_stop
+from raypipe.observe.run_dir import Stop, asked_to_stop
 from raypipe.observe.run_log import RunLog, rewind
 from raypipe.observe.timelines import LiveTimelines
 from raypipe.plan.online.better_order import running_of
@@ -24,6 +24,9 @@ from raypipe.plan.online.controller import MeasuredStep
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.sequence import ControllerSequence
 from raypipe.plan.plan import Plan
+from raypipe.runtime.calls.due import Due, Dues
+from raypipe.runtime.calls.steps_per_call import StepsPerCall
+from raypipe.runtime.calls.ticket import DoneStep, Ticket
 from raypipe.runtime.cluster.run_metrics import RunMetrics
 from raypipe.runtime.cluster.sent_files import clear
 from raypipe.runtime.cluster.worker_group import WorkerGroup
@@ -31,36 +34,22 @@ from raypipe.runtime.compiled.swap import CompiledSwap
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.nonfinite.found import NonFiniteError
 from raypipe.runtime.nonfinite.policy import NonFinitePolicy, left_out_before
-from raypipe.runtime.recovery.in_place import RECOVERABLE, InPlace, can_recover
+from raypipe.runtime.recovery.in_place import RECOVERABLE, InPlace, Recovered, can_recover
 from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.standby import StandbyPool
 from raypipe.runtime.run_results import RunResults
 from raypipe.runtime.samples.sample_stream import samples_streamed
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints, Saved
-from raypipe.runtime.saving.saves import Save, Saves
+from raypipe.runtime.saving.saves import Saves
 from raypipe.runtime.set_up_workers import install, set_up
 from raypipe.runtime.step import StepResult
 from raypipe.runtime.validation.metrics import ValidationMetrics
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 
-QUEUED_STEPS = 2
-"""Steps queued with the actors beyond the one being collected."""
-
-
-@dataclass(slots=True)
-class _Ticket:
-    """One step, validation, save or copy that has been queued with every worker."""
-
-    kind: Literal["step", "eval", "save", "copy"]
-    step: int
-    """Number of steps done when this call has finished."""
-    refs: list[Any]
-    clock: StepClock
-    part: Part = WHOLE
-    save: Save | None = None
+QUEUED_CALLS = 2
+"""Calls of steps queued with the actors beyond the one being collected."""
 
 
 class Driver:
@@ -94,12 +83,14 @@ class Driver:
         """What the newest validation has decided: number of steps, its loss, its score, whether it is the best."""
         self.paused: dict[str, Any] | None = None
         """Number of steps done and reason, where the run was asked to end for now."""
-        self._pending: deque[_Ticket] = deque()
-        self._unread: _Ticket | None = None
+        self._pending: deque[Ticket] = deque()
+        self._unread: Ticket | None = None
         """The newest step, where its result has to be asked for; see ``_read``."""
         self._stored = plan
         """The plan that the run's ``plan.json`` holds now."""
         self._swap = CompiledSwap(log)
+        self._per_call = StepsPerCall()
+        self._dues = Dues(job.train, directory, self.saves, self.copies)
 
     @property
     def schedule(self) -> Schedule:
@@ -235,7 +226,7 @@ class Driver:
         workers.run_id = f"{workers.run_id.partition('.r')[0]}.r{self._rewinds}"
         workers.locate()
         self._setup(workers, to.checkpoint, to.done, self.in_place is not None)
-        self.clock.pause()
+        self._pause()
         fields = {"from_step": error.step, "left_out": error.step - to.done, "message": error.what}
         self.log.event("rewound", step=to.done, **fields)
         self.metrics.event("rewound", fields)
@@ -265,14 +256,15 @@ class Driver:
         while self._pending:
             ticket = self._pending[0]
             results = outcomes(ticket.refs)
-            self.saves.heard(results)
-            self.copies.heard(results)
-            if ticket.step > done or ticket.kind == "copy":
+            reports = [of_rank[-1] if isinstance(of_rank, list) else of_rank for of_rank in results]
+            self.saves.heard(reports)
+            self.copies.heard(reports)
+            if ticket.kind == "step":
+                self._collect_known(ticket, results, recovered, error)
+            elif ticket.step > done or ticket.kind == "copy":
                 pass  # it is queued again
             elif None not in results:
                 self._collect(ticket)
-            elif ticket.kind == "step" and ticket.step == done and recovered.facts is not None:
-                self._collect_step(ticket, completed(results, recovered.facts), timed=False)
             elif ticket.kind == "save" and not (ticket.save is None or ticket.save.best):
                 self.saves.uncollected(ticket.step, done)
             elif ticket.step < done:  # nobody has the parameters of that step any more
@@ -281,7 +273,7 @@ class Driver:
         if self.saves.lost(recovered.replaced):
             raise error
         self._unread = None
-        self.clock.pause()
+        self._pause()
         self.results.pause()
         fields = {
             "ranks": list(recovered.replaced),
@@ -296,14 +288,29 @@ class Driver:
         self.metrics.event("recovered", fields)
         return done
 
-    def _due(self, done: int, stop: Stop | None) -> tuple[bool, bool]:
-        """Return whether to validate and to save after ``done`` steps; ``stop``: what ends the run there, or None."""
-        train = self.job.train
-        last = done == train.steps or (stop is not None and not stop.pauses)
-        evaluates = last or bool(train.eval_every and done % train.eval_every == 0)
-        forced = asked_to_save(self.directory) or last or stop is not None or self.saves.overdue
-        saves = forced or bool(train.checkpoint_every and done % train.checkpoint_every == 0)
-        return evaluates, saves
+    def _collect_known(
+        self, ticket: Ticket, results: Sequence[Sequence[StepResult] | None], recovered: Recovered, error: Exception
+    ) -> None:
+        """Collect the steps of a call that count, some of whose results may have been lost.
+
+        Raises:
+            Exception: ``error``, where not even the other devices know of one of them.
+        """
+        for one in ticket.steps(results):
+            if one.step > recovered.done:
+                return  # it is queued again
+            facts = recovered.facts.get(one.step - 1)
+            if None not in one.results:
+                self._collect_step(ticket, one)
+            elif facts is not None:
+                self._collect_step(ticket, one._replace(results=[*completed(one.results, facts)]), timed=False)
+            elif one.step < recovered.done:
+                raise error
+
+    def _pause(self) -> None:
+        """Note that the next step follows no other, and may take another time."""
+        self.clock.pause()
+        self._per_call.forget()
 
     def _stops(self, stop: Stop | None, done: int) -> bool:
         """Log that the run ends early, after ``done`` steps, if it was asked to; return whether it was."""
@@ -318,7 +325,7 @@ class Driver:
     def _finish_step(self, workers: WorkerGroup, done: int) -> bool:
         """Queue again what was to follow a step and was not collected; return whether the run ends there."""
         stop = asked_to_stop(self.directory)
-        self._queue_after(workers, done, *self._due(done, stop))
+        self._queue_after(workers, done, self._dues.after(done, stop))
         return self._stops(stop, done)
 
     def _fill(self, workers: WorkerGroup, done: int) -> int:
@@ -328,40 +335,44 @@ class Driver:
         """
         train = self.job.train
         fills, queued = True, done
-        for step in range(done, train.steps):
+        while queued < train.steps:
             if self.patience is not None and self.patience.exhausted:
                 break
             stop = asked_to_stop(self.directory)
-            evaluates, saves = self._due(step + 1, stop)
-            drains = evaluates or saves or self.copies.due(step + 1)
-            part = (fills, drains) if self.schedule.versions != "flush" else WHOLE
-            fills = part[1]
-            self._take_next_plan(workers, step)
-            self._swap.before_step(workers, step)
-            ticket = _Ticket("step", step + 1, workers.call("run_step", step, part), self.clock, part)
+            most = 1 if self._reads_later(workers) else self._per_call.most
+            parts, due = self._dues.next_call(queued, most, fills, self.schedule.versions == "flush", stop)
+            fills = due.anything
+            self._take_next_plan(workers, queued)
+            self._swap.before_step(workers, queued)
+            refs = workers.call("run_steps", queued, parts)
+            queued += len(parts)
+            ticket = Ticket("step", queued, refs, self.clock, parts)
             self._pending.append(ticket)
             self._read(workers)
-            late = self.running.plan.parallel.late_updates
-            if late or any(at.peer.device != "cpu" for at in workers.locations):
+            if self._reads_later(workers):
                 self._unread = ticket
-            if drains:
+            if due.anything:
                 self._read(workers)
-            self._queue_after(workers, step + 1, evaluates, saves)
-            while sum(t.kind == "step" for t in self._pending) > QUEUED_STEPS:
+            self._queue_after(workers, queued, due)
+            while sum(t.kind == "step" for t in self._pending) > QUEUED_CALLS:
                 self._collect_oldest()
-            queued = step + 1
             if self._stops(stop, queued):
                 break
         return queued
 
-    def _queue_after(self, workers: WorkerGroup, done: int, evaluates: bool, saves: bool) -> None:
+    def _reads_later(self, workers: WorkerGroup) -> bool:
+        """Return whether the results of a step have to be asked for; see ``_read``."""
+        return self.running.plan.parallel.late_updates or not workers.on_cpus()
+
+    def _queue_after(self, workers: WorkerGroup, done: int, due: Due) -> None:
         """Queue the validation and the save after ``done`` steps, unless they have been collected before."""
         train = self.job.train
+        evaluates, saves, copies = due
         if evaluates and self._validated < done:
             metrics = self.results.validation_metrics
             keeps = () if metrics is None else (True, metrics.preprocess)
             refs = [ref for batch in range(train.eval_batches) for ref in workers.call("evaluate", batch, *keeps)]
-            self._pending.append(_Ticket("eval", done, refs, self.clock))
+            self._pending.append(Ticket("eval", done, refs, self.clock))
         val_loss, score, best = None, None, False
         if evaluates and train.keeps_best:
             # Whether to save depends on the validation loss, and only the validated parameters may be saved, so
@@ -375,10 +386,10 @@ class Driver:
         if saves and self.saves.newest < done:
             save, refs = self.saves.call(workers, done)
             save.val_loss, save.score, save.best = val_loss, score, best
-            self._pending.append(_Ticket("save", done, refs, self.clock, save=save))
-        elif self.copies.due(done):
+            self._pending.append(Ticket("save", done, refs, self.clock, save=save))
+        elif copies:
             refs = self.copies.call(workers, done, self.checkpoints.left_out)
-            self._pending.append(_Ticket("copy", done, refs, self.clock))
+            self._pending.append(Ticket("copy", done, refs, self.clock))
 
     def _read(self, workers: WorkerGroup) -> None:
         """Ask for the result of the newest step, which a GPU has only been given when ``run_step`` returns, and of
@@ -398,13 +409,15 @@ class Driver:
         self._collect(self._pending[0])
         self._pending.popleft()  # not before: where that fails, it is still to be collected
 
-    def _collect(self, ticket: _Ticket) -> None:
+    def _collect(self, ticket: Ticket) -> None:
         results = ray.get(ticket.refs)
         if ticket.kind == "step":
-            self.saves.heard(results)
-            self.copies.heard(results)
+            reports = [of_rank[-1] for of_rank in results]
+            self.saves.heard(reports)
+            self.copies.heard(reports)
             self.saves.poll()
-            self._collect_step(ticket, results)
+            for one in ticket.steps(results):
+                self._collect_step(ticket, one)
             return
         if ticket.kind == "copy":
             self.copies.begun(ticket.step, results)
@@ -419,12 +432,14 @@ class Driver:
             self.saves.begun(ticket.save, results, dict(self.results.newest))
             self.metrics.event("checkpoint_begun", {"stall_s": ticket.save.stall_s})
 
-    def _collect_step(self, ticket: _Ticket, results: list[StepResult], timed: bool = True) -> None:
-        """Take in a step; ``timed``: all devices have reported the times of their tasks."""
-        step, tensor = ticket.step, self.running.plan.parallel.tensor
+    def _collect_step(self, ticket: Ticket, done: DoneStep, timed: bool = True) -> None:
+        """Take in a step of a call; ``timed``: all devices have reported the times of their tasks."""
+        step, tensor = done.step, self.running.plan.parallel.tensor
+        results = [one for one in done.results if one is not None]  # the caller has seen to it that none is lost
         self._swap.heard(step, results)
-        step_s = self.results.step(step, ticket.part, ticket.clock, results, tensor, timed)
+        step_s = self.results.step(step, done.part, ticket.clock, results, tensor, timed)
         if step_s is not None and timed and ticket.clock is self.clock:  # not if it was queued before the plan changed
+            self._per_call.took(step_s)
             memory = [r.memory for r in results[::tensor]]
             self.controller.observe(MeasuredStep(step_s, memory, self.clock))
             self._log_events(step)
@@ -442,6 +457,7 @@ class Driver:
             return
         unchanged = target.schedule is self.schedule and target.ahead == self.running.ahead
         self.running, self.clock = target, StepClock(target.schedule)
+        self._per_call.forget()
         if not unchanged:  # an unchanged plan is only measured again
             install(workers, target, self.controller.measures_memory)
         self._store_plan()

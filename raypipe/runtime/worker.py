@@ -397,13 +397,20 @@ class StageWorker:
 
     @raises_device_errors
     @parts_when_lost
-    def run_step(self, step: int, part: Part = WHOLE) -> StepResult | None:
-        """Run training step ``step``, counted from 0; the returned times are on the run's shared clock.
+    def run_steps(self, step: int, parts: Sequence[Part] = (WHOLE,)) -> list[StepResult] | None:
+        """Run training steps from ``step`` on, counted from 0, one for each of ``parts``.
 
-        Returns None where updates are made while the next step runs, and in a run on GPUs, where the step is only
-        queued: ``result`` returns it later, best after the next ``run_step``, so that the GPU has work while the host
-        waits.
+        Reports of what happened beside them come with the last result, so that none is lost with a step that fails.
+
+        Returns None where updates are made while the next step runs, and in a run on GPUs, where steps are only
+        queued: ``result`` returns each later, best after the next call, so that the GPU has work while the host waits.
         """
+        results = [self.run_step(step + k, part) for k, part in enumerate(parts)]
+        done = [one for one in results if one is not None]
+        return [*done[:-1], self._with_reports(done[-1])] if done else None
+
+    def run_step(self, step: int, part: Part = WHOLE) -> StepResult | None:
+        """Run one step of ``run_steps``; the returned times are on the run's shared clock."""
         if self.compilation is not None:
             self.compiled_since += self.compilation.before_step(step)
         self.profiler.begin(step + 1, self.executor)
@@ -411,32 +418,34 @@ class StageWorker:
         self.profiler.end(step + 1, self.executor)
         later = self._late(self.setup_data)  # some of the result is only known when the next step has begun
         if not later and all(peer.device == "cpu" for peer in self.setup_data.topology.peers):
-            return self._reported(step, started)
+            return self._timed(step, started)
         self.started[step] = started
         return None
 
     @raises_device_errors
     @parts_when_lost
-    def result(self, step: int) -> StepResult:
-        """Wait for the end of a step that ``run_step`` has queued, and return its result.
+    def result(self, step: int) -> list[StepResult]:
+        """Wait for the end of a step that ``run_steps`` has queued, and return its result.
 
         Raises:
-            TransportError: the step was not queued, because ``run_step`` failed; or it does not end.
+            TransportError: the step was not queued, because ``run_steps`` failed; or it does not end.
         """
         started = self.started.pop(step, None)
         if started is None:
             raise TransportError(f"step {step + 1}", "it was not started", "see the error that came before")
-        return self._reported(step, started)
+        return [self._with_reports(self._timed(step, started))]
 
-    def _reported(self, step: int, started: StartedStep) -> StepResult:
+    def _timed(self, step: int, started: StartedStep) -> StepResult:
         result = started.result()
         if self.compilation is not None:
             self.compilation.after_step(step, float((result.times[:, 1] - result.times[:, 0]).sum()))
+        return replace(result, times=self.communicators.clock.shared(result.times))
+
+    def _with_reports(self, result: StepResult) -> StepResult:
+        """Add what else there is to say since the result before."""
         compiled, self.compiled_since = tuple(self.compiled_since), []
-        times = self.communicators.clock.shared(result.times)
         return replace(
-            result, times=times, device_memory=self.memory_reports.due(), written=self.shard_writer.ended(),
-            compiled=compiled,
+            result, device_memory=self.memory_reports.due(), written=self.shard_writer.ended(), compiled=compiled,
             compile_state="settled" if self.compilation is None else self.compilation.state,
             notices=self.executor.notices() + (() if self.compilation is None else self.compilation.notices()),
         )  # fmt: skip

@@ -20,7 +20,7 @@ from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.worker_group import WorkerGroup, device_title
 from raypipe.runtime.communicators import Topology, rendezvous_of
-from raypipe.runtime.driver import QUEUED_STEPS
+from raypipe.runtime.driver import QUEUED_CALLS
 from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup
 from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
@@ -319,7 +319,7 @@ def _steps(
     for step in range(steps):
         part = WHOLE if schedule.versions == "flush" else (step == 0, step == steps - 1)
         pending.append((part, workers.call("run_step", step, part)))
-        if len(pending) > QUEUED_STEPS:
+        if len(pending) > QUEUED_CALLS:
             collect()
     while pending:
         collect()

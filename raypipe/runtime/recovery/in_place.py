@@ -8,7 +8,7 @@ new name, twins send their state to the replacements, and the step that was runn
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ class Recovered:
 
     done: int
     """Number of steps after which all devices go on."""
-    facts: Facts | None
-    """What all devices have told of the last of these steps."""
+    facts: Mapping[int, Facts]
+    """By step, counted from 0: what all devices have told of the newest of these steps."""
     replaced: tuple[int, ...]
     """Ranks."""
     from_pool: int
@@ -110,12 +110,11 @@ class InPlace:
         self._at = (done, self._at[1] + 1 if self._at[0] == done else 1)
         if self._at[1] > AT_ONE_STEP:
             raise error
-        heard = (one.facts for one in standings.values())
-        facts = next((one for one in heard if one is not None and one.step == done - 1), None)
+        facts = {one.step: one for standing in standings.values() for one in standing.facts}
         from_pool = self._replace(workers, dead)
         setups = setups_of(workers, self._job, running, self._directory, None, measures, done, True, left_out)
         workers.calls.clear()  # they failed because of what is mended now
-        ray.get(workers.call_each("rejoin", [(one, moved, facts) for one in setups]))
+        ray.get(workers.call_each("rejoin", [(one, moved, facts.get(done - 1)) for one in setups]))
         repeated = max(one.begun for one in standings.values()) - done
         return Recovered(
             done, facts, tuple(sorted(dead)), from_pool, max(0, repeated), describe(cause), time.monotonic() - began

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Hashable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raypipe.runtime.calls.steps_per_call import MOST_STEPS
 from raypipe.runtime.recovery.standing import Facts, Standing
 from raypipe.runtime.update.collective import Push, wait_for
 
 FIELDS = 3
+KEPT = 2 * MOST_STEPS
+"""Steps whose facts are kept: those of a call whose results may be lost, and of the call after it."""
 
 
 class Ledger:
@@ -34,7 +38,7 @@ class Ledger:
         """The newest step that was told, from 0."""
         self._work: dist.Work | None = None
         self._found = torch.empty(0, dtype=torch.float64)
-        self._heard: Facts | None = None
+        self._heard: deque[Facts] = deque(maxlen=KEPT)
         self.begun = done
         """Number of steps begun."""
         self.updated: set[Hashable] = set()
@@ -66,7 +70,7 @@ class Ledger:
     def _hear(self) -> None:
         assert self._told is not None
         norms, losses, samples = self._found.view(-1, FIELDS).t().tolist()
-        self._heard = Facts(self._told, tuple(norms), tuple(losses), tuple(int(n) for n in samples))
+        self._heard.append(Facts(self._told, tuple(norms), tuple(losses), tuple(int(n) for n in samples)))
         self._work = None
 
     def leave(self) -> None:
@@ -85,6 +89,6 @@ class Ledger:
         if self._told is None:
             return Standing(self._done, ready=False, agreed=False, begun=self.begun)
         if self.updated == self._keys and not pending:
-            return Standing(self._told + 1, False, False, self._heard, self.begun)
-        agreed = self._heard is not None and self._heard.step == self._told
-        return Standing(self._told, True, agreed, self._heard, self.begun)
+            return Standing(self._told + 1, False, False, tuple(self._heard), self.begun)
+        agreed = bool(self._heard) and self._heard[-1].step == self._told
+        return Standing(self._told, True, agreed, tuple(self._heard), self.begun)

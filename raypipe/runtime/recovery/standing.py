@@ -37,8 +37,8 @@ class Standing:
     """Whether the gradients of the step after these are complete, and the others have been told so."""
     agreed: bool
     """Whether all devices are known to be ``ready`` for that step, so that its update may be final on some of them."""
-    facts: Facts | None = None
-    """Of the newest step of which all have been heard."""
+    facts: tuple[Facts, ...] = ()
+    """Of the newest steps of which all have been heard."""
     begun: int = 0
     """Number of steps that this device has begun."""
 

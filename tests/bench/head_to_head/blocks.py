@@ -9,6 +9,7 @@ from statistics import median
 
 from raypipe.job.spec import JobSpec
 from raypipe.plan.plan import Plan
+from raypipe.runtime.calls.steps_per_call import MOST_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,14 @@ class Block:
     losses: list[float]
 
     def steady(self, warm_up: int) -> float:
-        """Median step of the block, its first ``warm_up`` steps left out."""
-        return median(self.step_s[warm_up:])
+        """Median step of the block, its first ``warm_up`` steps left out.
+
+        Where there are many, the median over all runs of as many steps as raypipe takes in a call: of single steps,
+        the median would leave out what lies between two calls.
+        """
+        steps = self.step_s[warm_up:]
+        size = MOST_STEPS if len(steps) >= 2 * MOST_STEPS else 1
+        return median(sum(steps[at : at + size]) / size for at in range(len(steps) - size + 1))
 
     def work(self, warm_up: int) -> float:
         """Mean processor time of a step over all devices: waiting costs none, a busy machine hardly any."""

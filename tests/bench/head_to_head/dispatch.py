@@ -32,12 +32,14 @@ class RecordingClock(StepClock):
     def __init__(self, schedule: Schedule, pids: Sequence[int]) -> None:
         super().__init__(schedule)
         self._pids = pids
-        self.device_cpu: list[float] = []
+        self._collected: list[float] = []
+        """When each step was collected, on this host's monotonic clock."""
+        self._device_cpu: list[float] = []
         """Processor seconds of the stage actors' processes at the moment each step was collected."""
         self.steps: list[Times] = []
         self.step_s: list[float] = []
-        self.driver_cpu: list[float] = []
-        """Processor seconds of the driver's process, all threads, at the moment each step was collected."""
+        self._driver_cpu: list[float] = []
+        """Processor seconds of the driver's process, all threads, at that moment."""
 
     def add(
         self, part: Part, times: Times, waits: StepWaits = NO_WAITS, number: int = 0
@@ -45,9 +47,26 @@ class RecordingClock(StepClock):
         result = super().add(part, times, waits, number)
         self.steps.append(times)
         self.step_s.append(result[0])
-        self.driver_cpu.append(time.process_time())
-        self.device_cpu.append(sum(map(_cpu_seconds, self._pids)))
+        self._collected.append(time.monotonic())
+        self._driver_cpu.append(time.process_time())
+        self._device_cpu.append(sum(map(_cpu_seconds, self._pids)))
         return result
+
+    @property
+    def device_cpu(self) -> list[float]:
+        """Processor seconds of the stage actors' processes when each step ended."""
+        return self._at_ends(self._device_cpu)
+
+    @property
+    def driver_cpu(self) -> list[float]:
+        """Processor seconds of the driver's process, all threads, when each step ended."""
+        return self._at_ends(self._driver_cpu)
+
+    def _at_ends(self, used: Sequence[float]) -> list[float]:
+        # The steps of one call are collected together, after the last of them.
+        ends = [max(float(of[:, 1].max()) for of in times) for times in self.steps]
+        found: list[float] = np.interp(ends, self._collected, used).tolist()
+        return found
 
 
 def _cpu_seconds(pid: int) -> float:

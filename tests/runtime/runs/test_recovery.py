@@ -12,6 +12,7 @@ import pytest
 
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
+from raypipe.runtime.calls import steps_per_call
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.reserve import Reservation, reserve
 from raypipe.runtime.cluster.worker_group import Survivors, WorkerGroup, start_worker_group
@@ -118,3 +119,30 @@ def test_a_worker_is_replaced(
     assert len(given_up) == (moment == "write 0")
     after = [at.pid for at in workers.locations]
     assert [a == b for a, b in zip(before, after, strict=True)] == [r != rank for r in range(len(before))]
+
+
+@pytest.mark.parametrize(("rank", "moment"), [(1, "agreed 0"), *exhaustive((2, "summed 0"), (3, "BW 1"))], ids=str)
+def test_a_worker_is_replaced_in_the_middle_of_a_call(
+    rank: int, moment: str, text_folder: Path, mortals: Mortals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the steps of that call that count, all are logged although no device has returned them."""
+    job = small_job(text_folder, TWO_COPIES, steps=15, clip=0.5)
+    found = []
+    for call_s in (0.0, 1e9):
+        monkeypatch.setattr(steps_per_call, "CALL_S", call_s)
+        if call_s:
+            mortals.file.write_text(f"{rank} 9 {moment}")  # the call has the steps 5 to 12, from 0
+        driver = new_driver(job, tmp_path / str(call_s))
+        workers = mortals.take(driver.schedule, 2)
+        try:
+            driver.run(workers, None, 0)
+        finally:
+            mortals.leave(workers)
+            driver.log.close()
+        found.append([row for row in read_rows(tmp_path / str(call_s) / METRICS) if "loss" in row])
+    assert not mortals.file.exists()  # it has died
+    undisturbed, disturbed = ([{key: row[key] for key in ("step", "loss", "grad_norm")} for row in of] for of in found)
+    assert disturbed == undisturbed
+    (event,) = [e for e in read_rows(tmp_path / "1000000000.0" / EVENTS) if e["event"] == "recovered"]
+    assert event["step"] in (9, 10)
+    assert event["steps_repeated"] in (0, 1)
