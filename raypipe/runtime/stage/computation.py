@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -149,13 +149,16 @@ class StageComputation:
         inputs = stacked_inputs(list(microbatches.inputs)) if module.reads else {}
         program = self._compiled(key, arrived, inputs, segment)
         if program is not None:  # it has no slices, no halves, and its casts are in its graph
-            made, graph = program(
-                lambda: self.draws(self.settings.seed, microbatches.step, samples, self.training),
-                arrived, inputs, weights,
-            )  # fmt: skip
+
+            def keys() -> RandomKeys:
+                return self.draws(self.settings.seed, microbatches.step, samples, self.training)
+
+            # Running statistics note whose moments these are; else keys are made only where something is drawn.
+            with with_keys(keys()) if module.statistics else nullcontext():
+                computed, graph = program(keys, arrived, inputs, weights)
             if not self.training and not sends_on:
-                made = self._scored(samples, inputs, *made)
-            return made, graph
+                computed = self._scored(samples, inputs, *computed)
+            return computed, graph
         sliced = self._slice(key, microbatches, remade, again)
 
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:

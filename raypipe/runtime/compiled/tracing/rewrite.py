@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
+from raypipe.runtime.compiled.tracing.graphs import value
 from raypipe.runtime.compiled.tracing.joint import Joint
 from raypipe.runtime.compiled.tracing.lower_precision import FALLS_BACK
 
@@ -73,12 +75,13 @@ def _split_convolutions(graph: fx.Graph) -> None:
 
 def _sum_bias(graph: fx.Graph, node: fx.Node) -> None:
     """Compute the gradient of a convolution's bias as the sum that it is, rather than with that of the weight."""
-    *args, mask = node.args
+    arguments: tuple[Any, ...] = node.args
+    *args, mask = arguments
     if not mask[2]:
         return
     gradient, values = args[0], node.meta["val"]
     with graph.inserting_before(node):
-        dims = [0, *range(2, gradient.meta["val"].dim())]
+        dims = [0, *range(2, value(gradient).dim())]
         made = graph.call_function(aten.sum.dim_IntList, (gradient, dims))
     made.meta = {**node.meta, "val": values[2]}
     for user in list(node.users):
