@@ -20,12 +20,9 @@ from torch import Tensor, nn
 
 from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
 from raypipe.errors import TransportError
-from raypipe.job.spec import JobSpec, reduce_dtype
 from raypipe.models import build_model
 from raypipe.models.host_copies import runs_behind
-from raypipe.plan.online.tune_first_k import FirstKTuner
-from raypipe.runtime.allocated import MemoryReports, host_memory_bytes
-from raypipe.runtime.cast_messages import message_cast_of
+from raypipe.runtime.allocated import MemoryReports
 from raypipe.runtime.clocks.profiler_window import FOLDER, ProfilerWindow
 from raypipe.runtime.cluster import node_files
 from raypipe.runtime.cluster.failure import raises_device_errors
@@ -46,6 +43,7 @@ from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.saving.keeper import send_snapshot
 from raypipe.runtime.saving.shard_writer import SaveBegun, ShardWriter, Write, Written
 from raypipe.runtime.saving.state_to_save import state_to_save
+from raypipe.runtime.settings import dtype_of_sums, first_k_tuner, step_settings, updates_by_layer
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.shard.state import read_shards
@@ -53,7 +51,7 @@ from raypipe.runtime.stage.build import build_stage, io_specs_of
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.stage.state import read_previous, read_state
 from raypipe.runtime.started_step import StartedStep
-from raypipe.runtime.step import StepResult, StepSettings
+from raypipe.runtime.step import StepResult
 from raypipe.runtime.tensor_ranks import TENSOR_GROUP, own_channels, own_groups
 from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.update.collective import wait_for
@@ -64,9 +62,7 @@ from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.runtime.validation.predictions import Preprocess
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
-from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.lowering.programs import Program
-from raypipe.schedule.passes.sync import BY_LAYER
 from raypipe.tensor import Alone, ProcessGroup, TensorGroup, set_group
 
 if TYPE_CHECKING:
@@ -235,11 +231,6 @@ class StageWorker:
             self.compiled_since += self.compile_stages(replaces=True)
 
     @staticmethod
-    def _by_layer(setup: Setup) -> bool:
-        """Return whether layers are updated one by one (``update.layer_updates``)."""
-        return setup.job.parallel.sync in BY_LAYER
-
-    @staticmethod
     def _late(setup: Setup) -> bool:
         """Return whether some of a step's updates are made while the next one runs."""
         return setup.job.parallel.late_updates
@@ -262,7 +253,7 @@ class StageWorker:
             if device == setup.device
         }
         self.shards = shards = divide(
-            self.modules, setup.sharding, setup.placement, setup.tied, groups, self._reduce_dtype(job)
+            self.modules, setup.sharding, setup.placement, setup.tied, groups, dtype_of_sums(job)
         )
         pieces = {piece: dims for stage in shards.stages.values() for piece, dims in stage.dims.items()}
         self.optimizers = {
@@ -285,22 +276,9 @@ class StageWorker:
             own_channels(communicators.senders, setup.tensor),
             own_channels(communicators.receivers, setup.tensor),
         )
-        # An update that has to be undone is noticed by each process when it looks; members must do so in step.
-        # The same holds for those that divide a stage: a step begun again gathers it again, on all of them.
-        # And running statistics that an update has moved cannot be taken back.
-        skips = job.train.on_nonfinite == "skip"
-        together = setup.tensor > 1 or bool(shards.stages) or ((setup.recovers or skips) and plan.batch_statistics)
         if job.parallel.side_stream is not None:
             prefer_main_stream(self.device)
-        update: RequestedNormPolicy = "wait" if together else job.parallel.update
-        settings = StepSettings(
-            seed=job.train.seed, microbatches=setup.microbatches,
-            samples_per_microbatch=setup.samples_per_microbatch, slices=setup.slices,
-            clip=job.train.clip, skips=skips, update=update, timeout_s=job.train.message_timeout_s, device=self.device,
-            autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, tensor_rank=setup.tensor_rank,
-            by_layer=self._by_layer(setup), side_stream=job.parallel.side_stream,
-            sub_pipelined=job.parallel.sub_pipelined, message_cast=message_cast_of(job),
-        )  # fmt: skip
+        settings = step_settings(setup, self.device, plan.batch_statistics, bool(shards.stages))
         sync = self.sync_class(
             setup.device,
             self.modules,
@@ -309,9 +287,9 @@ class StageWorker:
             groups,
             setup.tensor_rank,
             shards.stages,
-            by_layer=self._by_layer(setup),
-            tuner=self._first_k(setup) if job.parallel.postpones else None,
-            dtype=self._reduce_dtype(job),
+            by_layer=updates_by_layer(job),
+            tuner=first_k_tuner(setup, self.device),
+            dtype=dtype_of_sums(job),
         )
         self.executor = executor_for(setup, self.device, self.executor_class)(
             settings, self.modules, self.optimizers, plan.task, feed, sync, self._shares(sync.complete, setup),
@@ -322,25 +300,6 @@ class StageWorker:
         self.group = self._tensor_group(groups)
         if setup.recovers and communicators.world is not None:
             self.executor.ledger = Ledger(communicators.world, self.modules, setup.done)
-
-    @staticmethod
-    def _reduce_dtype(job: JobSpec) -> torch.dtype | None:
-        """Return the dtype in which gradients are summed; None for their own."""
-        name = reduce_dtype(job.train, job.parallel)
-        found: torch.dtype | None = None if name is None else getattr(torch, name)
-        return found
-
-    def _first_k(self, setup: Setup) -> Callable[[int], FirstKTuner]:
-        """Return what makes, for a stage of so many layers, the tuner of its k: within the memory that the job gives a
-        device, or where k is to be chosen, within its share of the host's."""
-        given = setup.job.parallel
-        memory = None
-        if given.memory_cap_mb is not None:
-            memory = given.memory_cap_mb * 2**20
-        elif given.first_k is None and self.device.type == "cpu":
-            node = setup.topology.peers[setup.rank].node
-            memory = host_memory_bytes() / sum(peer.node == node for peer in setup.topology.peers)
-        return partial(FirstKTuner, fixed=given.first_k, memory=memory)
 
     def _updated(self, key: StageKey) -> list[nn.Parameter]:
         """Return what the optimizer of a stage replica updates: whole parameters, and its pieces of divided ones."""
