@@ -15,6 +15,10 @@ Objective = Literal["makespan", "span", "period"]
 first start to its last end. ``period``: the time per step in steady state."""
 
 
+_MOST_TIGHTENED = 20_000
+"""Tasks times devices up to which the bound is tightened; beyond it, longest paths alone take seconds."""
+
+
 class Measure:
     """An objective over the orders of one problem."""
 
@@ -26,6 +30,17 @@ class Measure:
         if self.objective == "makespan":
             return bounds.lower_bound(self.p)
         return bounds.span_bound(self.p) if self.objective == "span" else bounds.period_bound(self.p)
+
+    def tighter_bound(self, known: float, states: int) -> float:
+        """The same by more work, where there is such a bound: ``one_device_bound`` with so many states.
+
+        ``known`` is the objective of some order; an order has to be shorter to be of interest.
+        """
+        if self.objective != "makespan" or self.p.tasks * self.p.devices > _MOST_TIGHTENED:
+            return 0.0
+        from raypipe.search.bounds.one_device import one_device_bound  # machine code, which few runs need
+
+        return one_device_bound(self.p, known, states)
 
     def value(self, orders: DeviceOrders) -> float:
         """The objective of an order that can run."""

@@ -33,6 +33,8 @@ _HOPELESS = 1.3
 """A list schedule whose span exceeds this many times the best period is not worth computing its period."""
 _OPENING, _SHORT, _DEEP = 250, 120, 600
 """Moves per round: from each family of the portfolio, from a new start, and from one of the best orders."""
+_STATES = 100_000
+"""States by which ``one_device_bound`` may tighten the bound, per second of the budget: some 5 % of it."""
 _SECONDS_PER_TASK = 1e-6
 """Approximate seconds of one move, per task of the problem."""
 
@@ -46,7 +48,7 @@ class Rounds:
     ) -> None:  # fmt: skip
         self.p, self.costs, self.objective, self.budget, self.rng = p, costs, objective, budget, rng
         self.measure = Measure(p, costs, objective)
-        self.bound = self.measure.bound()
+        self.bound, self.enough = self.measure.bound(), enough
         self.goal = max(self.bound, enough) * (1 + 1e-9)
         """The search stops at this value: it is proven optimal, or good enough."""
         self.layout, self.arcs = Layout.of(p), Arcs(p)
@@ -113,6 +115,13 @@ class Rounds:
         elif self.objective == "span" or listed.span < _HOPELESS * self.best:  # a period is rarely far below its span
             self.keep(listed.orders, listed.span if self.objective == "span" else self.measure.value(listed.orders))
         return listed
+
+    def tighten(self) -> None:
+        """Tighten the bound by what is known of the best order so far, if that is not good enough yet."""
+        if self.best > self.goal:
+            states = int(_STATES * self.budget.seconds)
+            self.bound = max(self.bound, self.measure.tighter_bound(self.best, states))
+            self.goal = max(self.bound, self.enough) * (1 + 1e-9)
 
     def shorten(self) -> None:
         """Run rounds of tabu search until the goal is reached or the budget spent."""

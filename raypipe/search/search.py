@@ -113,7 +113,9 @@ def search(
         if orders is not None and p.fits(orders):
             run.start_from(orders)
     run.construct()
+    run.tighten()
     run.shorten()
+    run.tighten()
     orders, value = run.result()
     state = Timed(p)
     state.load(orders)

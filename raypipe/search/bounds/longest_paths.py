@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from raypipe.search.bounds.packing import distances, not_implied
 from raypipe.search.problem import Problem, lane_order
@@ -99,11 +99,13 @@ def freeing(p: Problem, taker: int, room: float) -> Iterator[tuple[int, int]]:
             yield e, 1 + math.floor((room - 1) / p.frees[e] + 1e-9)
 
 
-def earliest_starts(p: Problem, before: list[list[Edge]], first: tuple[int, int] | None = None) -> list[float]:
+def earliest_starts(
+    p: Problem, before: list[list[Edge]], first: tuple[int, int] | None = None, known: Sequence[float] = ()
+) -> list[float]:
     """Return the earliest start of each task under these edges, ignoring that a device runs one task at a time.
 
     With ``first``, a device's first task and that device, starts are counted from the start of that task; tasks that
-    do not wait for it have minus infinity.
+    do not wait for it have minus infinity. With ``known``, a time per task, no task starts before that.
     """
     head = [0.0] * p.tasks
     base, time, count = p.base, p.time, p.count
@@ -117,7 +119,7 @@ def earliest_starts(p: Problem, before: list[list[Edge]], first: tuple[int, int]
         for c in order:
             if m >= count[c]:
                 continue
-            start = least[c]
+            start = max(least[c], known[base[c] + m]) if known else least[c]
             for e, back, lag in before[c]:
                 if m >= back:
                     ready = head[base[e] + m - back] + time[e] + lag
@@ -127,13 +129,15 @@ def earliest_starts(p: Problem, before: list[list[Edge]], first: tuple[int, int]
     return head
 
 
-def remaining_times(p: Problem, before: list[list[Edge]], device: int | None = None) -> list[float]:
+def remaining_times(
+    p: Problem, before: list[list[Edge]], device: int | None = None, known: Sequence[float] = ()
+) -> list[float]:
     """Return the least time from each task's end to the end of the step; with ``device``, to that device's last end.
 
-    Tasks that no task of that device waits for have minus infinity.
+    Tasks that no task of that device waits for have minus infinity. ``known``: times per task that are surely left.
     """
     far = [0.0 if device is None or p.device[c] == device else -math.inf for c in range(len(p.kind))]
-    tail = [far[c] for c in p.lane]
+    tail = list(known) if known else [far[c] for c in p.lane]
     base, time, count = p.base, p.time, p.count
     order = lane_order(p)[::-1]
     for m in reversed(range(max(count, default=0))):

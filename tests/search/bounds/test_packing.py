@@ -5,6 +5,7 @@ import random
 import pytest
 
 from raypipe.schedule.costs import CostTable
+from raypipe.search.bounds.one_device import one_device_bound
 from raypipe.search.bounds.order_bounds import lower_bound
 from raypipe.search.bounds.packing import distances, not_implied
 from raypipe.search.problem import build
@@ -65,8 +66,11 @@ def test_never_above_what_is_possible(seed):
         all_reduce=zeros, update=zeros, comm=links,
     )  # fmt: skip
     verdict = judge.judge(placement, count, *times, links, memory, split, seconds=5)
-    bound = lower_bound(build(placement, count, costs, memory_limit=memory, split=split))
+    p = build(placement, count, costs, memory_limit=memory, split=split)
+    bound = lower_bound(p)
     assert 0.6 * verdict.makespan < bound <= verdict.makespan * (1 + 1e-9)
+    tighter = one_device_bound(p, 1.5 * verdict.makespan, 100_000)
+    assert 0.8 * verdict.makespan < tighter <= verdict.makespan * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("memory", "before", "optimum"), [(4, 405, 505), (6, 353, 406), (8, 341, 372)])
