@@ -18,7 +18,7 @@ from raypipe.schedule.ir import Rules, Schedule, StageGraph
 from raypipe.search.budget import Budget
 from raypipe.search.lists.decode import decode
 from raypipe.search.lists.list_scheduling import Layout, Setting, list_schedule
-from raypipe.search.objective import Objective
+from raypipe.search.objective import Measure, Objective
 from raypipe.search.problem import build
 from raypipe.search.rounds import Rounds
 from raypipe.search.timed_order import Timed
@@ -57,6 +57,7 @@ def load_machine_code() -> None:
     layout = Layout.of(build(((0,),), 1, CostTable.even(1)))
     list_schedule(layout, Setting((0.0,) * len(layout.problem.kind)))
     decode(layout, [0.0] * layout.problem.tasks, 0.0)
+    Measure(layout.problem, CostTable.even(1), "makespan").tighter_bound(4.0, 100)
 
 
 @no_collection()

@@ -34,6 +34,11 @@ CASES = {
         "1 % above the proven makespan; proofs give 700 and 912",
         Effort(4, 300.0),
     ),
+    "scarce": Case(
+        against_bounds.scarce, "bounds in little memory, by longest paths and by one device at a time, against optima",
+        "no bound above an optimum",
+        Effort(150, 0.2),
+    ),
     "peers": Case(
         against_others.peers, "device spans, against figures from the zero-bubble authors' own scheduler",
         "none of theirs is shorter",
