@@ -165,6 +165,41 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
     )
 
 
+def split_seconds(profile: Profile, layers: Sequence[int], samples: float, busy: int) -> tuple[float, float, float]:
+    """Return the seconds of F, B and W of a stage of these layers, in ``stage_costs`` of one kind of device.
+
+    Args:
+        profile: of that kind.
+        layers: of the stage, one of which is trained.
+        samples: of a micro-batch.
+        busy: devices of a host that are at work.
+    """
+    t = times_of_stages(profile.layers).times(layers, samples, crowding(profile, busy))
+    extra = profile.task_overhead_s
+    return t.forward + extra, t.input_grad + extra, t.weight_grad + extra
+
+
+def message_seconds(
+    profile: Profile, devices: int, copies: int, innermost: Innermost, samples: float
+) -> list[list[list[float]]]:
+    """Return the seconds, in ``stage_costs``, of a message from one device of a copy to another, after each layer.
+
+    ``message_seconds(...)[a][b][i]`` is what comes from a stage on a that ends with layer i to the next one on b.
+    """
+    pairs = [(a, b) for a in range(devices) for b in range(devices)]
+    placed = Placed.of([[d for pair in pairs for d in pair]], copies, profile.placed, innermost)
+    alone = Placed.of([range(devices)], copies, profile.placed, innermost)
+    found: list[list[list[float]]] = [[] for _ in range(devices)]
+    for (a, b), users in zip(pairs, placed.crossings()[::2], strict=True):
+        ends = [profile.kinds[kind] for kind in alone.kinds((a, b))]
+        slowest = [0.0] * len(profile.layers)
+        for link, kind in ((_link(kind, n), kind) for kind in ends for n in users):
+            seconds = [link.seconds(layer.sent_bytes * samples) for layer in kind.layers]
+            slowest = [max(pair) for pair in zip(slowest, seconds, strict=True)]
+        found[a].append(slowest)
+    return found
+
+
 def crowding(profile: Profile, busy: int) -> float:
     """Return a task's time with ``busy`` devices of its host at work, over its profiled time with all at work.
 

@@ -9,16 +9,18 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from raypipe.cost.kinds import room_bytes
-from raypipe.cost.memory import StageMemory, parameter_bytes, stage_memory
+import numpy as np
+from numpy.typing import NDArray
+
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifier, Certifiers, waits_for_all
-from raypipe.plan.joint.annealing import BORDERS, SHORTEN, Hints, arranged
+from raypipe.plan.joint.annealing import BORDERS, SHORTEN, Hints, arranged, load_walk
 from raypipe.plan.joint.arrangement import Arrangement, of_layers
 from raypipe.plan.joint.least_step import LeastStep, annealed
 from raypipe.plan.joint.moved import moved
 from raypipe.plan.joint.orders_of import Ordered, OrdersOf
+from raypipe.plan.joint.stage_tables import Stages, StageTables
 from raypipe.plan.joint.starts import first_arrangements
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
@@ -47,8 +49,8 @@ PROOF = 2.0
 """Most of CP-SAT's deterministic seconds for the certificate that says when to stop."""
 WALKING = 0.15
 """Share of the time for walks that improve first arrangements by their bounds alone."""
-WALK, AFTER_WALK = 2500, 2
-"""Moves of such a walk per second of the search, and how many of its arrangements get an order."""
+WALK = 5000
+"""Moves of such a walk per second of the search."""
 ROUNDS = (0.3, 1.0)
 """Shares of the time that is left, a round each: after each, plans are judged whole, and what they were found to need
 beside activations is left free in the next."""
@@ -96,6 +98,7 @@ def _targets(ranked: Sequence[Prediction]) -> Iterator[Prediction]:
 def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: Certifier) -> Prediction | None:
     """The best plan found for one shape, whether or not it is faster than ``like``; None if nothing fits."""
     load_machine_code()
+    load_walk()
     budget = Budget(seconds)
     rng = random.Random(0)
     own = like.candidate
@@ -115,7 +118,7 @@ def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: C
     part = budget.part(WALKING)
     for a in sorted(firsts, key=hints.least.smooth):
         if part.left > 0:
-            walks += annealed(hints.least, a, judge.most_stages, int(WALK * seconds), rng, BORDERS)[:AFTER_WALK]
+            walks.append(annealed(hints.least, a, judge.most_stages, int(WALK * seconds), rng, BORDERS))
     firsts = sorted(walks + firsts, key=hints.least.of)
     best: dict[Arrangement, Prediction] = {}
     found: list[Ordered] = []
@@ -159,7 +162,9 @@ def _firsts(
         yield Arrangement(tuple(own[0] for own in like.cut), like.form.placement[0], layers)
     yield from first_arrangements(work, c.stages, judge.most_stages)
     if assigned is not None and len(set(assigned)) == c.stages:
-        yield of_layers(assigned)
+        a = of_layers(assigned)
+        if len(a.row) <= judge.most_stages:
+            yield a
 
 
 @dataclass(slots=True)
@@ -168,15 +173,10 @@ class PlanModel:
 
     judge: Predictor
     candidate: Candidate
-    less: list[float] = field(init=False)
-    """Per device, bytes to leave free beside what is known to be needed."""
-    _stages: dict[range, StageMemory] = field(default_factory=dict)
-    _room: tuple[float, ...] = field(init=False)
+    _tables: StageTables = field(init=False)
 
     def __post_init__(self) -> None:
-        c = self.candidate
-        self.less = [0.0] * c.stages
-        self._room = room_bytes(self.judge.profile, c.stages, c.replicas)
+        self._tables = StageTables(self.judge.profile, self.judge.train, self.candidate)
 
     @property
     def microbatches(self) -> int:
@@ -191,39 +191,13 @@ class PlanModel:
         """Which of its stages are frozen."""
         return Rules(frozen=self.judge.frozen(a.cut))
 
-    def memory(self, a: Arrangement) -> tuple[list[tuple[float, float]], list[float]] | None:
-        """See ``orders_of.Model``: in units of the mean activation of each device."""
-        stages = [self._stage(own) for own in a.cut]
-        devices = self.candidate.stages
-        held: list[list[int]] = [[] for _ in range(devices)]
-        for s, d in enumerate(a.row):
-            held[d].append(s)
-        reads = self.candidate.microbatch * self.microbatches * self.candidate.replicas
-        sizes = [(0.0, 0.0)] * len(stages)
-        limits = [float("inf")] * devices
-        for d, own in enumerate(held):
-            if not own:
-                continue
-            state = sum(stages[s].state + stages[s].gradients + stages[s].casts for s in own)
-            moment = max(stages[s].workspace + stages[s].messages for s in own)
-            inputs = reads * max(self.judge.profile.layers[i].read_bytes for s in own for i in a.cut[s])
-            room = self._room[d] - state - moment - inputs - self.less[d]
-            whole = [max(stages[s].kept, stages[s].kept_for_w) for s in own]
-            unit = sum(whole) / len(own) or 1.0
-            if room < sum(whole):
-                return None
-            for s, kept in zip(own, whole, strict=True):
-                sizes[s] = kept / unit, min(kept, stages[s].kept_for_w) / unit
-            if room < sum(whole) * self.microbatches:
-                limits[d] = room / unit
-        return sizes, limits
+    def stages(self, starts: NDArray[np.int64], row: NDArray[np.int64], count: int) -> Stages | None:
+        """See ``orders_of.Model``."""
+        return self._tables.of(starts, row, count)
 
-    def _stage(self, own: range) -> StageMemory:
-        if own not in self._stages:
-            profile, train = self.judge.profile, self.judge.train
-            each = parameter_bytes(profile.dtype, train.optimizer, train.momentum)
-            self._stages[own] = stage_memory(profile, own, self.candidate.microbatch, each, split=True)
-        return self._stages[own]
+    def leave_free(self, more: Sequence[float]) -> None:
+        """From now on, leave so many bytes of each device free beside what is known to be needed."""
+        self._tables.tables.room[:] -= more
 
 
 def _fitting(
@@ -239,7 +213,7 @@ def _fitting(
         if p.fits:
             return p
         over = [max(0.0, need - most) for need, most in zip(p.memory_bytes, p.capacities, strict=True)]
-        model.less = [less + 1.1 * more for less, more in zip(model.less, over, strict=True)]
+        model.leave_free([1.1 * more for more in over])
         other = orders.of(one.arrangement)
         if other is None:
             return None
@@ -253,13 +227,14 @@ def _searched(
 ) -> Prediction:  # fmt: skip
     """The plan with its order searched once more, with the time that is left; itself where that is no faster."""
     row = best.form.placement[0]
-    memory = model.memory(Arrangement(tuple(own[0] for own in best.cut), row, sum(map(len, best.cut))))
-    if memory is None or budget.left <= 0:
+    a = Arrangement(tuple(own[0] for own in best.cut), row, sum(map(len, best.cut)))
+    stages = model.stages(*a.arrays(len(row)), len(row))
+    if stages is None or budget.left <= 0:
         return best
-    sizes, limits = memory
     try:
         found = search(
-            (row,), c.microbatches, best.costs, memory_limit=limits, sizes=sizes, starts=[judge.schedule_of(best)],
+            (row,), c.microbatches, best.costs, memory_limit=stages.cap.tolist(),
+            sizes=[(whole, waiting) for whole, waiting in stages.sizes.tolist()], starts=[judge.schedule_of(best)],
             objective=objective, budget=budget, enough=max(0.0, goal), rules=Rules(frozen=judge.frozen(best.cut)),
         )  # fmt: skip
     except ScheduleError:

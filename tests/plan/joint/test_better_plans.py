@@ -13,7 +13,6 @@ from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifiers
 from raypipe.plan.choose import choose, deepest, plan_of
 from raypipe.plan.decision_json import as_json
-from raypipe.plan.joint.arrangement import of_layers, random_move
 from raypipe.plan.joint.better_plans import better_plan, better_plans
 from raypipe.plan.joint.starts import balanced, first_arrangements
 from raypipe.plan.plan import Plan, build_schedule
@@ -50,28 +49,6 @@ def plain_layers(profile, microbatch: int) -> tuple[list[Layer], list[float]]:
             )
         )
     return found, [profile.inside.seconds(x.output_bytes * microbatch) for x in profile.layers]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_moves_keep_every_layer_once_and_every_device_at_work(seed) -> None:
-    rng = random.Random(seed)
-    layers, devices = rng.randint(6, 12), rng.randint(2, 4)
-    a = of_layers([k % devices for k in range(layers)])
-    seen = set()
-    for _ in range(600):
-        b = random_move(a, devices, layers, rng, 0.4)
-        if b is None:
-            continue
-        assert [i for own in b.cut for i in own] == list(range(layers))
-        assert all(len(own) for own in b.cut)
-        assert set(b.row) == set(range(devices))
-        assert len(b.row) == len(b.starts) <= layers
-        assert b != a
-        seen.add((len(b.row) - len(a.row), b.starts == a.starts, b.row == a.row))
-        a = b
-    # A stage more, one fewer, another device in the same cut, and another border between the same devices.
-    assert {more for more, _, _ in seen} == {-1, 0, 1}
-    assert {(0, True, False), (0, False, True)} <= seen
 
 
 def test_first_arrangements_are_balanced_lines_rings_and_vs() -> None:
