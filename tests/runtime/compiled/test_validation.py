@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from raypipe.job import GptSpec
-from raypipe.models import GptLayers, LayeredModel
+from raypipe.models import GptLayers, LayeredModel, build_model
 from raypipe.runtime.compiled import compiler
 from raypipe.runtime.compiled.stage import CompiledStage
 from raypipe.runtime.step import StepResult
 from tests.exhaustive import ONLY, exhaustive
 from tests.runtime.compiled.pieces import compiled_device, step_of
 from tests.runtime.runs.one_device import OneDevice, even_cut, one_device
-from tests.runtime.runs.test_any_model import CASES, LENGTHS, MICROBATCH, model_of
+from tests.runtime.runs.test_any_model import CASES, LENGTHS, MICROBATCH, fields_of, job_of, model_of
 
 pytest.importorskip("transformers")
 SPEC = GptSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=256, dropout=0.1, tie_embeddings=True)
@@ -66,6 +66,25 @@ def test_losses_and_predictions_without_dropout(case: str, monkeypatch: pytest.M
     ran = count_programs(made, monkeypatch)
     assert_validates_alike(made, one_device(model, cut, rows, torch.float64, 2))
     assert sorted(ran) == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_running_statistics_move_as_in_eager_steps_and_validations_read_them() -> None:
+    spec = {name: value for name, value in CASES["frozen batch norm"][0].items() if name != "batch_norm"}
+    rows = CASES["frozen batch norm"][1]
+    model = build_model(job_of(spec), fields_of(rows))
+    rows, cut = model.task.complete(rows), even_cut(model, 2)
+    made, _, reports = compiled_device(model, cut, rows, torch.float64, 2, validates=True, split=True)
+    eager = one_device(model, cut, rows, torch.float64, 2, split=True)
+    assert [(one.reason, one.eager_validation) for one in reports] == [(None, None)] * 2
+    for step in range(2):
+        for one in (made, eager):
+            one.executor.run(one.program, step, 0.01)
+        assert_validates_alike(made, eager)
+    for ours, theirs in zip(made.stages, eager.stages, strict=True):
+        assert bool(ours.statistics)
+        for name, held in theirs.named_buffers():
+            assert (dict(ours.named_buffers())[name] - held).abs().max() <= 1e-12, name
 
 
 def gpt() -> tuple[LayeredModel, dict[str, Tensor]]:
