@@ -187,6 +187,7 @@ def main() -> int:
     parser.add_argument("--clip", default="1.0", help="train.clip; null for none")
     parser.add_argument("--restart", type=int, default=0, metavar="KILLS", help="also with full restarts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compiled", action="store_true", help="stages compiled before the first step")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="a new directory, for the runs' own")
     args = parser.parse_args()
@@ -209,13 +210,14 @@ def main() -> int:
                     clip=args.clip,
                 )
             )  # fmt: skip
-            status, undisturbed, said = ended(train(job, begin), RUN_S)
+            compiled = ("--set", "train.compile=inductor", "--set", "train.compile_first=true") if args.compiled else ()
+            status, undisturbed, said = ended(train(job, begin, *compiled), RUN_S)
             if status:
                 print(said, file=sys.stderr)
                 return 1
             for number in range(args.runs):
                 copies = () if has_twins(shape) else ("--set", "train.copy_every=1")
-                extra = ("--set", f"train.standby={args.standby}", *copies)
+                extra = ("--set", f"train.standby={args.standby}", *copies, *compiled)
                 directory = folder / f"{begin.name}-{number}"
                 run = killing(shape, job, directory, args.kills, undisturbed["losses"], *extra)
                 found.append(run)
@@ -227,7 +229,7 @@ def main() -> int:
                     flush=True,
                 )
             if args.restart:
-                extra = ("--set", "train.recovery=restart")
+                extra = ("--set", "train.recovery=restart", *compiled)
                 run = killing(shape, job, folder / f"{begin.name}-restart", args.restart, undisturbed["losses"], *extra)
                 restarted += run.seconds
                 print(f"{shape}, restarted: status {run.status}, same losses: {run.same_losses}", flush=True)
